@@ -1,0 +1,37 @@
+# Every target makes .venv first if there is none; nothing else has to be installed by hand.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow test-gpu check docs bench clean
+
+.venv/installed: requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python examples/digits.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -q -m slow
+
+test-gpu: .venv/installed
+	$(BIN)/python -m pytest -q -m gpu
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: .venv/installed
+	$(BIN)/python -m sphinx -q -n -W -b html sphinx/source sphinx/build
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf .venv sphinx/build

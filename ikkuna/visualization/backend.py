@@ -1,0 +1,108 @@
+"""The two verbs a backend must know, and how one is found by its name."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.plugins import load_plugin, plugin_names
+
+__all__ = ["GROUP", "Backend", "Series", "get_backend"]
+
+GROUP = "ikkuna.backends"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The name of a curve: what is measured, of which module, in which pass.
+
+    Parameters
+    ----------
+    kind : the kind of message shown, such as ``"weights_norm2"``
+    name : module, with the parameter's or output's own name where it needs one (``lstm.weight_ih_l0``, ``lstm:1.0``);
+        ``None`` for what belongs to the whole network
+    pass_name : ``"training"``, or another pass such as ``"testing"``
+    title : what a person should read in place of `kind`
+    ylims : limits of the value axis, for backends that draw axes
+    """
+
+    kind: str
+    name: str | None = None
+    pass_name: str = "training"
+    title: str | None = None
+    ylims: tuple[float, float] | None = None
+
+
+class Backend(ABC):
+    """A place where values go.
+
+    A run opens a backend once, adds the values of one step after another, and commits each step.
+    No method may block on disk or network except :meth:`flush` and :meth:`close`, which take a time limit.
+
+    Examples
+    --------
+    >>> class Printer(Backend):
+    ...     def add_scalar(self, series, value, step):
+    ...         print(step, series.kind, series.name, value)
+    >>> Printer().add_scalar(Series("weights_norm2", "fc"), 1.5, 10)
+    10 weights_norm2 fc 1.5
+    """
+
+    def open(self, directory: Path) -> None:  # noqa: B027 - most backends have nothing to open
+        """Get ready to write below `directory`, which exists; raise `LogDirError` where that cannot be."""
+
+    @abstractmethod
+    def add_scalar(self, series: Series, value: float, step: int) -> None:
+        """Take one value of a series; NaN and infinities are values."""
+
+    def add_histogram(self, series: Series, histogram: Any, step: int) -> None:  # noqa: B027 - optional
+        """Take one :class:`~ikkuna.numerics.float_code.Histogram` of a series."""
+
+    def add_text(self, title: str, text: str, step: int) -> None:  # noqa: B027 - optional
+        """Take a page of Markdown."""
+
+    def commit(self, step: int) -> None:  # noqa: B027 - optional
+        """Hand on everything added since the last commit; `step` never decreases."""
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything committed is stored; say whether it is."""
+        return True
+
+    def close(self, timeout: float | None = 2.0) -> bool:
+        """Flush, release everything, and say whether all was stored; a second call does nothing."""
+        return True
+
+    @property
+    def acked_step(self) -> int | None:
+        """The last committed step whose values are safe from the death of this process; ``None`` for a backend that stores nothing."""
+        return None
+
+    @property
+    def dropped(self) -> int:
+        """Number of values that were lost."""
+        return 0
+
+
+def get_backend(backend: "str | Backend", **options: Any) -> Backend:
+    """Return a new backend by its entry-point name, or `backend` itself if it is one already.
+
+    Raises
+    ------
+    ConfigError
+        For a name that no installed distribution offers.
+
+    Examples
+    --------
+    >>> type(get_backend("null")).__name__
+    'NullBackend'
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if not isinstance(backend, str):
+        raise ConfigTypeError(f"a backend is a name or a Backend, got {type(backend).__name__}")
+    if backend not in (known := plugin_names(GROUP)):
+        raise ConfigError(f"unknown backend {backend!r}; installed: {', '.join(sorted(known))}")
+    made = load_plugin(GROUP, backend, Backend)(**options)
+    assert isinstance(made, Backend)
+    return made

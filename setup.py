@@ -1,0 +1,5 @@
+"""A shim, so that classic commands work; everything is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
