@@ -59,9 +59,13 @@ def load_plugin(group: str, name: str, base: type) -> Any:
     """
     points = plugins(group).get(name, ())
     if not points:
-        raise PluginError(f"no installed distribution offers {name!r} in {group!r}; is ikkuna installed, or only on the path?")
+        raise PluginError(
+            f"no installed distribution offers {name!r} in {group!r}; is ikkuna installed, or only on the path?"
+        )
     if len(points) > 1:
-        raise PluginError(f"{name!r} is offered by several distributions: {', '.join(map(_origin, points))}; uninstall all but one")
+        raise PluginError(
+            f"{name!r} is offered by several distributions: {', '.join(map(_origin, points))}; uninstall all but one"
+        )
     (point,) = points
     what = f"plugin {name!r} from distribution {_origin(point)} ({point.value})"
     try:

@@ -26,7 +26,12 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
     integers and booleans become float64, fp8 becomes float32.  ``None`` means that there are no numbers to read: a meta, fake, nested or
     functorch-wrapped tensor.
     """
-    if x.is_meta or x.is_nested or type(x).__name__ == "FakeTensor" or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if (
+        x.is_meta
+        or x.is_nested
+        or type(x).__name__ == "FakeTensor"
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    ):
         return None
     implied = 0
     if x.layout is not torch.strided:
@@ -119,9 +124,12 @@ def _dot(x: Tensor) -> float:
 
 
 def _empty(fields: frozenset[str]) -> Record:
-    zero = {name: 0 for name in ("l1", "sumsq", "zeros", "nans", "infs", "m2", "m3", "m4") if name in fields}
-    nan = {name: math.nan for name in ("min", "max") if name in fields}
-    return Record(n=0, center=math.nan if "mean" in fields else None, **zero, **nan)
+    record = Record(n=0, center=math.nan if "mean" in fields else None)
+    for name in fields & {"l1", "sumsq", "zeros", "nans", "infs", "m2", "m3", "m4"}:
+        setattr(record, name, 0)
+    for name in fields & {"min", "max"}:
+        setattr(record, name, math.nan)
+    return record
 
 
 def _measure_chunk(x: Tensor, fields: frozenset[str]) -> Record:

@@ -1,0 +1,161 @@
+"""Tells where one step ends and the next begins, from what can be seen of a training loop."""
+
+import weakref
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ikkuna.export.messages.message import Stamp
+from ikkuna.export.parameters import TrackedParameters
+
+__all__ = ["TRAINING", "Clock", "Listener"]
+
+TRAINING = "training"
+
+
+class Listener(Protocol):
+    """What hears the clock."""
+
+    def step_opened(self, stamp: Stamp) -> None:
+        """A step begins."""
+
+    def step_closed(self, stamp: Stamp) -> None:
+        """A step is over."""
+
+
+class Clock:
+    """Counts optimizer steps.
+
+    A step opens with the outermost training forward (the root in training mode, gradients enabled), or late, with an optimizer's step.
+    It closes when the optimizers that own tracked parameters have stepped; which ones these are is learned from the first step
+    that is closed by the forward after it, unless those seen so far own everything.
+
+    Parameters
+    ----------
+    parameters : the parameters whose optimizers count
+    """
+
+    def __init__(self, parameters: TrackedParameters) -> None:
+        self.parameters = parameters
+        self.global_step = 0
+        self.train_step = 0
+        self.epoch = 0
+        self.pass_name = TRAINING
+        self.is_open = False
+        self.depth = 0
+        self.counting = True
+        self._listener: weakref.ref[Listener] | None = None
+        self._stepped: dict[int, Optimizer] = {}
+        self._known: set[int] = set()
+        self._inside: dict[int, int] = {}
+
+    def listen(self, listener: Listener) -> None:
+        """Let `listener`, held weakly, hear of every step."""
+        self._listener = weakref.ref(listener)
+
+    @property
+    def stamp(self) -> Stamp:
+        """The stamp of the open step, or of the one to come."""
+        return Stamp(self.global_step, self.train_step, self.epoch)
+
+    def pass_stamp(self) -> Stamp:
+        """The stamp of what another pass sees: the step it interrupts, or else the last one made."""
+        back = 0 if self.is_open else 1
+        return Stamp(max(self.global_step - back, 0), max(self.train_step - back, 0), self.epoch, self.pass_name)
+
+    # -- the root -------------------------------------------------------------------------------------------------
+
+    def root_entered(self, module: nn.Module, in_closure: bool = False) -> bool:
+        """Note that a root is called; say whether this is an outermost call that counts."""
+        self.depth += 1
+        if self.depth > 1:
+            return False
+        self.counting = self._counts_outside(module)
+        if self.counting and self.pass_name == TRAINING:
+            if not in_closure:
+                self._inside.clear()  # a step() that raised left its mark
+            self.close_pending()
+            self.open()
+        return self.counting
+
+    def root_left(self) -> bool:
+        """Note that a root has returned or raised; say whether it was an outermost call that counts."""
+        self.depth = max(0, self.depth - 1)
+        return self.depth == 0 and self.counting
+
+    def counts(self, module: nn.Module) -> bool:
+        """Whether a call of `module` belongs to what is recorded now."""
+        return self.counting if self.depth else self._counts_outside(module)
+
+    def _counts_outside(self, module: nn.Module) -> bool:
+        return self.pass_name != TRAINING or (torch.is_grad_enabled() and module.training)
+
+    # -- optimizers -----------------------------------------------------------------------------------------------
+
+    def optimizer_starts(self, optimizer: Optimizer) -> bool:
+        """Note that an optimizer's step begins; say whether it counts: it owns tracked parameters and is not a nested call."""
+        if self.pass_name != TRAINING or not self.parameters.of(optimizer):
+            return False
+        depth = self._inside.get(id(optimizer), 0)
+        if depth == 0:
+            if id(optimizer) in self._stepped:
+                self.close()
+            self.open()
+        self._inside[id(optimizer)] = depth + 1
+        return depth == 0
+
+    def optimizer_ended(self, optimizer: Optimizer) -> bool:
+        """Note that an optimizer's step is over; say whether it counts."""
+        depth = self._inside.pop(id(optimizer), 0)
+        if depth > 1:
+            self._inside[id(optimizer)] = depth - 1
+        elif depth == 1:
+            self._stepped[id(optimizer)] = optimizer
+        return depth == 1
+
+    @property
+    def first_optimizer(self) -> bool:
+        """Whether no optimizer has stepped in this step yet."""
+        return not self._stepped
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Open a step, if none is."""
+        if self.is_open:
+            return
+        self.is_open = True
+        if self._listener is not None and (listener := self._listener()) is not None:
+            listener.step_opened(self.stamp)
+
+    def close_if_complete(self) -> None:
+        """Close the step if every optimizer of it has stepped."""
+        learned = bool(self._known) and self._known <= self._stepped.keys()
+        if self._stepped and (learned or self.parameters.all_owned_by(self._stepped.values())):
+            self.close()
+
+    def close_pending(self) -> None:
+        """Close the step if an optimizer has stepped in it: whatever comes now belongs to the next one."""
+        if self._stepped:
+            self.close()
+
+    def close(self) -> None:
+        """Close the step, if one is open, and go on to the next number."""
+        if not self.is_open:
+            return
+        stamp = self.stamp
+        self.is_open = False
+        self._known = self._known or set(self._stepped)
+        self._stepped.clear()
+        self.global_step += 1
+        self.train_step += 1
+        if self._listener is not None and (listener := self._listener()) is not None:
+            listener.step_closed(stamp)
+
+    def next_epoch(self) -> None:
+        """Begin another epoch."""
+        self.epoch += 1
+        self.train_step = 0
+        self._inside.clear()

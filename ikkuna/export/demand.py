@@ -1,0 +1,82 @@
+"""Which tensors somebody wants at a step, and what is to be done with each."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ikkuna.export.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
+from ikkuna.export.messages.message import Stamp
+from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.numerics.statistics import closure
+
+__all__ = ["Demand", "Plan", "Task"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What to do with the tensors of one kind and module.
+
+    Parameters
+    ----------
+    fields : statistics to measure, shared by all who asked; empty for none
+    measurers : subscriptions with a ``measure`` of their own
+    readers : subscriptions that read the statistics
+    """
+
+    fields: frozenset[str]
+    measurers: tuple[Subscription, ...]
+    readers: tuple[Subscription, ...]
+
+
+class Plan:
+    """What to do at one step; a pure function of who samples it."""
+
+    def __init__(self, subscriptions: tuple[Subscription, ...]) -> None:
+        self.subscriptions = subscriptions
+        self._tasks: dict[tuple[str, str | None], Task | None] = {}
+        kinds = {kind for s in subscriptions if not s.together for kind in s.kinds}
+        self.kinds = frozenset(kinds)
+        self.together = tuple(s for s in subscriptions if s.together)
+        self.forward = bool(kinds & set(FORWARD_KINDS))
+        self.parameters = bool(kinds & set(PARAMETER_KINDS))
+
+    def task(self, kind: str, module: str | None) -> Task | None:
+        """Return what to do with tensors of this kind and module; ``None`` for nothing."""
+        try:
+            return self._tasks[kind, module]
+        except KeyError:
+            return self._tasks.setdefault((kind, module), self._make(kind, module))
+
+    def _make(self, kind: str, module: str | None) -> Task | None:
+        if kind not in self.kinds:
+            return None
+        wanting = [
+            s
+            for s in self.subscriptions
+            if kind in s.kinds and not s.together and (module is None or s.matches(module))
+        ]
+        measurers = tuple(s for s in wanting if s.subscriber.measures)
+        readers = tuple(s for s in wanting if s.subscriber.fields)
+        asked = {field for s in readers for field in s.subscriber.fields}
+        if asked and kind == "loss":
+            asked.add("mean")  # which is what its micro-batches merge to
+        fields = closure(asked) if asked else frozenset[str]()
+        return Task(fields, measurers, readers) if measurers or readers else None
+
+
+class Demand:
+    """Remembers the plan of each set of subscriptions that samples together: one schedule per period, not one per step."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._known: tuple[Subscription, ...] = ()
+
+    def plan(self, subscriptions: Iterable[Subscription], stamp: Stamp) -> Plan:
+        """Return what to do at `stamp`."""
+        subscriptions = tuple(subscriptions)
+        if subscriptions != self._known:
+            self._known, self._plans = subscriptions, {}
+        sampling = tuple(s for s in subscriptions if s.samples(stamp))
+        key = tuple(map(id, sampling))
+        if key not in self._plans:
+            self._plans[key] = Plan(sampling)
+        return self._plans[key]

@@ -1,0 +1,85 @@
+"""What went wrong after set-up: caught, counted and said once, so that none of it reaches training."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ikkuna.errors import ConfigError
+from ikkuna.export.subscriber.subscription import Subscription
+
+__all__ = ["ON_ERROR", "Faults"]
+
+ON_ERROR = ("disable", "log", "raise")
+PATIENCE = 10
+
+log = logging.getLogger("ikkuna")
+
+
+class Faults:
+    """Guards every call of a subscriber and of our own hooks.
+
+    Parameters
+    ----------
+    on_error : str
+        ``"disable"``: a subscriber that fails 10 times in a row is not called again; ``"log"``: it is called for ever;
+        ``"raise"``: errors pass, for tests and authors of plugins.
+    """
+
+    def __init__(self, on_error: str = "disable") -> None:
+        self.errors = 0
+        self.disabled: list[str] = []
+        self.set_policy(on_error)
+
+    def set_policy(self, on_error: str) -> None:
+        """Choose what happens on an error; raise `ConfigError` for an unknown policy."""
+        if on_error not in ON_ERROR:
+            raise ConfigError(f"on_error must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
+        self.on_error = on_error
+
+    def call(self, subscription: Subscription, stage: str, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call a subscriber's function; on an error return ``None`` after telling whose it was."""
+        try:
+            result = function(argument)
+        except Exception as error:
+            self._blame(subscription, stage, error)
+            return None
+        if subscription.failures:
+            subscription.failures.pop(stage, None)
+        return result
+
+    def blame(self, subscription: Subscription, reason: str) -> None:
+        """Disable a subscriber at once for what it did to training."""
+        self.errors += 1
+        self._disable(subscription, reason)
+
+    def own(self, what: str, error: BaseException) -> None:
+        """Count and tell an error of our own."""
+        if self.on_error == "raise":
+            raise error
+        self.errors += 1
+        if self._is_telling(self.errors):
+            log.error("ikkuna failed in %s (training is not affected)", what, exc_info=error)
+
+    def _blame(self, subscription: Subscription, stage: str, error: Exception) -> None:
+        if self.on_error == "raise":
+            raise error
+        self.errors += 1
+        failures = subscription.failures[stage] = subscription.failures.get(stage, 0) + 1
+        name = type(subscription.subscriber).__name__  # never the user's own repr, which may be what fails
+        if self._is_telling(failures):
+            log.error("subscriber %s (%s) failed in %s", name, ", ".join(subscription.kinds), stage, exc_info=error)
+        if isinstance(error, torch.OutOfMemoryError) or (self.on_error == "disable" and failures >= PATIENCE):
+            self._disable(subscription, f"{failures} consecutive failures; last: {type(error).__name__}: {error}")
+
+    def _disable(self, subscription: Subscription, reason: str) -> None:
+        subscription.disabled = True
+        name = type(subscription.subscriber).__name__
+        self.disabled.append(name)
+        log.error("subscriber %s (%s) disabled after %s", name, ", ".join(subscription.kinds), reason)
+
+    @staticmethod
+    def _is_telling(count: int) -> bool:
+        """Tell the 1st, 10th, 100th … time."""
+        return str(count).strip("0") == "1"

@@ -1,0 +1,31 @@
+"""The kinds of message there are before any subscriber adds its own."""
+
+__all__ = [
+    "BUILT_IN",
+    "EVENT_KINDS",
+    "FORWARD_KINDS",
+    "MEASURED_TOGETHER",
+    "MODULE_KINDS",
+    "NETWORK_KINDS",
+    "PARAMETER_KINDS",
+]
+
+FORWARD_KINDS = ("activations", "layer_gradients")
+"""Seen at a module's call: what it returned, and the gradient of the loss with respect to that."""
+
+PARAMETER_KINDS = ("weights", "weight_gradients", "weight_updates", "biases", "bias_gradients", "bias_updates")
+"""Seen at the optimizer's step."""
+
+MODULE_KINDS = (*FORWARD_KINDS, *PARAMETER_KINDS)
+"""What every module has."""
+
+EVENT_KINDS = ("batch_started", "batch_finished", "epoch_started", "epoch_finished")
+"""What has happened; these carry no data."""
+
+MEASURED_TOGETHER = ("network_output", "input_labels", "loss")
+"""What the loss module receives and returns, in one call: a subscriber may measure these side by side."""
+
+NETWORK_KINDS = ("input_data", *MEASURED_TOGETHER, *EVENT_KINDS)
+"""What the one network has."""
+
+BUILT_IN = (*MODULE_KINDS, *NETWORK_KINDS)

@@ -1,0 +1,124 @@
+"""What was measured in one step, merged as it comes and copied to the host once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ikkuna.export.demand import Task
+from ikkuna.export.messages.message import Message, Stamp
+from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.numerics.device import from_row, merge_rows
+from ikkuna.numerics.statistics import Record, merge
+
+__all__ = ["Entry", "Rows"]
+
+_MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "last": lambda known, row: row,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """All that was measured of one kind, module and path.
+
+    Statistics of a host tensor are a `Record` at once; those of a device tensor stay a row on the device until the copy.
+    Where each call was the mean of many elements (a loss), what comes out is their one weighted mean.
+    """
+
+    message: Message
+    task: Task
+    record: Record | None = None
+    row: Tensor | None = None
+    pivot: float = 0.0
+    is_mean: bool = False
+    measured: dict[Subscription, Tensor] = field(default_factory=dict)
+
+    def add_record(self, record: Record) -> None:
+        """Take in statistics of more elements."""
+        self.record = record if self.record is None else merge(self.record, record)
+
+    def add_row(self, row: Tensor) -> None:
+        """Take in statistics of more elements, on their device."""
+        self.row = row if self.row is None else merge_rows(self.row, row)
+
+    def add_measured(self, subscription: Subscription, row: Tensor) -> None:
+        """Take in a subscriber's own row."""
+        row = row.detach().to(torch.float64, copy=True)
+        known = self.measured.get(subscription)
+        if known is not None:
+            row = _MERGE[subscription.subscriber.merge](known, row)
+        self.measured[subscription] = row
+
+    def parts(self) -> list["_Part"]:
+        """Return the tensors to be copied, each with the subscription it belongs to; ``None`` for the statistics."""
+        own: list[_Part] = [] if self.row is None else [(self, None, self.row)]
+        return own + [(self, subscription, row) for subscription, row in self.measured.items()]
+
+    def take_host(self, subscription: Subscription | None, values: Tensor) -> None:
+        """Put the host copy in the place of a row."""
+        if subscription is not None:
+            self.measured[subscription] = values
+        else:
+            self.add_record(from_row(values.tolist(), self.task.fields, self.pivot))
+            self.row = None
+
+
+_Part = tuple[Entry, Subscription | None, Tensor]
+
+
+class Rows:
+    """The entries of one step in the order they were first seen, and their one copy to the host."""
+
+    def __init__(self, stamp: Stamp) -> None:
+        self.stamp = stamp
+        self.entries: dict[tuple[object, ...], Entry] = {}
+        self._copies: list[tuple[list[_Part], Tensor, torch.cuda.Event | None]] = []
+
+    def drop(self, kinds: frozenset[str]) -> None:
+        """Forget what was seen of some kinds: a closure is evaluated again."""
+        self.entries = {key: entry for key, entry in self.entries.items() if entry.message.kind not in kinds}
+
+    def start_copy(self) -> None:
+        """Send every row to the host, all of one device in one non-blocking copy."""
+        by_device: dict[torch.device, list[_Part]] = {}
+        for entry in self.entries.values():
+            for part in entry.parts():
+                by_device.setdefault(part[2].device, []).append(part)
+        for parts in by_device.values():
+            packed = torch.cat([tensor.reshape(-1) for _, _, tensor in parts])
+            self._copies.append((parts, *_to_host(packed)))
+
+    def arrived(self) -> bool:
+        """Whether all copies have reached the host."""
+        return all(event is None or event.query() for _, _, event in self._copies)
+
+    def unpack(self) -> list[Entry]:
+        """Return the entries with everything on the host, waiting for the copies if need be."""
+        for parts, packed, event in self._copies:
+            if event is not None:
+                event.synchronize()
+            offset = 0
+            for entry, subscription, tensor in parts:
+                values = packed[offset : offset + tensor.numel()].reshape(tensor.shape)
+                entry.take_host(subscription, values)
+                offset += tensor.numel()
+        self._copies = []
+        for entry in self.entries.values():
+            if entry.is_mean and entry.record is not None and entry.record.n:
+                entry.record = Record.of(entry.record.mean)
+        return list(self.entries.values())
+
+
+def _to_host(packed: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
+    if packed.device.type != "cuda":
+        return packed.cpu(), None
+    pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    pinned.copy_(packed, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(packed.device))
+    return pinned, event

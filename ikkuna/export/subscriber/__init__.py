@@ -1,0 +1,34 @@
+"""Subscribers: the base classes, and every installed metric by its class name.
+
+``from ikkuna.export.subscriber import NormSubscriber`` finds the plugin `NormSubscriber` through its entry point and loads it then;
+importing this package loads none.
+"""
+
+from typing import Any
+
+import ikkuna.export.messages  # noqa: F401 - the bus needs the base class, and the base class needs messages: this order serves both
+from ikkuna.errors import PluginError
+from ikkuna.export.subscriber.base import Subscriber
+from ikkuna.export.subscriber.callback import CallbackSubscriber
+from ikkuna.export.subscriber.plot import PlotSubscriber
+from ikkuna.export.subscriber.subscription import Subscription, SynchronizedSubscription
+from ikkuna.plugins import load_plugin, plugin_names
+
+__all__ = ["GROUP", "CallbackSubscriber", "PlotSubscriber", "Subscriber", "Subscription", "SynchronizedSubscription"]
+
+GROUP = "ikkuna.export.subscriber"
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in plugin_names(GROUP):
+        return load_plugin(GROUP, name, Subscriber)
+    message = f"no installed distribution offers a subscriber {name!r}; installed: {', '.join(sorted(plugin_names(GROUP))) or 'none'}"
+    if name.endswith("Subscriber"):
+        raise PluginError(message)  # a from-import shows this text, but would hide an AttributeError's
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, *plugin_names(GROUP)))

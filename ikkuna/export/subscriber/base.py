@@ -1,0 +1,175 @@
+"""The class every metric derives from."""
+
+from abc import ABCMeta, abstractmethod
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.messages.bundle import MessageBundle
+from ikkuna.export.messages.message import Message
+from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
+from ikkuna.numerics.statistics import closure
+from ikkuna.visualization.backend import Backend, Series
+
+if TYPE_CHECKING:
+    from ikkuna.export.messages.bus import MessageBus
+
+__all__ = ["MERGES", "Subscriber"]
+
+MERGES = ("sum", "min", "max", "last")
+"""How rows of one identity become one over calls, micro-batches and ranks."""
+
+
+class _Registering(ABCMeta):
+    """Registers an instance that was given a bus, once its constructor is through and not before."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        subscriber = super().__call__(*args, **kwargs)
+        if subscriber.message_bus is not None:
+            subscriber.message_bus.register_subscriber(subscriber)
+        return subscriber
+
+
+class Subscriber(metaclass=_Registering):
+    """A metric: looks at messages of some kinds and emits numbers.
+
+    Data takes one way.  ``measure`` sees the tensor, in the hook, and returns a small tensor, its *row*;
+    rows of one identity merge over calls, micro-batches and ranks; ``compute`` sees the merged row as float64, when the batch is over.
+    A metric that is a function of shared statistics sets `fields` in place of ``measure`` and finds them in ``message.record``.
+
+    Parameters
+    ----------
+    kinds : str or list of str
+        What to look at.
+    publishes : str or list of str
+        The kinds it emits; others can subscribe to them.
+    join : bool
+        Wait until there is one message of each kind and get them as a `MessageBundle`.
+    subsample, modules, tag
+        See `Subscription`.
+    backend : str, Backend or a list of these
+        Where values are shown: an installed backend's name (``"tb"``, ``"jsonl"``, ``"null"``) or an object.
+    message_bus : MessageBus, optional
+        A bus to register with at once; by default nothing outside this object is touched.
+    title, ylims
+        What a person should read in place of the kind, and limits for backends that draw axes.
+
+    Attributes
+    ----------
+    fields : collection of str
+        Statistics it needs, from `ikkuna.numerics.statistics.FIELDS`.
+    finite_only : bool
+        Whether those statistics speak of finite elements alone, rather than being NaN when one is not finite.
+    merge : str
+        How its rows become one: ``"sum"``, ``"min"``, ``"max"`` or ``"last"``.
+    derived : bool
+        Whether it accepts other subscribers' results, which are floats and skip ``measure``.
+
+    Examples
+    --------
+    >>> class NearZeroSubscriber(Subscriber):
+    ...     '''Share of elements with magnitude below eps.'''
+    ...     def __init__(self, kind, eps=1e-3, **options):
+    ...         super().__init__(kind, publishes=f"{kind}_near_zero", **options)
+    ...         self.eps = eps
+    ...     def measure(self, message):
+    ...         near = (message.data.abs() < self.eps).sum()
+    ...         return torch.stack([near, torch.full_like(near, message.data.numel())])
+    ...     def compute(self, message):
+    ...         near, n = message.data
+    ...         self.emit(message, near / n)
+    >>> import torch
+    >>> NearZeroSubscriber("weights", subsample=10).publishes
+    ('weights_near_zero',)
+    """
+
+    fields: Collection[str] = ()
+    finite_only: bool = False
+    merge: str = "sum"
+    derived: bool = False
+
+    def __init__(
+        self,
+        kinds: str | Iterable[str],
+        *,
+        publishes: str | Iterable[str] = (),
+        join: bool = False,
+        subsample: int = 1,
+        modules: ModulePattern = None,
+        tag: str | None = "training",
+        backend: "str | Backend | list[str | Backend]" = "tb",
+        message_bus: "MessageBus | None" = None,
+        title: str | None = None,
+        ylims: tuple[float, float] | None = None,
+    ) -> None:
+        subscription = SynchronizedSubscription if join else Subscription
+        self.subscription = subscription(self, kinds, tag, subsample, modules)
+        self.publishes = (publishes,) if isinstance(publishes, str) else tuple(publishes)
+        self.backends = tuple(backend) if isinstance(backend, list | tuple) else (backend,)
+        if wrong := [b for b in self.backends if not isinstance(b, str | Backend)]:
+            raise ConfigTypeError(f"backend needs a name or a Backend, got {type(wrong[0]).__name__} {wrong[0]!r}")
+        self.message_bus = message_bus
+        self.title = title
+        self.ylims = ylims
+        self._bus: MessageBus | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds it looks at."""
+        return self.subscription.kinds
+
+    @property
+    def measures(self) -> bool:
+        """Whether it has a ``measure`` of its own."""
+        return type(self).measure is not Subscriber.measure
+
+    def measure(self, message: Any) -> Tensor | None:
+        """Return the row of a message, a small tensor of fixed size and type, or ``None``.
+
+        Called in the hook with the borrowed tensor in ``message.data``, detached, without gradient and autocast.
+        It must not synchronise with the device, keep the tensor, write to it, or draw from a global random generator.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def compute(self, message: Any) -> None:
+        """Turn a merged message (or bundle) into numbers and :meth:`emit` them; called when the batch is over."""
+
+    def emit(self, message: Message | MessageBundle, value: float, kind: str | None = None) -> None:
+        """Publish `value` as a message of `kind` with the stamp and name of `message`, and show it.
+
+        Raises
+        ------
+        ConfigError
+            If `kind` is not among ``publishes``.
+        """
+        kind = kind or (self.publishes[0] if self.publishes else None)
+        if kind not in self.publishes:
+            raise ConfigError(f"{type(self).__name__} emits {kind!r} but publishes {list(self.publishes)}")
+        result = message.result(kind, float(value))
+        self.show(result, result.data)
+        if self._bus is not None:
+            self._bus.publish(result)
+
+    def show(self, message: Message | MessageBundle, value: Any) -> None:
+        """Show `value`, a float or a histogram, under the kind and name of `message`, without publishing it."""
+        if self._bus is None:
+            return
+        shown = message.first if isinstance(message, MessageBundle) else message
+        series = Series(shown.kind, shown.series_name, shown.tag, self.title, self.ylims)
+        self._bus.show(series, value, shown.global_step, self.backends)
+
+    def check(self) -> None:
+        """Raise `ConfigError` if this class cannot work as it stands; called at registration."""
+        if self.merge not in MERGES:
+            raise ConfigError(f"{type(self).__name__}.merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
+        if isinstance(self.fields, str):
+            raise ConfigTypeError(
+                f"{type(self).__name__}.fields must be a collection of names, got the string {self.fields!r}"
+            )
+        closure(self.fields)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.kinds)})"

@@ -1,0 +1,64 @@
+"""How large one quantity is beside another."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ikkuna.errors import ConfigError
+from ikkuna.export.messages import Message, MessageBundle
+from ikkuna.export.subscriber import PlotSubscriber
+
+__all__ = ["RatioSubscriber"]
+
+
+class RatioSubscriber(PlotSubscriber):
+    r"""The ratio of the L2 norms of two quantities of the same module, :math:`\lVert a \rVert_2 / \lVert b \rVert_2`.
+
+    Takes two kinds; of results, which are floats, it takes the quotient itself.
+    Publishes ``{dividend}_{divisor}_ratio``, without unit.  A divisor of 0 gives NaN.
+
+    Look for: ``weight_updates`` over ``weights`` near 1e-3 in a healthy run; much less is a learning rate too small, much more one too large.
+
+    Parameters
+    ----------
+    kinds : list of two str
+        Dividend and divisor.
+    **options
+        See `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        If there are not two different kinds.
+
+    Examples
+    --------
+    >>> RatioSubscriber(["weight_updates", "weights"]).publishes
+    ('weight_updates_weights_ratio',)
+    """
+
+    fields = ("sumsq",)
+    derived = True
+
+    def __init__(self, kinds: Sequence[str], **options: Any) -> None:
+        if isinstance(kinds, str) or len(kinds) != 2:
+            given = [kinds] if isinstance(kinds, str) else list(kinds)
+            raise ConfigError(
+                f"RatioSubscriber needs 2 kinds (dividend, divisor), got {len(given)}: {', '.join(map(repr, given))}"
+            )
+        if kinds[0] == kinds[1]:
+            raise ConfigError(f"RatioSubscriber needs two different kinds, got {list(kinds)}")
+        options.setdefault("publishes", f"{kinds[0]}_{kinds[1]}_ratio")
+        super().__init__(kinds, join=True, **options)
+
+    def compute(self, bundle: MessageBundle) -> None:
+        """Emit the ratio."""
+        dividend, divisor = (_size(bundle[kind]) for kind in self.kinds)
+        self.emit(bundle, dividend / divisor if divisor else math.nan)
+
+
+def _size(message: Message) -> float:
+    if isinstance(message.data, float):
+        return message.data
+    assert message.record is not None
+    return message.record.l2_norm

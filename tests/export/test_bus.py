@@ -1,0 +1,496 @@
+"""Registration is checked as a whole, delivery is in order, and a failing subscriber harms nobody."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, PluginError, UnknownKindError
+from ikkuna.export import Exporter, subscriber
+from ikkuna.export.messages import MessageBus, get_default_bus
+from ikkuna.export.subscriber import (
+    CallbackSubscriber,
+    LossSubscriber,
+    MeanSubscriber,
+    NormSubscriber,
+    RatioSubscriber,
+    Subscriber,
+    TrainAccuracySubscriber,
+)
+from ikkuna.testing import RecordingBackend
+from tests.zoo import CASES, Loop, mlp
+
+
+class Minimal(Subscriber):
+    def compute(self, message):
+        pass
+
+
+class Doubling(Subscriber):
+    """Publishes twice what it gets."""
+
+    derived = True
+    fields = ("mean",)
+
+    def compute(self, message):
+        self.emit(message, 2 * message.record.mean)
+
+
+def run(bus, *subscribers, steps=3, case="mlp", on_error="disable"):
+    loop = Loop(CASES[case])
+    with Exporter(message_bus=bus, on_error=on_error) as exporter:
+        exporter.add_modules(loop.model)
+        exporter.set_loss(loop.loss)
+        for s in subscribers:
+            bus.register_subscriber(s)
+        losses = loop.run(steps)
+        health = exporter.health()
+    return losses, health
+
+
+SETUP_ERRORS = {
+    "unknown kind": (
+        lambda bus: NormSubscriber("weigths", message_bus=bus),
+        UnknownKindError,
+        "unknown kind 'weigths'; did you mean 'weights'",
+    ),
+    "subsample 0": (
+        lambda bus: NormSubscriber("weights", subsample=0),
+        ConfigError,
+        "subsample must be an int >= 1, got 0",
+    ),
+    "subsample bool": (
+        lambda bus: NormSubscriber("weights", subsample=True),
+        ConfigError,
+        "subsample must be an int >= 1, got True",
+    ),
+    "subsample float": (
+        lambda bus: NormSubscriber("weights", subsample=1.5),
+        ConfigError,
+        "subsample must be an int >= 1, got 1.5",
+    ),
+    "subsample text": (
+        lambda bus: NormSubscriber("weights", subsample="10"),
+        ConfigError,
+        "subsample must be an int >= 1, got '10'",
+    ),
+    "no kind": (lambda bus: CallbackSubscriber([], print), ConfigError, "at least one kind"),
+    "twice a kind": (lambda bus: CallbackSubscriber(["weights", "weights"], print), ConfigError, "must differ"),
+    "kind of wrong type": (lambda bus: CallbackSubscriber([3], print), ConfigTypeError, "kinds are strings, got int 3"),
+    "tag": (
+        lambda bus: NormSubscriber("weights", tag=3),
+        ConfigTypeError,
+        "tag must be the name of a pass or None, got 3",
+    ),
+    "modules": (lambda bus: NormSubscriber("weights", modules=3), ConfigTypeError, "modules needs a glob"),
+    "no function": (
+        lambda bus: CallbackSubscriber("weights", 3),
+        ConfigTypeError,
+        "needs a function of a message, got int",
+    ),
+    "one kind to a ratio": (
+        lambda bus: RatioSubscriber(["weights"]),
+        ConfigError,
+        r"needs 2 kinds \(dividend, divisor\), got 1: 'weights'",
+    ),
+    "three kinds to a ratio": (
+        lambda bus: RatioSubscriber(["weights", "biases", "loss"]),
+        ConfigError,
+        "got 3: 'weights', 'biases', 'loss'",
+    ),
+    "one kind twice": (lambda bus: RatioSubscriber(["weights", "weights"]), ConfigError, "needs two different kinds"),
+    "ratio of module and network": (
+        lambda bus: RatioSubscriber(["weights", "loss"], message_bus=bus),
+        ConfigError,
+        "joins kinds of modules with kinds of the network",
+    ),
+    "order": (lambda bus: NormSubscriber("weights", p=-1), ConfigError, "order p >= 0, got -1"),
+    "order text": (lambda bus: NormSubscriber("weights", p="2"), ConfigError, "order p >= 0, got '2'"),
+    "backend name": (
+        lambda bus: NormSubscriber("weights", backend="tensorbaord", message_bus=bus),
+        ConfigError,
+        "unknown backend 'tensorbaord'",
+    ),
+    "backend type": (
+        lambda bus: NormSubscriber("weights", backend=3),
+        ConfigTypeError,
+        "backend needs a name or a Backend, got int 3",
+    ),
+    "no subscriber": (lambda bus: bus.register_subscriber(3), ConfigTypeError, "needs a Subscriber, got int"),
+    "neither measure nor fields": (
+        lambda bus: bus.register_subscriber(Minimal("weights")),
+        ConfigError,
+        "needs a `measure` or `fields`",
+    ),
+    "built-in as result": (
+        lambda bus: Doubling("weights", publishes="loss", message_bus=bus),
+        ConfigError,
+        "'loss', which is a built-in kind",
+    ),
+    "bad field": (
+        lambda bus: bus.register_subscriber(_with(fields=("sumq",))),
+        ConfigError,
+        "unknown statistics field 'sumq'",
+    ),
+    "fields as text": (
+        lambda bus: bus.register_subscriber(_with(fields="sumsq")),
+        ConfigTypeError,
+        "must be a collection of names",
+    ),
+    "bad merge": (
+        lambda bus: bus.register_subscriber(_with(fields=("n",), merge="mean")),
+        ConfigError,
+        "merge must be one of",
+    ),
+    "exporter depth": (lambda bus: Exporter(depth=-2), ConfigError, "depth must be -1"),
+    "exporter depth type": (lambda bus: Exporter(depth=1.5), ConfigError, "depth must be -1"),
+    "exporter bus": (lambda bus: Exporter(message_bus=3), ConfigTypeError, "message_bus needs a MessageBus, got int"),
+    "exporter policy": (
+        lambda bus: Exporter(message_bus=bus, on_error="ignore"),
+        ConfigError,
+        "on_error must be one of",
+    ),
+    "module": (
+        lambda bus: Exporter(message_bus=bus).add_modules(3),
+        ConfigTypeError,
+        r"needs a torch.nn.Module or a \(name, module\) pair, got int",
+    ),
+    "module none": (lambda bus: Exporter(message_bus=bus).add_modules(None), ConfigTypeError, "got NoneType"),
+    "pair": (
+        lambda bus: Exporter(message_bus=bus).add_modules((nn.ReLU(), "a")),
+        ConfigTypeError,
+        r"pair \(name, module\), got \(ReLU, str\)",
+    ),
+    "filter": (
+        lambda bus: Exporter(module_filter=[nn.Conv2d], message_bus=bus).add_modules(mlp()),
+        ConfigError,
+        r"matches none of the 5 modules \(types present: Linear, ReLU, Tanh\)",
+    ),
+    "filter type": (
+        lambda bus: Exporter(module_filter=[3], message_bus=bus).add_modules(mlp()),
+        ConfigTypeError,
+        "module_filter needs",
+    ),
+    "model": (
+        lambda bus: Exporter(message_bus=bus).set_model(None),
+        ConfigTypeError,
+        "set_model.. needs a torch.nn.Module, got NoneType",
+    ),
+    "loss": (
+        lambda bus: Exporter(message_bus=bus).set_loss(nn.functional.cross_entropy),
+        ConfigTypeError,
+        "set_loss.. needs a torch.nn.Module",
+    ),
+}
+
+
+def _with(**attributes):
+    return type("Made", (Minimal,), attributes)("weights", backend="null")
+
+
+@pytest.mark.parametrize("name", SETUP_ERRORS)
+def test_wrong_arguments_are_told_at_once_and_leave_nothing_half_done(name, bus):
+    act, error, text = SETUP_ERRORS[name]
+    with pytest.raises(error, match=text):
+        act(bus)
+    assert bus.subscriptions == ()
+    assert len(bus.kinds) == 16
+    for source in bus.sources:
+        source.close()
+
+
+def test_every_error_is_also_the_python_one():
+    assert issubclass(ConfigTypeError, TypeError)
+    assert issubclass(ConfigTypeError, ValueError)
+    assert issubclass(UnknownKindError, ValueError)
+
+
+def test_two_models_are_refused(bus):
+    with Exporter(message_bus=bus) as exporter:
+        exporter.set_model(nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match="the model is a Linear already"):
+            exporter.set_model(nn.ReLU())
+
+
+def test_a_closed_exporter_says_so(bus):
+    exporter = Exporter(message_bus=bus)
+    exporter.close()
+    exporter.close()
+    with pytest.raises(ClosedError, match="this exporter is closed"):
+        exporter.add_modules(nn.Linear(2, 2))
+
+
+def test_a_pattern_that_matches_no_module_is_refused(bus):
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(mlp())
+        with pytest.raises(ConfigError, match=r"modules='features.\*' matches none of the 5 modules"):
+            bus.register_subscriber(NormSubscriber("weights", modules="features.*"))
+        assert bus.subscriptions == ()
+
+
+def test_a_result_can_be_subscribed_to_once_it_is_announced(bus):
+    recording = RecordingBackend()
+    with pytest.raises(UnknownKindError):
+        bus.register_subscriber(MeanSubscriber("weights_norm2"))
+    chain = (
+        NormSubscriber("weights", backend=recording),
+        Doubling("weights_norm2", publishes="doubled", backend=recording),
+    )
+    run(bus, *chain, steps=1)
+    norms = {s.name: v for s, v, _ in recording.values if s.kind == "weights_norm2"}
+    doubled = {s.name: v for s, v, _ in recording.values if s.kind == "doubled"}
+    assert doubled == {name: 2 * value for name, value in norms.items()}
+    assert len(norms) == 3
+
+
+def test_a_subscriber_of_tensors_is_refused_a_result(bus):
+    bus.register_subscriber(NormSubscriber("weights", backend="null"))
+    with pytest.raises(ConfigError, match="is a result and carries a float"):
+        bus.register_subscriber(LossLike("weights_norm2"))
+
+
+class LossLike(Minimal):
+    fields = ("mean",)
+
+
+def test_a_circle_of_results_is_refused(bus):
+    bus.register_subscriber(Doubling("weights", publishes="a", backend="null"))
+    bus.register_subscriber(Doubling("a", publishes="b", backend="null"))
+    with pytest.raises(ConfigError, match="publication cycle"):
+        bus.register_subscriber(Doubling("b", publishes="a", modules="x", backend="null"))
+    assert len(bus.subscriptions) == 2
+
+
+def test_a_result_has_one_publisher_for_a_pass_and_module(bus):
+    bus.register_subscriber(NormSubscriber("weights", modules="0", backend="null"))
+    bus.register_subscriber(NormSubscriber("weights", modules="1", backend="null"))
+    bus.register_subscriber(NormSubscriber("weights", tag="testing", modules="0", backend="null"))
+    with pytest.raises(ConfigError, match=r"'weights_norm2' is published already.*publishes="):
+        bus.register_subscriber(NormSubscriber("weights", backend="null"))
+    bus.register_subscriber(NormSubscriber("weights", publishes="another", backend="null"))
+
+
+def test_a_removed_subscriber_gets_nothing_more_and_can_come_back(bus):
+    got = []
+    s = CallbackSubscriber("batch_finished", got.append, backend="null")
+    loop = Loop(CASES["mlp"])
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(loop.model)
+        handle = bus.register_subscriber(s)
+        loop.run(1)
+        handle.remove()
+        handle.remove()
+        loop.run(1)
+        bus.register_subscriber(s)
+        loop.run(1)
+    assert [m.global_step for m in got] == [0, 2]
+
+
+def test_a_subscriber_registers_once(bus):
+    s = NormSubscriber("weights", backend="null", message_bus=bus)
+    with pytest.raises(ConfigError, match="is registered already"):
+        bus.register_subscriber(s)
+
+
+def test_constructing_without_a_bus_touches_nothing(bus):
+    NormSubscriber("weights")
+    assert get_default_bus().subscriptions == ()
+
+
+def test_a_constructor_that_raises_after_the_base_leaves_nothing_on_the_bus(bus):
+    class Raising(Minimal):
+        def __init__(self):
+            super().__init__("batch_finished", message_bus=bus, backend="null")
+            raise RuntimeError("late")
+
+    with pytest.raises(RuntimeError, match="late"):
+        Raising()
+    assert bus.subscriptions == ()
+
+
+def test_delivery_is_in_order_of_registration(bus):
+    order = []
+    run(
+        bus,
+        *(CallbackSubscriber("batch_finished", lambda m, i=i: order.append(i), backend="null") for i in range(5)),
+        steps=2,
+    )
+    assert order == [0, 1, 2, 3, 4] * 2
+
+
+class Failing(Subscriber):
+    def __init__(self, where, exception=ValueError, **options):
+        super().__init__("weights", modules="0", backend="null", **options)
+        self.where = where
+        self.exception = exception
+        self.calls = 0
+
+    def measure(self, message):
+        self.calls += self.where == "measure"
+        if self.where == "measure":
+            raise self.exception("on purpose")
+        return message.data.sum().reshape(1)
+
+    def compute(self, message):
+        self.calls += self.where == "compute"
+        raise self.exception("on purpose")
+
+
+@pytest.mark.parametrize("where", ["measure", "compute"])
+def test_a_failing_subscriber_is_logged_then_disabled_and_training_is_untouched(where, bus, caplog):
+    recording = RecordingBackend()
+    bad = Failing(where)
+    reference = Loop(CASES["mlp"]).run(15)
+    losses, health = run(bus, bad, NormSubscriber("weights", backend=recording), steps=15)
+    assert all(torch.equal(a, b) for a, b in zip(losses, reference, strict=True))
+    assert bad.calls == 10
+    assert health.errors == 10
+    assert health.disabled == ("Failing",)
+    assert "disabled after 10 consecutive failures; last: ValueError: on purpose" in caplog.text
+    assert len(recording.values) == 15 * 3
+
+
+def test_with_on_error_log_it_is_called_for_ever(bus):
+    bad = Failing("compute")
+    _, health = run(bus, bad, steps=15, on_error="log")
+    assert (bad.calls, health.errors, health.disabled) == (15, 15, ())
+
+
+def test_with_on_error_raise_it_raises(bus):
+    with pytest.raises(ValueError, match="on purpose"):
+        run(bus, Failing("compute"), on_error="raise")
+
+
+def test_running_out_of_memory_disables_at_once(bus):
+    bad = Failing("measure", torch.OutOfMemoryError)
+    run(bus, bad)
+    assert bad.calls == 1
+
+
+def test_keyboard_interrupt_passes(bus):
+    with pytest.raises(KeyboardInterrupt):
+        run(bus, Failing("measure", KeyboardInterrupt))
+
+
+def test_a_subscriber_whose_repr_raises_is_still_told(bus, caplog):
+    class Mute(Failing):
+        def __repr__(self):
+            raise RuntimeError("no name")
+
+    run(bus, Mute("compute"), steps=1)
+    assert "subscriber Mute (weights) failed in compute" in caplog.text
+
+
+def test_an_emission_that_was_not_announced_is_the_subscribers_failure(bus, caplog):
+    class Wrong(Doubling):
+        def compute(self, message):
+            self.emit(message, 1.0, kind="other")
+
+    run(bus, Wrong("weights", publishes="right", backend="null"), steps=1)
+    assert "emits 'other' but publishes ['right']" in caplog.text
+
+
+def test_a_bundle_without_company_is_dropped_and_counted(bus):
+    """A frozen weight has no update: nothing to join it with, and nothing to fail about."""
+    recording = RecordingBackend()
+    _, health = run(bus, RatioSubscriber(["weight_updates", "weights"], backend=recording), case="frozen", steps=2)
+    assert [(s.name, step) for s, _, step in recording.values] == [("head", 0), ("head", 1)]
+    assert health.dropped == 2
+
+
+def test_a_ratio_is_the_quotient_of_the_norms(bus):
+    recording = RecordingBackend()
+    parts = RecordingBackend()
+    run(
+        bus,
+        RatioSubscriber(["weight_updates", "weights"], backend=recording),
+        NormSubscriber("weight_updates", backend=parts),
+        NormSubscriber("weights", backend=parts),
+    )
+    norm = {(s.kind, s.name, step): v for s, v, step in parts.values}
+    for series, value, step in recording.values:
+        assert value == norm["weight_updates_norm2", series.name, step] / norm["weights_norm2", series.name, step]
+    assert len(recording.values) == 9
+
+
+def test_accuracy_counts_right_answers(bus):
+    recording = RecordingBackend()
+    loop = Loop(CASES["mlp-accumulated"])
+    seen = []
+    loop.loss.register_forward_hook(lambda module, args, output: seen.append((args[0].argmax(1) == args[1]).float()))
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        exporter.set_loss(loop.loss)
+        bus.register_subscriber(TrainAccuracySubscriber(backend=recording))
+        bus.register_subscriber(LossSubscriber(backend=recording))
+        loop.run(1)
+    values = {s.kind: v for s, v, _ in recording.values}
+    assert values["train_accuracy"] == pytest.approx(torch.cat(seen).mean().item())
+    assert set(values) == {"train_accuracy", "loss"}
+
+
+def test_without_set_loss_the_missing_loss_is_said_once(bus, caplog):
+    loop = Loop(CASES["mlp"])
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(loop.model)
+        bus.register_subscriber(LossSubscriber(backend="null"))
+        loop.run(3)
+    assert caplog.text.count("set_loss(loss_module)") == 1
+
+
+def test_two_exporters_share_a_bus_if_names_differ(bus):
+    one, other = Exporter(message_bus=bus), Exporter(message_bus=bus)
+    one.add_modules(("generator", mlp()))
+    with pytest.raises(ConfigError, match="looks at a module 'generator.0' already"):
+        other.add_modules(("generator", mlp()))
+    other.add_modules(("discriminator", mlp()))
+    one.close()
+    assert bus.sources == (other,)
+    other.close()
+
+
+def test_another_log_dir_on_one_bus_is_refused(bus, tmp_path):
+    one = Exporter(message_bus=bus, log_dir=tmp_path / "a")
+    with pytest.raises(ConfigError, match="writes to .* already"):
+        Exporter(message_bus=bus, log_dir=tmp_path / "b")
+    one.close()
+    Exporter(message_bus=bus, log_dir=tmp_path / "b").close()
+
+
+def test_adding_a_module_twice_is_one_look(bus, caplog):
+    model = mlp()
+    got = []
+    with caplog.at_level(logging.INFO), Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(model)
+        exporter.add_modules(model)
+        bus.register_subscriber(CallbackSubscriber("activations", got.append, modules="0", backend="null"))
+        model(torch.ones(1, 8))
+    assert len(got) == 1
+    assert "looked at already" in caplog.text
+
+
+def test_importing_the_package_loads_no_plugin():
+    import subprocess
+    import sys
+
+    code = "import sys, ikkuna.export.subscriber; print(any('ikkuna_subscribers' in m for m in sys.modules))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
+
+
+def test_an_unknown_subscriber_names_those_there_are():
+    with pytest.raises(
+        PluginError,
+        match=r"no installed distribution offers a subscriber 'NromSubscriber'; installed: .*NormSubscriber",
+    ):
+        _ = subscriber.NromSubscriber
+    with pytest.raises(AttributeError, match="'something'"):
+        _ = subscriber.something
+
+
+def test_the_default_bus_is_one():
+    assert get_default_bus() is get_default_bus()
+    assert isinstance(get_default_bus(), MessageBus)

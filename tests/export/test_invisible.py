@@ -1,0 +1,113 @@
+"""P1: training is bit-identical with and without ikkuna."""
+
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.export import Exporter
+from ikkuna.export.messages.kinds import MODULE_KINDS
+from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
+from ikkuna.testing import RecordingBackend
+from tests.subscribers import EVERY_SUBSCRIBER
+from tests.zoo import CASES, Case, Loop, mlp, vectors
+
+torch.set_num_threads(1)
+
+
+def same(a, b, path="state"):
+    """Compare bytes, not values: NaN equals itself and -0 differs from 0."""
+    assert type(a) is type(b), path
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, path
+        assert a.numpy().tobytes() == b.numpy().tobytes(), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            same(x, y, f"{path}[{i}]")
+    else:
+        assert a == b, path
+
+
+def trained(case: Case, bus=None, subscribers=()):
+    loop = Loop(case)
+    if bus is None:
+        losses = loop.run()
+        return {"losses": losses, **loop.state()}
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        exporter.set_loss(loop.loss)
+        for subscriber in subscribers:
+            bus.register_subscriber(subscriber)
+        losses = loop.run()
+        assert exporter.health().steps >= 3
+    return {"losses": losses, **loop.state()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_with_every_subscriber_is_bit_identical(name, bus):
+    recording = RecordingBackend()
+    subscribers = [make(backend=recording) for make in EVERY_SUBSCRIBER.values()]
+    same(trained(CASES[name]), trained(CASES[name], bus, subscribers))
+    assert recording.values
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv-bn-dropout", "attention"])
+@pytest.mark.parametrize("subscriber", EVERY_SUBSCRIBER)
+def test_training_with_one_subscriber_is_bit_identical(name, subscriber, bus):
+    same(trained(CASES[name]), trained(CASES[name], bus, [EVERY_SUBSCRIBER[subscriber](backend=RecordingBackend())]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_exporter_without_subscribers_changes_nothing(name, bus):
+    same(trained(CASES[name]), trained(CASES[name], bus))
+
+
+class Bad(Subscriber):
+    """Does one thing a subscriber must not do."""
+
+    def __init__(self, deed):
+        super().__init__("weights", backend="null")
+        self.deed = deed
+
+    def measure(self, message):
+        self.deed(message.data)
+
+    def compute(self, message):
+        pass
+
+
+@pytest.mark.parametrize(
+    "deed", [lambda x: torch.randn(1), lambda x: x.data.mul_(1.001)], ids=["global-rng", "data-write"]
+)
+def test_the_comparison_notices_a_bad_subscriber(deed, bus):
+    case = CASES["conv-bn-dropout"]
+    with pytest.raises(AssertionError, match="state"):
+        same(trained(case), trained(case, bus, [Bad(deed)]))
+
+
+def test_a_write_to_a_borrowed_tensor_is_noticed_and_ends_the_subscriber(bus, caplog):
+    case = Case(mlp, vectors)
+    bad = Bad(lambda x: x.add_(0.0))
+    trained(case, bus, [bad])
+    assert "changed 'weights'" in caplog.text
+    assert bad.subscription.disabled
+
+
+def test_every_module_kind_was_looked_at(bus):
+    """The comparisons above say nothing if no tap is there."""
+    seen = set()
+    subscriber = CallbackSubscriber(MODULE_KINDS, lambda message: seen.add(message.kind), backend="null")
+    trained(CASES["attention"], bus, [subscriber])
+    assert seen == set(MODULE_KINDS)
+
+
+def test_a_module_is_as_it_was_after_close(bus):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    before = [{k: (v.copy() if isinstance(v, dict) else v) for k, v in m.__dict__.items()} for m in model.modules()]
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(model)
+    assert [dict(m.__dict__) for m in model.modules()] == before
