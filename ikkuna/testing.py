@@ -1,0 +1,52 @@
+"""What the tests of a plugin need; ours use the same."""
+
+from typing import Any
+
+from ikkuna.visualization.backend import Backend, Series
+
+__all__ = ["RecordingBackend"]
+
+
+class RecordingBackend(Backend):
+    """Keep everything in lists.
+
+    Attributes
+    ----------
+    values : ``(series, value, step)`` for each number and histogram, in order
+    texts : ``(title, text, step)``
+    commits : the committed steps
+
+    Examples
+    --------
+    >>> backend = RecordingBackend()
+    >>> backend.add_scalar(Series("loss"), 0.5, 3)
+    >>> [(series.kind, value, step) for series, value, step in backend.values]
+    [('loss', 0.5, 3)]
+    """
+
+    def __init__(self) -> None:
+        self.values: list[tuple[Series, Any, int]] = []
+        self.texts: list[tuple[str, str, int]] = []
+        self.commits: list[int] = []
+        self.closed = False
+
+    def add_scalar(self, series: Series, value: float, step: int) -> None:
+        """Keep a number."""
+        self.values.append((series, value, step))
+
+    def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
+        """Keep a histogram."""
+        self.values.append((series, histogram, step))
+
+    def add_text(self, title: str, text: str, step: int) -> None:
+        """Keep a text."""
+        self.texts.append((title, text, step))
+
+    def commit(self, step: int) -> None:
+        """Keep the step."""
+        self.commits.append(step)
+
+    def close(self, timeout: float | None = 2.0) -> bool:
+        """Remember it."""
+        self.closed = True
+        return True

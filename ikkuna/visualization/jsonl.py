@@ -1,0 +1,145 @@
+"""The backend that writes one JSON object per value, in double precision, and the function that reads them again.
+
+JSON has no word for NaN and the infinities.
+They are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as Protocol Buffers do,
+so that every line is valid for every reader, and ``float()`` of the string is the value.
+"""
+
+import json
+import logging
+import math
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ikkuna.visualization.backend import Series
+from ikkuna.visualization.file_backend import FileBackend
+from ikkuna.visualization.wall_clock import WallClock
+
+__all__ = ["JSONLinesBackend", "read"]
+
+log = logging.getLogger("ikkuna")
+
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NUMBERS = ("min", "max", "num", "sum", "sum_squares")
+_LISTS = ("bucket_limits", "bucket_counts")
+
+
+def _number(value: float) -> str:
+    """Return the shortest JSON that is read back as exactly `value`."""
+    value = float(value)
+    if math.isfinite(value):
+        return repr(value)
+    return '"NaN"' if math.isnan(value) else '"Infinity"' if value > 0 else '"-Infinity"'
+
+
+def _numbers(values: Any) -> str:
+    return f"[{', '.join(map(_number, values))}]"
+
+
+class _LinesFormat:
+    """A file of lines."""
+
+    def name(self, stem: str) -> str:
+        return f"values.{stem}.jsonl"
+
+    def header(self) -> bytes:
+        return b""
+
+    def loss(self, values: int, first: int, last: int) -> bytes:
+        return json.dumps({"lost": values, "first_step": first, "step": last}).encode() + b"\n"
+
+
+class JSONLinesBackend(FileBackend):
+    """Write ``values.*.jsonl``: a line per value, with ``kind``, ``module``, ``pass``, ``step``, ``time``, ``value``.
+
+    ``module`` is ``null`` for the whole network.
+    A histogram has ``histogram`` in place of ``value``; a page of text is ``title``, ``text``, ``step`` and ``time``.
+    A line with ``lost`` says how many values the disk did not take.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._clock = WallClock()
+        self._lines: list[str] = []
+        self._heads: dict[Series, str] = {}
+
+    def _format(self) -> _LinesFormat:
+        return _LinesFormat()
+
+    def _head(self, series: Series) -> str:
+        head = self._heads.get(series)
+        if head is None:
+            names = {"kind": series.kind, "module": series.name, "pass": series.pass_name}
+            head = self._heads[series] = json.dumps(names)[:-1]
+        return head
+
+    def _add(self, head: str, step: int, rest: str) -> None:
+        self._lines.append(f'{head}, "step": {step}, "time": {self._clock.now():.3f}, {rest}}}\n')
+        self._values += 1
+
+    def add_scalar(self, series: Series, value: float, step: int) -> None:
+        """Add a line with the value."""
+        self._add(self._head(series), step, f'"value": {_number(value)}')
+
+    def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
+        """Add a line with the histogram's fields."""
+        fields = [f'"{name}": {_number(getattr(histogram, name))}' for name in _NUMBERS]
+        fields += [f'"{name}": {_numbers(getattr(histogram, name))}' for name in _LISTS]
+        self._add(self._head(series), step, f'"histogram": {{{", ".join(fields)}}}')
+
+    def add_text(self, title: str, text: str, step: int) -> None:
+        """Add a line with the page."""
+        self._add(json.dumps({"title": title})[:-1], step, f'"text": {json.dumps(text)}')
+
+    def _take_block(self, step: int) -> bytes:
+        lines, self._lines = self._lines, []
+        return "".join(lines).encode()
+
+
+def _revive(entry: dict[str, Any]) -> dict[str, Any]:
+    for key, value in entry.items():
+        if key in ("value", *_NUMBERS) and isinstance(value, str):
+            entry[key] = _SPECIAL.get(value, value)
+        elif key in _LISTS:
+            entry[key] = [_SPECIAL.get(item, item) if isinstance(item, str) else item for item in value]
+    return entry
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line, object_hook=_revive)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Return the entries of a file, or of all such files of a run's directory in the order in which they were begun.
+
+    A line that is not whole, as a crash in the middle of a write may leave at the end, is passed over.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     backend = JSONLinesBackend()
+    ...     backend.open(Path(directory))
+    ...     backend.add_scalar(Series("loss"), 0.1, 3)
+    ...     backend.commit(3)
+    ...     backend.close()
+    ...     [entry] = read(directory)
+    True
+    >>> entry["kind"], entry["module"], entry["step"], entry["value"]
+    ('loss', None, 3, 0.1)
+    """
+    path = Path(path)
+    files = sorted(path.glob("values.*.jsonl")) if path.is_dir() else [path]
+    entries: list[dict[str, Any]] = []
+    for file in files:
+        lines = file.read_bytes().splitlines()
+        found = [entry for line in lines if (entry := _entry(line)) is not None]
+        if len(found) < len(lines):
+            log.warning("'%s': %d lines are not whole and were passed over", file, len(lines) - len(found))
+        entries += found
+    return entries

@@ -1,0 +1,98 @@
+"""Names of curves in TensorBoard: readable where the name is, and never two names for one tag."""
+
+import re
+from hashlib import blake2b
+
+from ikkuna.visualization.backend import Series
+
+__all__ = ["encode", "image_tag", "overview_tag", "series_tag", "text_tag"]
+
+_LIMIT = 250  # bytes
+_RESERVED = ("Network", "Overview", "Heatmaps", "Text")  # groups of ours; a kind of such a name is escaped
+# What has a meaning in paths and is not needed in names, and every character that some tool would replace.
+_UNSAFE = re.compile(r"[^\w./ :-]|^/|/\Z|(?<=/)/|(?<=\.)\.|^\.(?=/|\Z)|(?<=/)\.(?=/|\Z)")
+
+
+def _escape(text: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
+
+
+def encode(name: str) -> str:
+    """Return `name` with the characters that tools would replace written as ``%XX`` of their UTF-8 bytes.
+
+    ``%`` itself is among them, so two names never become one.  Letters, digits, ``_ . / : -`` and spaces stay.
+
+    Examples
+    --------
+    >>> encode("features.0"), encode("100%"), encode("/etc/../x")
+    ('features.0', '100%25', '%2Fetc/.%2E/x')
+    """
+    return _UNSAFE.sub(lambda found: _escape(found.group()), name)
+
+
+def _cut(tag: str) -> str:
+    """Shorten a long tag; ``~`` occurs in no other, and the hash tells it from its like."""
+    data = tag.encode()
+    if len(data) <= _LIMIT:
+        return tag
+    mark = "~" + blake2b(data, digest_size=12).hexdigest()
+    return data[: _LIMIT - len(mark)].decode(errors="ignore") + mark
+
+
+def _group(kind: str, pass_name: str) -> str:
+    """Return ``kind`` or ``kind.pass``: the first point before something else than a digit begins the pass."""
+    head = re.sub(r"\.(?![0-9])", "%2E", encode(kind).replace("/", "%2F"))
+    if pass_name == "training":
+        return head
+    tail = encode(pass_name).replace("/", "%2F").replace(".", "%2E")
+    return f"{head}.{re.sub(r'^[0-9]', lambda found: _escape(found.group()), tail)}"
+
+
+def series_tag(series: Series) -> str:
+    """Return the tag of a series.
+
+    Examples
+    --------
+    >>> series_tag(Series("weights_norm2", "features.0"))
+    'weights_norm2/features.0'
+    >>> series_tag(Series("loss", None, "testing"))
+    'Network/loss.testing'
+    """
+    group = _group(series.kind, series.pass_name)
+    if series.name is None:
+        return _cut(f"Network/{group}")
+    first = _escape(group[0]) + group[1:] if group in _RESERVED else group
+    return _cut(f"{first}/{encode(series.name)}")
+
+
+def overview_tag(series: Series, statistic: str) -> str:
+    """Return the tag of a statistic over all modules of the kind and pass of `series`.
+
+    Examples
+    --------
+    >>> overview_tag(Series("weights_norm2", "features.0"), "median")
+    'Overview/weights_norm2_median'
+    """
+    return _cut(f"Overview/{_group(series.kind, series.pass_name)}_{statistic}")
+
+
+def image_tag(title: str) -> str:
+    """Return the tag of a picture: a heatmap of all modules over the steps.
+
+    Examples
+    --------
+    >>> image_tag("weights_norm2")
+    'Heatmaps/weights_norm2'
+    """
+    return _cut(f"Heatmaps/{encode(title)}")
+
+
+def text_tag(title: str) -> str:
+    """Return the tag of a page of text.
+
+    Examples
+    --------
+    >>> text_tag("Model")
+    'Text/Model'
+    """
+    return _cut(f"Text/{encode(title)}")
