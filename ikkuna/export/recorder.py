@@ -77,6 +77,8 @@ class Recorder:
         if task.fields:
             self._measure_fields(entry, tensor, task, weight)
         if task.measurers:
+            if tensor.layout is not torch.strided:
+                tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
             message = replace(entry.message, data=tensor)
             for subscription in task.measurers:
                 self._measure_own(entry, subscription, message, tensor)

@@ -77,11 +77,18 @@ class Rows:
     def __init__(self, stamp: Stamp) -> None:
         self.stamp = stamp
         self.entries: dict[tuple[object, ...], Entry] = {}
+        self.skipped = False
+        self._overflows: list[Tensor] = []
         self._copies: list[tuple[list[_Part], Tensor, torch.cuda.Event | None]] = []
 
     def drop(self, kinds: frozenset[str]) -> None:
         """Forget what was seen of some kinds: a closure is evaluated again."""
         self.entries = {key: entry for key, entry in self.entries.items() if entry.message.kind not in kinds}
+
+    def note_overflow(self, found_inf: Tensor | None) -> None:
+        """Take a fused optimizer's flag that its gradient scaler found an Inf and the weights stayed as they were."""
+        if found_inf is not None:
+            self._overflows.append(found_inf.detach().clone())
 
     def start_copy(self) -> None:
         """Send every row to the host, all of one device in one non-blocking copy."""
@@ -108,6 +115,7 @@ class Rows:
                 entry.take_host(subscription, values)
                 offset += tensor.numel()
         self._copies = []
+        self.skipped = self.skipped or any(bool(flag.item()) for flag in self._overflows)
         for entry in self.entries.values():
             if entry.is_mean and entry.record is not None and entry.record.n:
                 entry.record = Record.of(entry.record.mean)

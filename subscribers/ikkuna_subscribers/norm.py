@@ -67,7 +67,7 @@ class NormSubscriber(PlotSubscriber):
         return not self.fields
 
     def measure(self, message: Any) -> Tensor | None:
-        """Return :math:`\\sum |x_i|^p`, in float64."""
+        r"""Return :math:`\\sum |x_i|^p`, in float64."""
         read = readable(message.data)
         if read is None:
             return None
