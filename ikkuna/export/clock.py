@@ -47,7 +47,6 @@ class Clock:
         self.depth = 0
         self.counting = True
         self.steps_per_epoch: int | None = None
-        self.stepped_before = False
         self._listener: weakref.ref[Listener] | None = None
         self._stepped: dict[int, Optimizer] = {}
         self._known: set[int] = set()
@@ -161,7 +160,6 @@ class Clock:
             return
         stamp = self.stamp
         self._known = self._known or set(self._stepped)
-        self.stepped_before = self.stepped_before or bool(self._stepped)
         self.global_step += 1
         self.train_step += 1
         self._end(stamp, skipped=False)

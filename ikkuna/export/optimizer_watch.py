@@ -52,7 +52,8 @@ class OptimizerWatch:
         if observer.blind or not observer.clock.optimizer_starts(optimizer):
             return
         self.in_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
-        observer.model.is_rootless = not (was_open or self.in_closure or observer.clock.stepped_before)
+        if not was_open and not self.in_closure:
+            observer.model.is_rootless = True  # until a root is called
         if not observer.recorder.plan.parameters:
             return
         owned = observer.parameters.of(optimizer)
