@@ -26,7 +26,12 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
     integers and booleans become float64, fp8 becomes float32.  ``None`` means that there are no numbers to read: a meta, fake, nested or
     functorch-wrapped tensor.
     """
-    if x.is_meta or x.is_nested or type(x).__name__ == "FakeTensor" or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if (
+        x.is_meta
+        or x.is_nested
+        or type(x).__name__ == "FakeTensor"
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    ):
         return None
     implied = 0
     if x.layout is not torch.strided:
