@@ -3,7 +3,8 @@ r"""The noise of a gradient, from its squared norms at two batch sizes or over m
 With :math:`G` the true gradient and :math:`\Sigma` the covariance of one sample's gradient, a batch of :math:`B`
 samples has
 :math:`E |g|^2 = |G|^2 + \operatorname{tr} \Sigma / B`.  Two batch sizes give both terms without bias.
-Their ratio is not unbiased (of two micro-batches of 16 and for a true value of 330 its median is 121, and it has no mean), so
+Their ratio is not unbiased (of two micro-batches of 16 and for a true value of 330 its median is 121, and it has no
+mean), so
 average the terms over
 steps with :class:`RunningNoise` and divide last.
 """
