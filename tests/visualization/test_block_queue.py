@@ -12,8 +12,8 @@ def fill(queue, steps, size=800):
 def drain(queue, count):
     out = []
     for _ in range(count):
-        out.append(queue.head)
-        queue.remove(queue.head)
+        out += queue.head()
+        queue.remove(queue.head())
     return out
 
 
@@ -21,7 +21,16 @@ def test_blocks_leave_in_the_order_in_which_they_came():
     queue = BlockQueue(10_000, describe)
     fill(queue, range(5))
     assert [block.step for block in drain(queue, 5)] == [0, 1, 2, 3, 4]
-    assert queue.head is None
+    assert not queue
+    assert queue.head() == []
+
+
+def test_blocks_are_taken_together_up_to_a_size():
+    queue = BlockQueue(10_000, describe)
+    fill(queue, range(5))
+    assert [block.step for block in queue.head(3000)] == [0, 1, 2]
+    assert [block.step for block in queue.head(2999)] == [0, 1]
+    assert [block.step for block in queue.head(10)] == [0]
 
 
 def test_an_episode_of_losses_is_two_lines_and_one_record():
@@ -64,7 +73,7 @@ def test_empty_blocks_are_bounded_too_and_cause_no_episode():
 def test_what_is_abandoned_is_counted():
     queue = BlockQueue(10_000, describe)
     fill(queue, range(3))
-    block = queue.head
+    blocks = queue.head()
     assert queue.abandon() == 15
-    queue.remove(block)
+    queue.remove(blocks)
     assert (queue.dropped, queue.done) == (15, 0)

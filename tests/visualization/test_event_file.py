@@ -61,7 +61,13 @@ def test_a_title_travels_with_a_value():
 
 def test_a_histogram_of_arrays_is_stored():
     histogram = SimpleNamespace(
-        min=-1, max=2.0, num=3, sum=1.0, sum_squares=5.0, bucket_limits=np.array([0, 2.0]), bucket_counts=np.array([1, 2])
+        min=-1,
+        max=2.0,
+        num=3,
+        sum=1.0,
+        sum_squares=5.0,
+        bucket_limits=np.array([0, 2.0]),
+        bucket_counts=np.array([1, 2]),
     )
     [value] = Summary.FromString(event_file.histogram_value("a/b", histogram)).value
     assert (value.histo.min, value.histo.max, value.histo.num, value.histo.sum_squares) == (-1.0, 2.0, 3.0, 5.0)

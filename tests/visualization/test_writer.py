@@ -38,13 +38,22 @@ def failing(monkeypatch):
     return event
 
 
-def test_every_step_is_one_write(tmp_path, plain, monkeypatch):
-    written, write = [], os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: (written.append(data), write(descriptor, data))[1])
+def test_a_step_is_never_split_and_what_waits_is_written_together(tmp_path, plain, gate, monkeypatch):
+    written, begun, write = [], threading.Event(), os.write
     writer = FileWriter(tmp_path, plain)
-    submit(writer, range(3))
+
+    def observed(descriptor, data):
+        written.append(data)
+        begun.set()
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", observed)
+    submit(writer, [0])
+    assert begun.wait(30)
+    submit(writer, [1, 2])
+    gate.set()
     assert writer.close()
-    assert written == [b"header\nstep 0\n", b"step 1\n", b"step 2\n"]
+    assert written == [b"header\nstep 0\n", b"step 1\nstep 2\n"]
 
 
 def test_flush_says_when_everything_is_on_the_disk(tmp_path, plain, monkeypatch):
