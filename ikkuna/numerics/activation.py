@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.measure import readable
+from ikkuna.numerics.elements import readable
 
 __all__ = [
     "count_saturated",

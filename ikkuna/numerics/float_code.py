@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.measure import CHUNK, flatten, readable
+from ikkuna.numerics.elements import CHUNK, flatten, readable
 
 __all__ = ["bin_edges", "codes", "half_size", "sample"]
 

@@ -6,8 +6,8 @@ All are NaN where a divisor is 0, where an element is not finite or where two sh
 import torch
 from torch import Tensor
 
+from ikkuna.numerics.elements import CHUNK, readable
 from ikkuna.numerics.inner import norm, squared_distance
-from ikkuna.numerics.measure import CHUNK, readable
 
 __all__ = ["angle", "cosine", "count_moved", "distance", "effective_update_fraction", "update_ratio"]
 

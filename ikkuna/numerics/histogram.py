@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.elements import readable
 from ikkuna.numerics.float_code import bin_edges, codes, half_size
-from ikkuna.numerics.measure import readable
+from ikkuna.numerics.statistics import Record
 
 __all__ = ["Buckets", "Histogram"]
 
@@ -75,6 +76,16 @@ class Histogram:
         low, high = (v.item() for v in torch.aminmax(values))
         bounds = (min(low, 0.0), max(high, 0.0)) if implied else (low, high)
         return cls(counts, values.numel() - int(torch.count_nonzero(values)) + implied, *bounds)
+
+    @classmethod
+    def of_record(cls, record: Record, exact: bool = False) -> "Histogram":
+        """Return the histogram that a record's ``codes`` (or ``sampled_codes``) stand for."""
+        counts = record.codes if exact else record.sampled_codes
+        if counts is None:
+            raise ConfigError(
+                f"the field {'codes' if exact else 'sampled_codes'!r} was not measured; name it in `fields`"
+            )
+        return cls(counts, record.zeros if exact else None, record.min, record.max)
 
     @property
     def m(self) -> int:

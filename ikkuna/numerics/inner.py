@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.measure import CHUNK, flatten, readable
+from ikkuna.numerics.elements import CHUNK, flatten, readable
 
 __all__ = ["dot", "norm", "squared_distance", "squared_norm"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.elements import flatten, readable
 from ikkuna.numerics.histogram import Histogram
-from ikkuna.numerics.measure import flatten, readable
 
 __all__ = ["FORMATS", "FloatFormat", "PrecisionShares", "count_losses", "histogram_shares", "shares"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna.numerics.measure import flatten, readable
+from ikkuna.numerics.elements import flatten, readable
 
 __all__ = ["NormSubscriber"]
 
