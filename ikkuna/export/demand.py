@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ikkuna.export.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
+from ikkuna.export.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS, STATE_PREFIXES
 from ikkuna.export.messages.message import Stamp
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics.statistics import closure
@@ -37,7 +37,8 @@ class Plan:
         self.kinds = frozenset(kinds)
         self.together = tuple(s for s in subscriptions if s.together)
         self.forward = bool(kinds & set(FORWARD_KINDS))
-        self.parameters = bool(kinds & set(PARAMETER_KINDS))
+        self.states = tuple(sorted(kind for kind in kinds if kind.startswith(STATE_PREFIXES)))
+        self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
 
     def task(self, kind: str, module: str | None) -> Task | None:
         """Return what to do with tensors of this kind and module; ``None`` for nothing."""

@@ -97,13 +97,14 @@ class Observer:
     def step_closed(self, stamp: Stamp, skipped: bool) -> None:
         """Hand what was recorded to the bus."""
         self.model.untap()
+        finished = NetworkMessage(stamp, "batch_finished", {"learning_rates": self.optimizers.rates})
         self.optimizers.step_closed()
         self.steps += not skipped
         self.model.warn_of_missing_loss()
         rows = self.recorder.close()
         if rows is not None:
             rows.skipped = rows.skipped or skipped
-            self.bus.post(Finished(rows, self.recorder.remember, NetworkMessage(stamp, "batch_finished")))
+            self.bus.post(Finished(rows, self.recorder.remember, finished))
         if self.model.is_rootless:
             self.model.tap_ahead(self._demand.plan(self.bus.subscriptions, self.clock.stamp))
         self.bus.drain()

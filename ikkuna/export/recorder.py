@@ -9,7 +9,7 @@ from torch import Tensor
 from ikkuna.export.demand import Plan, Task
 from ikkuna.export.faults import Faults
 from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.kinds import PARAMETER_KINDS
+from ikkuna.export.messages.kinds import FORWARD_KINDS
 from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.rows import Entry, Rows
 from ikkuna.export.subscriber.subscription import Subscription
@@ -30,7 +30,7 @@ class Place:
         """Return the message of one leaf or parameter at this place, without data."""
         if self.module is None:
             return NetworkMessage(stamp, self.kind, path=path)
-        joint = "." if self.kind in PARAMETER_KINDS else ":"
+        joint = ":" if self.kind in FORWARD_KINDS else "."
         name = f"{self.module}{joint}{path}" if path else self.module
         return ModuleMessage(stamp, self.kind, module=self.module, path=path, name=name)
 

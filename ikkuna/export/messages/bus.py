@@ -184,6 +184,9 @@ class MessageBus:
         if item.event is not None:
             self.publish(replace(item.event, skipped=rows.skipped))
         for subscription in self.subscriptions:
+            if subscription.samples(rows.stamp) and (not rows.skipped or subscription.subscriber.sees_skipped):
+                self.faults.call(subscription, "finish", subscription.subscriber.finish, rows.stamp)
+        for subscription in self.subscriptions:
             subscription.finish(rows.stamp)
         if self._run is not None:
             self._run.commit(rows.stamp.global_step)

@@ -34,7 +34,8 @@ class Message:
     ----------
     stamp : when
     kind : what it is, such as ``"weights"``
-    data : the borrowed tensor in ``measure``; the merged row, a float64 array, in ``compute``; a float for a result
+    data : the borrowed tensor in ``measure``; the merged row, a float64 array, in ``compute``; a float for a result;
+        for ``batch_finished`` a dict with the ``learning_rates`` by parameter group
     record : the merged statistics in ``compute``, if the subscriber asked for fields
     """
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.message import Message
+from ikkuna.export.messages.message import Message, Stamp
 from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
 from ikkuna.numerics.statistics import closure
 from ikkuna.visualization.backend import Backend, Series
@@ -146,6 +146,12 @@ class Subscriber(metaclass=_Registering):
     @abstractmethod
     def compute(self, message: Any) -> None:
         """Turn a merged message (or bundle) into numbers and :meth:`emit` them; called when the batch is over."""
+
+    def finish(self, stamp: Stamp) -> None:
+        """Take the end of a step or pass that this subscriber samples, after everything of it was delivered.
+
+        The place to emit what is made of several modules: ``self.emit(NetworkMessage(stamp, kind), value)``.
+        """
 
     def emit(self, message: Message | MessageBundle, value: float, kind: str | None = None) -> None:
         """Publish `value` as a message of `kind` with the stamp and name of `message`, and show it.
