@@ -19,9 +19,12 @@ from ikkuna.numerics.measure import measure
 __all__ = ["Place", "Recorder"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """What a tap looks at: a kind, and the module it belongs to (``None`` for the network)."""
+    """What a tap looks at: a kind, and the module it belongs to (``None`` for the network).
+
+    A place equals only itself, which makes it a cheap key; an `Observer` makes each one once.
+    """
 
     kind: str
     module: str | None = None
@@ -49,7 +52,7 @@ class Recorder:
         self.rows: Rows | None = None
         self.unreadable = 0
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._pivots: dict[tuple[Place, str], float] = {}
+        self._pivots: dict[tuple[object, ...], float] = {}
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
         """Begin the rows of a step."""
@@ -72,7 +75,7 @@ class Recorder:
             return
         key = (place, path)
         if (entry := self.rows.entries.get(key)) is None:
-            entry = self.rows.entries[key] = Entry(place.message(self.rows.stamp, path), task)
+            entry = self.rows.entries[key] = Entry(key, place.message(self.rows.stamp, path), task)
             entry.pivot = self._pivots.get(key, 0.0)
             entry.is_mean = place.kind == "loss" and tensor.numel() == 1
         if task.fields:
@@ -130,13 +133,11 @@ class Recorder:
             if len(messages) < len(subscription.kinds):
                 continue
             bundle = MessageBundle(messages)
-            entry = self.rows.entries.setdefault(
-                (subscription,), Entry(bundle.first, Task(frozenset(), (subscription,), ()))
-            )
+            key = (subscription,)
+            entry = self.rows.entries.setdefault(key, Entry(key, bundle.first, Task(frozenset(), (subscription,), ())))
             self._measure_own(entry, subscription, bundle, tensors[subscription.kinds[0]])
 
     def remember(self, entry: Entry) -> None:
         """Keep the mean of an entry as the pivot of the next one, so that device rows lose no digits to a large offset."""
-        record, message = entry.record, entry.message
-        if record is not None and record.center is not None and isinstance(message, ModuleMessage):
-            self._pivots[Place(message.kind, message.module), message.path] = record.center
+        if entry.record is not None and entry.record.center is not None:
+            self._pivots[entry.key] = entry.record.center

@@ -31,6 +31,7 @@ class Entry:
     Where each call was the mean of many elements (a loss), what comes out is their one weighted mean.
     """
 
+    key: tuple[object, ...]
     message: Message
     task: Task
     record: Record | None = None
