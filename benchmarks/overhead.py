@@ -41,7 +41,15 @@ class Workload:
 
 
 def mlp() -> Workload:
-    layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
+    layers = [
+        nn.Linear(784, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 10),
+    ]
     return Workload(nn.Sequential(*layers), torch.randn(128, 784), torch.randint(0, 10, (128,)))
 
 
@@ -49,13 +57,21 @@ def conv() -> Workload:
     blocks: list[nn.Module] = []
     for i, width in enumerate((32, 32, 64, 64, 128, 128)):
         before = (3, 32, 32, 64, 64, 128)[i]
-        blocks += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()] + [nn.MaxPool2d(2)] * (i % 2)
-    return Workload(nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 10)), torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))
+        blocks += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()] + [nn.MaxPool2d(2)] * (
+            i % 2
+        )
+    return Workload(
+        nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 10)),
+        torch.randn(16, 3, 32, 32),
+        torch.randint(0, 10, (16,)),
+    )
 
 
 def transformer() -> Workload:
     layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
-    model = nn.Sequential(nn.Embedding(100, 256), nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(256, 100))
+    model = nn.Sequential(
+        nn.Embedding(100, 256), nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(256, 100)
+    )
     return Workload(model, torch.randint(0, 100, (8, 64)), torch.randint(0, 100, (8, 64)))
 
 
@@ -217,13 +233,17 @@ def measure(model: str, variants: list[str], rounds: int) -> dict[str, float]:
                 times[name].append(time.process_time() - start)
     for work in works.values():
         work.close()
-    return {name: statistics.median(t / b for t, b in zip(times[name], times["bare"], strict=True)) - 1 for name in variants}
+    return {
+        name: statistics.median(t / b for t, b in zip(times[name], times["bare"], strict=True)) - 1 for name in variants
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--variants", nargs="+", default=[v for v in VARIANTS if v != "wandb.watch"], choices=list(VARIANTS))
+    parser.add_argument(
+        "--variants", nargs="+", default=[v for v in VARIANTS if v != "wandb.watch"], choices=list(VARIANTS)
+    )
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Measures what the taps hand over, for whoever asked, into the rows of the open step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -83,18 +83,19 @@ class Recorder:
         if task.measurers:
             if tensor.layout is not torch.strided:
                 tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
-            message = replace(entry.message, data=tensor)
+            message = entry.message.carrying(tensor)
             for subscription in task.measurers:
                 self._measure_own(entry, subscription, message, tensor)
 
     def _measure_fields(self, entry: Entry, tensor: Tensor, task: Task, weight: int | Tensor) -> None:
-        if tensor.device.type == "cpu" and isinstance(weight, int):
-            if (record := measure(tensor, task.fields, self._generator(tensor))) is None:
+        generator = self._generator(tensor) if "sampled_codes" in task.fields else None
+        if tensor.is_cpu and isinstance(weight, int):
+            if (record := measure(tensor, task.fields, generator)) is None:
                 self.unreadable += 1
             elif weight:
                 entry.add_record(record if weight == 1 else record.repeated(weight))
             return
-        vectors = measure_vectors(tensor, task.fields, entry.pivot, weight, self._generator(tensor))
+        vectors = measure_vectors(tensor, task.fields, entry.pivot, weight, generator)
         if vectors is None:
             self.unreadable += 1
         else:
@@ -134,7 +135,9 @@ class Recorder:
                 continue
             bundle = MessageBundle(messages)
             key = (subscription,)
-            entry = self.rows.entries.setdefault(key, Entry(key, bundle.first, Task(frozenset(), (subscription,), ())))
+            entry = self.rows.entries.setdefault(
+                key, Entry(key, bundle.first, Task(frozenset(), (subscription,), (subscription,)))
+            )
             self._measure_own(entry, subscription, bundle, tensors[subscription.kinds[0]])
 
     def remember(self, entry: Entry) -> None:

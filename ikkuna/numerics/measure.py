@@ -77,7 +77,11 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None) -> Tensor
 def _measure_dense(flat: Tensor, fields: frozenset[str]) -> Record:
     if fields == _SQUARES:  # the L2 norm, asked for more than everything else together
         total = _squares(flat)
-        return Record(flat.numel(), sumsq=total, nans=0, infs=0) if math.isfinite(total) else _measure_exactly(flat, fields)
+        return (
+            Record(flat.numel(), sumsq=total, nans=0, infs=0)
+            if math.isfinite(total)
+            else _measure_exactly(flat, fields)
+        )
     record = merge(*(_measure_chunk(chunk, fields) for chunk in flat.split(CHUNK))) if flat.numel() else _empty(fields)
     if "nans" in fields and not _is_finite(record):
         record = _measure_exactly(flat, fields)
