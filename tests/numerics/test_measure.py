@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy import stats
 
 from ikkuna.numerics.measure import CHUNK, flatten, measure, readable
 from ikkuna.numerics.statistics import FIELDS, closure
@@ -188,6 +189,16 @@ def test_a_mean_far_from_zero_costs_no_variance():
     want = x.double().var(correction=0).item()
     assert measure(x, ALL).variance() == pytest.approx(want, rel=1e-5)
     assert measure(x, closure(["m2"])).variance() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-11, 1e-15, 1e-25, 1e10])
+def test_shape_does_not_depend_on_scale(scale):
+    """Fourth powers of gradients around 1e-12 vanish in float32; their kurtosis must not read -3."""
+    x = random(5000) ** 2 * scale
+    record = measure(x, closure(["m4"]))
+    assert record.skewness == pytest.approx(stats.skew(x.double().numpy()), rel=1e-5)
+    assert record.kurtosis == pytest.approx(stats.kurtosis(x.double().numpy()), rel=1e-5)
+    assert record.variance() == pytest.approx(x.double().var(correction=0).item(), rel=1e-5)
 
 
 def test_data_over_several_chunks():
