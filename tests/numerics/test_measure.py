@@ -189,6 +189,7 @@ def test_a_mean_far_from_zero_costs_no_variance():
     want = x.double().var(correction=0).item()
     assert measure(x, ALL).variance() == pytest.approx(want, rel=1e-5)
     assert measure(x, closure(["m2"])).variance() == pytest.approx(want, rel=1e-5)
+    assert measure(x, closure(["m2", "sumsq"])).variance() == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-11, 1e-15, 1e-25, 1e10])
