@@ -61,17 +61,25 @@ class HessianProduct:
             value = loss()
             if value.numel() != 1:
                 raise ConfigError(f"a Hessian needs a loss of one number, got the shape {tuple(value.shape)}")
-            self._gradients = self._differentiate(value.reshape(()), create_graph=True)
+            self._gradients = self._differentiate([value.reshape(())], None, create_graph=True)
         self.size = sum(p.numel() for p in self.parameters)
         self.loss = value.detach()
         self.gradient = _concatenate(self._gradients)
 
-    def _differentiate(self, value: Tensor, create_graph: bool = False) -> Sequence[Tensor]:
-        if not value.requires_grad:  # a constant, or a gradient that does not depend on the parameters
+    def _differentiate(
+        self, outputs: Sequence[Tensor], vectors: Sequence[Tensor] | None, create_graph: bool = False
+    ) -> Sequence[Tensor]:
+        kept = [i for i, output in enumerate(outputs) if output.requires_grad]
+        if not kept:  # a constant, or a gradient that does not depend on the parameters
             return [torch.zeros_like(p) for p in self.parameters]
         try:
             return torch.autograd.grad(
-                value, self.parameters, create_graph=create_graph, retain_graph=True, materialize_grads=True
+                [outputs[i] for i in kept],
+                self.parameters,
+                [vectors[i] for i in kept] if vectors else None,
+                create_graph=create_graph,
+                retain_graph=True,
+                materialize_grads=True,
             )
         except RuntimeError as error:
             if "derivative" not in str(error) and "differentiable" not in str(error):
@@ -80,12 +88,10 @@ class HessianProduct:
 
     def __call__(self, vector: Tensor) -> Tensor:
         """Return H times `vector`, ``(size,)``."""
-        parts = vector.split([p.numel() for p in self.parameters])  # type: ignore[no-untyped-call]
-        products = [
-            (g * v.reshape(g.shape).to(g)).sum().to(vector) for g, v in zip(self._gradients, parts, strict=True)
-        ]
-        with torch.enable_grad():
-            return _concatenate(self._differentiate(torch.stack(products).sum())).to(vector)
+        parts = torch.split(vector, [p.numel() for p in self.parameters])
+        # The vector enters as the gradient of the gradients: their inner product need not be formed.
+        vectors = [part.reshape(g.shape).to(g) for part, g in zip(parts, self._gradients, strict=True)]
+        return _concatenate(self._differentiate(self._gradients, vectors)).to(vector)
 
 
 def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
