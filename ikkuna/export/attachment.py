@@ -34,6 +34,7 @@ class Attachment:
         self._taken = taken
         self._undo: list[Undo] = []
         observer.model.resolve = self.resolve
+        observer.model.reconsider = self.demand_changed
 
     def add(self, root: Root) -> None:
         """Look at one more root."""

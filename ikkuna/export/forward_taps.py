@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ikkuna.export.demand import Plan
-from ikkuna.export.messages.kinds import FORWARD_KINDS
 from ikkuna.export.taps import ModuleTap, Switch, Undo, tap_module, was_compiled
 from ikkuna.modules import NamedModule
 
@@ -50,18 +49,23 @@ class ForwardTaps:
             for kind in ("input_data", "network_output")
         )
         self.turn(next_step)
-        if self._is_settled and not self.is_compiled:
-            return False
-        return self.install(all_wishes) and any(
+        self.is_compiled = self.is_compiled or any(
             map(was_compiled, (*self.roots, *(named.module for named in self.modules)))
         )
+        if self._is_settled and not self.is_compiled:
+            return False
+        return self.install(all_wishes) and self.is_compiled
+
+    def is_found_compiled(self) -> bool:
+        """Whether a root proves to be compiled that was not known to be."""
+        return not self.is_compiled and any(map(was_compiled, self.roots))
 
     def turn(self, plan: Plan) -> None:
         """Tell traced hooks what the coming step wants."""
         self.switch.on = plan.is_in_graph
 
     def settle(self, is_compiled: bool) -> None:
-        """Take the first call of a root: it shows whether hooks can come and go."""
+        """Take the call of a root; a first one that is not traced shows that hooks can come and go."""
         self.is_compiled = self.is_compiled or is_compiled
         if not self._is_settled:
             self._is_settled = True
@@ -75,17 +79,22 @@ class ForwardTaps:
 
     def install(self, plan: Plan) -> bool:
         """Put hooks on the modules whose outputs `plan` wants; say whether any were put."""
-        before = len(self._taps)
+        found = False
         for named in self.modules if plan.forward else ():
-            activations, gradients = (
-                self._observer.slot(kind, named.name) if plan.task(kind, named.name) else None for kind in FORWARD_KINDS
-            )
-            if named.name not in self._taps and (activations is not None or gradients is not None):
-                is_root = any(named.module is root for root in self.roots)
-                self._taps[named.name] = tap_module(
-                    named.module, self._observer.model, activations, gradients, self.switch, is_root
-                )
-        return len(self._taps) > before
+            known = self._taps.get(named.name)
+            had = (known[0].activations, known[0].layer_gradients) if known else (None, None)
+            slots = (self._slot(plan, "activations", named, had[0]), self._slot(plan, "layer_gradients", named, had[1]))
+            if slots == had:
+                continue
+            if known:
+                known[1]()  # it looks at less than is wanted now
+            is_root = any(named.module is root for root in self.roots)
+            self._taps[named.name] = tap_module(named.module, self._observer.model, slots, self.switch, is_root)
+            found = True
+        return found
+
+    def _slot(self, plan: Plan, kind: str, named: NamedModule, had: int | None) -> int | None:
+        return self._observer.slot(kind, named.name) if plan.task(kind, named.name) else had
 
     def remove(self, everything: bool = False) -> None:
         """Take hooks off, but for those a compiled graph relies on."""

@@ -11,7 +11,7 @@ from ikkuna.export.forward_taps import ForwardTaps
 from ikkuna.export.messages.kinds import FORWARD_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import leaves
 from ikkuna.export.slots import observe
-from ikkuna.export.taps import Hook, in_backward, in_compiled_call, watch_gradient
+from ikkuna.export.taps import Hook, in_backward, watch_gradient
 
 if TYPE_CHECKING:
     from ikkuna.export.observer import Observer
@@ -34,6 +34,7 @@ class ModelWatch:
     ----------
     taps : the hooks on modules
     resolve : finds the modules again, after the user may have put others in their place
+    reconsider : looks again at what is wanted, after the model has proved to be compiled
     sees_loss : whether the loss module is known
     is_rootless : whether the roots themselves are never called, only their parts
     """
@@ -42,6 +43,7 @@ class ModelWatch:
         self._observer = observer
         self.taps = ForwardTaps(observer)
         self.resolve: Callable[[], None] = lambda: None
+        self.reconsider: Callable[[], None] = lambda: None
         self.sees_loss = False
         self.is_rootless = False
         self._backward_seen = False
@@ -62,7 +64,7 @@ class ModelWatch:
         in_closure = observer.optimizers.in_closure
         if self._backward_seen and observer.clock.depth == 0:
             self._begin_again(in_closure)
-        self.taps.settle(in_compiled_call())
+        self.taps.settle(False)
         if observer.clock.root_entered(module, in_closure):
             self.is_rootless = False
             self._observe_all("input_data", (args, kwargs) if kwargs else args)

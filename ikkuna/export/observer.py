@@ -150,6 +150,8 @@ class Observer:
         if rows is not None:
             rows.skipped = rows.skipped or skipped
             self.bus.post(Finished(rows, self.recorder.remember, finished))
+        if self.model.taps.is_found_compiled():
+            self.model.reconsider()
         next_plan = self._next_plan()
         self.model.taps.turn(next_plan)
         if self.model.is_rootless:

@@ -98,18 +98,18 @@ class Switch:
 class ModuleTap(Hook):
     """The hook of one module: in a traced call it leaves the operators that will look, in an eager one it looks."""
 
-    __slots__ = ("activations", "gradients", "switch")
+    __slots__ = ("activations", "layer_gradients", "switch")
 
     def __init__(
         self,
         owner: Any = None,
         activations: int | None = None,
-        gradients: int | None = None,
+        layer_gradients: int | None = None,
         switch: Switch | None = None,
     ) -> None:
-        super().__init__(owner, "module_called", activations, gradients)
+        super().__init__(owner, "module_called", activations, layer_gradients)
         self.activations = activations
-        self.gradients = gradients
+        self.layer_gradients = layer_gradients
         self.switch = switch
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -122,8 +122,8 @@ class ModuleTap(Hook):
             for path, tensor in leaves(args[2]):
                 if self.activations is not None:
                     traced.observe(tensor.detach(), self.activations, path)
-                if self.gradients is not None and tensor.requires_grad:
-                    watch_gradient(tensor, self.gradients, path, traced.observe)
+                if self.layer_gradients is not None and tensor.requires_grad:
+                    watch_gradient(tensor, self.layer_gradients, path, traced.observe)
 
 
 class RootEntered(Hook):
@@ -185,11 +185,6 @@ def was_compiled(module: nn.Module) -> bool:
     return code is not None and bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 
-def in_compiled_call() -> bool:
-    """Whether a compiler is at work around this call, which itself is not traced."""
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-
-
 def watch_gradient(
     output: Tensor, slot: int, path: str, see: Callable[[Tensor, int, str], None] = observe
 ) -> list[Any]:
@@ -211,19 +206,19 @@ def watch_gradient(
 
 
 def tap_module(
-    module: nn.Module, owner: Any, activations: int | None, gradients: int | None, switch: Switch, first: bool
+    module: nn.Module, owner: Any, slots: tuple[int | None, int | None], switch: Switch, first: bool
 ) -> tuple[ModuleTap, Undo]:
-    """Tell `owner` of each call of a module: ``module_called(activations, gradients, module, args, output)``.
+    """Tell `owner` of each call of a module: ``module_called(*slots, module, args, output)``.
 
     Parameters
     ----------
     module : whose
     owner : who is told
-    activations, gradients : slots of what is wanted, ``None`` for what is not
+    slots : of its activations and of their gradients, ``None`` for what is not wanted
     switch : what a traced call asks
     first : put the hook before others, which the root needs: its hook is installed from within its own call
     """
-    tap = ModuleTap(owner, activations, gradients, switch)
+    tap = ModuleTap(owner, *slots, switch)
     return tap, _removing((module.register_forward_hook(tap, prepend=first),))
 
 

@@ -266,3 +266,13 @@ def test_a_compiled_optimizer_step(bus):
         step()
     exporter.close()
     assert {s for _, _, s in values(recording)} == {0, 1}
+
+
+def test_a_first_step_that_is_not_sampled_is_made_up_for(bus):
+    model, loss, optimizer = make()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    exporter, recording = watched(bus, compiled, model, loss, ("activations",), subsample=4)
+    exporter.load_state_dict({"global_step": 6, "train_step": 6, "epoch": 0})
+    train(compiled, model, loss, optimizer, steps=4)
+    exporter.close()
+    assert {step for _, _, step in values(recording)} == {8}
