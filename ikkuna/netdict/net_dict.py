@@ -68,8 +68,12 @@ class NetDict(Arithmetic, Mapping[str, "Tensor | float"]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping) or set(self) != set(other):
+            return False
+        return all(torch.equal(torch.as_tensor(value), torch.as_tensor(other[name])) for name, value in self.items())
+
+    __hash__ = None  # type: ignore[assignment]  # as every mapping
 
     def __repr__(self) -> str:
         shown = (f"{k}={v!r}" if not isinstance(v, Tensor) else f"{k}: {tuple(v.shape)}" for k, v in self.items())
@@ -123,7 +127,7 @@ class NetDict(Arithmetic, Mapping[str, "Tensor | float"]):
     def norm(self, p: float = 2, layerwise: bool = False) -> Any:
         r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements.
 
-        `p` is positive, ``inf`` (largest magnitude), ``-inf`` (smallest) or 0 (number of non-zeros); of nothing it is 0.
+        `p` is positive, ``inf`` (largest magnitude), ``-inf`` (smallest) or 0 (number of non-zeros); of nothing 0.
 
         Raises
         ------
