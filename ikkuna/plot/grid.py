@@ -1,0 +1,76 @@
+"""A grid of panels, and how the limits of its axes hang together."""
+
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from ikkuna.errors import ConfigError
+from ikkuna.plot.look import Look
+from ikkuna.plot.picture import Picture
+
+__all__ = ["grid_shape", "outer", "panels", "shared"]
+
+
+def grid_shape(count: int, n_rows: int | str | None = None) -> tuple[int, int]:
+    """Return rows and columns for `count` panels.
+
+    Without `n_rows`, a full grid at most twice as wide as high if there is one, otherwise a near-square one with free
+    places.  ``'vertical'`` is one column.
+
+    Examples
+    --------
+    >>> grid_shape(6), grid_shape(7), grid_shape(16), grid_shape(6, n_rows=4)
+    ((2, 3), (2, 4), (4, 4), (4, 2))
+    """
+    if n_rows == "vertical":
+        return max(count, 1), 1
+    if n_rows is not None:
+        if not isinstance(n_rows, int) or n_rows < 1:
+            raise ConfigError(f"n_rows must be a positive number, 'vertical' or None, got {n_rows!r}")
+        return n_rows, max(math.ceil(count / n_rows), 1)
+    root = max(math.isqrt(count), 1)
+    for rows in range(root, 0, -1):
+        if count % rows == 0 and count // rows <= 2 * rows:
+            return rows, count // rows
+    return root, math.ceil(count / root)
+
+
+def shared(share_xy: Any) -> tuple[Any, Any]:
+    """Return matplotlib's ``sharex`` and ``sharey`` for one value or a pair of True, False, 'row', 'col'."""
+    pair = share_xy if isinstance(share_xy, tuple | list) else (share_xy, share_xy)
+    if len(pair) != 2 or any(v not in (True, False, "row", "col", "all", "none") for v in pair):
+        raise ConfigError(f"share_xy must be True, False, 'row', 'col' or a pair of them, got {share_xy!r}")
+    return tuple(v if isinstance(v, str) else bool(v) for v in pair)  # type: ignore[return-value]
+
+
+def panels(
+    look: Look,
+    count: int,
+    n_rows: int | str | None = None,
+    share_xy: Any = True,
+    size: tuple[float, float] = (10, 10),
+    fig: Any = None,
+) -> tuple[Any, list[Axes]]:
+    """Return a picture with a grid, and the `count` axes to draw into; places left over are hidden."""
+    rows, columns = grid_shape(count, n_rows)
+    picture: Any = look.figure(*size, panels=rows * columns) if fig is None else fig
+    x, y = shared(share_xy)
+    axes: Any = picture.subplots(rows, columns, sharex=x, sharey=y, squeeze=False, **look.config("subplot"))
+    for ax in axes.flat[count:]:
+        ax.set_visible(False)
+    if look.tight:
+        top = 0.97 if look.title else 1.0
+        adjust = {"left": 0.0, "right": 1.0, "bottom": 0.0, "top": top, "wspace": 0.0, "hspace": 0.0}
+        picture.subplots_adjust(**look.config("tight", **adjust))
+    elif isinstance(picture, Picture) and picture.get_layout_engine() is None:
+        adjust = {"left": 0.06, "right": 0.98, "bottom": 0.05, "top": 0.94, "wspace": 0.15, "hspace": 0.15}
+        picture.subplots_adjust(**look.config("tight", **adjust))
+    return picture, list(np.asarray(axes).flat[:count])
+
+
+def outer(axes: list[Axes], columns: int, count: int) -> tuple[list[Axes], list[Axes]]:
+    """Return the axes at the bottom of a column, and those at the left."""
+    bottom = [ax for i, ax in enumerate(axes) if i + columns >= count]
+    return bottom, axes[::columns]
