@@ -88,7 +88,7 @@ def features_1d(
     if ax is not None and len(values) > 1:
         raise ConfigError(f"ax takes one panel, but the data has {len(values)}; give fig")
     columns = grid_shape(len(values), n_rows)[1]
-    picture, axes = (target, [ax]) if ax is not None else panels(style, len(values), n_rows, share_xy, fig=fig)
+    picture, axes = (target, [ax]) if ax is not None else _grid(style, len(values), n_rows, share_xy, fig)
     colors = curve_colors(values.shape[2], color, cmap)
     for i, each in enumerate(axes):
         draw_curves(each, values[i], colors, zero_line, **style.config("plot"))
@@ -126,6 +126,10 @@ def _curves(data: Any, by: str, max_steps: int | None) -> tuple[NDArray[np.float
     if by == "sample":
         return values, "channel", "sample"
     return values.transpose(2, 1, 0), "sample", "channel"
+
+
+def _grid(style: Look, count: int, n_rows: Any, share_xy: Any, fig: Any) -> tuple[Any, list[Axes]]:
+    return panels(style, count, n_rows, share_xy, (10.0, 5.0) if count == 1 else (10.0, 8.0), fig)
 
 
 def draw_curves(

@@ -122,7 +122,8 @@ def percentile_fan(
 ) -> Any:
     """Draw minimum, maximum and percentiles over time.
 
-    There is a row for each layer, with weights, biases and their gradients side by side.  Four bands lie over one another: all elements, and what lies within 3, 2 and 1 standard deviations of a normal
+    There is a row for each layer, with weights, biases and their gradients side by side.
+    Four bands lie over one another: all elements, and what lies within 3, 2 and 1 standard deviations of a normal
     distribution.
 
     Parameters

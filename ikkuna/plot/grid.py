@@ -61,13 +61,23 @@ def panels(
     for ax in axes.flat[count:]:
         ax.set_visible(False)
     if look.tight:
-        top = 0.97 if look.title else 1.0
+        top = 0.94 if look.title else 1.0
         adjust = {"left": 0.0, "right": 1.0, "bottom": 0.0, "top": top, "wspace": 0.0, "hspace": 0.0}
         picture.subplots_adjust(**look.config("tight", **adjust))
     elif isinstance(picture, Picture) and picture.get_layout_engine() is None:
-        adjust = {"left": 0.06, "right": 0.98, "bottom": 0.05, "top": 0.94, "wspace": 0.15, "hspace": 0.15}
+        gaps = {"wspace": 0.12 if y else 0.4, "hspace": 0.12 if x else 0.4}
+        adjust = {"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.94, **gaps}
         picture.subplots_adjust(**look.config("tight", **adjust))
+    if count > 16:
+        _shrink_ticks(axes.flat[:count], 6 if count > 36 else 8)
     return picture, list(np.asarray(axes).flat[:count])
+
+
+def _shrink_ticks(axes: Any, size: int) -> None:
+    """Leave room between the panels of a large grid: small labels, and three of them at most."""
+    for ax in axes:
+        ax.tick_params(labelsize=size, pad=1.5, length=2)
+        ax.locator_params(nbins=3, prune="both")
 
 
 def outer(axes: list[Axes], columns: int, count: int) -> tuple[list[Axes], list[Axes]]:

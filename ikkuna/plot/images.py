@@ -5,6 +5,7 @@ from typing import Any, Unpack
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from ikkuna.arrays import to_array
@@ -27,7 +28,12 @@ def draw_image(
     if low is None or high is None:
         low, high = own_limits(values)
     shown = np.ma.masked_invalid(values)
-    return ax.imshow(shown, **{"cmap": colormap(cmap), "vmin": low, "vmax": high, "aspect": "auto", **options})
+    # Matplotlib's own choice blurs few large pixels, but alone keeps many small ones from vanishing.
+    defaults = {"aspect": "auto", "interpolation": "nearest" if max(values.shape) <= 300 else "auto"}
+    image = ax.imshow(shown, **{"cmap": colormap(cmap), "vmin": low, "vmax": high, **defaults, **options})
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    return image
 
 
 @spelled(

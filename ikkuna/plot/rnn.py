@@ -269,8 +269,10 @@ def _draw_distribution(ax: Axes, values: Any, bins: int, zero: bool, style: Look
 
 
 def _equate(axes: list[Axes], symmetric: bool) -> None:
-    lows, highs = zip(*(ax.get_xlim() for ax in axes), strict=True)
-    low, high, top = min(lows), max(highs), max(ax.get_ylim()[1] for ax in axes)
+    """Give `axes` the same limits; those that are empty have none to say."""
+    full = [ax for ax in axes if ax.patches[-1].get_data().values.any()] or axes  # type: ignore[attr-defined]
+    lows, highs = zip(*(ax.get_xlim() for ax in full), strict=True)
+    low, high, top = min(lows), max(highs), max(ax.get_ylim()[1] for ax in full)
     if symmetric:
         high = max(abs(low), abs(high))
         low = -high
