@@ -109,7 +109,7 @@ def capture(
             if wrt == "inputs":
                 handle = module.register_forward_pre_hook(_Inputs(calls[module]), with_kwargs=True)
             else:
-                taken_apart = isinstance(module, nn.RNNBase) and (through_time or not _is_last(module, rnn_layer))
+                taken_apart = isinstance(module, nn.RNNBase) and (not _is_last(module, rnn_layer) or through_time)
                 hook = _Layers(calls[module], rnn_layer, through_time) if taken_apart else _Outputs(calls[module])
                 handle = module.register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
@@ -117,6 +117,8 @@ def capture(
 
 
 def _is_last(rnn: nn.RNNBase, layer: int | None) -> bool:
+    if layer is not None and not -rnn.num_layers <= layer < rnn.num_layers:
+        raise ConfigError(f"rnn_layer must be below {rnn.num_layers}, the number of layers, got {layer}")
     return layer is None or layer % rnn.num_layers == rnn.num_layers - 1
 
 
@@ -149,8 +151,6 @@ class _Layers:
         self.calls, self.layer, self.stepwise = calls, -1 if layer is None else layer, stepwise
 
     def __call__(self, module: nn.RNNBase, args: Any, kwargs: Any, output: Any) -> Any:
-        if not -module.num_layers <= self.layer < module.num_layers:
-            raise ConfigError(f"rnn_layer must be below {module.num_layers}, the number of layers, got {self.layer}")
         data, hx = _rnn_arguments(args, kwargs)
         result, layers = unroll(module, _grown(data), _grown(hx), self.stepwise)
         chosen = layers[self.layer]

@@ -2,7 +2,7 @@
 
 import difflib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -45,7 +45,7 @@ def find_layers(model: nn.Module, layers: LayerId | Sequence[LayerId]) -> list[t
     """
     if isinstance(layers, str) and layers == "*":
         return list(leaves(model).items())
-    if isinstance(layers, int | str | nn.Module):
+    if isinstance(layers, int | str | nn.Module) or not isinstance(layers, Iterable):
         return [find_layer(model, layers)]
     return [find_layer(model, layer) for layer in layers]
 
