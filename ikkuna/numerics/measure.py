@@ -7,6 +7,7 @@ One ``torch.linalg.vector_norm`` over a large float32 tensor on the CPU is wrong
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,6 +93,8 @@ def measure(x: Tensor, fields: frozenset[str]) -> Record | None:
 def _measure_dense(flat: Tensor, fields: frozenset[str]) -> Record:
     if fields == {"n", "sumsq", "nans", "infs"}:  # the L2 norm, asked for more than everything else together
         record = _squares(flat)
+    elif "m3" in fields and "zeros" not in fields and flat.numel():
+        record = _shape(flat, fields)
     else:
         chunks = (_measure_chunk(chunk, fields) for chunk in flat.split(CHUNK)) if flat.numel() else iter(())
         record = merge(*chunks) if flat.numel() else _empty(fields)
@@ -107,6 +110,44 @@ def _squares(flat: Tensor) -> Record:
     for chunk in flat.split(CHUNK) if flat.numel() > CHUNK else (flat,):
         total += _dot(chunk if chunk.dtype in _WIDE else chunk.float())
     return Record(n=flat.numel(), sumsq=total, nans=0, infs=0)
+
+
+def _shape(flat: Tensor, fields: frozenset[str]) -> Record:
+    """Measure what describes a distribution; half a chunk and two temporaries stay in cache, records are made once."""
+    size = min(CHUNK // 2, flat.numel())
+    dtype = flat.dtype if flat.dtype in _WIDE else torch.float32
+    a, b = flat.new_empty(size, dtype=dtype), flat.new_empty(size, dtype=dtype)
+    rows = []
+    for chunk in flat.split(size):
+        x = chunk if chunk.dtype is dtype else chunk.float()
+        n = x.numel()
+        if n < a.numel():  # the last one
+            a, b = a[:n], b[:n]
+        low, high = torch.aminmax(x)
+        mean = x.sum().item() / n
+        d = torch.sub(x, mean, out=a)
+        d2 = torch.mul(d, d, out=b)
+        m2, m3, m4 = torch.dot(d, d).item(), torch.dot(d2, d).item(), torch.dot(d2, d2).item()
+        l1 = torch.abs(x, out=a).sum().item() if "l1" in fields else 0.0
+        rows.append((n, mean, m2, m3, m4, low.item(), high.item(), l1))
+    return _fold(rows, fields)
+
+
+def _fold(rows: list[tuple[float, ...]], fields: frozenset[str]) -> Record:
+    """Merge the chunks' moments about their common mean (Pébay 2008, for many sets at once)."""
+    n, mean, m2, m3, m4, low, high, l1 = np.array(rows).T
+    center = float(n @ mean / n.sum())
+    d = mean - center
+    moments = {
+        "m2": float(np.sum(m2 + n * d**2)),
+        "m3": float(np.sum(m3 + 3 * d * m2 + n * d**3)),
+        "m4": float(np.sum(m4 + 4 * d * m3 + 6 * d**2 * m2 + n * d**4)),
+        "min": float(low.min()),
+        "max": float(high.max()),
+        "l1": float(l1.sum()),
+        "sumsq": float(np.sum(m2 + n * mean**2)),
+    }
+    return Record(int(n.sum()), center, nans=0, infs=0, **{k: v for k, v in moments.items() if k in fields})  # type: ignore[arg-type]
 
 
 def _dot(x: Tensor) -> float:
