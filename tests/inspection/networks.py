@@ -48,7 +48,7 @@ def step(rnn, suffix, x, h, c):
 
 
 def by_hand(rnn, x, first=0):
-    """Return the states of every layer (from `first` on), direction and step, and the output, for x (batch, time, input)."""
+    """Return the states by layer (from `first` on), direction and step, and the output, for x (batch, time, input)."""
     everything = []
     for layer in range(first, rnn.num_layers):
         directions = []
