@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.grid import grid_shape, outer, panels
+from ikkuna.plot.grid import grid_shape, outer, panels, share
 from ikkuna.plot.look import ALIASES, INK, OPTIONS, Look, LookOptions, curve_colors
 from ikkuna.plot.marks import annotate, legend, name_axes, remark
 from ikkuna.plot.picture import Picture, count_nonfinite, save
@@ -97,6 +97,7 @@ def features_1d(
             annotate(each, i, labels, len(values), style)
         if count := count_nonfinite(values[i]):
             remark(each, str(count))
+    share(axes, columns, share_xy)
     bottom, left = outer(axes, columns, len(values))
     name_axes(bottom, left, "timestep", "value")
     style.entitle(

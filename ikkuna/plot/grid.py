@@ -10,7 +10,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.plot.look import Look
 from ikkuna.plot.picture import Picture
 
-__all__ = ["grid_shape", "outer", "panels", "shared"]
+__all__ = ["grid_shape", "outer", "panels", "share", "shared"]
 
 
 def grid_shape(count: int, n_rows: int | str | None = None) -> tuple[int, int]:
@@ -38,11 +38,13 @@ def grid_shape(count: int, n_rows: int | str | None = None) -> tuple[int, int]:
 
 
 def shared(share_xy: Any) -> tuple[Any, Any]:
-    """Return matplotlib's ``sharex`` and ``sharey`` for one value or a pair of True, False, 'row', 'col'."""
+    """Return how x and how y are shared, from one value or a pair of True, False, 'row', 'col'."""
     pair = share_xy if isinstance(share_xy, tuple | list) else (share_xy, share_xy)
     if len(pair) != 2 or any(v not in (True, False, "row", "col", "all", "none") for v in pair):
         raise ConfigError(f"share_xy must be True, False, 'row', 'col' or a pair of them, got {share_xy!r}")
-    return tuple(v if isinstance(v, str) else bool(v) for v in pair)  # type: ignore[return-value]
+    words = {"all": True, "none": False}
+    x, y = (words.get(v, v) if isinstance(v, str) else bool(v) for v in pair)
+    return x, y
 
 
 def panels(
@@ -57,7 +59,8 @@ def panels(
     rows, columns = grid_shape(count, n_rows)
     picture: Any = look.figure(*size, panels=rows * columns) if fig is None else fig
     x, y = shared(share_xy)
-    axes: Any = picture.subplots(rows, columns, sharex=x, sharey=y, squeeze=False, **look.config("subplot"))
+    # Matplotlib's own sharing looks at every panel for each panel, which takes minutes for hundreds: see share().
+    axes: Any = picture.subplots(rows, columns, squeeze=False, **look.config("subplot"))
     for ax in axes.flat[count:]:
         ax.set_visible(False)
     if look.tight:
@@ -78,6 +81,35 @@ def _shrink_ticks(axes: Any, size: int) -> None:
     for ax in axes:
         ax.tick_params(labelsize=size, pad=1.5, length=2)
         ax.locator_params(nbins=3, prune="both")
+
+
+def share(axes: list[Axes], columns: int, share_xy: Any) -> None:
+    """Give the panels of a grid common limits, and tick labels only where they are not said by another panel.
+
+    To be called when everything is drawn.
+    """
+    bottom, left = (set(map(id, edge)) for edge in outer(axes, columns, len(axes)))
+    for name, how, edge, along in zip("xy", shared(share_xy), (bottom, left), ("col", "row"), strict=True):
+        for group in _groups(axes, columns, how):
+            _equate(group, name)
+        for ax in axes if how in (True, along) else ():
+            if id(ax) not in edge:
+                ax.tick_params(axis=name, **{"labelbottom" if name == "x" else "labelleft": False})  # type: ignore[arg-type]
+
+
+def _groups(axes: list[Axes], columns: int, how: Any) -> list[list[Axes]]:
+    if how == "row":
+        return [axes[i : i + columns] for i in range(0, len(axes), columns)]
+    if how == "col":
+        return [axes[i::columns] for i in range(columns)]
+    return [axes] if how else []
+
+
+def _equate(axes: list[Axes], name: str) -> None:
+    limits = [getattr(ax, f"get_{name}lim")() for ax in axes]
+    low, high = min(map(min, limits)), max(map(max, limits))
+    for ax, (first, last) in zip(axes, limits, strict=True):
+        getattr(ax, f"set_{name}lim")((high, low) if first > last else (low, high))
 
 
 def outer(axes: list[Axes], columns: int, count: int) -> tuple[list[Axes], list[Axes]]:

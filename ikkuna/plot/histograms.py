@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.grid import panels
+from ikkuna.plot.grid import grid_shape, panels, share
 from ikkuna.plot.look import ALIASES, INK, OPTIONS, Look, LookOptions, curve_colors
 from ikkuna.plot.marks import annotate, remark
 from ikkuna.plot.picture import Picture, count_nonfinite, save
@@ -135,10 +135,11 @@ def features_hist(
         style.frame(ax)
         if layout != "table":
             annotate(ax, i, labels, len(cells), style)
-        if pad_xticks:
-            _write_limits(ax, style)
+    share(axes, columns if layout == "table" else grid_shape(len(cells), rows)[1], share_xy)
     if layout == "table":
         _name_table(axes, columns, column_names, row_name)
+    for ax in axes if pad_xticks else ():
+        _write_limits(ax, style)
     axes[-1].set_xlabel("value")
     axes[len(axes) // 2].set_ylabel("number of elements")
     style.entitle(picture, "a histogram for each entry")

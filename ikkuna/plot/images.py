@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.grid import grid_shape, outer, panels
+from ikkuna.plot.grid import grid_shape, outer, panels, share
 from ikkuna.plot.look import ALIASES, DIVERGING, OPTIONS, Look, LookOptions, colormap, limits, own_limits
 from ikkuna.plot.marks import annotate, name_axes, remark
 from ikkuna.plot.picture import Picture, count_nonfinite, save
@@ -117,7 +117,9 @@ def features_2d(
             annotate(ax, i, labels, len(values), style)
         if count:
             remark(ax, str(count))
-    bottom, left = outer(axes, grid_shape(len(values), n_rows)[1], len(values))
+    columns = grid_shape(len(values), n_rows)[1]
+    share(axes, columns, share_xy)
+    bottom, left = outer(axes, columns, len(values))
     name_axes(bottom, left, names[2], names[1])
     _bars(picture, axes, images, norm, not style.tight if colorbar is None else colorbar, style)
     each = f"an image for each {names[0]}, " if names[0] and len(values) > 1 else ""

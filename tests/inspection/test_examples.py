@@ -8,7 +8,7 @@ import pytest
 
 DIRECTORY = Path(__file__).parents[2] / "examples" / "inspection"
 EXAMPLES = sorted(path.stem for path in DIRECTORY.glob("ex*.py"))
-QUICK = ("ex02", "ex07", "ex11", "ex12", "ex13")
+QUICK = ("ex07", "ex11", "ex12")
 
 
 @pytest.fixture(autouse=True)
