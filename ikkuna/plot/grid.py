@@ -68,7 +68,8 @@ def panels(
         adjust = {"left": 0.0, "right": 1.0, "bottom": 0.0, "top": top, "wspace": 0.0, "hspace": 0.0}
         picture.subplots_adjust(**look.config("tight", **adjust))
     elif isinstance(picture, Picture) and picture.get_layout_engine() is None:
-        gaps = {"wspace": 0.12 if y else 0.4, "hspace": 0.12 if x else 0.4}
+        close = 0.12 if count <= 100 else 0.04
+        gaps = {"wspace": close if y else 0.4, "hspace": close if x else 0.4}
         adjust = {"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.94, **gaps}
         picture.subplots_adjust(**look.config("tight", **adjust))
     if count > 16:
@@ -89,6 +90,8 @@ def share(axes: list[Axes], columns: int, share_xy: Any) -> None:
     To be called when everything is drawn.
     """
     bottom, left = (set(map(id, edge)) for edge in outer(axes, columns, len(axes)))
+    if len(axes) > 100:  # labels beside each other could not be read
+        bottom = {id(axes[-1])}
     for name, how, edge, along in zip("xy", shared(share_xy), (bottom, left), ("col", "row"), strict=True):
         for group in _groups(axes, columns, how):
             _equate(group, name)

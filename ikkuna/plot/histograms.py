@@ -85,7 +85,8 @@ def features_hist(
     ----------
     data : sequence
         Each entry has a panel for all its elements; entries may differ in shape.
-        In a table, each entry is a row, and its entries the cells; a cell's entries are drawn over one another.
+        In a table, each entry is a row, and its entries the cells; a cell is one array, or several that are drawn over
+        one another.
     layout : {'vertical', 'grid', 'table'}, optional
         One panel below the other (the default), a near-square grid, or a table.
     n_rows : int, 'vertical' or None
@@ -161,12 +162,19 @@ def _table(data: Any, layout: str | None) -> list[list[list[Array]]]:
     if layout != "table":
         table = [[[to_array(entry).reshape(-1)]] for entry in data]
     else:
-        table = [[[to_array(part).reshape(-1) for part in cell] for cell in row] for row in data]
+        table = [[_cell(cell) for cell in row] for row in data]
     if not table or not table[0] or not all(cell for row in table for cell in row):
         raise ConfigError("there is nothing to draw: expected at least one entry with data")
     if len({len(row) for row in table}) > 1:
         raise ConfigError(f"every row of a table needs the same number of cells, got {[len(row) for row in table]}")
     return table
+
+
+def _cell(cell: Any) -> list[Array]:
+    """Return the entries of a cell; plain numbers are one entry."""
+    parts = [to_array(part).reshape(-1) for part in cell]
+    numbers = parts and not any(np.ndim(part) for part in cell)
+    return [np.concatenate(parts)] if numbers else parts
 
 
 def _draw_cell(ax: Axes, cell: list[Array], bins: Any, peaks: int, colors: list[Any], style: Look) -> None:

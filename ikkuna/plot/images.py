@@ -33,6 +33,8 @@ def draw_image(
     image = ax.imshow(shown, **{"cmap": colormap(cmap), "vmin": low, "vmax": high, **defaults, **options})
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    if len(values) == 1:
+        ax.set_yticks([])
     return image
 
 

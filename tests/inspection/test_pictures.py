@@ -137,6 +137,8 @@ def test_histograms():
     assert visible(table)[0].get_title() == "one"
     cells = visible(plot.features_hist([[[DATA[0], DATA[1]], [DATA[2]]]] * 3, layout="table", side_annot="EP"))
     assert [len(ax.patches) for ax in cells] == [2, 1] * 3
+    plain = visible(plot.features_hist([[[1.0, 2.0], DATA[0, 0]]], layout="table"))
+    assert [ax.patches[0].get_data().values.sum() for ax in plain] == [2, 6]
     low, high = visible(plot.features_hist([[1.0, 2.0]], center_zero=True))[0].get_xlim()
     assert low == -high
     with pytest.raises(ConfigError, match="same number of cells"):
