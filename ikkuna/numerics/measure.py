@@ -117,8 +117,8 @@ def _shape(flat: Tensor, fields: frozenset[str]) -> Record:
     size = min(CHUNK // 2, flat.numel())
     dtype = flat.dtype if flat.dtype in _WIDE else torch.float32
     a, b = flat.new_empty(size, dtype=dtype), flat.new_empty(size, dtype=dtype)
-    rows = []
-    for chunk in flat.split(size):
+    rows: list[tuple[float, ...]] = []
+    for chunk in flat.split(size):  # type: ignore[no-untyped-call]  # torch gives it no signature
         x = chunk if chunk.dtype is dtype else chunk.float()
         n = x.numel()
         if n < a.numel():  # the last one
