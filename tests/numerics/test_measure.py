@@ -13,7 +13,7 @@ from scipy import stats
 from ikkuna.numerics.measure import CHUNK, flatten, measure, readable
 from ikkuna.numerics.statistics import FIELDS, closure
 
-NAMES = [f for f in FIELDS if f != "codes"]
+NAMES = [f for f in FIELDS if "codes" not in f]
 ALL = closure(NAMES)
 WILD = hnp.arrays(
     np.float32, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5), elements=st.floats(width=32)
