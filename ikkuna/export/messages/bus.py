@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from ikkuna.errors import ConfigError, ConfigTypeError, UnknownKindError
 from ikkuna.export.faults import Faults
 from ikkuna.export.messages.bundle import MessageBundle
@@ -210,7 +212,8 @@ class MessageBus:
                 return
             self._queue.popleft()
             try:
-                self._deliver(item)
+                with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of a row is NaN, without a word
+                    self._deliver(item)
             except Exception as error:
                 self.faults.own("delivery", error)
 
