@@ -1,9 +1,9 @@
 """Train a character transformer on the English of Python's own help texts, and watch it.  Lines of ikkuna are marked with #*."""
 
 import sys
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from table import print_table
 from torch import nn
 from tqdm import tqdm

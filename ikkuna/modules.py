@@ -205,8 +205,7 @@ def parameters_of(modules: Iterable[NamedModule]) -> tuple[NamedParameter, ...]:
 def _owned(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     if torch.nn.utils.parametrize.is_parametrized(module):
-        for raw, parameter in module._modules["parametrizations"].named_parameters():  # type: ignore[union-attr]
-            yield raw, parameter
+        yield from module.get_submodule("parametrizations").named_parameters()
 
 
 def _role(raw: str) -> tuple[str, bool]:

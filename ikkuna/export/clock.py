@@ -21,8 +21,8 @@ class Listener(Protocol):
     def step_opened(self, stamp: Stamp) -> None:
         """A step begins."""
 
-    def step_closed(self, stamp: Stamp) -> None:
-        """A step is over."""
+    def step_closed(self, stamp: Stamp, skipped: bool) -> None:
+        """A step is over; `skipped` if no optimizer made it."""
 
 
 class Clock:
@@ -46,6 +46,7 @@ class Clock:
         self.is_open = False
         self.depth = 0
         self.counting = True
+        self.steps_per_epoch: int | None = None
         self._listener: weakref.ref[Listener] | None = None
         self._stepped: dict[int, Optimizer] = {}
         self._known: set[int] = set()
@@ -60,10 +61,10 @@ class Clock:
         """The stamp of the open step, or of the one to come."""
         return Stamp(self.global_step, self.train_step, self.epoch)
 
-    def pass_stamp(self) -> Stamp:
-        """The stamp of what another pass sees: the step it interrupts, or else the last one made."""
+    def pass_stamp(self, name: str) -> Stamp:
+        """Return the stamp of what a pass sees after the last step, or inside an open one."""
         back = 0 if self.is_open else 1
-        return Stamp(max(self.global_step - back, 0), max(self.train_step - back, 0), self.epoch, self.pass_name)
+        return Stamp(max(self.global_step - back, 0), max(self.train_step - back, 0), self.epoch, name)
 
     # -- the root -------------------------------------------------------------------------------------------------
 
@@ -102,6 +103,8 @@ class Clock:
         if depth == 0:
             if id(optimizer) in self._stepped:
                 self.close()
+            if not self.is_open and self._known and id(optimizer) not in self._known:
+                self._known.add(id(optimizer))  # one that steps now and then: from now on steps wait for it
             self.open()
         self._inside[id(optimizer)] = depth + 1
         return depth == 0
@@ -114,6 +117,16 @@ class Clock:
         elif depth == 1:
             self._stepped[id(optimizer)] = optimizer
         return depth == 1
+
+    @property
+    def awaits_optimizer(self) -> bool:
+        """Whether a step is open in which no optimizer has stepped."""
+        return self.is_open and not self._stepped
+
+    @property
+    def epoch_is_full(self) -> bool:
+        """Whether the epoch has all the steps it was said to have."""
+        return self.steps_per_epoch is not None and self.train_step >= self.steps_per_epoch
 
     @property
     def first_optimizer(self) -> bool:
@@ -146,13 +159,25 @@ class Clock:
         if not self.is_open:
             return
         stamp = self.stamp
-        self.is_open = False
         self._known = self._known or set(self._stepped)
-        self._stepped.clear()
         self.global_step += 1
         self.train_step += 1
+        self._end(stamp, skipped=False)
+
+    def abandon(self) -> None:
+        """End the open step without counting it: nobody made it, and the next one takes its number."""
+        if self.is_open:
+            self._end(self.stamp, skipped=True)
+
+    def _end(self, stamp: Stamp, skipped: bool) -> None:
+        self.is_open = False
+        self._stepped.clear()
         if self._listener is not None and (listener := self._listener()) is not None:
-            listener.step_closed(stamp)
+            listener.step_closed(stamp, skipped)
+
+    def resume(self, global_step: int, train_step: int, epoch: int) -> None:
+        """Go on counting from here."""
+        self.global_step, self.train_step, self.epoch = global_step, train_step, epoch
 
     def next_epoch(self) -> None:
         """Begin another epoch."""

@@ -1,50 +1,29 @@
 """What a person adds to a training script."""
 
 import atexit
-import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from torch import jit, nn
+from torch import nn
 
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
+from ikkuna.export import evaluation
+from ikkuna.export.attachment import Attachment
 from ikkuna.export.clock import TRAINING
+from ikkuna.export.health import Health
 from ikkuna.export.messages.bus import MessageBus, get_default_bus
 from ikkuna.export.observer import Observer
-from ikkuna.export.taps import Undo, blind_after_fork, tap_loss, tap_optimizers, tap_root
-from ikkuna.modules import ModuleFilter, NamedModule, class_name, unwrap, walk
+from ikkuna.export.roots import Root, Roots
+from ikkuna.export.taps import blind_after_fork
+from ikkuna.modules import ModuleFilter, NamedModule
 
-__all__ = ["Exporter", "Health"]
+__all__ = ["Exporter"]
 
-log = logging.getLogger("ikkuna")
-
+B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module)
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """How the monitor itself is doing.
-
-    Parameters
-    ----------
-    acked_step : the last step whose values the operating system has; -1 before
-    steps : training steps seen
-    errors : errors caught, of subscribers and our own
-    dropped : values that were lost on their way to a file, and bundles that never met
-    disabled : subscribers that are not called any more
-    skipped : tensors without numbers and updates there was no memory for
-    """
-
-    acked_step: int
-    steps: int
-    errors: int
-    dropped: int
-    disabled: tuple[str, ...]
-    skipped: int
 
 
 class Exporter:
@@ -100,16 +79,11 @@ class Exporter:
             raise ConfigError(f"depth must be -1 (all) or an int >= 0, got {depth!r}")
         if message_bus is not None and not isinstance(message_bus, MessageBus):
             raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__}")
-        self.depth = depth
-        self.module_filter = module_filter
         self.message_bus = message_bus if message_bus is not None else get_default_bus()
         self.message_bus.faults.set_policy(on_error)
         self.message_bus.attach(self, log_dir)
         self._observer = Observer(self.message_bus)
-        self._roots: list[tuple[nn.Module, str | None, bool]] = []
-        self._model: nn.Module | None = None
-        self._loss: nn.Module | None = None
-        self._undo: list[Undo] = []
+        self._attachment = Attachment(self._observer, Roots(depth, module_filter), self._names_of_others)
         self._closed = False
         blind_after_fork(self._observer)
         _close_at_exit(self)
@@ -119,7 +93,7 @@ class Exporter:
     @property
     def modules(self) -> tuple[NamedModule, ...]:
         """The modules looked at, under their names."""
-        return self._observer.modules
+        return self._observer.model.modules
 
     @property
     def module_names(self) -> frozenset[str]:
@@ -144,11 +118,7 @@ class Exporter:
             For a scripted module, a filter that matches nothing, or a name that is taken.
         """
         self._require_open()
-        name, root = _name_and_module(module)
-        if any(root is known for known, _, _ in self._roots):
-            log.info("%s is looked at already", class_name(root))
-            return
-        self._look_at([*self._roots, (root, name, recursive)])
+        self._attachment.add(Root.of(module, recursive))
 
     def __call__(self, module: M, recursive: bool = True) -> M:
         """Look at a module and return it, for use where it is made."""
@@ -168,13 +138,7 @@ class Exporter:
         self._require_open()
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"set_model() needs a torch.nn.Module, got {type(model).__name__}")
-        model = unwrap(model)
-        if self._model is not None and self._model is not model:
-            raise ConfigError(
-                f"the model is a {class_name(self._model)} already; close() this exporter and make another for a second one"
-            )
-        self._model = model
-        self._look_at(self._roots or [(model, None, True)])
+        self._attachment.set_model(model)
 
     def set_loss(self, loss_module: nn.Module) -> None:
         """Tell which module computes the loss; it publishes ``loss``, ``input_labels`` and ``network_output`` from then on.
@@ -189,38 +153,12 @@ class Exporter:
             raise ConfigTypeError(
                 f"set_loss() needs a torch.nn.Module such as nn.CrossEntropyLoss(), got {type(loss_module).__name__}"
             )
-        self._loss = loss_module
-        self._observer.sees_loss = True
-        self._reinstall()
+        self._attachment.set_loss(loss_module)
 
-    def _look_at(self, roots: list[tuple[nn.Module, str | None, bool]]) -> None:
-        found: dict[int, NamedModule] = {}
-        names = _names_in(self._model)
-        taken = {name for source in self.message_bus.sources if source is not self for name in source.module_names}
-        for root, name, recursive in roots:
-            for named in walk(root, name, self.depth, self.module_filter, recursive):
-                if id(named.module) not in found:
-                    found[id(named.module)] = _renamed(
-                        named, {} if name else names, {n.name for n in found.values()}, taken
-                    )
-        self._roots = roots
-        self._observer.modules = tuple(found.values())
-        self._observer.parameters.track(self._observer.modules)
-        self._observer.roots = (self._model,) if self._model is not None else tuple(root for root, _, _ in roots)
-        self._reinstall()
-
-    def _reinstall(self) -> None:
-        self._remove_hooks()
-        for root in self._observer.roots:
-            self._undo.append(tap_root(root, self._observer))
-        if self._loss is not None:
-            self._undo.append(tap_loss(self._loss, self._observer))
-        self._undo.append(tap_optimizers(self._observer))
-
-    def _remove_hooks(self) -> None:
-        undo, self._undo = self._undo, []
-        for remove in undo:
-            remove()
+    def _names_of_others(self) -> frozenset[str]:
+        return frozenset(
+            name for source in self.message_bus.sources if source is not self for name in source.module_names
+        )
 
     # -- while training -------------------------------------------------------------------------------------------
 
@@ -241,7 +179,88 @@ class Exporter:
     def step(self) -> None:
         """Tell that a step is over, where no optimizer does."""
         self._require_open()
-        self._observer.clock.close()
+        self._observer.optimizers.step_by_hand()
+
+    def evaluate(
+        self,
+        batches: Iterable[Any],
+        name: str = "testing",
+        *,
+        visit: Callable[[Any, Any], object] | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+    ) -> None:
+        """Run the model over `batches` in evaluation mode, publish what is seen as another pass, and leave training as it was.
+
+        Every module's training flag, buffers, all random states and the loader's generators are afterwards as found, bit for bit.
+
+        Parameters
+        ----------
+        batches : iterable of pairs (inputs, labels), or of inputs alone
+            Moved to the model's device.  The loss module, if one was set, is called with outputs and labels.
+        name : str
+            The pass; subscribers listen to it with ``tag=name``.
+        visit : callable, optional
+            Called with the outputs and labels of each batch.
+        forward : callable, optional
+            Computes outputs from the model and a batch's inputs; by default the model is called with them.
+
+        Raises
+        ------
+        ConfigError
+            If it is not known which module the model is.
+        """
+        self._require_open()
+        roots = self._attachment.roots
+        if (model := roots.whole) is None:
+            raise ConfigError(
+                f"evaluate() needs one model, {len(roots.all)} were added; tell which it is with set_model()"
+            )
+        before = self._observer.clock.pass_name
+        with evaluation.undisturbed(model, batches):
+            self._observer.begin_pass(name)
+            try:
+                for batch in batches:
+                    evaluation.forward(model, self._attachment.loss, batch, visit, forward)
+            finally:
+                self._observer.begin_pass(before)
+
+    def epoch(self, batches: Iterable[B]) -> Iterator[B]:
+        """Yield `batches` and tell that the epoch is over after the last one; a loop that is left early has not finished it."""
+        yield from batches
+        self.epoch_finished()
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """How many steps an epoch has; once set, epochs end by themselves."""
+        return self._observer.clock.steps_per_epoch
+
+    @steps_per_epoch.setter
+    def steps_per_epoch(self, steps: int | None) -> None:
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise ConfigError(f"steps_per_epoch must be an int >= 1 or None, got {steps!r}")
+        self._observer.clock.steps_per_epoch = steps
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the step and the epoch, to be saved with a checkpoint."""
+        clock = self._observer.clock
+        return {"global_step": clock.global_step, "train_step": clock.train_step, "epoch": clock.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on counting from a checkpoint's step.
+
+        Raises
+        ------
+        ConfigError
+            If it is not what :meth:`state_dict` returns.
+        """
+        self._require_open()
+        if (
+            not isinstance(state, dict)
+            or set(state) != set(self.state_dict())
+            or any(not isinstance(v, int) or v < 0 for v in state.values())
+        ):
+            raise ConfigError(f"load_state_dict() needs what state_dict() returned, got {state!r}")
+        self._observer.clock.resume(**state)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -256,12 +275,12 @@ class Exporter:
     def detached(self) -> Iterator[None]:
         """Take every hook off for the time of a ``with`` block, to script a model or save it whole."""
         self._observer.finish()
-        self._remove_hooks()
+        self._attachment.remove()
         try:
             yield
         finally:
             if not self._closed:
-                self._reinstall()
+                self._attachment.install()
 
     def health(self) -> Health:
         """Return how the monitor itself is doing."""
@@ -283,7 +302,7 @@ class Exporter:
         try:
             self._observer.finish()
         finally:
-            self._remove_hooks()
+            self._attachment.remove()
             self.message_bus.detach(self)
 
     def _require_open(self) -> None:
@@ -295,38 +314,6 @@ class Exporter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _name_and_module(module: Any) -> tuple[str | None, nn.Module]:
-    name = None
-    if isinstance(module, tuple):
-        if len(module) != 2 or not isinstance(module[0], str) or not isinstance(module[1], nn.Module):
-            got = ", ".join(type(part).__name__ for part in module)
-            raise ConfigTypeError(f"add_modules() needs a pair (name, module), got ({got})")
-        name, module = module
-    if not isinstance(module, nn.Module):
-        raise ConfigTypeError(
-            f"add_modules() needs a torch.nn.Module or a (name, module) pair, got {type(module).__name__}"
-        )
-    if isinstance(module, jit.ScriptModule):
-        raise ConfigError("hooks cannot be attached to a scripted module; add the module before scripting it")
-    return name, unwrap(module)
-
-
-def _names_in(model: nn.Module | None) -> dict[int, str]:
-    """Return the names modules have inside the model; a root that was given a name keeps it."""
-    return {} if model is None else {id(module): name for name, module in model.named_modules() if name}
-
-
-def _renamed(named: NamedModule, names: dict[int, str], own: set[str], taken: set[str]) -> NamedModule:
-    name = names.get(id(named.module), named.name)
-    if name in taken:
-        raise ConfigError(
-            f"another exporter on this bus looks at a module {name!r} already; add this one as a pair ('a name', module)"
-        )
-    if name in own:
-        name = next(numbered for i in range(1, len(own) + 2) if (numbered := f"{name}_{i}") not in own)
-    return NamedModule(name, named.module, named.aliases)
 
 
 def _close_at_exit(exporter: Exporter) -> None:

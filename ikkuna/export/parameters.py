@@ -1,13 +1,18 @@
 """The parameters that are looked at, and which optimizer owns which."""
 
+import logging
 import weakref
 from collections.abc import Iterable
 
+import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from ikkuna.modules import NamedModule, NamedParameter, parameters_of
 
 __all__ = ["TrackedParameters"]
+
+log = logging.getLogger("ikkuna")
 
 
 class TrackedParameters:
@@ -18,6 +23,7 @@ class TrackedParameters:
 
     def __init__(self) -> None:
         self.all: tuple[NamedParameter, ...] = ()
+        self._modules: tuple[NamedModule, ...] = ()
         self._by_id: dict[int, NamedParameter] = {}
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, tuple[NamedParameter, ...]]] = (
             weakref.WeakKeyDictionary()
@@ -25,9 +31,26 @@ class TrackedParameters:
 
     def track(self, modules: Iterable[NamedModule]) -> None:
         """Look at the parameters of these modules, and no others."""
-        self.all = parameters_of(modules)
+        self._modules = tuple(modules)
+        self.all = parameters_of(self._modules)
         self._by_id = {id(named.parameter): named for named in self.all}
         self._owned.clear()
+
+    def refresh(self) -> None:
+        """Find the parameters again if the user has put others in their place, as ``load_state_dict(assign=True)`` does."""
+        held = {id(p) for named in self._modules for p in named.module.parameters(recurse=False)}
+        if not held <= self._by_id.keys():
+            log.info("parameters were replaced; the new ones are looked at")
+            self.track(self._modules)
+
+    def any_has_gradient(self) -> bool:
+        """Whether a gradient is waiting for an optimizer."""
+        return any(named.parameter.grad is not None for named in self.all)
+
+    def any_reached_by_backward(self) -> bool:
+        """Whether the backward that runs now accumulates into one of them; call it from a hook on a gradient."""
+        trainable = (named.parameter for named in self.all if named.parameter.requires_grad)
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in trainable)
 
     def of(self, optimizer: Optimizer) -> tuple[NamedParameter, ...]:
         """Return the tracked parameters that an optimizer owns."""

@@ -13,7 +13,7 @@ from ikkuna.export.messages.kinds import PARAMETER_KINDS
 from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.rows import Entry, Rows
 from ikkuna.export.subscriber.subscription import Subscription
-from ikkuna.numerics.device import measure_row
+from ikkuna.numerics.device import measure_vectors
 from ikkuna.numerics.measure import measure
 
 __all__ = ["Place", "Recorder"]
@@ -48,6 +48,7 @@ class Recorder:
         self.plan = Plan(())
         self.rows: Rows | None = None
         self.unreadable = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
         self._pivots: dict[tuple[Place, str], float] = {}
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
@@ -77,20 +78,31 @@ class Recorder:
         if task.fields:
             self._measure_fields(entry, tensor, task, weight)
         if task.measurers:
+            if tensor.layout is not torch.strided:
+                tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
             message = replace(entry.message, data=tensor)
             for subscription in task.measurers:
                 self._measure_own(entry, subscription, message, tensor)
 
     def _measure_fields(self, entry: Entry, tensor: Tensor, task: Task, weight: int | Tensor) -> None:
         if tensor.device.type == "cpu" and isinstance(weight, int):
-            if (record := measure(tensor, task.fields)) is None:
+            if (record := measure(tensor, task.fields, self._generator(tensor))) is None:
                 self.unreadable += 1
             elif weight:
                 entry.add_record(record if weight == 1 else record.repeated(weight))
-        elif (row := measure_row(tensor, task.fields, entry.pivot)) is None:
+            return
+        vectors = measure_vectors(tensor, task.fields, entry.pivot, weight, self._generator(tensor))
+        if vectors is None:
             self.unreadable += 1
         else:
-            entry.add_row(torch.cat([row[:-2] * weight, row[-2:]]))
+            entry.add_on_device(vectors)
+
+    def _generator(self, tensor: Tensor) -> torch.Generator:
+        """Return our own source of randomness on the device of `tensor`."""
+        device = tensor.device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        return self._generators[device]
 
     def _measure_own(
         self, entry: Entry, subscription: Subscription, message: Message | MessageBundle, tensor: Tensor

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from ikkuna.export.demand import Task
 from ikkuna.export.messages.message import Message, Stamp
 from ikkuna.export.subscriber.subscription import Subscription
-from ikkuna.numerics.device import from_row, merge_rows
+from ikkuna.numerics.device import from_vectors, merge_vectors
 from ikkuna.numerics.statistics import Record, merge
 
 __all__ = ["Entry", "Rows"]
@@ -26,25 +27,27 @@ _MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Entry:
     """All that was measured of one kind, module and path.
 
-    Statistics of a host tensor are a `Record` at once; those of a device tensor stay a row on the device until the copy.
+    Statistics of a host tensor are a `Record` at once; those of a device tensor stay there, as vectors, until the copy.
     Where each call was the mean of many elements (a loss), what comes out is their one weighted mean.
     """
 
     message: Message
     task: Task
     record: Record | None = None
-    row: Tensor | None = None
     pivot: float = 0.0
     is_mean: bool = False
+    on_device: dict[str, Tensor] = field(default_factory=dict)
     measured: dict[Subscription, Tensor] = field(default_factory=dict)
 
     def add_record(self, record: Record) -> None:
         """Take in statistics of more elements."""
         self.record = record if self.record is None else merge(self.record, record)
 
-    def add_row(self, row: Tensor) -> None:
+    def add_on_device(self, vectors: dict[str, Tensor]) -> None:
         """Take in statistics of more elements, on their device."""
-        self.row = row if self.row is None else merge_rows(self.row, row)
+        for name, vector in vectors.items():
+            known = self.on_device.get(name)
+            self.on_device[name] = vector if known is None else merge_vectors(name, known, vector)
 
     def add_measured(self, subscription: Subscription, row: Tensor) -> None:
         """Take in a subscriber's own row."""
@@ -55,20 +58,20 @@ class Entry:
         self.measured[subscription] = row
 
     def parts(self) -> list["_Part"]:
-        """Return the tensors to be copied, each with the subscription it belongs to; ``None`` for the statistics."""
-        own: list[_Part] = [] if self.row is None else [(self, None, self.row)]
-        return own + [(self, subscription, row) for subscription, row in self.measured.items()]
+        """Return the tensors to be copied, each with the dictionary and key it belongs to."""
+        holders: tuple[dict[Any, Tensor], ...] = (self.on_device, self.measured)
+        return [(holder, key, tensor) for holder in holders for key, tensor in holder.items()]
 
-    def take_host(self, subscription: Subscription | None, values: Tensor) -> None:
-        """Put the host copy in the place of a row."""
-        if subscription is not None:
-            self.measured[subscription] = values
-        else:
-            self.add_record(from_row(values.tolist(), self.task.fields, self.pivot))
-            self.row = None
+    def settle(self) -> None:
+        """Make one record of everything that has reached the host."""
+        if self.on_device:
+            self.add_record(from_vectors(self.on_device, self.task.fields, self.pivot))
+            self.on_device = {}
+        if self.is_mean and self.record is not None and self.record.n:
+            self.record = Record.of(self.record.mean)
 
 
-_Part = tuple[Entry, Subscription | None, Tensor]
+_Part = tuple[dict[Any, Tensor], Any, Tensor]
 
 
 class Rows:
@@ -77,11 +80,18 @@ class Rows:
     def __init__(self, stamp: Stamp) -> None:
         self.stamp = stamp
         self.entries: dict[tuple[object, ...], Entry] = {}
+        self.skipped = False
+        self._overflows: list[Tensor] = []
         self._copies: list[tuple[list[_Part], Tensor, torch.cuda.Event | None]] = []
 
     def drop(self, kinds: frozenset[str]) -> None:
         """Forget what was seen of some kinds: a closure is evaluated again."""
         self.entries = {key: entry for key, entry in self.entries.items() if entry.message.kind not in kinds}
+
+    def note_overflow(self, found_inf: Tensor | None) -> None:
+        """Take a fused optimizer's flag that its gradient scaler found an Inf and the weights stayed as they were."""
+        if found_inf is not None:
+            self._overflows.append(found_inf.detach().clone())
 
     def start_copy(self) -> None:
         """Send every row to the host, all of one device in one non-blocking copy."""
@@ -90,7 +100,7 @@ class Rows:
             for part in entry.parts():
                 by_device.setdefault(part[2].device, []).append(part)
         for parts in by_device.values():
-            packed = torch.cat([tensor.reshape(-1) for _, _, tensor in parts])
+            packed = torch.cat([tensor.reshape(-1).double() for _, _, tensor in parts])
             self._copies.append((parts, *_to_host(packed)))
 
     def arrived(self) -> bool:
@@ -103,14 +113,13 @@ class Rows:
             if event is not None:
                 event.synchronize()
             offset = 0
-            for entry, subscription, tensor in parts:
-                values = packed[offset : offset + tensor.numel()].reshape(tensor.shape)
-                entry.take_host(subscription, values)
+            for holder, key, tensor in parts:
+                holder[key] = packed[offset : offset + tensor.numel()].reshape(tensor.shape)
                 offset += tensor.numel()
         self._copies = []
+        self.skipped = self.skipped or any(bool(flag.item()) for flag in self._overflows)
         for entry in self.entries.values():
-            if entry.is_mean and entry.record is not None and entry.record.n:
-                entry.record = Record.of(entry.record.mean)
+            entry.settle()
         return list(self.entries.values())
 
 

@@ -5,15 +5,17 @@ Rows about one pivot merge by adding the sums and taking the maximum of the last
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.measure import flatten, readable
+from ikkuna.numerics.elements import flatten, readable
+from ikkuna.numerics.float_code import codes
+from ikkuna.numerics.measure import sampled_codes
 from ikkuna.numerics.statistics import Record
 
-__all__ = ["SUMS", "from_row", "measure_row", "merge_rows"]
+__all__ = ["SUMS", "from_row", "from_vectors", "measure_row", "measure_vectors", "merge_rows", "merge_vectors"]
 
 SUMS = ("n", "nans", "infs", "zeros", "l1", "sumsq", "s1", "s2", "s3", "s4")
 """Additive entries of a row; ``s1`` … ``s4`` are :math:`\\sum (x_i - p)^k` over finite elements."""
@@ -92,4 +94,40 @@ def from_row(row: Sequence[float], fields: frozenset[str], pivot: float = 0.0) -
     record.l1 = got["l1"] if "l1" in fields else None
     record.sumsq = got["sumsq"] if "sumsq" in fields else None
     record.zeros = int(got["zeros"]) if "zeros" in fields else None
+    return record
+
+
+def measure_vectors(
+    x: Tensor,
+    fields: frozenset[str],
+    pivot: float = 0.0,
+    weight: int | Tensor = 1,
+    generator: torch.Generator | None = None,
+) -> dict[str, Tensor] | None:
+    """Return everything `fields` ask of `x` as vectors on its device: its ``row``, and float codes if they are wanted.
+
+    `weight` is how many elements of a mean each of its elements stands for.
+    """
+    row = measure_row(x, fields, pivot)
+    if row is None:
+        return None
+    vectors = {"row": torch.cat([row[:-2] * weight, row[-2:]])}
+    if "codes" in fields:
+        vectors["codes"] = codes(x)
+    if "sampled_codes" in fields:
+        vectors["sampled_codes"] = sampled_codes(x, generator)
+    return vectors
+
+
+def merge_vectors(name: str, a: Tensor, b: Tensor) -> Tensor:
+    """Return the vector of that name of the elements of both."""
+    return merge_rows(a, b) if name == "row" else a + b
+
+
+def from_vectors(vectors: Mapping[str, Tensor], fields: frozenset[str], pivot: float = 0.0) -> Record:
+    """Return the record that vectors on the host stand for."""
+    record = from_row(vectors["row"].tolist(), fields, pivot)
+    for name in ("codes", "sampled_codes"):
+        if name in vectors:
+            setattr(record, name, vectors[name].long().numpy())
     return record

@@ -10,58 +10,17 @@ import math
 import torch
 from torch import Tensor
 
+from ikkuna.numerics.elements import CHUNK, flatten, readable
+from ikkuna.numerics.float_code import codes, sample
 from ikkuna.numerics.statistics import Record, merge
 
-__all__ = ["CHUNK", "flatten", "measure", "readable"]
+__all__ = ["measure", "sampled_codes"]
 
-CHUNK = 131_072
 _MOMENTS = frozenset(("mean", "m2", "m3", "m4"))
 _WIDE = frozenset((torch.float32, torch.float64))
 
 
-def readable(x: Tensor) -> tuple[Tensor, int] | None:
-    """Return the stored numbers of `x` as a real strided tensor, with the number of zeros it does not store.
-
-    Sparse tensors give their coalesced values, quantised ones are dequantised, complex ones give magnitudes,
-    integers and booleans become float64, fp8 becomes float32.  ``None`` means that there are no numbers to read: a meta, fake, nested or
-    functorch-wrapped tensor.
-    """
-    if (
-        x.is_meta
-        or x.is_nested
-        or type(x).__name__ == "FakeTensor"
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
-    ):
-        return None
-    implied = 0
-    if x.layout is not torch.strided:
-        total = x.numel()
-        x = x.coalesce().values() if x.layout is torch.sparse_coo else _values(x)
-        implied = total - x.numel()
-    if x.is_quantized:
-        x = x.dequantize()
-    if x.is_complex():
-        x = x.abs()
-    if not x.is_floating_point():
-        x = x.double()
-    elif x.element_size() == 1:
-        x = x.float()
-    return x, implied
-
-
-def _values(x: Tensor) -> Tensor:
-    return x.values() if hasattr(x, "values") and x.layout is not torch._mkldnn else x.to_dense()  # type: ignore[attr-defined]
-
-
-def flatten(x: Tensor) -> Tensor:
-    """Return the elements of `x` as one axis, in whatever order needs no copy; expanded tensors are copied."""
-    if x.is_contiguous():
-        return x.view(-1)
-    ordered = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
-    return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
-
-
-def measure(x: Tensor, fields: frozenset[str]) -> Record | None:
+def measure(x: Tensor, fields: frozenset[str], generator: torch.Generator | None = None) -> Record | None:
     """Return the `fields` (see :func:`~ikkuna.numerics.statistics.closure`) of the elements of `x`.
 
     Parameters
@@ -70,6 +29,8 @@ def measure(x: Tensor, fields: frozenset[str]) -> Record | None:
         Any shape, dtype and layout, detached from the graph.
     fields : frozenset of str
         What to measure; only that is computed.
+    generator : torch.Generator, optional
+        What ``sampled_codes`` draws from; by default one with seed 0.
 
     Returns
     -------
@@ -91,7 +52,23 @@ def measure(x: Tensor, fields: frozenset[str]) -> Record | None:
     if implied_zeros:
         zero = _measure_dense(values.new_zeros(1), fields)
         record = merge(record, zero.repeated(implied_zeros))
+    if "codes" in fields:
+        record.codes = codes(x).numpy()
+    if "sampled_codes" in fields:
+        record.sampled_codes = sampled_codes(x, generator).numpy()
     return record
+
+
+def sampled_codes(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Count the float codes of at most 65,536 elements drawn at random, scaled to the number of all elements.
+
+    Scaling lets counts of tensors of different size be added; rounding costs less than the sample does.
+    """
+    drawn = sample(x, generator)
+    counts = codes(drawn)
+    if 0 < drawn.numel() < x.numel():
+        counts = (counts.double() * (x.numel() / drawn.numel())).round().long()
+    return counts
 
 
 def _measure_dense(flat: Tensor, fields: frozenset[str]) -> Record:

@@ -14,7 +14,7 @@ from ikkuna.errors import ConfigError
 
 __all__ = ["FIELDS", "Record", "closure", "merge"]
 
-FIELDS = ("n", "mean", "m2", "m3", "m4", "min", "max", "l1", "sumsq", "zeros", "nans", "infs", "codes")
+FIELDS = ("n", "mean", "m2", "m3", "m4", "min", "max", "l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes")
 """Every statistic a :class:`Record` can hold; a subscriber names those it needs in its ``fields``."""
 
 _NEEDS = {"mean": (), "m2": ("mean",), "m3": ("mean", "m2"), "m4": ("mean", "m2", "m3")}
@@ -64,6 +64,7 @@ class Record:
     zeros : number of elements equal to 0
     nans, infs : number of elements that are NaN, or infinite
     codes : float-code histogram, an int64 array
+    sampled_codes : the same of a random sample, scaled to all elements
     finite_only : whether properties speak of the finite elements alone.
         Otherwise a mean, variance or norm of data with a NaN or Inf is NaN, so that an exploded layer never draws a healthy curve.
 
@@ -87,6 +88,7 @@ class Record:
     nans: int | None = None
     infs: int | None = None
     codes: Any = None
+    sampled_codes: Any = None
     finite_only: bool = False
 
     @classmethod
@@ -174,7 +176,7 @@ class Record:
 
     def repeated(self, times: int) -> "Record":
         """Return the record of every element standing there `times` over: how a mean is weighted."""
-        scale = ("n", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs", "codes")
+        scale = ("n", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes")
         values = {name: getattr(self, name) for name in self.__slots__}
         return Record(**{k: v * times if k in scale and v is not None else v for k, v in values.items()})
 
@@ -209,6 +211,7 @@ def _merge_pair(a: Record, b: Record) -> Record:
         _sum(a.nans, b.nans),
         _sum(a.infs, b.infs),
         _sum(a.codes, b.codes),
+        _sum(a.sampled_codes, b.sampled_codes),
         a.finite_only,
     )
 

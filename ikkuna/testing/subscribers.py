@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ikkuna.export.demand import Demand
 from ikkuna.export.exporter import Exporter
-from ikkuna.export.messages.bus import MessageBus
+from ikkuna.export.messages.bus import Finished, MessageBus
 from ikkuna.export.messages.kinds import MEASURED_TOGETHER, MODULE_KINDS
 from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
 from ikkuna.export.recorder import Place, Recorder
@@ -182,8 +182,8 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
             recorder.receive(Place(kind), seen, "")
         recorder.receive_together(together)
     if (rows := recorder.close()) is not None:
-        bus.post((rows, recorder.remember))
-    for kind in ("batch_finished", "epoch_finished", "epoch_started"):
+        bus.post(Finished(rows, recorder.remember, NetworkMessage(stamp, "batch_finished")))
+    for kind in ("epoch_finished", "epoch_started"):
         bus.post(NetworkMessage(stamp, kind))
     bus.drain(wait=True)
     return tensor

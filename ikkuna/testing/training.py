@@ -53,7 +53,7 @@ def small_model() -> nn.Module:
     return model
 
 
-def small_batch() -> Batch:
+def _small_batch() -> Batch:
     """Return inputs (8, 4) and labels (8,) for the small model."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)
@@ -71,7 +71,7 @@ def train(
     Subscribers are registered on `bus`, by default a new one, in their order; an error of theirs is raised.
     Without subscribers nobody looks.
     """
-    inputs, labels = batch if batch is not None else small_batch()
+    inputs, labels = batch if batch is not None else _small_batch()
     loss_function = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     exporter = None

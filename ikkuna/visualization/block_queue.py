@@ -45,10 +45,18 @@ class BlockQueue:
         self.done = 0
         """Blocks written so far."""
 
-    @property
-    def head(self) -> Block | None:
-        """The oldest block."""
-        return self._blocks[0] if self._blocks else None
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    def head(self, size: int = 0) -> list[Block]:
+        """Return the oldest blocks: one, and those behind it that fit into `size` bytes with it."""
+        blocks: list[Block] = []
+        for block in self._blocks:
+            size -= len(block.data) + _OVERHEAD
+            if blocks and size < 0:
+                break
+            blocks.append(block)
+        return blocks
 
     def put(self, block: Block) -> str | None:
         """Take or lose `block`; return a line for the log if an episode of losses has begun or ended."""
@@ -84,12 +92,13 @@ class BlockQueue:
         self._lost = block.values, block.step, block.step
         return f"writing is too slow, {self._size} bytes wait; values are lost from step {block.step} on"
 
-    def remove(self, block: Block) -> None:
-        """Take `block`, which has been written, off the head; it may be gone already (see :meth:`abandon`)."""
-        if self._blocks and self._blocks[0] is block:
-            self._blocks.popleft()
-            self._size -= len(block.data) + _OVERHEAD
-            self.done += 1
+    def remove(self, blocks: list[Block]) -> None:
+        """Take `blocks`, which have been written, off the head; they may be gone already (see :meth:`abandon`)."""
+        for block in blocks:
+            if self._blocks and self._blocks[0] is block:
+                self._blocks.popleft()
+                self._size -= len(block.data) + _OVERHEAD
+                self.done += 1
 
     def abandon(self) -> int:
         """Lose everything that waits; return how many values that is."""

@@ -20,14 +20,15 @@ def _escape(text: str) -> str:
 def encode(name: str) -> str:
     """Return `name` with the characters that tools would replace written as ``%XX`` of their UTF-8 bytes.
 
-    ``%`` itself is among them, so two names never become one.  Letters, digits, ``_ . / : -`` and spaces stay.
+    ``%`` itself is among them, so two names never become one; an empty name becomes a lone ``%``.
+    Letters, digits, ``_ . / : -`` and spaces stay.
 
     Examples
     --------
     >>> encode("features.0"), encode("100%"), encode("/etc/../x")
     ('features.0', '100%25', '%2Fetc/.%2E/x')
     """
-    return _UNSAFE.sub(lambda found: _escape(found.group()), name)
+    return _UNSAFE.sub(lambda found: _escape(found.group()), name) or "%"
 
 
 def _cut(tag: str) -> str:

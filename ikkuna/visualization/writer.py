@@ -17,6 +17,8 @@ __all__ = ["FileFormat", "FileWriter"]
 
 log = logging.getLogger("ikkuna")
 
+_BATCH = 2**20  # bytes
+
 
 class FileFormat(Protocol):
     """What a writer must know of the format of its file."""
@@ -34,7 +36,7 @@ class FileFormat(Protocol):
 class FileWriter:
     """One file, owned by this process, and the daemon thread that writes it.
 
-    A step is one block and one ``write``.
+    A step is one block, written whole or not at all; what waits is written together.
     :meth:`submit` only puts the block into a queue, so a slow, full, failing or silent disk costs the caller nothing.
     What the queue cannot hold is dropped, counted in :attr:`dropped`, and said in two lines of log per episode.
     After an error the block waits and is tried again every `retry_seconds`.
@@ -124,7 +126,7 @@ class FileWriter:
             if self._closing:
                 self._queue.dropped += values
                 return
-            if not block and self._queue.head is None:
+            if not block and not self._queue:
                 self._acked = max(self._acked, step)
                 return
             news = self._queue.put(Block(block, step, values))
@@ -211,11 +213,11 @@ class FileWriter:
             self._queue.done >= self._wanted > self._synced or now >= self._synced_at + self._sync_seconds
         ):
             return self._sync
-        return self._write if self._queue.head else None
+        return self._write if self._queue else None
 
     def _patience(self) -> float | None:
         """Return how long nothing needs to be done unless something changes."""
-        if self._queue.head:
+        if self._queue:
             due = self._retry_at
         elif self._queue.done > self._synced:
             due = max(self._retry_at, self._synced_at + self._sync_seconds)
@@ -230,15 +232,18 @@ class FileWriter:
             self._fail(error)
 
     def _write(self) -> None:
-        """Write the oldest block; it stays in the queue until that has succeeded."""
-        block = self._queue.head
-        if block is None:
-            return
-        if block.data:
-            self._append(block.data)
+        """Write what waits; it stays in the queue until that has succeeded."""
+        # A write for each step would yield to a busy training thread each time, and fall behind;
+        # after an error one block may still fit where many do not.
         with self._changed:
-            self._queue.remove(block)
-            self._acked = max(self._acked, block.step)
+            blocks = self._queue.head(0 if self._failing else _BATCH)
+            if not blocks:
+                return
+        if data := b"".join(block.data for block in blocks):
+            self._append(data)
+        with self._changed:
+            self._queue.remove(blocks)
+            self._acked = max(self._acked, *(block.step for block in blocks))
             recovered, self._failing = self._failing, False
             self._changed.notify_all()
         if recovered:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna.numerics.measure import flatten, readable
+from ikkuna.numerics.elements import flatten, readable
 
 __all__ = ["NormSubscriber"]
 
@@ -67,7 +67,7 @@ class NormSubscriber(PlotSubscriber):
         return not self.fields
 
     def measure(self, message: Any) -> Tensor | None:
-        """Return :math:`\\sum |x_i|^p`, in float64."""
+        r"""Return :math:`\\sum |x_i|^p`, in float64."""
         read = readable(message.data)
         if read is None:
             return None

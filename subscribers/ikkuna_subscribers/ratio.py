@@ -17,7 +17,7 @@ class RatioSubscriber(PlotSubscriber):
     Takes two kinds; of results, which are floats, it takes the quotient itself.
     Publishes ``{dividend}_{divisor}_ratio``, without unit.  A divisor of 0 gives NaN.
 
-    Look for: ``weight_updates`` over ``weights`` near 1e-3 in a healthy run; much less is a learning rate too small, much more one too large.
+    Look for: ``weight_updates`` over ``weights`` near 1e-3 in a healthy run; less: the learning rate is too small, more: too large.
 
     Parameters
     ----------

@@ -2,20 +2,19 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ikkuna.errors import ConfigError, ConfigTypeError, UnknownKindError
+from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.faults import Faults
 from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.kinds import BUILT_IN, EVENT_KINDS, MODULE_KINDS
-from ikkuna.export.messages.message import Message
+from ikkuna.export.messages.message import Message, NetworkMessage
+from ikkuna.export.messages.registration import check_registration, known_kinds
 from ikkuna.export.rows import Entry, Rows
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.subscription import Subscription
@@ -23,7 +22,7 @@ from ikkuna.visualization.backend import Series
 from ikkuna.visualization.run import Run
 from ikkuna.visualization.run_directory import check_log_dir
 
-__all__ = ["Handle", "MessageBus", "Source", "get_default_bus"]
+__all__ = ["Finished", "Handle", "MessageBus", "Source", "get_default_bus"]
 
 log = logging.getLogger("ikkuna")
 
@@ -35,8 +34,28 @@ class Source(Protocol):
     def module_names(self) -> frozenset[str]:
         """Names of the modules it looks at."""
 
+    @property
+    def evaluate(self) -> Callable[..., None]:
+        """Runs the model over data and leaves training as it was."""
+
     def close(self) -> None:
         """Stop publishing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step or another pass that is over.
+
+    Parameters
+    ----------
+    rows : what was measured in it
+    remember : told each entry once it is delivered
+    event : the message that says so, for a step of training
+    """
+
+    rows: Rows
+    remember: Callable[[Entry], None]
+    event: NetworkMessage | None
 
 
 class Handle:
@@ -74,7 +93,8 @@ class MessageBus:
         self.subscriptions: tuple[Subscription, ...] = ()
         self.sources: tuple[Source, ...] = ()
         self.faults = Faults()
-        self._queue: deque[Message | tuple[Rows, Callable[[Entry], None]]] = deque()
+        self._queue: deque[Message | Finished] = deque()
+        self._draining = False
         self._run: Run | None = None
 
     # -- who takes part -------------------------------------------------------------------------------------------
@@ -82,8 +102,7 @@ class MessageBus:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Every kind that can be subscribed to: the built-in ones and what subscribers announced."""
-        announced = (kind for s in self.subscriptions for kind in s.subscriber.publishes)
-        return tuple(dict.fromkeys((*BUILT_IN, *announced)))
+        return known_kinds(self.subscriptions)
 
     def register_subscriber(self, subscriber: Subscriber) -> Handle:
         """Let `subscriber` take part from the next step on; return what undoes it.
@@ -99,11 +118,11 @@ class MessageBus:
         if subscriber._bus is not None:
             raise ConfigError(f"{subscriber!r} is registered already; make another one for a second registration")
         subscriber.check()
-        self._check_kinds(subscriber)
-        self._check_publications(subscriber)
-        self._check_modules(subscriber)
+        names = frozenset(name for source in self.sources for name in source.module_names)
+        check_registration(subscriber, self.subscriptions, names)
         Run(self.log_dir or "run").prepare(subscriber.backends)
         subscriber._bus = self
+        subscriber.evaluate = self._evaluate if subscriber.needs_model else None
         self.subscriptions = (*self.subscriptions, subscriber.subscription)
         return Handle(lambda: self._unregister(subscriber))
 
@@ -111,74 +130,10 @@ class MessageBus:
         subscriber._bus = None
         self.subscriptions = tuple(s for s in self.subscriptions if s.subscriber is not subscriber)
 
-    def _check_kinds(self, subscriber: Subscriber) -> None:
-        for kind in subscriber.kinds:
-            if kind not in self.kinds:
-                near = get_close_matches(kind, self.kinds, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ";"
-                raise UnknownKindError(f"unknown kind {kind!r}{hint} known: {', '.join(self.kinds)}")
-            is_event, is_derived = kind in EVENT_KINDS, kind not in BUILT_IN
-            if is_derived and not subscriber.derived:
-                raise ConfigError(
-                    f"{subscriber!r} measures tensors, but {kind!r} is a result and carries a float; "
-                    "a subscriber that can use one says so with `derived = True`"
-                )
-            if not (is_event or is_derived or subscriber.measures or subscriber.fields):
-                raise ConfigError(f"{subscriber!r} needs a `measure` or `fields` to take {kind!r}, it has neither")
-        scopes = {self._is_of_module(kind) for kind in subscriber.kinds}
-        if len(scopes) > 1 and len(subscriber.kinds) > 1 and hasattr(subscriber.subscription, "_waiting"):
-            raise ConfigError(f"{subscriber!r} joins kinds of modules with kinds of the network, which never meet")
-
-    def _is_of_module(self, kind: str) -> bool:
-        if kind in BUILT_IN:
-            return kind in MODULE_KINDS
-        maker = next(s for s in self.subscriptions if kind in s.subscriber.publishes)
-        return self._is_of_module(maker.kinds[0])
-
-    def _check_publications(self, subscriber: Subscriber) -> None:
-        if path := self._circle(subscriber):
-            raise ConfigError(f"publication cycle {' -> '.join(path)}")
-        for kind in subscriber.publishes:
-            if kind in BUILT_IN:
-                raise ConfigError(
-                    f"{subscriber!r} cannot publish {kind!r}, which is a built-in kind; choose another with publishes="
-                )
-            for other in self.subscriptions:
-                if kind in other.subscriber.publishes and self._overlap(subscriber.subscription, other):
-                    raise ConfigError(
-                        f"{kind!r} is published already, by {other.subscriber!r}, for the same pass and modules; "
-                        "close() its exporter, give other modules=, or another name with publishes="
-                    )
-
-    def _overlap(self, one: Subscription, other: Subscription) -> bool:
-        if one.tag != other.tag and None not in (one.tag, other.tag):
-            return False
-        if one.modules is None or other.modules is None or one.modules == other.modules:
-            return True
-        return any(one.matches(name) and other.matches(name) for source in self.sources for name in source.module_names)
-
-    def _circle(self, subscriber: Subscriber) -> list[str]:
-        leads: dict[str, set[str]] = {}
-        for s in (*(s.subscriber for s in self.subscriptions), subscriber):
-            for kind in s.kinds:
-                leads.setdefault(kind, set()).update(s.publishes)
-
-        def search(kind: str, path: list[str]) -> list[str]:
-            if kind in path:
-                return [*path[path.index(kind) :], kind]
-            found = (search(after, [*path, kind]) for after in sorted(leads.get(kind, ())))
-            return next((path for path in found if path), [])
-
-        return next((path for kind in subscriber.publishes if (path := search(kind, []))), [])
-
-    def _check_modules(self, subscriber: Subscriber) -> None:
-        names = {name for source in self.sources for name in source.module_names}
-        wants_modules = any(kind in MODULE_KINDS for kind in subscriber.kinds)
-        if names and wants_modules and not any(map(subscriber.subscription.matches, names)):
-            some = ", ".join(sorted(names)[:8])
-            raise ConfigError(
-                f"modules={subscriber.subscription.modules!r} matches none of the {len(names)} modules ({some}, …)"
-            )
+    def _evaluate(self, batches: Iterable[Any], name: str = "testing", **options: Any) -> None:
+        if len(self.sources) != 1:
+            raise ConfigError(f"a subscriber can evaluate the model of one exporter, this bus has {len(self.sources)}")
+        self.sources[0].evaluate(batches, name, **options)
 
     def attach(self, source: Source, log_dir: str | Path | None) -> None:
         """Let an exporter publish here; refuse a second log directory."""
@@ -200,39 +155,47 @@ class MessageBus:
 
     # -- what is carried ------------------------------------------------------------------------------------------
 
-    def post(self, item: "Message | tuple[Rows, Callable[[Entry], None]]") -> None:
+    def post(self, item: Message | Finished) -> None:
         """Queue an event, or the rows of a step, behind everything before it."""
         self._queue.append(item)
 
     def drain(self, wait: bool = False) -> None:
         """Deliver, in order, what has arrived; with `wait`, everything."""
-        while self._queue:
-            item = self._queue[0]
-            if not isinstance(item, Message) and not wait and not item[0].arrived():
-                return
-            self._queue.popleft()
-            try:
-                with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of a row is NaN, without a word
-                    self._deliver(item)
-            except Exception as error:
-                self.faults.own("delivery", error)
+        if self._draining:  # a subscriber that evaluates the model in compute: what it makes waits its turn
+            return
+        self._draining = True
+        try:
+            with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of a row is NaN, without a word
+                while self._queue:
+                    item = self._queue[0]
+                    if isinstance(item, Finished) and not wait and not item.rows.arrived():
+                        return
+                    self._deliver(self._queue.popleft())
+        except Exception as error:
+            self.faults.own("delivery", error)
+        finally:
+            self._draining = False
 
-    def _deliver(self, item: "Message | tuple[Rows, Callable[[Entry], None]]") -> None:
+    def _deliver(self, item: Message | Finished) -> None:
         if isinstance(item, Message):
             self.publish(item)
             return
-        rows, done = item
+        rows = item.rows
         for entry in rows.unpack():
-            self._deliver_entry(entry)
-            done(entry)
+            self._deliver_entry(entry, rows.skipped)
+            item.remember(entry)
+        if item.event is not None:
+            self.publish(replace(item.event, skipped=rows.skipped))
         for subscription in self.subscriptions:
             subscription.finish(rows.stamp)
         if self._run is not None:
             self._run.commit(rows.stamp.global_step)
 
-    def _deliver_entry(self, entry: Entry) -> None:
+    def _deliver_entry(self, entry: Entry, skipped: bool) -> None:
         task = entry.task
         for subscription in self.subscriptions:
+            if skipped and not subscription.subscriber.sees_skipped:
+                continue
             is_reader = subscription in task.readers and entry.record is not None and entry.record.n
             row = entry.measured.get(subscription)
             if (not is_reader and row is None) or subscription.disabled:

@@ -1,7 +1,7 @@
 """The class every metric derives from."""
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -66,6 +66,12 @@ class Subscriber(metaclass=_Registering):
         How its rows become one: ``"sum"``, ``"min"``, ``"max"`` or ``"last"``.
     derived : bool
         Whether it accepts other subscribers' results, which are floats and skip ``measure``.
+    sees_skipped : bool
+        Whether it also gets what was measured in a step that a gradient scaler skipped.
+    needs_model : bool
+        Whether it runs the model over data of its own; then ``self.evaluate`` is the exporter's, from registration on.
+    of_network : bool
+        Whether what it makes of modules' messages belongs to the whole network.
 
     Examples
     --------
@@ -89,6 +95,9 @@ class Subscriber(metaclass=_Registering):
     finite_only: bool = False
     merge: str = "sum"
     derived: bool = False
+    sees_skipped: bool = False
+    needs_model: bool = False
+    of_network: bool = False
 
     def __init__(
         self,
@@ -114,6 +123,7 @@ class Subscriber(metaclass=_Registering):
         self.title = title
         self.ylims = ylims
         self._bus: MessageBus | None = None
+        self.evaluate: Callable[..., None] | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:

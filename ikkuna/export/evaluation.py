@@ -1,0 +1,80 @@
+"""Run a model over data and leave no trace of it."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["forward", "undisturbed"]
+
+
+@contextmanager
+def undisturbed(model: nn.Module, batches: Iterable[Any]) -> Iterator[None]:
+    """Put everything an evaluation can move back as it was, also after an exception.
+
+    That is the training flag of every module, buffers, the random states of torch, numpy and Python,
+    and those of the loader's own generators.  Inside, the model is in evaluation mode and there is no gradient.
+    """
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    generators = [(generator, generator.get_state()) for generator in _generators(batches)]
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
+        try:
+            model.eval()
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            for generator, state in generators:
+                generator.set_state(state)
+            for module, training in flags:
+                module.training = training
+            for buffer, version, copy in buffers:
+                if buffer._version != version:
+                    buffer.copy_(copy)
+
+
+def _generators(batches: Iterable[Any]) -> Iterator[torch.Generator]:
+    for owner in (batches, getattr(batches, "sampler", None), getattr(batches, "dataset", None)):
+        if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+            yield generator
+
+
+def forward(
+    model: nn.Module,
+    loss: nn.Module | None,
+    batch: Any,
+    visit: Callable[[Any, Any], object] | None,
+    call: Callable[..., Any] | None,
+) -> None:
+    """Run one batch: ``(inputs, labels)``, where a tuple or dict of inputs is spread out, or inputs alone."""
+    inputs, labels = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    inputs, labels = _to(inputs, device), _to(labels, device)
+    outputs = call(model, inputs) if call is not None else _call(model, inputs)
+    if loss is not None and isinstance(outputs, Tensor) and isinstance(labels, Tensor):
+        loss(outputs, labels)
+    if visit is not None:
+        visit(outputs, labels)
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to(part, device) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_to(part, device) for part in value)
+    return value

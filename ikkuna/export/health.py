@@ -1,0 +1,27 @@
+"""How the monitor itself is doing."""
+
+from dataclasses import dataclass
+
+__all__ = ["Health"]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How the monitor itself is doing.
+
+    Parameters
+    ----------
+    acked_step : the last step whose values the operating system has; -1 before
+    steps : training steps seen
+    errors : errors caught, of subscribers and our own
+    dropped : values that were lost on their way to a file, and bundles that never met
+    disabled : subscribers that are not called any more
+    skipped : tensors without numbers and updates there was no memory for
+    """
+
+    acked_step: int
+    steps: int
+    errors: int
+    dropped: int
+    disabled: tuple[str, ...]
+    skipped: int

@@ -1,0 +1,189 @@
+"""Hears the hooks of the model and of the loss module."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ikkuna.export.demand import Plan
+from ikkuna.export.messages.kinds import FORWARD_KINDS, NETWORK_KINDS
+from ikkuna.export.outputs import leaves
+from ikkuna.export.recorder import Place
+from ikkuna.export.taps import Hook, Undo, in_backward, observe, tap_module, watch_gradient
+from ikkuna.modules import NamedModule
+
+if TYPE_CHECKING:
+    from ikkuna.export.observer import Observer
+
+__all__ = ["ModelWatch"]
+
+log = logging.getLogger("ikkuna")
+
+_REEVALUATED = frozenset((*FORWARD_KINDS, *NETWORK_KINDS))
+
+
+class ModelWatch:
+    """Notes where a forward begins and ends, and what modules return in between.
+
+    Parameters
+    ----------
+    observer : who keeps the step
+
+    Attributes
+    ----------
+    modules, roots : what is looked at, and whose calls are forwards of the whole
+    resolve : finds them again, after the user may have put others in their place
+    sees_loss : whether the loss module is known
+    is_rootless : whether the roots themselves are never called, only their parts
+    """
+
+    def __init__(self, observer: "Observer") -> None:
+        self._observer = observer
+        self.modules: tuple[NamedModule, ...] = ()
+        self.roots: tuple[nn.Module, ...] = ()
+        self.resolve: Callable[[], None] = lambda: None
+        self.sees_loss = False
+        self.is_rootless = False
+        self._backward_seen = False
+        self._warned = False
+        self._undo: list[Undo] = []
+        self._lasting: list[Any] = []
+
+    def fault(self, where: str, error: Exception) -> None:
+        """Take an error of our own."""
+        self._observer.fault(where, error)
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def root_entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the call of a root."""
+        observer = self._observer
+        if observer.blind or in_backward():
+            return
+        in_closure = observer.optimizers.in_closure
+        if self._backward_seen and observer.clock.depth == 0:
+            self._begin_again(in_closure)
+        if observer.clock.root_entered(module, in_closure):
+            self.is_rootless = False
+            self._observe_all("input_data", (args, kwargs) if kwargs else args)
+
+    def _begin_again(self, in_closure: bool) -> None:
+        """Take a forward after a backward without a step in between: a closure's next evaluation, a skipped step, or a micro-batch."""
+        observer = self._observer
+        if in_closure:
+            if observer.recorder.rows is not None:
+                observer.recorder.rows.drop(_REEVALUATED)  # only the last evaluation counts
+            self._backward_seen = False
+        elif observer.clock.awaits_optimizer and not observer.parameters.any_has_gradient():
+            self._backward_seen = False
+            observer.clock.abandon()  # gradients were thrown away: a gradient scaler skipped the step
+
+    def root_left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Take the return of a root."""
+        observer = self._observer
+        if observer.blind or in_backward() or not observer.clock.root_left():
+            return
+        self._observe_all("network_output", output)
+        if not self._backward_seen and torch.is_grad_enabled():
+            for _, tensor in leaves(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(Hook(self, "backward_seen"))
+                    break
+
+    def backward_seen(self, grad: Tensor) -> None:
+        """Note that a backward has come."""
+        self._backward_seen = True
+
+    def step_over(self) -> None:
+        """Forget the backward of a step that is over."""
+        self._backward_seen = False
+
+    def _observe_all(self, kind: str, value: Any) -> None:
+        if self._observer.recorder.wants(kind):
+            for path, tensor in leaves(value):
+                observe(tensor, self._observer.slot(kind), path)
+
+    def module_called(
+        self, activations: int | None, gradients: int | None, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        """Take one call of a module: look at what it returned, and arm the look at its gradient."""
+        recomputing = in_backward()
+        clock = self._observer.clock
+        if self._observer.blind or not (recomputing or clock.counts(module)):
+            return
+        if self.is_rootless and not recomputing:
+            clock.close_pending()
+            clock.open()
+        for path, tensor in leaves(output):
+            if activations is not None and not recomputing:
+                observe(tensor, activations, path)
+            if gradients is not None and tensor.requires_grad:
+                self._lasting += watch_gradient(tensor, gradients, path)
+
+    def loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Take one call of the loss module."""
+        observer = self._observer
+        if observer.blind or in_backward() or not observer.clock.counting or not isinstance(output, Tensor):
+            return
+        given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        seen = dict(zip(("network_output", "input_labels"), given, strict=False))
+        seen = {kind: tensor.detach() for kind, tensor in {**seen, "loss": output}.items()}
+        recorder, labels = observer.recorder, seen.get("input_labels")
+        if labels is not None:
+            recorder.receive(Place("input_labels"), labels, "")
+        if recorder.wants("loss"):
+            weight = _label_count(labels, module) if output.numel() == 1 else 1
+            recorder.receive(Place("loss"), seen["loss"], "", weight)
+        recorder.receive_together(seen)
+
+    # -- taps -----------------------------------------------------------------------------------------------------
+
+    def tap(self) -> None:
+        """Put hooks on the modules whose outputs somebody wants in this step."""
+        if not self._undo:
+            self._tap(self._observer.recorder.plan)
+
+    def tap_ahead(self, plan: Plan) -> None:
+        """Put hooks on for the next step already, since no root will tell that it begins."""
+        self._tap(plan)
+
+    def _tap(self, plan: Plan) -> None:
+        if not plan.forward:
+            return
+        for named in self.modules:
+            slots = [self._observer.slot(k, named.name) if plan.task(k, named.name) else None for k in FORWARD_KINDS]
+            activations, gradients = slots
+            if activations is not None or gradients is not None:
+                is_root = any(named.module is root for root in self.roots)
+                self._undo.append(tap_module(named.module, self, activations, gradients, first=is_root))
+
+    def untap(self) -> None:
+        """Take these hooks off."""
+        undo, self._undo = self._undo, []
+        for remove in undo:
+            remove()
+        lasting, self._lasting = self._lasting, []
+        for handle in lasting:
+            handle.remove()
+
+    def warn_of_missing_loss(self) -> None:
+        """Say once that a subscriber waits for a loss nobody showed us."""
+        plan = self._observer.recorder.plan
+        if not self._warned and not self.sees_loss and (plan.together or plan.kinds & {"loss", "input_labels"}):
+            self._warned = True
+            log.warning(
+                "a subscriber wants the loss or the labels; tell the exporter where they are with set_loss(loss_module)"
+            )
+
+
+def _label_count(labels: Tensor | None, loss: nn.Module) -> int | Tensor:
+    """Return how many labels a mean loss is the mean of; on a device the count stays there."""
+    if labels is None:
+        return 1
+    ignored = getattr(loss, "ignore_index", None)
+    if ignored is None or labels.is_floating_point():
+        return labels.numel()
+    count = torch.count_nonzero(labels != ignored)
+    return int(count.item()) if count.device.type == "cpu" else count

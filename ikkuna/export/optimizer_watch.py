@@ -1,0 +1,131 @@
+"""Hears the hooks of optimizers: weights, gradients, updates."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ikkuna.export.taps import observe
+from ikkuna.modules import NamedParameter
+
+if TYPE_CHECKING:
+    from ikkuna.export.observer import Observer
+
+__all__ = ["OptimizerWatch"]
+
+
+class OptimizerWatch:
+    """Looks at parameters around the step of their optimizer.
+
+    Weights are seen before the step, as the forward used them.
+    Gradients are seen as the optimizer gets them: accumulated, unscaled, clipped, reduced.
+    With a closure they are seen after the step, since before it they are those of the step before.
+    An update is the difference of the weights around ``step()``, so nothing a user does between steps is part of it.
+
+    Parameters
+    ----------
+    observer : who keeps the step
+
+    Attributes
+    ----------
+    in_closure : whether an optimizer is stepping that evaluates the model itself
+    skipped_updates : updates that went unseen because there was no memory for a copy
+    """
+
+    def __init__(self, observer: "Observer") -> None:
+        self._observer = observer
+        self.in_closure = False
+        self.skipped_updates = 0
+        self._before: list[tuple[NamedParameter, Tensor]] = []
+        self._by_hand = False
+
+    def fault(self, where: str, error: Exception) -> None:
+        """Take an error of our own."""
+        self._observer.fault(where, error)
+
+    def optimizer_starts(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the moment before an optimizer's step."""
+        observer = self._observer
+        was_open = observer.clock.is_open
+        if observer.blind or not observer.clock.optimizer_starts(optimizer):
+            return
+        self.in_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+        if not was_open and not self.in_closure:
+            observer.model.is_rootless = True  # until a root is called
+        if not observer.recorder.plan.parameters:
+            return
+        owned = observer.parameters.of(optimizer)
+        self._see_weights(owned)
+        if observer.clock.first_optimizer:
+            self._see_weights(observer.parameters.orphans())
+        if not self.in_closure:
+            self._see_gradients(owned, getattr(optimizer, "grad_scale", None))
+        self._copy(owned)
+
+    def optimizer_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the moment after an optimizer's step."""
+        observer = self._observer
+        if observer.blind or not observer.clock.optimizer_ended(optimizer):
+            return
+        if observer.recorder.plan.parameters and self.in_closure:
+            self._see_gradients(observer.parameters.of(optimizer))
+        self._see_updates()
+        if observer.recorder.rows is not None:
+            observer.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
+        self.in_closure = False
+        observer.clock.close_if_complete()
+
+    def step_by_hand(self) -> None:
+        """Take the end of a step that no optimizer makes: from the second one on everything is known as with an optimizer."""
+        if self._observer.clock.is_open:
+            self._see_gradients(self._observer.parameters.all)
+            self._see_updates()
+        self._by_hand = True
+        self._observer.clock.close()
+
+    def step_opened(self) -> None:
+        """Look at the weights now, if no optimizer will tell when they change."""
+        if self._by_hand and self._observer.recorder.plan.parameters:
+            self._see_weights(self._observer.parameters.all)
+            self._copy(self._observer.parameters.all)
+
+    def step_closed(self) -> None:
+        """Forget what the step left."""
+        self._before = []
+        self._observer.model.step_over()
+
+    def _see(self, tensor: Tensor, kind: str, named: NamedParameter) -> None:
+        observe(tensor, self._observer.slot(kind, named.module), named.path)
+
+    def _see_weights(self, parameters: Iterable[NamedParameter]) -> None:
+        for named, kind in self._wanted("weights", "biases", parameters):
+            self._see(named.parameter, kind, named)
+
+    def _see_gradients(self, parameters: Iterable[NamedParameter], scale: Tensor | None = None) -> None:
+        for named, kind in self._wanted("weight_gradients", "bias_gradients", parameters):
+            if (grad := named.parameter.grad) is not None:
+                self._see(grad if scale is None else grad / scale, kind, named)
+
+    def _see_updates(self) -> None:
+        before, self._before = self._before, []
+        for named, copy in before:
+            torch.sub(named.parameter.detach(), copy, out=copy)
+            self._see(copy, "bias_updates" if named.is_bias else "weight_updates", named)
+
+    def _copy(self, parameters: Iterable[NamedParameter]) -> None:
+        for named, _ in self._wanted("weight_updates", "bias_updates", parameters):
+            if not named.parameter.requires_grad:
+                continue
+            try:
+                self._before.append((named, named.parameter.detach().clone()))
+            except RuntimeError:  # no memory: the update goes unseen, training goes on
+                self.skipped_updates += 1
+
+    def _wanted(
+        self, weights: str, biases: str, parameters: Iterable[NamedParameter]
+    ) -> list[tuple[NamedParameter, str]]:
+        wants = self._observer.recorder.wants
+        with_kind = ((named, biases if named.is_bias else weights) for named in parameters)
+        return [(named, kind) for named, kind in with_kind if wants(kind, named.module)]

@@ -1,0 +1,98 @@
+"""Which modules an exporter was given, and what they are called."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import jit, nn
+
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.modules import ModuleFilter, NamedModule, unwrap, walk
+
+__all__ = ["Root", "Roots"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Root:
+    """A module that was added, under the name it was given, if any; `recursive` with what is inside it."""
+
+    module: nn.Module
+    name: str | None = None
+    recursive: bool = True
+
+    @classmethod
+    def of(cls, module: Any, recursive: bool) -> "Root":
+        """Return the root of a module or of a pair of a name and a module; raise `ConfigTypeError` for anything else."""
+        name = None
+        if isinstance(module, tuple):
+            if len(module) != 2 or not isinstance(module[0], str) or not isinstance(module[1], nn.Module):
+                got = ", ".join(type(part).__name__ for part in module)
+                raise ConfigTypeError(f"add_modules() needs a pair (name, module), got ({got})")
+            name, module = module
+        if not isinstance(module, nn.Module):
+            raise ConfigTypeError(
+                f"add_modules() needs a torch.nn.Module or a (name, module) pair, got {type(module).__name__}"
+            )
+        if isinstance(module, jit.ScriptModule):
+            raise ConfigError("hooks cannot be attached to a scripted module; add the module before scripting it")
+        return cls(unwrap(module), name, recursive)
+
+
+class Roots:
+    """The modules an exporter was given.
+
+    Parameters
+    ----------
+    depth, module_filter : see `ikkuna.modules.walk`
+
+    Attributes
+    ----------
+    model : the whole network, if it was told; parts that were added without a name get theirs from it
+    """
+
+    def __init__(self, depth: int, module_filter: ModuleFilter) -> None:
+        self.depth = depth
+        self.module_filter = module_filter
+        self.model: nn.Module | None = None
+        self.all: tuple[Root, ...] = ()
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return any(root.module is module for root in self.all)
+
+    @property
+    def callable(self) -> tuple[nn.Module, ...]:
+        """The modules whose calls are forwards of the whole: the model, or else everything that was added."""
+        return (self.model,) if self.model is not None else tuple(root.module for root in self.all)
+
+    @property
+    def whole(self) -> nn.Module | None:
+        """The one module that is the model; ``None`` where several were added and it was not told."""
+        return self.callable[0] if len(self.callable) == 1 else None
+
+    def resolve(self, roots: Iterable[Root], taken: frozenset[str] = frozenset()) -> tuple[NamedModule, ...]:
+        """Return what is looked at below `roots`, each module once and under a name of its own.
+
+        Raises
+        ------
+        ConfigError
+            If a name is among `taken`, or the filter matches nothing.
+        """
+        inside = {} if self.model is None else {id(module): name for name, module in self.model.named_modules() if name}
+        found: dict[int, NamedModule] = {}
+        for root in roots:
+            names = inside if root.name is None else {}
+            for named in walk(root.module, root.name, self.depth, self.module_filter, root.recursive):
+                if id(named.module) not in found:
+                    own = {other.name for other in found.values()}
+                    found[id(named.module)] = _renamed(named, names.get(id(named.module), named.name), own, taken)
+        return tuple(found.values())
+
+
+def _renamed(named: NamedModule, name: str, own: set[str], taken: frozenset[str]) -> NamedModule:
+    if name in taken:
+        raise ConfigError(
+            f"another exporter on this bus looks at a module {name!r} already; add this one as a pair ('a name', module)"
+        )
+    if name in own:
+        name = next(numbered for i in range(1, len(own) + 2) if (numbered := f"{name}_{i}") not in own)
+    return NamedModule(name, named.module, named.aliases)

@@ -1,0 +1,120 @@
+"""Accuracy as counts, so that uneven batches and ranks add up to what one look at all data gives."""
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["count_correct", "perplexity", "wilson_interval"]
+
+
+def count_correct(
+    logits: Tensor, labels: Tensor, k: int = 1, ignore_index: int = -100, class_axis: int | None = None
+) -> Tensor:
+    r"""Count the labels that are among the `k` largest logits.
+
+    A label is correct if fewer than `k` classes come before it, in falling order of logits; of equal ones, the first
+    class is first.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``(batch, class)``, ``(batch, class, d...)`` as ``torch.nn.CrossEntropyLoss`` has it, ``(batch, time,
+        class)``, or ``(class,)``.
+    labels : Tensor
+        Class indices, of the shape of `logits` without the class axis; or probabilities of its full shape, of which
+        the largest counts.
+    k : int
+        At least 1.  More than there are classes: every valid label is correct.
+    ignore_index : int
+        Labels that count nowhere.
+    class_axis : int, optional
+        By default found from the shapes; where both layouts fit, that of ``CrossEntropyLoss``.
+
+    Returns
+    -------
+    Tensor
+        ``(3,)``, int64: correct labels, valid labels, and valid ones whose logits hold a NaN or :math:`+\infty`;
+        those are wrong.
+        (:math:`-\infty` is a masked class.)  Sums of it belong to all data together; accuracy is the first over the
+        second.
+        Labels outside of the classes are valid and wrong.  All zero for shapes that do not fit, for no label, and for
+        meta tensors.
+
+    Notes
+    -----
+    Four passes over `logits`, two boolean copies of it; it does not wait for a device.
+
+    Examples
+    --------
+    >>> logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    >>> count_correct(logits, torch.tensor([1, 1, -100])).tolist()
+    [1, 2, 0]
+    """
+    logits, labels = logits.detach(), labels.detach()
+    axis = _class_axis(logits, labels) if class_axis is None else class_axis
+    if axis is None or logits.is_meta or not logits.numel() or k < 1:
+        return torch.zeros(3, dtype=torch.int64, device="cpu" if logits.is_meta else logits.device)
+    logits = logits.movedim(axis, -1)
+    if labels.is_floating_point():
+        labels = labels.movedim(axis, -1).argmax(-1)
+    labels = labels.to(logits.device, torch.int64)
+    classes = logits.shape[-1]
+    in_range = (labels >= 0) & (labels < classes)
+    index = labels.clamp(0, classes - 1).unsqueeze(-1)
+    own = logits.gather(-1, index)
+    earlier = torch.arange(classes, device=logits.device) < index
+    place = ((logits > own) | ((logits == own) & earlier)).sum(-1)
+    broken = ~(logits < math.inf).all(-1)
+    valid = labels != ignore_index
+    correct = valid & in_range & ~broken & (place < k)
+    return torch.stack([torch.count_nonzero(mask) for mask in (correct, valid, valid & broken)])
+
+
+def _class_axis(logits: Tensor, labels: Tensor) -> int | None:
+    """Return the axis of classes that makes the shapes fit."""
+    if not logits.ndim:
+        return None
+    if labels.is_floating_point():
+        return (1 if logits.ndim > 1 else 0) if labels.shape == logits.shape else None
+    if logits.ndim > 1 and labels.shape == logits.shape[:1] + logits.shape[2:]:
+        return 1
+    return logits.ndim - 1 if labels.shape == logits.shape[:-1] else None
+
+
+def wilson_interval(correct: float, valid: float, z: float = 1.96) -> tuple[float, float]:
+    r"""Return the Wilson score interval of an accuracy: where its true value lies, with 95 % for `z` = 1.96.
+
+    .. math::
+        \frac{p + z^2 / 2n \pm z \sqrt{p (1 - p) / n + z^2 / 4 n^2}}{1 + z^2 / n}, \qquad p = correct / n
+
+    Returns
+    -------
+    tuple of two floats
+        In [0, 1]; NaN for ``valid = 0``.
+
+    Examples
+    --------
+    >>> [round(bound, 4) for bound in wilson_interval(90, 100)]
+    [0.8256, 0.9448]
+    """
+    if not valid > 0:
+        return math.nan, math.nan
+    p, spread = correct / valid, z * z / valid
+    half = math.sqrt(spread * p * (1 - p) + spread * spread / 4)
+    low, high = ((p + spread / 2 + sign * half) / (1 + spread) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
+
+
+def perplexity(mean_loss: float) -> float:
+    """Return the exponential of a mean cross-entropy in nats, at least 1; infinite where it overflows, NaN for NaN.
+
+    Examples
+    --------
+    >>> round(perplexity(math.log(50.0)), 6)      # a uniform guess among 50 tokens
+    50.0
+    """
+    try:
+        return math.exp(mean_loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,208 @@
+r"""What is wrong with activations: units that never fire, and units that are stuck at an end of their range."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.elements import readable
+
+__all__ = [
+    "count_saturated",
+    "dead_share",
+    "dormant_scores",
+    "dormant_share",
+    "saturation_threshold",
+    "unit_counters",
+]
+
+
+def unit_counters(activations: Tensor, channel_axis: int | None = None) -> Tensor:
+    r"""Count, for each unit of a layer, how often and how strongly it is active.
+
+    Parameters
+    ----------
+    activations : Tensor
+        ``(batch, unit)``, ``(batch, time, unit)``, or ``(batch, unit, height, width)`` and other layouts of at least
+        four axes.
+    channel_axis : int, optional
+        The axis of units, where it is not the last of up to three axes or the second of more.
+
+    Returns
+    -------
+    Tensor
+        ``(3, unit)``, float64: :math:`\#(h > 0)`, :math:`\#` finite elements, :math:`\sum |h|` over these.
+        Sums of it belong to all batches together.  ``(3, 0)`` for a 0-d or empty tensor or one without numbers.
+
+    Notes
+    -----
+    Four passes and a copy of magnitudes; it does not wait for a device.
+
+    Examples
+    --------
+    >>> unit_counters(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+    tensor([[2., 0.],
+            [2., 2.],
+            [4., 0.]], dtype=torch.float64)
+    """
+    dense = activations.detach().to_dense() if activations.layout is not torch.strided else activations.detach()
+    read = readable(dense)
+    if read is None or not dense.ndim or not dense.numel():
+        return torch.zeros(3, 0, dtype=torch.float64)
+    axis = channel_axis if channel_axis is not None else (-1 if dense.ndim <= 3 else 1)
+    by_unit = read[0].movedim(axis, 0).flatten(1) if dense.ndim > 1 else read[0].reshape(-1, 1)
+    finite = by_unit.isfinite()
+    active = torch.count_nonzero((by_unit > 0) & finite, dim=1)
+    magnitude = torch.where(finite, by_unit, 0.0).abs().sum(1, dtype=torch.float64)
+    return torch.stack([active.double(), torch.count_nonzero(finite, dim=1).double(), magnitude])
+
+
+def dead_share(counters: Tensor, inactivity: float = 0.01) -> Tensor:
+    r"""Return the share of units that are active on less than a share `inactivity` of their positions.
+
+    Meant for rectified layers.  Above one half the layer is sick; with ``inactivity=0`` a unit is dead that never
+    fired.
+
+    Parameters
+    ----------
+    counters : Tensor
+        ``(3, unit)``, from :func:`unit_counters`, summed over a window of steps.
+    inactivity : float
+        In [0, 1].
+
+    Returns
+    -------
+    Tensor
+        0-d, float64, in [0, 1]; units without a finite element are left out, and NaN if none is left.
+
+    Examples
+    --------
+    >>> dead_share(unit_counters(torch.tensor([[1.0, 0.0], [3.0, -1.0]]))).item()
+    0.5
+    """
+    active, positions, _ = counters
+    known = positions > 0
+    share = active / torch.where(known, positions, 1.0)
+    dead = known & ((share < inactivity) | (active == 0))
+    return _share(dead, known)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    count = whole.sum().double()
+    return torch.where(count > 0, part.sum() / count.clamp(min=1), torch.nan)
+
+
+def dormant_scores(counters: Tensor) -> Tensor:
+    r"""Return how active each unit is beside its layer, :math:`s_c = E|h_c| / \operatorname{mean}_k E|h_k|`.
+
+    It suits every activation function, also those that are never zero.
+
+    Parameters
+    ----------
+    counters : Tensor
+        ``(3, unit)``, from :func:`unit_counters`.
+
+    Returns
+    -------
+    Tensor
+        ``(unit,)``, float64, at least 0, with mean 1; all 0 for a layer of zeros, NaN for a unit without a finite
+        element.
+
+    References
+    ----------
+    G. Sokar et al., The dormant neuron phenomenon in deep reinforcement learning, 2023.
+
+    Examples
+    --------
+    >>> dormant_scores(unit_counters(torch.tensor([[1.0, 0.0], [3.0, 0.0]])))
+    tensor([2., 0.], dtype=torch.float64)
+    """
+    _, positions, magnitude = counters
+    mean = torch.where(positions > 0, magnitude / positions, torch.nan)
+    if not mean.numel():
+        return mean
+    layer = mean.nanmean()
+    return torch.where(layer == 0, mean, mean / layer)
+
+
+def dormant_share(counters: Tensor, tau: float = 0.025) -> Tensor:
+    r"""Return the share of units with :func:`dormant_scores` :math:`\le \tau`: 0-d, in [0, 1]; NaN without a unit.
+
+    Examples
+    --------
+    >>> dormant_share(unit_counters(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))).item()
+    0.5
+    """
+    scores = dormant_scores(counters)
+    return _share(scores <= tau, ~scores.isnan())
+
+
+def saturation_threshold(function: str, slope: float = 0.05, of: str = "output") -> float:
+    r"""Return how far from the middle of its range a function has a derivative below `slope`.
+
+    tanh: :math:`|x| > \operatorname{arcosh} t^{-1/2}`, or :math:`|y| > \sqrt{1 - t}`.
+    sigmoid: :math:`|x| > \operatorname{arcosh}(1 / 2t - 1)`, or :math:`|y - 1/2| > \sqrt{1/4 - t}`.
+
+    Parameters
+    ----------
+    function : {'tanh', 'sigmoid'}
+    slope : float
+        :math:`t`, above 0 and below the largest derivative, which is 1 or 1/4.
+    of : {'output', 'input'}
+        Whether the threshold is for :math:`y` or for :math:`x`.  Float32 outputs do not resolve slopes below 1e-6.
+
+    Raises
+    ------
+    ConfigError
+        For another function, or a slope out of range.
+
+    Examples
+    --------
+    >>> round(saturation_threshold("tanh", 0.05), 3), round(saturation_threshold("sigmoid", 1e-7, of="input"), 4)
+    (0.975, 16.1181)
+    """
+    steepest = {"tanh": 1.0, "sigmoid": 0.25}
+    if function not in steepest or of not in ("output", "input"):
+        raise ConfigError(
+            f"saturation is known of 'tanh' and 'sigmoid', by 'output' or 'input', got {function!r}, {of!r}"
+        )
+    if not 0 < slope < steepest[function]:
+        raise ConfigError(
+            f"the slope at which {function} is saturated is between 0 and {steepest[function]}, got {slope!r}"
+        )
+    if of == "output":
+        return math.sqrt(steepest[function] - slope)
+    return math.acosh(slope**-0.5) if function == "tanh" else math.acosh(0.5 / slope - 1)
+
+
+def count_saturated(x: Tensor, function: str, slope: float = 0.05, of: str = "output") -> Tensor:
+    r"""Count the elements where `function` has a derivative below `slope`; see :func:`saturation_threshold`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Outputs (or inputs, with ``of="input"``) of the function, any shape and dtype.
+
+    Returns
+    -------
+    Tensor
+        ``(2,)``, int64: saturated elements, and elements that are not NaN.  Sums of it belong to all elements together.
+
+    Examples
+    --------
+    >>> count_saturated(torch.tanh(torch.tensor([0.0, 3.0, -5.0])), "tanh").tolist()
+    [2, 3]
+    """
+    threshold = saturation_threshold(function, slope, of)
+    read = readable(x.detach())
+    if read is None:
+        return torch.zeros(2, dtype=torch.int64)
+    values, implied_zeros = read
+    middle = 0.5 if function == "sigmoid" and of == "output" else 0.0
+    # Narrow outputs are compared in float32, which holds the threshold.
+    wide = values if values.dtype is torch.float64 else values.float()
+    saturated = torch.count_nonzero((wide - middle).abs() > threshold)
+    if implied_zeros and middle > threshold:
+        saturated = saturated + implied_zeros
+    return torch.stack([saturated, torch.count_nonzero(wide == wide) + implied_zeros])

@@ -1,0 +1,51 @@
+"""Get at the numbers of a tensor, whatever its type and layout."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["CHUNK", "flatten", "readable"]
+
+CHUNK = 131_072
+"""Elements that stay in cache while several reductions look at them."""
+
+
+def readable(x: Tensor) -> tuple[Tensor, int] | None:
+    """Return the stored numbers of `x` as a real strided tensor, with the number of zeros it does not store.
+
+    Sparse tensors give their coalesced values, quantised ones are dequantised, complex ones give magnitudes,
+    integers and booleans become float64, fp8 becomes float32.  ``None`` means that there are no numbers to read: a meta, fake, nested or
+    functorch-wrapped tensor.
+    """
+    if (
+        x.is_meta
+        or x.is_nested
+        or type(x).__name__ == "FakeTensor"
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    ):
+        return None
+    implied = 0
+    if x.layout is not torch.strided:
+        total = x.numel()
+        x = x.coalesce().values() if x.layout is torch.sparse_coo else _values(x)
+        implied = total - x.numel()
+    if x.is_quantized:
+        x = x.dequantize()
+    if x.is_complex():
+        x = x.abs()
+    if not x.is_floating_point():
+        x = x.double()
+    elif x.element_size() == 1:
+        x = x.float()
+    return x, implied
+
+
+def _values(x: Tensor) -> Tensor:
+    return x.values() if hasattr(x, "values") and x.layout is not torch._mkldnn else x.to_dense()  # type: ignore[attr-defined]
+
+
+def flatten(x: Tensor) -> Tensor:
+    """Return the elements of `x` as one axis, in whatever order needs no copy; expanded tensors are copied."""
+    if x.is_contiguous():
+        return x.view(-1)
+    ordered = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
+    return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)

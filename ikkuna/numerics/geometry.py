@@ -1,0 +1,198 @@
+r"""Where a weight moves: ratios, angles and distances between tensors, and updates that rounding swallows.
+
+All are NaN where a divisor is 0, where an element is not finite or where two shapes differ; none waits for a device.
+"""
+
+import torch
+from torch import Tensor
+
+from ikkuna.numerics.elements import CHUNK, readable
+from ikkuna.numerics.inner import norm, squared_distance
+
+__all__ = ["angle", "cosine", "count_moved", "distance", "effective_update_fraction", "update_ratio"]
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b > 0, a / b, torch.nan)
+
+
+def distance(a: Tensor, b: Tensor) -> Tensor:
+    r"""Return :math:`\|a - b\|_2`, in the unit of the tensors.
+
+    To the weight at initialisation it grows as :math:`\log t` or :math:`\sqrt t`; a jump is an instability.
+
+    Parameters
+    ----------
+    a, b : Tensor
+        The same shape, any dtype and layout.
+
+    Returns
+    -------
+    Tensor
+        0-d, float64, at least 0; 0 for no element.
+
+    Examples
+    --------
+    >>> distance(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 6.0])).item()
+    5.0
+    """
+    return squared_distance(a, b).sqrt()
+
+
+def update_ratio(before: Tensor, after: Tensor) -> Tensor:
+    r"""Return :math:`\|W_t - W_{t-1}\|_2 / \|W_{t-1}\|_2`, dimensionless, at least 0.
+
+    About 1e-3 is healthy; a learning rate is too small below 1e-4 and too large above 1e-2.
+    The trust ratio is about its reciprocal, and the relative distance from initialisation its value for :math:`W_0`
+    and :math:`W_t`.
+
+    Parameters
+    ----------
+    before, after : Tensor
+        The same shape, any dtype and layout.
+
+    Returns
+    -------
+    Tensor
+        0-d, float64.  NaN for a weight that was zero, such as a new bias, or empty.
+
+    Examples
+    --------
+    >>> round(update_ratio(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.005])).item(), 6)
+    0.001
+    """
+    return _ratio(distance(after, before), norm(before))
+
+
+def angle(a: Tensor, b: Tensor) -> Tensor:
+    r"""Return the angle between two tensors, :math:`2 \operatorname{atan2}(\|\hat a - \hat b\|, \|\hat a + \hat b\|)`.
+
+    Here :math:`\hat a = a / \|a\|`.  Unlike the arc cosine, which reads 0 for an angle of 1e-3 in float32, it is
+    right for any angle
+    to 1e-6 rad.  Between successive weights it is the *angular update*: normalised layers under weight decay settle
+    near
+    :math:`\sqrt{2 \eta \lambda}` per step.
+
+    Parameters
+    ----------
+    a, b : Tensor
+        The same shape, any dtype and layout.
+
+    Returns
+    -------
+    Tensor
+        0-d, float64, in [0, π] rad.  NaN if either is zero or empty.
+
+    Notes
+    -----
+    Two passes over both tensors.
+
+    References
+    ----------
+    W. Kahan, How futile are mindless assessments of roundoff in floating-point computation?, 2006.
+
+    Examples
+    --------
+    >>> round(angle(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])).item(), 6)      # a right angle
+    1.570796
+    """
+    lengths = norm(a), norm(b)
+    undefined = (lengths[0] * lengths[1]).mul(0.0)  # 0, or NaN for a length that is not finite
+    if a.shape != b.shape or a.is_meta or b.is_meta:
+        return undefined * torch.nan
+    minus, plus = _squared_sums(a, b, *lengths)
+    value = 2 * torch.atan2(minus.sqrt(), plus.sqrt()) + undefined
+    return torch.where((lengths[0] > 0) & (lengths[1] > 0), value, torch.nan)
+
+
+def _squared_sums(a: Tensor, b: Tensor, length_a: Tensor, length_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the squared norms of the difference and the sum of the directions of `a` and `b`."""
+    reads = [readable(t.detach().to_dense() if t.layout is not torch.strided else t.detach()) for t in (a, b)]
+    x, y = (read[0].reshape(-1) if read else torch.zeros(1) for read in reads)
+    size = CHUNK if x.device.type == "cpu" else 1 << 22
+    minus, plus = [], []
+    for left, right in zip(torch.split(x, size), torch.split(y.to(x.device), size), strict=True):
+        u, v = left.double() / length_a, right.double() / length_b
+        minus.append((u - v).square().sum())
+        plus.append((u + v).square().sum())
+    return torch.stack(minus).sum(), torch.stack(plus).sum()
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    r"""Return the cosine of the :func:`angle` between two tensors.
+
+    Of successive updates it is near the momentum; of successive gradients near 0, and towards -1 training oscillates.
+
+    Parameters
+    ----------
+    a, b : Tensor
+        The same shape, any dtype and layout.
+
+    Returns
+    -------
+    Tensor
+        0-d, float64, in [-1, 1].  NaN if either is zero or empty.
+
+    Examples
+    --------
+    >>> round(cosine(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0])).item(), 4)
+    0.7071
+    """
+    return angle(a, b).cos()
+
+
+def count_moved(weight: Tensor, update: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    r"""Count the weights that an update moves once the sum is rounded to `dtype`.
+
+    Parameters
+    ----------
+    weight, update : Tensor
+        The same shape.  `weight` is rounded to `dtype` first.
+    dtype : torch.dtype
+        What the weight is stored in.
+
+    Returns
+    -------
+    Tensor
+        ``(2,)``, int64: moved elements, and elements whose update is not 0 (NaN is not 0, and moves).
+        Sums of it belong to all elements together.
+
+    Examples
+    --------
+    >>> count_moved(torch.ones(2), torch.tensor([1e-3, 1e-2])).tolist()      # in bfloat16, 1 is followed by 1.0078
+    [1, 2]
+    """
+    dense = [t.detach().to_dense() if t.layout is not torch.strided else t.detach() for t in (weight, update)]
+    reads = [readable(t) for t in dense]
+    if reads[0] is None or reads[1] is None or weight.shape != update.shape:
+        return torch.zeros(2, dtype=torch.int64)
+    w, u = reads[0][0].to(dtype), reads[1][0]
+    after = (w.double() + u).to(dtype)
+    asked = u != 0
+    return torch.stack([torch.count_nonzero((after != w) & asked), torch.count_nonzero(asked)])
+
+
+def effective_update_fraction(weight: Tensor, update: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    r"""Return the share of wanted updates that change a weight stored in `dtype`; the others are lost.
+
+    Bfloat16 steps by 1/128 to 1/256 of a number, so at the usual update ratio of 1e-3 four of five weights stand still.
+
+    Parameters
+    ----------
+    weight, update : Tensor
+        The same shape.
+    dtype : torch.dtype
+        What the weight is stored in.
+
+    Returns
+    -------
+    Tensor
+        0-d, float64, in [0, 1]; NaN where no update is wanted.
+
+    Examples
+    --------
+    >>> effective_update_fraction(torch.ones(2), torch.tensor([1e-3, 1e-2])).item()
+    0.5
+    """
+    moved, asked = count_moved(weight, update, dtype).double()
+    return _ratio(moved, asked)

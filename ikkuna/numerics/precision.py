@@ -1,0 +1,180 @@
+r"""How much of a tensor a narrower float format would lose, from thresholds on :math:`|x|`.
+
+Never from a cast: PyTorch's cast to e4m3 saturates, so that a cast-based test of values around 1,000 finds no overflow.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.elements import flatten, readable
+from ikkuna.numerics.histogram import Histogram
+
+__all__ = ["FORMATS", "FloatFormat", "PrecisionShares", "count_losses", "histogram_shares", "shares"]
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A float format by its bits; rounding is to nearest, ties to even.
+
+    Parameters
+    ----------
+    mantissa : number of stored mantissa bits
+    min_exponent : exponent of the smallest normal number
+    max : largest finite number
+    """
+
+    mantissa: int
+    min_exponent: int
+    max: float
+
+    @property
+    def min_normal(self) -> float:
+        """Smallest normal number."""
+        return 2.0**self.min_exponent
+
+    @property
+    def flush(self) -> float:
+        """Largest magnitude that rounds to zero: half the smallest subnormal number."""
+        return 2.0 ** (self.min_exponent - self.mantissa - 1)
+
+    @property
+    def overflow(self) -> float:
+        """Smallest magnitude that rounds beyond :attr:`max`."""
+        ulp = 2.0 ** (math.frexp(self.max)[1] - 1 - self.mantissa)
+        tie = self.max + ulp / 2
+        tie_goes_up = int(self.max / ulp) % 2 == 1
+        return tie if tie_goes_up else math.nextafter(tie, math.inf)
+
+
+FORMATS = {
+    "fp16": FloatFormat(10, -14, 65504.0),
+    "bf16": FloatFormat(7, -126, (2 - 2.0**-7) * 2.0**127),
+    "e4m3": FloatFormat(3, -6, 448.0),
+    "e5m2": FloatFormat(2, -14, 57344.0),
+}
+"""float16, bfloat16 and the two fp8 formats (``float8_e4m3fn``, ``float8_e5m2``)."""
+
+
+@dataclass(frozen=True)
+class PrecisionShares:
+    """Shares in [0, 1]; NaN where there is nothing to divide by.
+
+    Parameters
+    ----------
+    underflow : of the finite non-zero elements, those that become 0.  More than 5 to 10 % of a gradient is too many
+    subnormal : of the finite non-zero elements, those that lose bits below the smallest normal number
+    overflow : of the finite elements, those beyond the largest number
+    """
+
+    underflow: float
+    subnormal: float
+    overflow: float
+
+
+def _format(name: str) -> FloatFormat:
+    if name not in FORMATS:
+        raise ConfigError(f"unknown float format {name!r}; known: {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def count_losses(x: Tensor, name: str, scale: float = 1.0) -> Tensor:
+    r"""Count the elements of :math:`s x` that the format `name` cannot hold, without waiting for the device.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape, dtype and layout.
+    name : str
+        A key of :data:`FORMATS`.
+    scale : float
+        :math:`s > 0`, such as a loss scale.  It divides the thresholds, so a power of two keeps them exact.
+
+    Returns
+    -------
+    Tensor
+        ``(5,)``, int64: flushed to zero, subnormal, overflowing, finite non-zero, finite.  Sums of it belong to all
+        elements
+        together; see :func:`shares`.  NaN and infinite elements count nowhere.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown format.
+
+    Notes
+    -----
+    Six passes over :math:`|x|`; :func:`histogram_shares` needs none where float codes are at hand.
+
+    Examples
+    --------
+    >>> count_losses(torch.tensor([0.0, 1e-8, 1e-6, 1.0, 65520.0, float("inf")]), "fp16").tolist()
+    [1, 1, 1, 4, 5]
+    """
+    form = _format(name)
+    read = readable(x.detach())
+    if read is None:
+        return torch.zeros(5, dtype=torch.int64)
+    values, implied_zeros = read
+    a = flatten(values).abs()
+    a = a if a.dtype is torch.float64 else a.float()
+    finite = torch.count_nonzero(a < math.inf)
+    nonzero = torch.count_nonzero((a > 0) & (a < math.inf))
+    flushed = torch.count_nonzero(a <= form.flush / scale) - (finite - nonzero)
+    subnormal = torch.count_nonzero(a < form.min_normal / scale) - (finite - nonzero) - flushed
+    overflow = finite - torch.count_nonzero(a < _float32_above(form.overflow / scale, a.dtype))
+    return torch.stack([flushed, subnormal, overflow, nonzero, finite + implied_zeros])
+
+
+def _float32_above(threshold: float, dtype: torch.dtype) -> float:
+    """Return the least number of `dtype` that is no less; a comparison would round it, and could fall onto a tie."""
+    if dtype is torch.float64 or threshold > torch.finfo(torch.float32).max:
+        return threshold
+    rounded = torch.tensor(threshold, dtype=torch.float32)
+    if rounded.item() < threshold:
+        rounded = torch.nextafter(rounded, torch.tensor(math.inf))
+    return rounded.item()
+
+
+def shares(counts: Tensor) -> PrecisionShares:
+    """Return the shares that `counts`, a result of :func:`count_losses` or a sum of such, speak of.
+
+    Examples
+    --------
+    >>> shares(count_losses(torch.tensor([0.0, 1e-8, 1e-6, 1.0, 65520.0]), "fp16"))
+    PrecisionShares(underflow=0.25, subnormal=0.25, overflow=0.2)
+    """
+    flushed, subnormal, overflow, nonzero, finite = (float(c) for c in counts)
+    return PrecisionShares(_share(flushed, nonzero), _share(subnormal, nonzero), _share(overflow, finite))
+
+
+def histogram_shares(histogram: Histogram, name: str, scale: float = 1.0) -> PrecisionShares:
+    r"""Return the shares for the format `name` of :math:`s x`, from the float codes of :math:`x` alone.
+
+    Exact where a threshold is the edge of a bin, as powers of two are, but for elements that lie on it.
+    The overflow of fp16 (at 65,520), bf16 and e4m3 (at 464) is interpolated within one bin of the codes,
+    and in bf16 all magnitudes below 1.5e-39 count as lost (for m = 3), where the format ends at 4.6e-41.
+
+    Examples
+    --------
+    >>> x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1e-6
+    >>> histogram_shares(Histogram.of(x), "fp16").underflow == shares(count_losses(x, "fp16")).underflow
+    True
+    """
+    form = _format(name)
+    magnitudes = histogram.magnitudes()
+    finite = int(magnitudes[: 255 << histogram.m].sum())
+    zeros = int(magnitudes[0]) if histogram.zeros is None else histogram.zeros
+    flushed, below_normal, held = (
+        histogram.share_below(t / scale) * finite for t in (form.flush, form.min_normal, form.overflow)
+    )
+    nonzero = finite - zeros
+    underflow, subnormal = _share(flushed - zeros, nonzero), _share(below_normal - flushed, nonzero)
+    return PrecisionShares(underflow, subnormal, _share(finite - held, finite))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else math.nan

@@ -1,0 +1,269 @@
+r"""What the singular values of a matrix tell: condition, ranks, and the tail of the spectrum.
+
+Singular values are written :math:`\sigma_1 \ge \sigma_2 \ge \dots`, with :math:`\lambda = \sigma^2`, :math:`p =
+\lambda / \sum \lambda`
+and :math:`q = \sigma / \sum \sigma`.  For every matrix but zero,
+:math:`1 \le` stable rank :math:`\le` participation ratio :math:`\le` entropy rank :math:`\le` effective rank
+:math:`\le` rank.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ikkuna.numerics.spectral import as_matrix
+
+__all__ = [
+    "PowerLaw",
+    "condition_number",
+    "effective_rank",
+    "entropy_rank",
+    "numerical_rank",
+    "participation_ratio",
+    "power_law_alpha",
+    "rank_tolerance",
+    "singular_values",
+    "stable_rank",
+]
+
+
+def singular_values(weight: Tensor) -> Tensor:
+    r"""Return the singular values of a weight in float64, falling.
+
+    Parameters
+    ----------
+    weight : Tensor
+        ``(out, in, ...)``, read as a matrix ``(out, in * ...)``.
+
+    Returns
+    -------
+    Tensor
+        ``(min(out, in * ...),)``, in units of `weight`, on its device.  Values below :math:`\max(m, n)\,
+        \epsilon_{64}\, \sigma_1`
+        are noise of the factorisation and become 0.  All NaN if an element is not finite, or for a meta tensor.
+
+    Notes
+    -----
+    :math:`4 m n^2 - 4 n^3 / 3` operations and a float64 copy: half a second for 1024 x 1024.  It waits for a device.
+
+    Examples
+    --------
+    >>> singular_values(torch.tensor([[3.0, 0.0], [4.0, 0.0]]))
+    tensor([5., 0.], dtype=torch.float64)
+    """
+    w = as_matrix(weight)
+    undefined = torch.full((min(w.shape),), torch.nan, dtype=torch.float64)
+    # A factorisation raises on NaN, or ignores it where it does not look.
+    if w.is_meta or not w.isfinite().all():
+        return undefined
+    if not w.numel():
+        return undefined[:0]
+    wide = w.double()
+    scale = wide.abs().amax()
+    try:
+        values = torch.linalg.svdvals(wide / scale) * scale if scale > 0 else wide.new_zeros(min(w.shape))
+    except RuntimeError:  # LinAlgError, which is one: no convergence
+        return undefined.to(w.device)
+    noise = max(w.shape) * torch.finfo(torch.float64).eps * values[0]
+    return torch.where(values > noise, values, 0.0)
+
+
+def rank_tolerance(weight: Tensor) -> float:
+    r"""Return :math:`\max(m, n)\, \epsilon` for the dtype of `weight`: what rounding its elements does to singular
+    values.
+
+    Examples
+    --------
+    >>> rank_tolerance(torch.ones(2, 1024)) == 1024 * 2.0**-23
+    True
+    """
+    wide = weight.dtype if weight.is_floating_point() else torch.float32
+    rows = weight.shape[0] if weight.ndim else 1
+    return max(rows, weight.numel() // max(rows, 1), 1) * torch.finfo(wide).eps
+
+
+def _scaled(sigma: Tensor) -> Tensor:
+    """Return `sigma` with a largest value of 1; NaN for an empty or zero spectrum, or one with a NaN."""
+    if not sigma.numel():
+        return torch.full((1,), torch.nan, dtype=torch.float64)
+    largest = sigma.amax()
+    return sigma / torch.where(largest > 0, largest, torch.nan)
+
+
+def condition_number(sigma: Tensor) -> Tensor:
+    r"""Return :math:`\kappa = \sigma_1 / \sigma_{\min}`, at least 1.
+
+    A growing value says that the weight loses directions: 1e3 is common, 1e6 hides rounding errors in half precision.
+
+    Parameters
+    ----------
+    sigma : Tensor
+        ``(n,)``, from :func:`singular_values`.
+
+    Returns
+    -------
+    Tensor
+        0-d, dimensionless.  Infinite if a value is 0, NaN for the zero matrix, for none, and for a NaN.
+
+    Examples
+    --------
+    >>> condition_number(torch.tensor([4.0, 2.0, 1.0])).item()
+    4.0
+    """
+    return 1.0 / _scaled(sigma).amin()
+
+
+def numerical_rank(sigma: Tensor, tolerance: float = 0.0) -> Tensor:
+    r"""Return the number of :math:`\sigma_i >` `tolerance` :math:`\cdot\, \sigma_1`.
+
+    With :func:`rank_tolerance` this is the rank as numpy counts it.  0 for the zero matrix, NaN for a NaN or no value.
+
+    Examples
+    --------
+    >>> numerical_rank(torch.tensor([4.0, 2.0, 1e-9]), tolerance=1e-6).item()
+    2.0
+    """
+    if not sigma.numel():
+        return torch.tensor(torch.nan, dtype=torch.float64)
+    largest = sigma.amax()
+    return torch.where(largest.isnan(), torch.nan, (sigma > tolerance * largest).sum().double())
+
+
+def stable_rank(sigma: Tensor) -> Tensor:
+    r"""Return :math:`\sum \lambda / \lambda_1 = \|W\|_F^2 / \sigma_1^2`, between 1 and the rank (Rudelson and
+    Vershynin 2007).
+
+    NaN for the zero matrix, for none, and for a NaN.
+
+    Examples
+    --------
+    >>> round(stable_rank(torch.tensor([3.0, 1.0])).item(), 3)
+    1.111
+    """
+    return _scaled(sigma).square().sum()
+
+
+def participation_ratio(sigma: Tensor) -> Tensor:
+    r"""Return :math:`(\sum \lambda)^2 / \sum \lambda^2`, between 1 and the rank: how many directions carry the
+    variance.
+
+    For activations a fall towards 1 is a collapse of the representation.  NaN for the zero matrix, for none, and for
+    a NaN.
+
+    Examples
+    --------
+    >>> round(participation_ratio(torch.tensor([3.0, 1.0])).item(), 3)
+    1.22
+    """
+    eigenvalues = _scaled(sigma).square()
+    return eigenvalues.sum().square() / eigenvalues.square().sum()
+
+
+def effective_rank(sigma: Tensor) -> Tensor:
+    r"""Return :math:`\exp(-\sum q \ln q)`, between 1 and the rank, over the singular values (Roy and Vetterli 2007).
+
+    NaN for the zero matrix, for none, and for a NaN.
+
+    Examples
+    --------
+    >>> round(effective_rank(torch.tensor([3.0, 1.0])).item(), 3)
+    1.755
+    """
+    return _exponential_entropy(_scaled(sigma))
+
+
+def entropy_rank(sigma: Tensor) -> Tensor:
+    r"""Return :math:`\exp(-\sum p \ln p)`, between 1 and the rank: the effective rank over :math:`\lambda = \sigma^2`.
+
+    NaN for the zero matrix, for none, and for a NaN.
+
+    Examples
+    --------
+    >>> round(entropy_rank(torch.tensor([3.0, 1.0])).item(), 3)
+    1.384
+    """
+    return _exponential_entropy(_scaled(sigma).square())
+
+
+def _exponential_entropy(weights: Tensor) -> Tensor:
+    shares = weights / weights.sum()
+    entropy: Tensor = torch.special.entr(shares).sum()
+    return entropy.exp()
+
+
+class PowerLaw(NamedTuple):
+    r"""A power law :math:`\lambda^{-\alpha}` fitted to the tail of a spectrum; all NaN (and 0) where none fits."""
+
+    alpha: float
+    ks_distance: float
+    x_min: float
+    n_tail: int
+
+
+def power_law_alpha(eigenvalues: Tensor) -> PowerLaw:
+    r"""Fit a power law to the largest eigenvalues :math:`\lambda = \sigma^2` of a weight.
+
+    For every candidate :math:`x_\min` among the values the exponent of greatest likelihood is
+    :math:`\alpha = 1 + n / \sum_{\lambda_i \ge x_\min} \ln(\lambda_i / x_\min)`; the one is taken whose cumulative
+    distribution
+    is closest to that of the data, by the distance of Kolmogorov and Smirnov.
+
+    Parameters
+    ----------
+    eigenvalues : Tensor
+        ``(n,)``, in any order; those that are not positive and finite are left out.
+
+    Returns
+    -------
+    alpha : float
+        Dimensionless, above 1; its standard error is :math:`(\alpha - 1) / \sqrt{n_{tail}}`.  Trained layers lie
+        between 2 and 6,
+        random ones above.
+    ks_distance : float
+        In [0, 1].  Above about 0.1 the tail is no power law, and `alpha` no number to read.
+    x_min : float
+        Where the tail begins, in units of the eigenvalues.
+    n_tail : int
+        Number of eigenvalues in it.
+
+        NaN, NaN, NaN, 0 for fewer than two distinct values.
+
+    Notes
+    -----
+    Time grows as :math:`n^2`: 0.2 s for 2,000 values, on the host.
+
+    References
+    ----------
+    A. Clauset, C. Shalizi and M. Newman, Power-law distributions in empirical data, 2009.
+    C. Martin and M. Mahoney, Implicit self-regularization in deep neural networks, 2021.
+
+    Examples
+    --------
+    >>> quantiles = (torch.arange(200.0).double() + 0.5) / 200
+    >>> fit = power_law_alpha((1 - quantiles) ** (-1 / 1.5))      # of a Pareto law with alpha = 2.5
+    >>> round(fit.alpha, 1), fit.ks_distance < 0.02
+    (2.5, True)
+    """
+    values = eigenvalues.detach().double().cpu().numpy().ravel()
+    values = np.sort(values[np.isfinite(values) & (values > 0)])
+    if len(np.unique(values)) < 2:
+        return PowerLaw(math.nan, math.nan, math.nan, 0)
+    logs = np.log(values)
+    starts = np.flatnonzero(np.r_[True, np.diff(values) > 0])[:-1]  # the largest value alone is no tail
+    tails = len(values) - starts
+    alphas = 1 + tails / (np.cumsum(logs[::-1])[::-1][starts] - tails * logs[starts])
+    distances = [_ks_distance(logs[s:], a) for s, a in zip(starts, alphas, strict=True)]
+    best = int(np.argmin(distances))
+    return PowerLaw(float(alphas[best]), float(distances[best]), float(values[starts[best]]), int(tails[best]))
+
+
+def _ks_distance(logs: NDArray[np.float64], alpha: float) -> float:
+    """Return the largest gap between the law from ``logs[0]`` on and the steps of the empirical distribution."""
+    n = len(logs)
+    law = -np.expm1((1 - alpha) * (logs - logs[0]))
+    steps = np.arange(n + 1) / n
+    return float(max((steps[1:] - law).max(), (law - steps[:-1]).max()))

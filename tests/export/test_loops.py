@@ -1,0 +1,684 @@
+"""Loops of every kind: each test is a situation, the first line of its docstring what is published there."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from ikkuna.errors import ConfigError
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.messages.kinds import MODULE_KINDS
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber, Subscriber, TrainAccuracySubscriber
+from ikkuna.testing import RecordingBackend
+from tests.export.test_invisible import same
+
+
+class Watched:
+    """Models under an exporter; notes steps, skipped steps, and copies of all tensors by (step, kind, name)."""
+
+    def __init__(self, bus, *models, kinds=MODULE_KINDS, **options):
+        self.steps, self.skipped, self.tensors = [], [], {}
+        self.exporter = Exporter(message_bus=bus, on_error="raise", **options)
+        for model in models:
+            self.exporter.add_modules(model)
+        self.register(bus, kinds)
+
+    def register(self, bus, kinds):
+        bus.register_subscriber(CallbackSubscriber("batch_finished", self._finished, backend="null"))
+        bus.register_subscriber(CallbackSubscriber(kinds, self._keep, backend="null"))
+
+    def _finished(self, message):
+        (self.skipped if message.skipped else self.steps).append(message.global_step)
+
+    def _keep(self, message):
+        self.tensors.setdefault((message.global_step, message.kind, message.name), []).append(message.data.clone())
+
+    def seen(self, kind):
+        """Return {name: [steps]} of a kind."""
+        found = {}
+        for step, k, name in self.tensors:
+            if k == kind:
+                found.setdefault(name, []).append(step)
+        return found
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def sgd(module, **options):
+    return torch.optim.SGD(module.parameters(), lr=0.1, **options)
+
+
+def backward(model, scale=1.0):
+    (model(torch.ones(2, 3)).pow(2).sum() * scale).backward()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_gradient_scaler(bus, model, fused):
+    """gradients as the optimizer uses them, unscaled, with a plain and with a fused optimizer"""
+    watched = Watched(bus, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(2):
+        reference = copy.deepcopy(model)
+        backward(reference)
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 3)).pow(2).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        (grad,) = watched.tensors[step, "weight_gradients", "0"]
+        torch.testing.assert_close(grad, reference[0].weight.grad)
+    watched.exporter.close()
+    assert watched.steps == [0, 1]
+
+
+def test_a_step_the_gradient_scaler_skips(bus, model):
+    """batch_finished with ``skipped``, no values; the next step takes its number"""
+    recording = RecordingBackend()
+    watched = Watched(bus, model)
+    bus.register_subscriber(NormSubscriber("layer_gradients", backend=recording))
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 1 else 1.0
+        scaler.scale(model(torch.ones(2, 3)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    watched.exporter.close()
+    assert watched.steps == [0, 1, 2]
+    assert watched.skipped == [1]
+    assert len(recording.values) == 3 * 3
+    assert all(torch.isfinite(torch.tensor(v)) for _, v, _ in recording.values)
+
+
+def test_a_fused_optimizer_skips(bus, model):
+    """batch_finished with ``skipped`` and no values, under a number of its own, since the optimizer was called"""
+    recording = RecordingBackend()
+    watched = Watched(bus, model)
+    bus.register_subscriber(NormSubscriber("weight_updates", backend=recording))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 3)).sum() * (float("inf") if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    watched.exporter.close()
+    assert watched.steps == [0, 2]
+    assert watched.skipped == [1]
+    assert {step for _, _, step in recording.values} == {0, 2}
+
+
+def test_a_subscriber_can_ask_for_skipped_steps(bus, model):
+    """what was measured in a skipped step, to subscribers with ``sees_skipped``"""
+
+    class Counting(Subscriber):
+        fields = ("nans", "infs")
+        sees_skipped = True
+        got = ()
+
+        def compute(self, message):
+            self.got = (*self.got, (message.global_step, message.record.nonfinite))
+
+    counting = Counting("layer_gradients", modules="2", backend="null")
+    watched = Watched(bus, model)
+    bus.register_subscriber(counting)
+    for factor in (1.0, float("inf"), 1.0):
+        model.zero_grad()
+        (model(torch.ones(2, 3)).sum() * factor).backward()
+        if factor == 1.0:
+            sgd(model).step()
+    watched.exporter.close()
+    assert counting.got == ((0, 0), (1, 4), (1, 0))
+
+
+def test_two_optimizers_of_one_model(bus, model):
+    """one step for both, with the updates of both"""
+    watched = Watched(bus, model)
+    first, second = sgd(model[0]), torch.optim.Adam(model[2].parameters())
+    for _ in range(3):
+        backward(model)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    watched.exporter.close()
+    assert watched.steps == [0, 1, 2]
+    assert watched.seen("weight_updates") == {"0": [0, 1, 2], "2": [0, 1, 2]}
+
+
+def test_a_second_optimizer_that_steps_now_and_then(bus, model):
+    """one step per loop once it is known; its first call is a step of its own"""
+    watched = Watched(bus, model)
+    first, second = sgd(model[0]), sgd(model[2])
+    for i in range(6):
+        backward(model)
+        first.step()
+        if i % 2:
+            second.step()
+        model.zero_grad()
+    watched.exporter.close()
+    assert watched.steps == list(range(len(watched.steps)))
+    assert len(watched.steps) in (6, 7)
+    assert len(watched.seen("weight_updates")["2"]) == 3
+
+
+def test_gan_with_two_exporters_on_one_bus(bus):
+    """each network under its own name and its own steps; what the other's step runs through it counts for neither"""
+    generator, discriminator = nn.Linear(2, 3), nn.Linear(3, 1)
+    watched = {}
+    seen = {}
+    for name, network in (("generator", generator), ("discriminator", discriminator)):
+        watched[name] = Exporter(message_bus=bus, on_error="raise")
+        watched[name].add_modules((name, network))
+    finished = []
+    bus.register_subscriber(
+        CallbackSubscriber("batch_finished", lambda m: finished.append((m.global_step, m.skipped)), backend="null")
+    )
+    recording = RecordingBackend()
+    bus.register_subscriber(NormSubscriber("weight_updates", backend=recording))
+    optimizers = sgd(generator), sgd(discriminator)
+    for _ in range(3):
+        optimizers[1].zero_grad()
+        loss = discriminator(torch.randn(4, 3)).mean() - discriminator(generator(torch.randn(4, 2)).detach()).mean()
+        loss.backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        discriminator(generator(torch.randn(4, 2))).mean().backward()
+        optimizers[0].step()
+    for exporter in watched.values():
+        exporter.close()
+    for series, _, step in recording.values:
+        seen.setdefault(series.name, []).append(step)
+    assert seen == {"generator": [0, 1, 2], "discriminator": [0, 1, 2]}
+    assert [step for step, skipped in finished if not skipped] == [0, 0, 1, 1, 2, 2]
+
+
+def test_siamese_forwards(bus, model):
+    """one step; the rows of both forwards are merged"""
+    watched = Watched(bus, model)
+    optimizer = sgd(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 3)) - model(torch.zeros(2, 3))).pow(2).sum().backward()
+        optimizer.step()
+    watched.exporter.close()
+    assert watched.steps == [0, 1]
+    assert [len(watched.tensors[step, "activations", "0"]) for step in (0, 1)] == [2, 2]
+    assert watched.skipped == []
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
+
+    def encode(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+
+@pytest.mark.parametrize(
+    "make", [Encoder, lambda: nn.ModuleDict({"body": nn.Linear(3, 4), "head": nn.Linear(4, 2)})], ids=["method", "dict"]
+)
+def test_the_root_is_never_called(bus, make):
+    """parameters from the first step on, activations and their gradients from the second"""
+    model = make()
+    watched = Watched(bus, model)
+    optimizer = sgd(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        out = (
+            model.encode(torch.ones(2, 3))
+            if hasattr(model, "encode")
+            else model["head"](torch.relu(model["body"](torch.ones(2, 3))))
+        )
+        out.sum().backward()
+        optimizer.step()
+    watched.exporter.close()
+    assert watched.steps == [0, 1, 2, 3]
+    assert watched.seen("weight_updates") == {"body": [0, 1, 2, 3], "head": [0, 1, 2, 3]}
+    assert watched.seen("activations") == {"body": [1, 2, 3], "head": [1, 2, 3]}
+    assert watched.seen("layer_gradients") == {"head": [1, 2, 3], "body": [1, 2, 3]}
+    assert all(len(v) == 1 for v in watched.tensors.values())
+
+
+def test_updates_by_hand(bus, model):
+    """with ``exporter.step()``: gradients from the first step on, weights and updates from the second"""
+    watched = Watched(bus, model)
+    for _ in range(3):
+        backward(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        watched.exporter.step()
+        model.zero_grad()
+    watched.exporter.close()
+    assert watched.steps == [0, 1, 2]
+    assert watched.seen("weight_gradients")["0"] == [0, 1, 2]
+    assert watched.seen("weight_updates")["0"] == [1, 2]
+    (update,), (grad,) = watched.tensors[2, "weight_updates", "0"], watched.tensors[2, "weight_gradients", "0"]
+    torch.testing.assert_close(update, -0.1 * grad)
+
+
+def test_optimizers_that_step_in_backward(bus, model):
+    """one step per backward, with every gradient and update"""
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+    watched = Watched(bus, model)
+    for _ in range(3):
+        backward(model)
+    watched.exporter.close()
+    for handle in handles:
+        handle.remove()
+    assert watched.steps == [0, 1, 2]
+    for kind in ("weights", "weight_gradients", "weight_updates"):
+        assert dict(watched.seen(kind).items()) == {"2": [0, 1, 2], "0": [0, 1, 2]}
+    assert watched.seen("layer_gradients")["0"] == [0, 1, 2]
+
+
+def test_a_scheduler_that_wraps_the_step(bus, model):
+    """one step per call of the optimizer"""
+    watched = Watched(bus, model)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+        scheduler.step()
+    watched.exporter.close()
+    assert watched.steps == [0, 1, 2]
+
+
+def test_an_averaged_copy_beside_the_model(bus, model):
+    """the model alone; the copy is not watched"""
+    watched = Watched(bus, model)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    optimizer = sgd(model)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        average.update_parameters(model)
+        average(torch.ones(2, 3))
+    watched.exporter.close()
+    assert watched.steps == [0, 1]
+    assert all(len(v) == 1 for (_, kind, _), v in watched.tensors.items() if kind == "activations")
+
+
+def test_gradient_penalty(bus, model):
+    """layer gradients of the loss alone, not those of the penalty's own gradient"""
+    watched = Watched(bus, model, kinds=("layer_gradients",))
+    optimizer = sgd(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = torch.ones(2, 3, requires_grad=True)
+        out = model(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.sum() + grad.pow(2).sum()).backward()
+        optimizer.step()
+    watched.exporter.close()
+    assert watched.steps == [0, 1]
+    assert all(len(v) == 1 for v in watched.tensors.values())
+
+
+def test_an_adversarial_example_before_the_step(bus, model):
+    """layer gradients of the loss alone, not those of the attack"""
+    watched = Watched(bus, model, kinds=("layer_gradients",))
+    optimizer = sgd(model)
+    x = torch.ones(2, 3, requires_grad=True)
+    optimizer.zero_grad()
+    (grad,) = torch.autograd.grad(model(x).sum(), x)
+    model((x + grad.sign()).detach()).sum().backward()
+    optimizer.step()
+    watched.exporter.close()
+    assert all(len(v) == 1 for v in watched.tensors.values())
+
+
+def test_functional_call(bus, model):
+    """the call with other parameters, as a call of the model"""
+    watched = Watched(bus, model, kinds=("activations",))
+    parameters = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    out = functional_call(model, parameters, (torch.ones(2, 3),))
+    watched.exporter.close()
+    assert torch.equal(watched.tensors[0, "activations", "2"][0], out)
+
+
+def test_transforms_of_torch_func(bus, model):
+    """nothing: inside vmap and grad there are no numbers to read"""
+    watched = Watched(bus, model)
+    parameters = dict(model.named_parameters())
+    per_sample = torch.func.vmap(torch.func.grad(lambda p, x: functional_call(model, p, (x,)).sum()), in_dims=(None, 0))
+    grads = per_sample(parameters, torch.ones(5, 3))
+    watched.exporter.close()
+    assert grads["0.weight"].shape == (5, 4, 3)
+    assert watched.tensors == {}
+
+
+def test_torch_export(bus, model):
+    """nothing, and the exported program holds no trace of the hooks"""
+    watched = Watched(bus, model)
+    program = torch.export.export(model, (torch.ones(2, 3),))
+    watched.exporter.close()
+    assert watched.tensors == {}
+    plain = torch.export.export(model, (torch.ones(2, 3),))
+    assert [n.op for n in program.graph.nodes] == [n.op for n in plain.graph.nodes]
+
+
+def test_jit_trace(bus, model):
+    """nothing, and the traced module works"""
+    watched = Watched(bus, model)
+    with watched.exporter.detached():
+        traced = torch.jit.trace(model, torch.ones(2, 3))
+    watched.exporter.close()
+    assert watched.tensors == {}
+    assert torch.equal(traced(torch.ones(2, 3)), model(torch.ones(2, 3)))
+
+
+def test_lazy_parameters(bus):
+    """everything once they are there, the first step included"""
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
+    watched = Watched(bus, model)
+    model(torch.ones(2, 3))
+    optimizer = sgd(model)
+    model.zero_grad()
+    backward(model)
+    optimizer.step()
+    watched.exporter.close()
+    assert watched.steps == [0]
+    assert watched.seen("weight_updates") == {"0": [0], "2": [0]}
+
+
+def test_sparse_embedding_gradients(bus):
+    """the gradient over all rows of the table, stored or not"""
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
+    recording = RecordingBackend()
+    watched = Watched(bus, model)
+    bus.register_subscriber(NormSubscriber("weight_gradients", backend=recording))
+    model(torch.tensor([[1, 1], [2, 5]])).sum().backward()
+    expected = model[0].weight.grad.to_dense().norm().item()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    watched.exporter.close()
+    assert {s.name: v for s, v, _ in recording.values}["0"] == pytest.approx(expected, rel=1e-6)
+    assert watched.tensors[0, "weight_gradients", "0"][0].shape == (10, 3)
+
+
+def test_parameters_replaced_between_steps(bus, model):
+    """the new ones, from the next step on"""
+    watched = Watched(bus, model)
+    backward(model)
+    sgd(model).step()
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True)
+    backward(model)
+    sgd(model).step()
+    watched.exporter.close()
+    assert watched.steps == [0, 1]
+    (weight,), (update,) = watched.tensors[1, "weights", "0"], watched.tensors[1, "weight_updates", "0"]
+    torch.testing.assert_close(weight + update, model[0].weight.detach())
+
+
+def test_a_module_replaced_between_epochs(bus, model):
+    """the new one, from the next epoch on"""
+    watched = Watched(bus, model)
+    for _ in range(2):
+        backward(model)
+        sgd(model).step()
+        model[2] = nn.Linear(4, 5)
+        watched.exporter.epoch_finished()
+    watched.exporter.close()
+    shapes = [watched.tensors[step, "weights", "2"][0].shape for step in (0, 1)]
+    assert shapes == [(2, 4), (5, 4)]
+    assert watched.tensors[1, "activations", "2"][0].shape == (2, 5)
+
+
+def test_weights_edited_between_steps(bus, model):
+    """updates of the optimizer alone; the edit shows in the next weights"""
+    watched = Watched(bus, model)
+    optimizer = sgd(model)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model)
+        optimizer.step()
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.01, 0.01)
+    watched.exporter.close()
+    (update,), (grad,) = watched.tensors[1, "weight_updates", "0"], watched.tensors[1, "weight_gradients", "0"]
+    torch.testing.assert_close(update, -0.1 * grad, rtol=1e-4, atol=1e-7)
+    assert watched.tensors[1, "weights", "0"][0].abs().max() <= 0.01
+
+
+def test_training_in_evaluation_mode(bus, model):
+    """steps and parameters; forwards in evaluation mode are not looked at"""
+    model.eval()
+    watched = Watched(bus, model)
+    optimizer = sgd(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    watched.exporter.close()
+    assert watched.steps == [0, 1]
+    assert watched.seen("weight_updates")["0"] == [0, 1]
+
+
+# -- passes, epochs, resuming ------------------------------------------------------------------------------------------
+
+
+class Moving(nn.Module):
+    """Everything an evaluation could move: dropout, batch norm, a frozen submodule in evaluation mode, a buffer that counts calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.frozen = nn.BatchNorm1d(4).eval()
+        self.head = nn.Linear(4, 5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.frozen(self.body(x)))
+
+
+def evaluated_run(bus, evaluate):
+    torch.manual_seed(1)
+    model, loss = Moving(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(24, 3), torch.randint(0, 5, (24,)))
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(data, batch_size=4, sampler=RandomSampler(data, generator=generator), generator=generator)
+    losses, flags = [], []
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.set_loss(loss)
+        bus.register_subscriber(TrainAccuracySubscriber(tag="testing", publishes="held_out", backend="null"))
+        for _ in range(2):
+            for x, y in loader:
+                if evaluate:
+                    exporter.evaluate(loader)
+                optimizer.zero_grad()
+                value = loss(model(x), y)
+                value.backward()
+                optimizer.step()
+                losses.append(value.detach())
+                flags.append([m.training for m in model.modules()])
+    return {
+        "losses": losses,
+        "flags": flags,
+        "model": model.state_dict(),
+        "rng": torch.get_rng_state(),
+        "own": generator.get_state(),
+    }
+
+
+def test_evaluate_leaves_every_bit_of_training_as_found():
+    """another pass under its own name; training goes on bit for bit as without it"""
+    same(evaluated_run(MessageBus(), False), evaluated_run(MessageBus(), True))
+
+
+def test_evaluate_publishes_one_row_over_all_batches(bus, model):
+    recording = RecordingBackend()
+    loss = nn.CrossEntropyLoss()
+    data = [(torch.randn(n, 3), torch.randint(0, 2, (n,))) for n in (4, 4, 1)]
+    outputs = []
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.set_loss(loss)
+        bus.register_subscriber(TrainAccuracySubscriber(tag="testing", publishes="test_share", backend=recording))
+        bus.register_subscriber(NormSubscriber("loss", tag="testing", backend=recording))
+        exporter.evaluate(data, visit=lambda out, labels: outputs.append((out, labels)))
+    out, labels = torch.cat([o for o, _ in outputs]), torch.cat([y for _, y in outputs])
+    values = {s.kind: v for s, v, _ in recording.values}
+    assert values["test_share"] == pytest.approx((out.argmax(1) == labels).float().mean().item())
+    assert values["loss_norm2"] == pytest.approx(loss(out, labels).item(), rel=1e-6)
+    assert not out.requires_grad
+
+
+def test_evaluate_restores_after_an_exception(bus, model):
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(model)
+        state = torch.get_rng_state()
+        with pytest.raises(RuntimeError):
+            exporter.evaluate([torch.ones(2, 7)])
+        assert model.training
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.is_grad_enabled()
+        assert exporter._observer.clock.pass_name == "training"
+
+
+def test_evaluate_takes_a_forward_of_ones_own(bus, model):
+    got = []
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        batches = [{"a": torch.ones(2, 3)}]
+        exporter.evaluate(batches, visit=lambda out, _: got.append(out), forward=lambda m, batch: m(batch["a"]) * 2)
+        assert torch.equal(got[0], model(torch.ones(2, 3)).detach() * 2)
+
+
+def test_evaluate_needs_to_know_the_model(bus):
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(("a", nn.Linear(1, 1)))
+        exporter.add_modules(("b", nn.Linear(1, 1)))
+        with pytest.raises(ConfigError, match="2 were added; tell which it is with set_model"):
+            exporter.evaluate([])
+
+
+def test_a_subscriber_that_needs_the_model_can_evaluate_it(bus, model):
+    """a subscriber with ``needs_model`` evaluates at a batch's end, inside its compute"""
+
+    class Evaluating(Subscriber):
+        needs_model = True
+
+        def __init__(self, batches):
+            super().__init__("batch_finished", publishes="sum", backend="null")
+            self.batches = batches
+            self.sums = []
+
+        def compute(self, message):
+            self.evaluate(self.batches, visit=lambda out, labels: self.sums.append(out.sum().item()))
+            self.emit(message, self.sums[-1])
+
+    evaluating = Evaluating([torch.ones(2, 3)])
+    watched = Watched(bus, model)
+    bus.register_subscriber(evaluating)
+    for _ in range(2):
+        backward(model)
+        sgd(model).step()
+    watched.exporter.close()
+    assert len(evaluating.sums) == 2
+    assert watched.steps == [0, 1]
+    assert all(len(v) == 1 for v in watched.tensors.values())
+
+
+@pytest.mark.parametrize("way", ["wrapper", "call", "count"])
+def test_epochs(bus, model, way):
+    """epoch_finished after the last step, by the loader's wrapper, by a call, or by the number of steps"""
+    events = []
+    optimizer = sgd(model)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        watch = CallbackSubscriber(
+            ["batch_finished", "epoch_finished"],
+            lambda m: events.append((m.kind[:5], m.global_step, m.epoch)),
+            backend="null",
+        )
+        bus.register_subscriber(watch)
+        if way == "count":
+            exporter.steps_per_epoch = 2
+        for _ in range(2):
+            for _ in exporter.epoch(range(2)) if way == "wrapper" else range(2):
+                optimizer.zero_grad()
+                backward(model)
+                optimizer.step()
+            if way == "call":
+                exporter.epoch_finished()
+    assert events == [
+        ("batch", 0, 0),
+        ("batch", 1, 0),
+        ("epoch", 1, 0),
+        ("batch", 2, 1),
+        ("batch", 3, 1),
+        ("epoch", 3, 1),
+    ]
+
+
+def test_an_epoch_that_is_left_early_is_not_finished(bus, model):
+    events = []
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        bus.register_subscriber(CallbackSubscriber("epoch_finished", events.append, backend="null"))
+        for i in exporter.epoch(range(5)):
+            if i == 2:
+                break
+    assert events == []
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "3"])
+def test_steps_per_epoch_is_checked(bus, steps):
+    with Exporter(message_bus=bus) as exporter, pytest.raises(ConfigError, match="steps_per_epoch must be an int >= 1"):
+        exporter.steps_per_epoch = steps
+
+
+def test_a_resumed_run_goes_on_counting(bus, model):
+    """steps and epochs from where the checkpoint left them"""
+    watched = Watched(bus, model)
+    for _ in range(2):
+        backward(model)
+        sgd(model).step()
+    watched.exporter.epoch_finished()
+    file = io.BytesIO()
+    torch.save(watched.exporter.state_dict(), file)
+    watched.exporter.close()
+    file.seek(0)
+    again = Watched(MessageBus(), model)
+    bus2 = again.exporter.message_bus
+    again.exporter.load_state_dict(torch.load(file))
+    stamps = []
+    bus2.register_subscriber(
+        CallbackSubscriber(
+            "batch_started", lambda m: stamps.append((m.global_step, m.train_step, m.epoch)), backend="null"
+        )
+    )
+    backward(model)
+    sgd(model).step()
+    again.exporter.close()
+    assert stamps == [(2, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [None, {}, {"global_step": -1, "train_step": 0, "epoch": 0}, {"global_step": "1", "train_step": 0, "epoch": 0}],
+)
+def test_a_state_that_is_none_is_refused(bus, state):
+    with Exporter(message_bus=bus) as exporter, pytest.raises(ConfigError, match="needs what state_dict.. returned"):
+        exporter.load_state_dict(state)

@@ -1,0 +1,252 @@
+"""The float-code histogram against numpy in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.float_code import bin_edges, codes, sample
+from ikkuna.numerics.histogram import Histogram
+
+FLOATS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+ANY = hnp.arrays(np.float32, st.integers(0, 60), elements=st.floats(width=32))
+
+
+def reference_codes(x: np.ndarray, m: int = 3) -> np.ndarray:
+    """One bin at a time, from the edges alone."""
+    edges = bin_edges(m)
+    half = 256 << m
+    bins = np.zeros(2 * half, dtype=np.int64)
+    for value in x.astype(np.float64):
+        if math.isnan(value):
+            continue
+        if math.isinf(value):
+            index = half + (255 << m) if value > 0 else half - 1 - (255 << m)
+        elif np.signbit(value):
+            index = 2 * half - 1 - (np.searchsorted(edges, -value, side="right") - 1)
+        else:
+            index = np.searchsorted(edges, value, side="right") - 1
+        bins[index] += 1
+    return bins
+
+
+def test_special_numbers_have_their_known_codes():
+    x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 1e-45])
+    assert codes(x).nonzero().flatten().tolist() == [7, 1031, 2047, 2048, 3064, 4088, 4092]
+    h = Histogram.of(x)
+    assert (h.n, h.nans, h.infs, h.zeros) == (8, 1, 2, 2)
+
+
+@given(ANY, st.integers(1, 7))
+@settings(deadline=None, max_examples=60)
+def test_codes_are_the_bins_between_the_edges(x, m):
+    counted = codes(torch.from_numpy(x), m).numpy()
+    nans = int(np.isnan(x).sum())
+    assert counted.sum() == len(x)
+    assert Histogram(counted).nans == nans
+    assert Histogram(counted).infs == np.isinf(x).sum()
+    first_nan, half = (255 << m) + 1, 256 << m
+    counted[half + first_nan :] = counted[: half - first_nan] = 0
+    assert (counted == reference_codes(x, m)).all()
+
+
+@given(ANY)
+@settings(deadline=None, max_examples=30)
+def test_the_device_path_counts_the_same(x):
+    counted = _through_scatter(torch.from_numpy(x))
+    assert (counted == codes(torch.from_numpy(x))).all()
+
+
+def _through_scatter(x):
+    """Run the branch of a device on the CPU, by saying that a compiler is at work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        return codes(x)
+
+
+@given(FLOATS, st.lists(st.floats(0, 1), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=100)
+def test_quantiles_are_within_one_bin_of_numpy(x, q):
+    expected = np.quantile(x.astype(np.float64), q)
+    h = Histogram.of(torch.from_numpy(x))
+    got = h.quantile(q)
+    # each of the two order statistics around a rank is misplaced by less than its bin, 1/8 of its value
+    rank = np.asarray(q) * (len(x) - 1)
+    ordered = np.sort(x.astype(np.float64))
+    around = np.maximum(abs(ordered[np.floor(rank).astype(int)]), abs(ordered[np.ceil(rank).astype(int)]))
+    assert (abs(got - expected) <= around / 8 + 2e-39).all()
+    assert (got >= x.min()).all()
+    assert (got <= x.max()).all()
+
+
+def test_quantiles_of_many_normal_numbers_are_close():
+    x = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
+    q = [0.0013, 0.0228, 0.1587, 0.5, 0.8413, 0.9772, 0.9987]
+    got = Histogram.of(x).quantile(q)
+    assert np.allclose(got, np.quantile(x.double().numpy(), q), atol=0.015)
+
+
+@pytest.mark.parametrize(
+    ("values", "q", "expected"),
+    [
+        ([3.7] * 5, 0.3, 3.7),
+        ([0.0] * 3 + [1.0], 0.5, 0.0),
+        ([-1.0, 1.0], 0.5, 0.0),
+        ([5.0], 0.9, 5.0),
+        ([-math.inf, 0.0, math.inf], 1.0, math.inf),
+        ([-math.inf, 2.0, math.inf], 0.0, -math.inf),
+        ([1.0, math.nan], 0.5, math.nan),
+        ([], 0.5, math.nan),
+    ],
+)
+def test_quantiles_of_special_sets(values, q, expected):
+    got = Histogram.of(torch.tensor(values)).quantile(q)
+    assert got == pytest.approx(np.float32(expected).item(), nan_ok=True, abs=0)
+
+
+def test_finite_only_leaves_out_what_is_not_finite():
+    h = Histogram.of(torch.tensor([math.nan, -math.inf, 1.0, 1.0, 1.0, math.inf]))
+    assert h.quantile(0.5, finite_only=True) == pytest.approx(1.0, rel=1 / 8)
+    assert math.isnan(h.quantile(0.5))
+    assert h.share_below(2.0) == 1.0
+
+
+@given(ANY, ANY)
+@settings(deadline=None, max_examples=40)
+def test_a_sum_of_histograms_is_the_histogram_of_both(a, b):
+    together = Histogram.of(torch.from_numpy(np.concatenate([a, b])))
+    added = Histogram.of(torch.from_numpy(a)) + Histogram.of(torch.from_numpy(b))
+    assert (together.counts == added.counts).all()
+    assert together.zeros == added.zeros
+    assert together.min == pytest.approx(added.min, nan_ok=True)
+    assert together.max == pytest.approx(added.max, nan_ok=True)
+
+
+@given(FLOATS, st.integers(-120, 127))
+@settings(deadline=None, max_examples=60)
+def test_shares_below_a_power_of_two_are_exact(x, exponent):
+    t = 2.0**exponent
+    assert Histogram.of(torch.from_numpy(x)).share_below(t) == np.mean(abs(x.astype(np.float64)) < t)
+
+
+def test_shares_below_extreme_thresholds():
+    h = Histogram.of(torch.tensor([0.0, 3e38]))
+    assert (h.share_below(0.0), h.share_below(1e-44), h.share_below(math.inf)) == (0.0, 0.5, 1.0)
+    assert math.isnan(Histogram.of(torch.tensor([math.inf])).share_below(1.0))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int32, torch.bool]
+)
+def test_other_dtypes_count_as_their_float32_values(dtype):
+    x = (torch.randn(50, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    assert (codes(x) == codes(x.float())).all()
+
+
+def test_seven_bits_are_the_exact_distribution_of_bfloat16():
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(2)).bfloat16()
+    held = codes(x, 7).numpy().nonzero()[0]
+    edges = bin_edges(7)
+    negative = held < 1 << 15
+    exact = np.where(negative, edges[held + 1], edges[held])
+    assert set(exact) == set(x.double().tolist())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, ::2],
+        lambda x: x[0, 0].expand(7, 5),
+        lambda x: x.requires_grad_(),
+        lambda x: x[0, 0],
+        lambda x: x.to_sparse(),
+        lambda x: torch.complex(x, x),
+        lambda x: x.new_empty(0, 3),
+    ],
+)
+def test_layouts_do_not_matter(make):
+    x = make(torch.randn(6, 8, generator=torch.Generator().manual_seed(3)).relu())
+    dense = x.detach().to_dense() if x.is_sparse else x.detach()
+    dense = dense.abs() if dense.is_complex() else dense
+    assert (codes(x) == codes(dense.reshape(-1).clone())).all()
+    assert Histogram.of(x).zeros == (dense == 0).sum()
+
+
+def test_a_tensor_without_numbers_has_no_codes():
+    assert codes(torch.empty(3, device="meta")).sum() == 0
+    assert Histogram.of(torch.empty(3, device="meta")).n == 0
+    assert sample(torch.empty(3, device="meta")).numel() == 0
+
+
+def test_large_double_numbers_pass_as_infinite():
+    assert Histogram(codes(torch.tensor([1e300, 1.0], dtype=torch.float64))).infs == 1
+
+
+@pytest.mark.parametrize("m", [0, 8, -1])
+def test_an_impossible_number_of_bits_is_refused(m):
+    with pytest.raises(ConfigError, match="1 to 7"):
+        codes(torch.ones(1), m)
+
+
+def test_counts_of_a_wrong_size_and_unlike_histograms_are_refused():
+    with pytest.raises(ConfigError, match="got the shape"):
+        Histogram(np.zeros(100, dtype=np.int64))
+    with pytest.raises(ConfigError, match="do not add"):
+        Histogram.of(torch.ones(1), 3) + Histogram.of(torch.ones(1), 4)
+
+
+@given(FLOATS, st.integers(1, 40))
+@settings(deadline=None, max_examples=60)
+def test_buckets_hold_every_finite_element(x, n):
+    b = Histogram.of(torch.from_numpy(x)).tensorboard_buckets(n)
+    assert b.num == len(x)
+    assert sum(b.bucket_counts) == pytest.approx(len(x))
+    assert (b.min, b.max) == (x.min(), x.max())
+    assert (np.diff(b.bucket_limits) > 0).all()
+    assert b.bucket_limits[-1] == pytest.approx(x.max(), abs=1e-38)
+    assert min(b.bucket_counts) >= 0
+
+
+def test_buckets_agree_with_numpy_on_many_elements():
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(4))
+    b = Histogram.of(x).tensorboard_buckets()
+    expected, edges = np.histogram(x.double().numpy(), 30)
+    assert b.bucket_limits == pytest.approx(edges[1:])
+    assert abs(np.array(b.bucket_counts) - expected).max() < 0.02 * len(x)
+    assert b.sum_squares == pytest.approx(len(x), rel=0.02)
+
+
+def test_buckets_of_nothing_and_of_constants():
+    nothing = Histogram.of(torch.tensor([math.nan])).tensorboard_buckets()
+    assert (nothing.num, nothing.bucket_limits, math.isnan(nothing.min)) == (0, [], True)
+    constant = Histogram.of(torch.full((4,), 2.5)).tensorboard_buckets()
+    assert (constant.bucket_limits, constant.bucket_counts, constant.sum) == ([2.5], [4.0], 10.0)
+
+
+def test_extrema_that_are_not_finite_do_not_spoil_the_buckets():
+    b = Histogram.of(torch.tensor([-math.inf, 1.0, 1.5, math.nan])).tensorboard_buckets(2)
+    assert b.num == 2
+    assert 1.0 <= b.min < b.max <= 1.625
+
+
+def test_a_sample_comes_from_its_own_generator_and_leaves_the_global_one_alone():
+    x = torch.arange(1000.0)
+    before = torch.random.get_rng_state()
+    a = sample(x, torch.Generator().manual_seed(7), 100)
+    b = sample(x, torch.Generator().manual_seed(7), 100)
+    assert torch.equal(a, b)
+    assert len(set(a.tolist())) > 50
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(sample(x, size=1000), x)
+
+
+def test_the_error_of_a_sample_is_as_stated():
+    x = torch.arange(100_000.0) / 100_000
+    medians = [sample(x, torch.Generator().manual_seed(s), 1000).quantile(0.5).item() for s in range(200)]
+    assert np.std(medians) == pytest.approx(math.sqrt(0.25 / 1000), rel=0.2)

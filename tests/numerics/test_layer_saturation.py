@@ -1,0 +1,68 @@
+"""Covariances that add up, and the directions they fill."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_similarity import random
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.layer_saturation import Scatter, intrinsic_dimension, layer_saturation
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 5))
+@settings(deadline=None, max_examples=50)
+def test_parts_add_up_to_the_covariance_of_numpy(sizes, features):
+    x = random(sum(sizes), features) + 100
+    parts = [Scatter.of(p) for p in x.split(sizes)] if sum(sizes) else [Scatter.of(x)]
+    whole = sum(parts[1:], parts[0])
+    assert whole.n == len(x)
+    if len(x):
+        assert np.allclose(whole.covariance(), np.cov(x.numpy().T, ddof=0), atol=1e-9)
+        assert np.allclose(whole.mean, x.mean(0))
+    else:
+        assert whole.covariance().isnan().all()
+
+
+def test_planted_directions_are_found():
+    x = random(5000, 3) @ random(3, 10, seed=1)
+    c = Scatter.of(x.float()).covariance()
+    assert intrinsic_dimension(c, 0.9999999) == 3
+    assert layer_saturation(c) <= 0.3
+    assert intrinsic_dimension(Scatter.of(random(5000, 10)).covariance()) == 10
+
+
+@pytest.mark.parametrize(
+    ("eigenvalues", "k", "delve"), [([1.0] * 100, 99, 98), ([0.98, 0.015, 0.005], 2, 1), ([1.0], 1, 1)]
+)
+def test_the_definition_and_the_other_count(eigenvalues, k, delve):
+    q = torch.linalg.qr(random(len(eigenvalues), len(eigenvalues)))[0]
+    c = (q * torch.tensor(eigenvalues).double()) @ q.T
+    assert intrinsic_dimension(c) == k
+    assert intrinsic_dimension(c, compat="delve") == delve
+    assert intrinsic_dimension(1e-20 * c) == k
+
+
+def test_a_large_shortfall_counts_one_more_in_the_other_count():
+    c = torch.diag(torch.tensor([0.9, 0.1]).double())
+    assert intrinsic_dimension(c, compat="delve") == 2
+    assert intrinsic_dimension(torch.diag(torch.tensor([0.5, 0.46, 0.04])), compat="delve") == 3
+
+
+def test_fewer_rows_than_features_limit_it():
+    assert intrinsic_dimension(Scatter.of(random(5, 20)).covariance(), 1.0) <= 5
+
+
+@pytest.mark.parametrize("c", [torch.zeros(3, 3), torch.empty(0, 0), torch.tensor([[1.0, math.nan], [0.0, 1.0]])])
+def test_what_is_undefined_is_nan(c):
+    assert math.isnan(intrinsic_dimension(c))
+    assert math.isnan(layer_saturation(c, compat="delve"))
+
+
+def test_unsuitable_arguments_are_refused():
+    for arguments in ((0.0, None), (1.1, None), (0.9, "other")):
+        with pytest.raises(ConfigError, match="compat"):
+            intrinsic_dimension(torch.eye(2), *arguments)

@@ -1,0 +1,179 @@
+"""The gradient noise scale on gradients with a known covariance."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.noise import (
+    NoiseScale,
+    RunningMean,
+    RunningNoise,
+    adam_snr,
+    gradient_diversity,
+    gradient_snr,
+    micro_batch_noise_scale,
+    noise_scale,
+)
+
+GRADIENTS = hnp.arrays(np.float64, st.tuples(st.integers(2, 6), st.integers(1, 8)), elements=st.floats(-10, 10))
+
+
+def simulate(steps, count, size, seed=0):
+    """Squares of micro-batch means of a gradient with |G|^2 = 1 and tr Sigma = 330 over 140 dimensions."""
+    rng = np.random.default_rng(seed)
+    g = 140**-0.5 + math.sqrt(330 / 140 / size) * rng.standard_normal((steps, count, 140))
+    return (g**2).sum(-1), (g.mean(1) ** 2).sum(-1)
+
+
+def estimates(steps, count, size):
+    return [micro_batch_noise_scale(list(s), b, size) for s, b in zip(*simulate(steps, count, size), strict=True)]
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 16), (8, 16), (32, 16), (2, 256)])
+def test_both_terms_are_unbiased_and_are_divided_last(count, size):
+    found = estimates(4000, count, size)
+    trace, grad_sq = (np.mean([getattr(f, name) for f in found]) for name in ("trace", "grad_sq"))
+    assert trace / grad_sq == pytest.approx(330, rel=0.1)
+    assert trace == pytest.approx(330, rel=0.02)
+    assert grad_sq == pytest.approx(1, abs=0.1)
+
+
+def test_ratios_of_single_steps_are_far_off():
+    """The reason for averaging terms first: of two micro-batches of 16 the median ratio is 121 for a true 330."""
+    found = estimates(4000, 2, 16)
+    assert np.median([f.trace / f.grad_sq for f in found]) < 165
+    assert np.mean([math.isnan(f.ratio) for f in found]) == pytest.approx(0.3, abs=0.03)
+
+
+def test_a_running_noise_scale_finds_the_true_one():
+    running = RunningNoise(0.999)
+    for estimate in estimates(4000, 8, 16):
+        running.update(estimate)
+    assert running.value.ratio == pytest.approx(330, rel=0.12)
+
+
+@given(GRADIENTS, st.integers(1, 64))
+@settings(deadline=None, max_examples=60)
+def test_terms_are_the_sample_covariance_and_the_mean_product(g, size):
+    count = len(g)
+    found = micro_batch_noise_scale(list((g**2).sum(1)), float((g.mean(0) ** 2).sum()), size)
+    assert found.trace == pytest.approx(size * g.var(0, ddof=1).sum(), abs=1e-9 * size)
+    products = g @ g.T
+    expected = (products.sum() - np.trace(products)) / (count * (count - 1))
+    assert found.grad_sq == pytest.approx(expected, abs=1e-9)
+    two = noise_scale(float((g**2).sum(1).mean()), float((g.mean(0) ** 2).sum()), size, count * size)
+    assert found.trace == pytest.approx(two.trace, abs=1e-8 * size)
+    assert found.grad_sq == pytest.approx(two.grad_sq, abs=1e-8)
+
+
+def test_uneven_micro_batches_stay_unbiased():
+    rng, sizes = np.random.default_rng(1), np.array([4, 16, 64, 7])
+    found = []
+    for _ in range(6000):
+        g = 1 + rng.standard_normal((4, 5)) * 3 / np.sqrt(sizes)[:, None]
+        mean = (sizes[:, None] * g).sum(0) / sizes.sum()
+        found.append(micro_batch_noise_scale(list((g**2).sum(1)), float(mean @ mean), list(sizes)))
+    assert np.mean([f.trace for f in found]) == pytest.approx(45, rel=0.03)
+    assert np.mean([f.grad_sq for f in found]) == pytest.approx(5, rel=0.03)
+
+
+def test_identical_micro_batches_have_no_noise():
+    found = micro_batch_noise_scale([4.0, 4.0, 4.0], 4.0, 8)
+    assert (found.trace, found.grad_sq, found.ratio) == (0, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(math.nan, 1.0, 1, 2), (1.0, math.inf, 1, 2), (1.0, 1.0, 2, 2), (1.0, 1.0, 0, 2), (1.0, 1.0, 1, -3)],
+)
+def test_undefined_noise_is_nan(arguments):
+    assert all(math.isnan(v) for v in noise_scale(*arguments))
+
+
+def test_one_micro_batch_and_wrong_sizes():
+    assert all(math.isnan(v) for v in micro_batch_noise_scale([1.0], 1.0, 4))
+    assert all(math.isnan(v) for v in micro_batch_noise_scale([], 1.0, 4))
+    assert all(math.isnan(v) for v in micro_batch_noise_scale([1.0, 2.0], 1.0, [4, 0]))
+    with pytest.raises(ConfigError, match="a size for each of 2"):
+        micro_batch_noise_scale([1.0, 2.0], 1.0, [4])
+    lost = noise_scale(10.0, 1.0, 1, 2)
+    assert lost.grad_sq < 0
+    assert math.isnan(lost.ratio)
+
+
+def test_a_running_mean_has_no_bias_and_skips_nan():
+    mean = RunningMean(0.99)
+    assert math.isnan(mean.value)
+    for x in (7.0, math.nan, 7.0, math.inf, 7.0):
+        mean.update(x)
+    assert mean.value == pytest.approx(7)
+    assert mean.skipped == 2
+    weights = 0.9 ** np.arange(4, -1, -1)
+    xs = np.array([1.0, 5.0, -2.0, 8.0, 3.0])
+    other = RunningMean(0.9)
+    for x in xs:
+        other.update(x)
+    assert other.value == pytest.approx(weights @ xs / weights.sum())
+    for beta in (1.0, -0.1, math.nan):
+        with pytest.raises(ConfigError, match="beta"):
+            RunningMean(beta)
+
+
+def test_a_broken_step_is_left_out_of_the_running_noise():
+    running = RunningNoise(0.9)
+    running.update(NoiseScale(2.0, 1.0, 2.0))
+    running.update(NoiseScale(math.nan, math.nan, math.nan))
+    running.update(NoiseScale(math.nan, 5.0, math.nan))
+    assert running.value == pytest.approx((2.0, 1.0, 2.0))
+
+
+@given(GRADIENTS)
+@settings(deadline=None, max_examples=40)
+def test_gradient_snr_is_that_of_numpy(g):
+    variance, mean = g.var(0, ddof=1), g.mean(0)
+    m2 = torch.from_numpy(((g - mean) ** 2).sum(0))
+    got = gradient_snr(torch.from_numpy(mean), m2, len(g)).item()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = (mean**2 / (m2.numpy() / (len(g) - 1)))[m2.numpy() > 0]
+    assert variance.shape == mean.shape
+    assert got == pytest.approx(ratio.mean() if len(ratio) else math.nan, nan_ok=True)
+
+
+def test_pure_noise_has_a_snr_of_about_one_over_k():
+    g = torch.randn(10, 20_000, generator=torch.Generator().manual_seed(0))
+    m2 = ((g - g.mean(0)) ** 2).sum(0)
+    assert gradient_snr(g.mean(0), m2, 10).item() == pytest.approx(0.1 * 9 / 7, rel=0.05)
+    assert gradient_snr(g.mean(0), m2, 10, "median").item() < 0.1
+    assert math.isnan(gradient_snr(g.mean(0), m2, 1).item())
+    assert math.isnan(gradient_snr(torch.empty(0), torch.empty(0), 5).item())
+    assert math.isnan(gradient_snr(torch.ones(2), torch.zeros(2), 5).item())
+    with pytest.raises(ConfigError, match="median"):
+        gradient_snr(g[0], g[0], 2, "max")
+
+
+def test_adam_snr_of_one_mind_and_of_noise():
+    m, v = torch.zeros(2000), torch.zeros(2000)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        g = torch.randn(2000, generator=generator)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    assert adam_snr(m, v, 300).item() == pytest.approx(math.sqrt(2 / math.pi) * math.sqrt(0.1 / 1.9), rel=0.05)
+    assert adam_snr(torch.full((3,), 0.1), torch.full((3,), 0.001), 1).item() == pytest.approx(1)
+    assert math.isnan(adam_snr(torch.zeros(2), torch.zeros(2), 3).item())
+    assert math.isnan(adam_snr(torch.zeros(2), torch.ones(2), 0).item())
+
+
+def test_diversity_of_equal_orthogonal_and_conflicting_gradients():
+    assert gradient_diversity([4.0] * 5, 4.0) == pytest.approx(1 / 5)
+    eye = np.eye(4)
+    assert gradient_diversity([1.0] * 4, float((eye.mean(0) ** 2).sum())) == pytest.approx(1)
+    assert gradient_diversity([1.0, 1.1], 0.01) > 1
+    assert math.isnan(gradient_diversity([1.0, 1.0], 0.0))
+    assert math.isnan(gradient_diversity([], 1.0))
+    assert math.isnan(gradient_diversity([1.0], math.nan))

@@ -1,0 +1,132 @@
+"""Losses of narrower float formats against real casts, one element at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.histogram import Histogram
+from ikkuna.numerics.precision import FORMATS, count_losses, histogram_shares, shares
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+ANY = hnp.arrays(np.float32, st.integers(0, 60), elements=st.floats(width=32))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_has_the_numbers_torch_says(name):
+    info = torch.finfo(DTYPES[name])
+    form = FORMATS[name]
+    assert (form.max, form.min_normal, form.flush) == (info.max, info.tiny, info.smallest_normal * info.eps / 2)
+
+
+@pytest.mark.parametrize(("name", "first"), [("fp16", 65520.0), ("e5m2", 61440.0), ("e4m3", math.nextafter(464, 500))])
+def test_overflow_starts_where_rounding_leaves_the_format(name, first):
+    assert FORMATS[name].overflow == first
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2"])
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_counts_are_those_of_a_cast(name, data):
+    """Where a cast does not saturate it is a fair judge."""
+    form = FORMATS[name]
+    edge = st.sampled_from([form.flush, form.min_normal, form.overflow, form.max])
+    near = st.builds(lambda e, k: float(np.nextafter(np.float32(e), np.float32(k))), edge, st.sampled_from([0, 1, 2]))
+    x = data.draw(st.lists(st.one_of(st.floats(width=32), near), max_size=40))
+    x = torch.tensor(x, dtype=torch.float32)
+    finite = x[x.isfinite()]
+    cast = finite.to(DTYPES[name]).float()
+    nonzero = finite != 0
+    expected = [
+        (nonzero & (cast == 0)).sum(),
+        ((cast != 0) & (finite.abs() < form.min_normal)).sum(),
+        cast.isinf().sum(),
+        nonzero.sum(),
+        finite.numel(),
+    ]
+    assert count_losses(x, name).tolist() == [int(e) for e in expected]
+
+
+def test_e4m3_overflow_is_seen_although_the_cast_saturates():
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 300
+    assert x.to(torch.float8_e4m3fn).float().abs().max() == 448
+    expected = 2 * (1 - 0.5 * (1 + math.erf(464 / 300 / math.sqrt(2))))
+    assert shares(count_losses(x, "e4m3")).overflow == pytest.approx(expected, abs=4e-3)
+    assert histogram_shares(Histogram.of(x), "e4m3").overflow == pytest.approx(expected, abs=6e-3)
+    assert count_losses(torch.tensor([448.0, 464.0, 464.1]), "e4m3")[2] == 1
+
+
+def test_small_normal_numbers_in_half_precision():
+    """Of 1e-6 N(0, 1), 2.37 % vanish in fp16 and 97.6 % are subnormal; fp8 keeps nothing."""
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)) * 1e-6
+    got = shares(count_losses(x, "fp16"))
+    assert got.underflow == pytest.approx(0.0238, abs=5e-4)
+    assert got.subnormal == pytest.approx(0.976, abs=1e-3)
+    assert shares(count_losses(x, "e4m3")).underflow == 1.0
+    assert shares(count_losses(x, "e5m2")).underflow > 0.99
+
+
+@given(ANY, st.sampled_from(sorted(FORMATS)), st.integers(-10, 10))
+@settings(deadline=None, max_examples=100)
+def test_the_histogram_knows_underflow_exactly_and_overflow_within_a_bin(x, name, exponent):
+    scale = 2.0**exponent
+    form = FORMATS[name]
+    h = Histogram.of(torch.from_numpy(x))
+    got, want = histogram_shares(h, name, scale), shares(count_losses(torch.from_numpy(x), name, scale))
+    magnitude = abs(x[np.isfinite(x)].astype(np.float64))
+    on_edge = np.isin(magnitude, [form.flush / scale])
+    lost_below_codes = (magnitude > 0) & (magnitude < 2.0**-129)
+    n = max(1, (magnitude > 0).sum())
+    slack = (on_edge.sum() + lost_below_codes.sum()) / n
+    assert got.underflow == pytest.approx(want.underflow, abs=slack + 1e-12, nan_ok=True)
+    assert got.subnormal == pytest.approx(want.subnormal, abs=slack + 1e-12, nan_ok=True)
+    in_bin = ((magnitude > form.overflow / scale / 1.125) & (magnitude < form.overflow / scale * 1.125)).sum()
+    assert got.overflow == pytest.approx(want.overflow, abs=in_bin / max(1, len(magnitude)) + 1e-12, nan_ok=True)
+
+
+def test_scaling_moves_the_thresholds():
+    x = torch.tensor([2.0**-26, 2.0**-20])
+    assert shares(count_losses(x, "fp16")).underflow == 0.5
+    assert shares(count_losses(x, "fp16", scale=2.0**16)).underflow == 0.0
+
+
+def test_halves_add_up_to_the_whole():
+    x = torch.randn(100, generator=torch.Generator().manual_seed(1)) * 1e-7
+    assert torch.equal(count_losses(x[:30], "fp16") + count_losses(x[30:], "fp16"), count_losses(x, "fp16"))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.empty(0),
+        torch.zeros(3),
+        torch.tensor(math.nan),
+        torch.tensor([math.inf, -math.inf]),
+        torch.empty(2, device="meta"),
+        torch.tensor([1e-30], dtype=torch.float64),
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, dtype=torch.complex64),
+        torch.eye(3).to_sparse(),
+        torch.ones(2, dtype=torch.float8_e4m3fn),
+        torch.ones(1).expand(4).requires_grad_(),
+    ],
+)
+def test_no_tensor_is_refused(x):
+    for name in FORMATS:
+        got = shares(count_losses(x, name))
+        other = histogram_shares(Histogram.of(x), name)
+        assert (math.isnan(got.underflow), math.isnan(got.overflow)) == (
+            math.isnan(other.underflow),
+            math.isnan(other.overflow),
+        )
+    assert count_losses(torch.eye(3).to_sparse(), "fp16").tolist() == [0, 0, 0, 3, 9]
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ConfigError, match="known: fp16, bf16, e4m3, e5m2"):
+        count_losses(torch.ones(1), "fp4")

@@ -1,0 +1,124 @@
+"""Centred kernel alignment against published numbers and its definition."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.similarity import cka_of_hsic, hsic_matrix, linear_cka, to_rows
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def notebook():
+    """The data of the notebook that accompanies Kornblith et al. (2019)."""
+    rng = np.random.RandomState(1337)
+    x = rng.randn(100, 10)
+    return torch.from_numpy(x), torch.from_numpy(rng.randn(100, 10) + x)
+
+
+def test_the_numbers_of_the_notebook():
+    x, y = notebook()
+    assert linear_cka(x, y, debiased=False).item() == pytest.approx(0.55761, abs=5e-6)
+    assert linear_cka(x, y).item() == pytest.approx(0.51346, abs=5e-6)
+
+
+def test_the_estimator_is_its_definition():
+    """A mean over all ordered quadruples of different rows (Song et al.)."""
+    from itertools import permutations
+
+    x, y = random(6, 3), random(6, 4, seed=1)
+    k, kl = (x @ x.T).numpy(), (y @ y.T).numpy()
+    terms = [k[i, j] * (kl[i, j] + kl[q, r] - 2 * kl[i, q]) for i, j, q, r in permutations(range(6), 4)]
+    assert hsic_matrix([x, y])[0, 1].item() == pytest.approx(np.mean(terms))
+
+
+def test_independent_data_has_none_once_debiased():
+    x, y = random(256, 512), random(256, 512, seed=1)
+    assert linear_cka(x, y).item() == pytest.approx(0, abs=0.02)
+    assert linear_cka(x, y, debiased=False).item() == pytest.approx(0.663, abs=0.01)
+
+
+def test_mini_batches_add_up_to_the_whole():
+    x = random(2048, 20)
+    y = x @ random(20, 30, seed=1) * 0.3 + random(2048, 30, seed=2)
+    whole = linear_cka(x, y).item()
+    for size in (8, 32, 128):
+        hsic = sum(hsic_matrix([a, b]) for a, b in zip(x.split(size), y.split(size), strict=True))
+        assert cka_of_hsic(hsic)[0, 1].item() == pytest.approx(whole, abs=0.02)
+    naive = np.mean([linear_cka(a, b, debiased=False).item() for a, b in zip(x.split(8), y.split(8), strict=True)])
+    assert naive > whole + 0.1
+
+
+@pytest.mark.parametrize("debiased", [False, True])
+def test_rotation_and_scale_do_not_matter_other_maps_do(debiased):
+    x, y = random(60, 8), random(60, 12, seed=1) + random(60, 8) @ random(8, 12, seed=2)
+    q = torch.linalg.qr(random(8, 8, seed=3))[0]
+    value = linear_cka(x, y, debiased).item()
+    assert linear_cka(-1e6 * x @ q + 5, y, debiased).item() == pytest.approx(value)
+    assert linear_cka(y, x, debiased).item() == pytest.approx(value)
+    assert linear_cka(x, x, debiased).item() == pytest.approx(1)
+    assert linear_cka(x @ random(8, 8, seed=4), y, debiased).item() != pytest.approx(value, abs=1e-3)
+
+
+def test_the_gram_form_and_the_feature_form_agree():
+    x, y = random(30, 5), random(30, 7, seed=1)
+    padded = torch.cat([x, torch.zeros(30, 40, dtype=torch.float64)], 1)
+    assert linear_cka(padded, y, debiased=False).item() == pytest.approx(linear_cka(x, y, debiased=False).item())
+
+
+def test_a_matrix_of_layers_holds_every_pair():
+    layers = [random(50, d, seed=d) for d in (3, 5, 9)]
+    got = cka_of_hsic(hsic_matrix(layers))
+    for i in range(3):
+        for j in range(3):
+            assert got[i, j].item() == pytest.approx(linear_cka(layers[i], layers[j]).item())
+
+
+def test_duplicates_and_dead_columns_do_no_harm():
+    x = random(50, 6)
+    padded = torch.cat([x, torch.zeros(50, 3)], 1)
+    assert linear_cka(padded, x).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("debiased", [False, True])
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (torch.ones(9, 3), random(9, 2)),
+        (torch.full((9, 3), math.nan), random(9, 2)),
+        (torch.full((9, 3), math.inf), random(9, 2)),
+        (torch.empty(0, 3), torch.empty(0, 2)),
+        (torch.empty(1, 3), torch.empty(1, 2)),
+        (torch.empty(9, 0), random(9, 2)),
+    ],
+)
+def test_what_is_undefined_is_nan(x, y, debiased):
+    assert math.isnan(linear_cka(x, y, debiased).item())
+
+
+def test_few_rows():
+    assert math.isnan(linear_cka(random(3, 2), random(3, 2)).item())
+    assert not math.isnan(linear_cka(random(3, 2), random(3, 2), debiased=False).item())
+
+
+def test_unlike_rows_are_refused():
+    for debiased in (False, True):
+        with pytest.raises(ConfigError, match="same rows"):
+            linear_cka(random(5, 2), random(6, 2), debiased)
+
+
+def test_rows_of_each_layout():
+    x = random(2, 3, 4, 5)
+    assert torch.equal(to_rows(x), x.permute(0, 2, 3, 1).reshape(-1, 3))
+    assert torch.allclose(to_rows(x, pool=True), x.mean((2, 3)))
+    assert torch.equal(to_rows(x[0]), x[0].reshape(-1, 5))
+    assert torch.allclose(to_rows(x[0], pool=True), x[0].mean(1))
+    assert to_rows(x[0, 0]).shape == to_rows(x[0, 0], pool=True).shape == (4, 5)
+    assert to_rows(x[0, 0, 0]).shape == (5, 1)
+    assert to_rows(torch.ones(2, 3, dtype=torch.bfloat16).requires_grad_()).dtype is torch.float64
+    assert torch.equal(to_rows(x.to(memory_format=torch.channels_last)), to_rows(x))

@@ -1,0 +1,101 @@
+import errno
+import os
+import stat
+
+import pytest
+
+from ikkuna.errors import LogDirError
+from ikkuna.visualization.append_file import AppendFile
+
+
+def test_two_files_of_one_second_have_two_names(tmp_path):
+    files = [AppendFile(tmp_path, "x.{}".format) for _ in range(3)]
+    for number, file in enumerate(files):
+        file.append(b"%d" % number)
+        file.close()
+    assert [file.path.read_bytes() for file in files] == [b"0", b"1", b"2"]
+
+
+def test_the_file_is_for_all_to_read_and_closed_on_exec(tmp_path):
+    old = os.umask(0o022)
+    try:
+        file = AppendFile(tmp_path, "x.{}".format)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o644
+    assert not os.get_inheritable(file._descriptor)
+    file.close()
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    stems = iter("ab")
+    monkeypatch.setattr("ikkuna.visualization.append_file.unique_stem", lambda counter: next(stems))
+    (tmp_path / "a").symlink_to(target)
+    file = AppendFile(tmp_path, str)
+    file.close()
+    assert file.path.name == "b"
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("short", range(6))
+def test_a_short_write_leaves_no_trace(tmp_path, monkeypatch, short):
+    """`short` bytes of the second block reach the disk, and are cut off again."""
+    file = AppendFile(tmp_path, str)
+    file.append(b"first")
+    write = os.write
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="were written"):
+        patched.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:short]))
+        file.append(b"second")
+    assert file.path.read_bytes() == b"first"
+    file.append(b"third")
+    file.close()
+    assert file.path.read_bytes() == b"firstthird"
+
+
+def test_a_torn_block_is_cut_off_before_anything_follows_it(tmp_path, monkeypatch):
+    """The error hits in the middle of a block, and again while it is cut off."""
+    file = AppendFile(tmp_path, str)
+    file.append(b"first")
+    write = os.write
+
+    def torn(descriptor, data):
+        write(descriptor, data[:3])
+        raise OSError(errno.EIO, "Input/output error")
+
+    def broken(descriptor, size):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", torn)
+        patched.setattr(os, "ftruncate", broken)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output"):
+                file.append(b"second")
+    file.append(b"third")
+    file.close()
+    assert file.path.read_bytes() == b"firstthird"
+
+
+def test_a_file_in_the_way_of_the_directory_is_named(tmp_path):
+    (tmp_path / "log").write_text("")
+    with pytest.raises(LogDirError, match=r"cannot write to log directory '.*log': it exists and is not a directory"):
+        AppendFile(tmp_path / "log", str)
+
+
+def test_a_directory_below_a_file_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "log").write_text("")
+    with pytest.raises(LogDirError, match="Not a directory"):
+        AppendFile(tmp_path / "log" / "run", str)
+
+
+def test_a_name_that_is_too_long_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(LogDirError, match="File name too long"):
+        AppendFile(tmp_path / ("x" * 300), str)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_rights_is_refused_with_the_reason(tmp_path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(LogDirError, match="Permission denied"):
+        AppendFile(tmp_path / "run", str)

@@ -1,0 +1,107 @@
+import json
+import math
+import struct
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ikkuna.visualization.backend import Series
+from ikkuna.visualization.jsonl import JSONLinesBackend, read
+
+
+@pytest.fixture
+def backend(tmp_path):
+    backend = JSONLinesBackend()
+    backend.open(tmp_path)
+    yield backend
+    backend.close(30)
+
+
+def reread(backend, *additions):
+    for add in additions:
+        add(backend)
+    backend.commit(0)
+    assert backend.close(30)
+    return read(backend.path)
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=20), st.text())
+def test_every_bit_of_a_value_survives(tmp_path_factory, values, name):
+    backend = JSONLinesBackend()
+    backend.open(tmp_path_factory.mktemp("log"))
+    additions = [lambda b, v=value: b.add_scalar(Series("loss", name), v, 3) for value in values]
+    entries = reread(backend, *additions)
+    assert [entry["module"] for entry in entries] == [name] * len(values)
+    for entry, value in zip(entries, values, strict=True):
+        same = struct.pack("d", entry["value"]) == struct.pack("d", value)
+        assert same or math.isnan(value) == math.isnan(entry["value"]) is True
+
+
+def test_an_entry_says_what_where_and_when(backend):
+    [entry] = reread(backend, lambda b: b.add_scalar(Series("weights_norm2", "fc", "testing"), 0.1, 3))
+    assert entry.pop("time") > 1.7e9
+    assert entry == {"kind": "weights_norm2", "module": "fc", "pass": "testing", "step": 3, "value": 0.1}
+
+
+def test_every_line_is_json_for_strict_readers(backend):
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    for value in (math.nan, math.inf, -math.inf):
+        backend.add_scalar(Series("loss"), value, 0)
+    backend.commit(0)
+    backend.close(30)
+    lines = [json.loads(line, parse_constant=refuse) for line in backend.path.read_text().splitlines()]
+    assert [line["value"] for line in lines] == ["NaN", "Infinity", "-Infinity"]
+
+
+def test_histograms_and_texts_are_entries(backend):
+    histogram = SimpleNamespace(
+        min=-math.inf, max=2.0, num=3, sum=1.0, sum_squares=5.0, bucket_limits=[0, math.inf], bucket_counts=[1, 2]
+    )
+    first, second = reread(
+        backend,
+        lambda b: b.add_histogram(Series("weights", "fc"), histogram, 0),
+        lambda b: b.add_text("Model", "NaN", 0),
+    )
+    assert first["histogram"] == vars(histogram)
+    assert (second["title"], second["text"]) == ("Model", "NaN")
+
+
+def test_a_file_cut_anywhere_is_read_up_to_there(backend, tmp_path):
+    values = [1.5, -2.25, math.inf, 1e-300]
+    whole = reread(backend, *(lambda b, v=value: b.add_scalar(Series("loss"), v, 0) for value in values))
+    content = backend.path.read_bytes()
+    cut = tmp_path / "cut.jsonl"
+    counts = []
+    for size in range(len(content) + 1):
+        cut.write_bytes(content[:size])
+        entries = read(cut)
+        assert entries == whole[: len(entries)]
+        counts.append(len(entries))
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+
+
+def test_a_damaged_line_costs_itself_only(backend, tmp_path, caplog):
+    reread(backend, *(lambda b, v=value: b.add_scalar(Series("loss"), v, 0) for value in (1.0, 2.0, 3.0)))
+    lines = backend.path.read_bytes().splitlines(keepends=True)
+    lines[1] = b"\xff" + lines[1]
+    backend.path.write_bytes(b"".join(lines))
+    assert [entry["value"] for entry in read(backend.path)] == [1.0, 3.0]
+    assert "1 lines are not whole" in caplog.text
+
+
+def test_a_directory_is_read_as_one(tmp_path):
+    for value in (1.0, 2.0):
+        backend = JSONLinesBackend()
+        backend.open(tmp_path)
+        reread(backend, lambda b, v=value: b.add_scalar(Series("loss"), v, 0))
+    assert [entry["value"] for entry in read(tmp_path)] == [1.0, 2.0]
+
+
+def test_losses_are_entries(backend):
+    block = backend._format().loss(5, 1, 2)
+    assert json.loads(block) == {"lost": 5, "first_step": 1, "step": 2}

@@ -1,0 +1,234 @@
+"""Death, forks, full disks and the end of the interpreter, each in a process of its own."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+from ikkuna.visualization.jsonl import read
+
+accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals and fork")
+
+MAKE = """
+import json, os, sys
+sys.modules["torch"] = None  # tensorboardX would import it, for longer than a test takes
+from ikkuna.visualization.backend import Series
+from ikkuna.visualization.jsonl import JSONLinesBackend
+from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.visualization.run import Run
+
+LOSS = Series("loss")
+run = Run(sys.argv[1])
+events, lines = TensorBoardBackend(retry_seconds=0.05), JSONLinesBackend(retry_seconds=0.05)
+
+def step(number, values=1):
+    for _ in range(values):
+        run.show(LOSS, float(number), number, (events, lines))
+    run.commit(number)
+"""
+
+KILLED = (
+    MAKE
+    + """
+number = 0
+while True:
+    step(number)
+    number += 1
+    print(run.acked_step, flush=True)
+"""
+)
+
+
+def event_steps(directory):
+    found = accumulators.EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    return [event.step for event in found.Scalars("Network/loss")]
+
+
+def line_steps(directory):
+    return [entry["step"] for entry in read(directory) if "value" in entry]
+
+
+def wait_for(process, condition, seconds=60):
+    """Wait until `condition` holds for what the process has printed."""
+    deadline = time.monotonic() + seconds
+    while not condition(process.output.read_text()):
+        assert time.monotonic() < deadline, process.output.read_text()[-1000:]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.01)
+            raise AssertionError(process.output.read_text()[-1000:])
+
+
+def result(process, seconds=60):
+    assert process.wait(seconds) == 0, process.output.read_text()
+    return json.loads(process.output.read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("round_", range(5))
+def test_a_killed_process_loses_nothing_that_was_acknowledged(tmp_path, child, round_):
+    process = child(KILLED, tmp_path / "log")
+    size = random.Random(round_).randint(10, 5_000)
+    wait_for(process, lambda text: len(text) > size and not text.endswith("-1\n"))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    acked = max(int(line) for line in process.output.read_text().split("\n")[:-1])
+    assert acked >= 0
+    for steps in (event_steps(tmp_path / "log" / "run0001"), line_steps(tmp_path / "log" / "run0001")):
+        assert steps == list(range(len(steps)))
+        assert len(steps) > acked
+
+
+FULL = (
+    MAKE
+    + """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+for number in range(2_000):
+    step(number)
+while run.acked_step < 10:
+    pass
+first = run.flush(10)
+if sys.argv[2] == "freed":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(json.dumps([first, run.close(10), run.acked_step, run.dropped]))
+"""
+)
+
+
+def test_a_full_disk_leaves_readable_files_and_exact_counts(tmp_path, child):
+    flushed, closed, acked, dropped = result(child(FULL, tmp_path / "log", "full"))
+    steps, lines = event_steps(tmp_path / "log" / "run0001"), line_steps(tmp_path / "log" / "run0001")
+    assert (flushed, closed) == (False, False)
+    assert steps == list(range(len(steps)))
+    assert lines == list(range(len(lines)))
+    assert 10 < min(len(steps), len(lines)) < 2000
+    assert acked == min(steps[-1], lines[-1])
+    assert dropped == 4000 - len(steps) - len(lines)
+
+
+def test_a_disk_that_has_room_again_gets_everything(tmp_path, child):
+    assert result(child(FULL, tmp_path / "log", "freed")) == [False, True, 1999, 0]
+    assert event_steps(tmp_path / "log" / "run0001") == list(range(2000))
+    assert line_steps(tmp_path / "log" / "run0001") == list(range(2000))
+
+
+FORKED = (
+    MAKE
+    + """
+import gc
+step(0)
+child = os.fork()
+if not child:
+    for number in range(100, 150):
+        step(number)
+    answers = [run.flush(), run.close(), events.flush(), events.close(), lines.close()]
+    lines.add_scalar(LOSS, 1.0, 200)
+    lines.commit(200)
+    if sys.argv[2] == "collected":
+        run = events = lines = None
+        gc.collect()
+    assert answers == [False] * 5, answers
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+for number in range(1, 50):
+    step(number)
+print(json.dumps([os.waitstatus_to_exitcode(status), run.close(30), run.dropped]))
+"""
+)
+
+
+@pytest.mark.parametrize("way", ["left", "collected"])
+def test_a_forked_child_is_inert(tmp_path, child, way):
+    """It logs, closes and ends without a trace in the files, and without harm to its parent."""
+    assert result(child(FORKED, tmp_path / "log", way)) == [7, True, 0]
+    assert event_steps(tmp_path / "log" / "run0001") == list(range(50))
+    assert line_steps(tmp_path / "log" / "run0001") == list(range(50))
+
+
+FORKED_WHILE_BUSY = (
+    MAKE
+    + """
+for number in range(100):
+    step(number)
+    if number % 20 == 0 and not (child := os.fork()):
+        for ours in (run, events, lines):
+            ours.commit(number)
+            ours.close()
+        sys.exit(0)
+    elif number % 20 == 0:
+        os.waitpid(child, 0)
+print(json.dumps(run.close(30)))
+"""
+)
+
+
+def test_forking_while_the_thread_holds_the_lock_harms_nobody(tmp_path, child):
+    assert result(child(FORKED_WHILE_BUSY, tmp_path / "log")) is True
+    assert event_steps(tmp_path / "log" / "run0001") == list(range(100))
+
+
+STUCK = (
+    MAKE
+    + """
+import atexit, threading, time
+never = threading.Event()
+write = os.write
+os.write = lambda descriptor, data: never.wait()
+for number in range(100):
+    step(number)
+if sys.argv[2] == "atexit":
+    atexit.register(run.close)
+elif sys.argv[2] == "thread":
+    threading.Thread(target=lambda: (run.close(), sys.exit(1))).start()
+print(json.dumps(None))
+sys.stdout.flush()
+"""
+)
+
+
+@pytest.mark.parametrize("way", ["never closed", "atexit", "thread"])
+def test_a_disk_that_never_answers_does_not_keep_the_interpreter(tmp_path, child, way):
+    process = child(STUCK, tmp_path / "log", way)
+    wait_for(process, lambda text: text.startswith("null\n"))
+    began = time.monotonic()
+    assert process.wait(30) == 0, process.output.read_text()
+    assert time.monotonic() - began < 4
+
+
+LATE = (
+    MAKE
+    + """
+import atexit
+def late():
+    step(1)
+    print(json.dumps(run.close(10)))
+if sys.argv[2] == "started":
+    step(0)
+atexit.register(late)
+"""
+)
+
+
+@pytest.mark.parametrize("way", ["started", "not started"])
+def test_values_of_the_last_moment_are_kept(tmp_path, child, way):
+    """Some interpreters start no thread any more when this happens."""
+    assert result(child(LATE, tmp_path / "log", way)) is True
+    assert line_steps(tmp_path / "log" / "run0001")[-1] == 1
+
+
+IMPORTED = """
+import json, sys
+import ikkuna.visualization, ikkuna.visualization.run
+print(json.dumps([name for name in ("torch", "tensorboardX", "matplotlib") if name in sys.modules]))
+"""
+
+
+def test_importing_costs_nothing(child):
+    assert result(child(IMPORTED)) == []

@@ -1,0 +1,302 @@
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from ikkuna import errors, plugins
+from ikkuna.testing import RecordingBackend
+from ikkuna.visualization import backend as backend_module
+from ikkuna.visualization import run as run_module
+from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.jsonl import JSONLinesBackend, read
+from ikkuna.visualization.null import NullBackend
+from ikkuna.visualization.run import Run
+from ikkuna.visualization.run_directory import check_log_dir, make_run_directory
+from ikkuna.visualization.tensorboard import TensorBoardBackend
+
+LOSS = Series("loss")
+
+
+class Faulty(RecordingBackend):
+    """Raises in the verbs it is told to."""
+
+    def __init__(self, *verbs):
+        super().__init__()
+        self.calls = []
+        for verb in verbs:
+            setattr(self, verb, lambda *_, verb=verb: self.calls.append(verb) or 1 / 0)
+
+
+class Stored(RecordingBackend):
+    """Claims to have stored what it is told."""
+
+    def __init__(self, acked=-1):
+        super().__init__()
+        self.acked = acked
+
+    @property
+    def acked_step(self):
+        return self.acked
+
+
+@pytest.fixture(autouse=True)
+def named(monkeypatch):
+    """Names without an installation."""
+    made = []
+    known = {"jsonl": JSONLinesBackend, "tb": TensorBoardBackend, "null": NullBackend}
+
+    def get(backend):
+        if isinstance(backend, str):
+            if backend not in known:
+                raise errors.ConfigError(f"unknown backend {backend!r}")
+            backend = known[backend]()
+            made.append(backend)
+        return backend
+
+    monkeypatch.setattr(run_module, "get_backend", get)
+    return made
+
+
+def test_nothing_is_made_before_the_first_value(tmp_path):
+    run = Run(tmp_path / "log")
+    run.commit(0)
+    run.flush()
+    assert run.close()
+    assert not (tmp_path / "log").exists()
+
+
+def test_values_are_readable_when_close_returns(tmp_path):
+    run = Run(tmp_path)
+    for step in range(5):
+        run.show(LOSS, step / 2, step, ("jsonl", "tb"))
+        run.commit(step)
+    assert run.flush(30)
+    assert run.acked_step == 4
+    assert run.close(30)
+    assert run.directory == tmp_path / "run0001"
+    assert [entry["value"] for entry in read(run.directory)] == [0, 0.5, 1, 1.5, 2]
+    assert len(list(run.directory.glob("events.out.tfevents.*"))) == 1
+    assert run.dropped == 0
+
+
+def test_a_backend_is_made_once_per_name(tmp_path, named):
+    run = Run(tmp_path)
+    for kind in "abc":
+        run.show(Series(kind), 1.0, 0, ("jsonl",))
+    run.close(30)
+    assert len(named) == 1
+    assert len(read(run.directory)) == 3
+
+
+def test_a_backend_object_is_opened_in_the_directory_of_the_run(tmp_path):
+    run, mine = Run(tmp_path), JSONLinesBackend()
+    run.show(LOSS, 1.0, 0, (mine, "jsonl"))
+    run.close(30)
+    assert mine.path.parent == run.directory
+    assert len(read(run.directory)) == 2
+
+
+def test_a_backend_that_stores_nothing_needs_no_directory(tmp_path):
+    run = Run(tmp_path / "log")
+    run.show(LOSS, 1.0, 0, ("null",))
+    assert run.close()
+    assert run.directory is None
+    assert not (tmp_path / "log").exists()
+
+
+def test_values_are_told_apart(tmp_path):
+    run, backend = Run(tmp_path), RecordingBackend()
+    histogram = SimpleNamespace(min=0, max=1, num=1, sum=1, sum_squares=1, bucket_limits=[1], bucket_counts=[1])
+    run.show(LOSS, 1, 0, [backend])
+    run.show(Series("weights", "fc"), histogram, 0, [backend])
+    run.show(Series("notes", "fc"), "text", 0, [backend])
+    run.show(Series("notes", title="Model"), "text", 0, [backend])
+    assert [value for _, value, _ in backend.values] == [1.0, histogram]
+    assert backend.texts == [("notes/fc", "text", 0), ("Model", "text", 0)]
+
+
+@pytest.mark.parametrize("value", [None, [1.0], object(), 10**400])
+def test_a_value_of_no_kind_is_the_callers_mistake(tmp_path, value):
+    with pytest.raises(errors.ConfigTypeError, match="'loss' shows a number, a histogram or a text, got"):
+        Run(tmp_path).show(LOSS, value, 0, [RecordingBackend()])
+
+
+def test_a_backend_that_fails_is_disabled_and_others_go_on(tmp_path, caplog):
+    run, bad, good = Run(tmp_path), Faulty("add_scalar"), RecordingBackend()
+    for step in range(20):
+        run.show(LOSS, 1.0, step, (bad, good))
+        run.commit(step)
+    assert len(bad.calls) == 10
+    assert len(good.values) == 20
+    assert run.dropped == 20
+    assert not run.close()
+    assert bad.closed
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "Faulty failed in add_scalar() 10 times in a row and is disabled" in caplog.text
+
+
+def test_a_failing_commit_is_counted_though_adding_works(tmp_path):
+    run, bad = Run(tmp_path), Faulty("commit")
+    for step in range(20):
+        run.show(LOSS, 1.0, step, (bad,))
+        run.show(LOSS, 1.0, step, (bad,))
+        run.commit(step)
+    assert len(bad.calls) == 10
+    assert run.dropped == 40
+
+
+def test_failures_that_are_not_in_a_row_disable_nothing(tmp_path):
+    run, backend = Run(tmp_path), RecordingBackend()
+    add = backend.add_scalar
+    backend.add_scalar = lambda series, value, step: 1 / 0 if step % 10 else add(series, value, step)
+    for step in range(100):
+        run.show(LOSS, 1.0, step, (backend,))
+    assert len(backend.values) == 10
+    assert run.dropped == 90
+
+
+def test_a_backend_that_cannot_be_opened_is_said_once(tmp_path, caplog):
+    (tmp_path / "log").write_text("")
+    run = Run(tmp_path / "log")
+    for step in range(20):
+        run.show(LOSS, 1.0, step, ("jsonl",))
+        run.commit(step)
+    assert run.dropped == 20
+    assert run.acked_step == -1
+    assert not run.close()
+    [record] = caplog.records
+    assert "'jsonl' cannot be opened" in record.message
+    assert "it exists and is not a directory" in record.message
+
+
+def test_an_unknown_name_does_not_raise_while_running(tmp_path, caplog):
+    run = Run(tmp_path)
+    for step in range(3):
+        run.show(LOSS, 1.0, step, ("nonsense",))
+    assert run.dropped == 3
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("verb", ["flush", "close"])
+def test_a_backend_that_fails_at_the_end_is_an_answer(tmp_path, verb):
+    run = Run(tmp_path)
+    run.show(LOSS, 1.0, 0, (Faulty(verb),))
+    run.commit(0)
+    assert not getattr(run, verb)()
+
+
+def test_what_was_not_committed_is_committed_by_close(tmp_path):
+    run = Run(tmp_path)
+    run.show(LOSS, 1.0, 7, ("jsonl",))
+    assert run.close(30)
+    assert [entry["step"] for entry in read(run.directory)] == [7]
+
+
+def test_a_closed_run_takes_nothing_and_says_so(tmp_path):
+    run, backend = Run(tmp_path), RecordingBackend()
+    run.close()
+    run.show(LOSS, 1.0, 0, (backend,))
+    assert backend.values == []
+    assert run.dropped == 1
+    with pytest.raises(errors.ClosedError):
+        run.prepare(["null"])
+
+
+def test_the_acknowledged_step_is_that_of_the_slowest(tmp_path):
+    run, slow, fast = Run(tmp_path), Stored(), Stored()
+    for step in range(100, 103):
+        run.show(LOSS, 1.0, step, (slow, fast, "null"))
+        run.commit(step)
+    assert run.acked_step == -1
+    slow.acked, fast.acked = 101, 102
+    assert run.acked_step == 101
+
+
+def test_the_acknowledged_step_does_not_go_back_when_a_backend_comes_late(tmp_path):
+    run, early, late = Run(tmp_path), Stored(), Stored()
+    run.show(LOSS, 1.0, 0, (early,))
+    early.acked = 9
+    run.show(LOSS, 1.0, 10, (late,))
+    assert run.acked_step == 9
+
+
+def test_a_silent_disk_does_not_take_the_time_of_other_backends(tmp_path, gate):
+    class Quick(RecordingBackend):
+        def close(self, timeout=2.0):
+            self.given = timeout
+            return True
+
+    run, quick = Run(tmp_path), Quick()
+    for step in range(3):
+        run.show(LOSS, 1.0, step, ("jsonl", quick))
+        run.commit(step)
+    assert not run.close(0.2)
+    assert quick.given >= 0.05
+
+
+def test_preparing_makes_no_file_and_refuses_what_cannot_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.ConfigError, match="unknown backend 'nonsense'"):
+        Run(tmp_path).prepare(["jsonl", "nonsense"])
+    with pytest.raises(errors.LogDirError, match="Not a directory"):
+        Run(tmp_path / "file" / "log").prepare(["jsonl"])
+    Run(tmp_path / "file" / "log").prepare(["null"])
+    Run(tmp_path / "log").prepare(["jsonl", NullBackend()])
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_prepared_backend_is_the_one_that_is_used(tmp_path, named):
+    run = Run(tmp_path)
+    run.prepare(["jsonl"])
+    run.prepare(["jsonl"])
+    run.show(LOSS, 1.0, 0, ("jsonl",))
+    run.close(30)
+    assert named[0].path.exists()
+
+
+@pytest.mark.parametrize("log_dir", ["", 5, None, "a\0b", b"bytes"])
+def test_what_is_no_path_is_refused(log_dir):
+    with pytest.raises(errors.ConfigError, match="log_dir is a path, got"):
+        Run(log_dir)
+
+
+def test_a_log_directory_is_checked_by_writing(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.LogDirError, match="Not a directory"):
+        check_log_dir(tmp_path / "file")
+    with pytest.raises(errors.LogDirError, match="File name too long"):
+        check_log_dir(tmp_path / ("x" * 300) / "y")
+    assert check_log_dir(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_run_never_gets_the_directory_of_another(tmp_path):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(make_run_directory(tmp_path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(path.name for path in found) == [f"run{number:04d}" for number in range(1, 9)]
+
+
+def test_a_run_comes_after_those_that_are_there(tmp_path):
+    for name in ("run0007", "runs", "run12", "run0003.old"):
+        (tmp_path / name).mkdir()
+    assert make_run_directory(tmp_path).name == "run0008"
+
+
+def test_the_built_in_backends_are_announced_and_loadable(monkeypatch):
+    """The names in the project's metadata lead to backends, whatever is installed."""
+    import tomllib
+    from importlib.metadata import EntryPoint
+    from pathlib import Path
+
+    metadata = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    group = metadata["project"]["entry-points"][backend_module.GROUP]
+    points = {name: (EntryPoint(name, value, backend_module.GROUP),) for name, value in group.items()}
+    monkeypatch.setattr(plugins, "plugins", lambda group: points)
+    assert {"tb", "jsonl", "null"} <= set(points)
+    for name in points:
+        assert isinstance(backend_module.get_backend(name), Backend)

@@ -1,0 +1,293 @@
+import errno
+import logging
+import os
+import shutil
+import threading
+import time
+
+import pytest
+
+from ikkuna.errors import LogDirError
+from ikkuna.visualization.writer import FileWriter
+
+
+def lines(writer):
+    return writer.path.read_bytes().splitlines()
+
+
+def submit(writer, steps, size=0):
+    for step in steps:
+        writer.submit(b"step %d%s\n" % (step, b"." * size), step, 3)
+
+
+def expected(*steps):
+    return [b"header", *(b"step %d" % step for step in steps)]
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A disk that reports an error while `failing.is_set()`."""
+    event, write = threading.Event(), os.write
+
+    def faulty(descriptor, data):
+        if event.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", faulty)
+    return event
+
+
+def test_a_step_is_never_split_and_what_waits_is_written_together(tmp_path, plain, gate, monkeypatch):
+    written, begun, write = [], threading.Event(), os.write
+    writer = FileWriter(tmp_path, plain)
+
+    def observed(descriptor, data):
+        written.append(data)
+        begun.set()
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", observed)
+    submit(writer, [0])
+    assert begun.wait(30)
+    submit(writer, [1, 2])
+    gate.set()
+    assert writer.close()
+    assert written == [b"header\nstep 0\n", b"step 1\nstep 2\n"]
+
+
+def test_flush_says_when_everything_is_on_the_disk(tmp_path, plain, monkeypatch):
+    synced, sync = [], os.fsync
+    writer = FileWriter(tmp_path, plain)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(len(lines(writer))), sync(descriptor)))
+    assert writer.flush(0)
+    submit(writer, range(3))
+    assert writer.flush(30)
+    assert synced == [4]
+    assert writer.acked_step == 2
+    assert lines(writer) == expected(0, 1, 2)
+    assert writer.close()
+
+
+def test_the_acknowledged_step_advances_by_itself(tmp_path, plain):
+    writer = FileWriter(tmp_path, plain)
+    assert writer.acked_step == -1
+    submit(writer, [0, 1])
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer.acked_step == 1, 30)
+    writer.submit(b"", 7, 0)
+    assert writer.acked_step == 7
+    assert writer.close()
+
+
+def test_values_are_synced_in_the_background_after_a_while(tmp_path, plain):
+    writer = FileWriter(tmp_path, plain, sync_seconds=0.0)
+    submit(writer, [0])
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer._synced == 1, 30)
+    assert writer.close()
+
+
+def test_a_writer_that_has_nothing_to_write_starts_no_thread(tmp_path, plain):
+    before = threading.active_count()
+    writer = FileWriter(tmp_path, plain)
+    assert threading.active_count() == before
+    assert writer.close()
+    assert writer.close()
+
+
+def test_closing_ends_the_thread_and_releases_the_descriptor(tmp_path, plain):
+    writer = FileWriter(tmp_path, plain)
+    submit(writer, [0])
+    assert writer.close(30)
+    writer._thread.join(30)
+    assert not writer._thread.is_alive()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(writer._file._descriptor)
+    submit(writer, [1])
+    assert writer.dropped == 3
+
+
+def test_a_full_disk_loses_nothing_if_it_recovers_in_time(tmp_path, plain, failing, caplog):
+    writer = FileWriter(tmp_path, plain)
+    failing.set()
+    submit(writer, range(5))
+    assert not writer.flush(30)
+    assert writer.acked_step == -1
+    failing.clear()
+    assert writer.flush(30)
+    assert lines(writer) == expected(0, 1, 2, 3, 4)
+    assert writer.close()
+    assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING]
+    assert "No space left on device" in caplog.text
+
+
+def test_a_failed_write_is_tried_again_without_being_asked(tmp_path, plain, failing):
+    writer = FileWriter(tmp_path, plain, retry_seconds=0.01)
+    failing.set()
+    submit(writer, [0])
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer._failures > 2, 30)
+        failing.clear()
+        assert writer._changed.wait_for(lambda: writer.acked_step == 0, 30)
+    assert writer.close()
+    assert lines(writer) == expected(0)
+
+
+def test_the_error_is_said_once_however_often_it_happens(tmp_path, plain, failing, caplog):
+    writer = FileWriter(tmp_path, plain, retry_seconds=0.0)
+    failing.set()
+    submit(writer, [0])
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer._failures > 20, 30)
+    assert not writer.close(0.1)
+    assert [record.message.count("No space left") for record in caplog.records] == [1, 0]
+    assert "closed before 3 values could be written" in caplog.text
+
+
+def test_what_does_not_fit_is_counted_said_and_written_down(tmp_path, plain, failing, caplog):
+    writer = FileWriter(tmp_path, plain, capacity=3000)
+    failing.set()
+    submit(writer, range(5), size=700)
+    assert not writer.flush(30)
+    assert writer.dropped == 6
+    failing.clear()
+    assert writer.flush(30)
+    submit(writer, [5])
+    assert not writer.close()
+    assert [line.split(b".")[0] for line in lines(writer)] == [
+        *expected(0, 1, 2),
+        b"lost 6 3-4",
+        b"step 5",
+    ]
+    said = [record.message.partition(": ")[2] for record in caplog.records if "values" in record.message]
+    assert sum("lost from step 3 on" in line for line in said) == 1
+    assert sum("6 values of steps 3 to 4 are lost" in line for line in said) == 1
+
+
+def test_losses_are_told_in_the_file_even_if_nothing_follows_them(tmp_path, plain, failing):
+    writer = FileWriter(tmp_path, plain, capacity=1000)
+    failing.set()
+    submit(writer, range(3), size=700)
+    assert not writer.flush(30)
+    failing.clear()
+    assert not writer.close()
+    assert lines(writer)[-1] == b"lost 6 1-2"
+
+
+@pytest.mark.parametrize("fault", ["full", "short", "interrupted"])
+def test_an_error_at_any_write_costs_nothing(tmp_path, plain, monkeypatch, fault):
+    """Whichever of the writes fails, and however, the file holds every block once and in order."""
+    write = os.write
+    for bad in range(1, 7):
+        calls = iter(range(1, 100))
+
+        def faulty(descriptor, data, calls=calls, bad=bad):
+            if next(calls) != bad:
+                return write(descriptor, data)
+            if fault != "full":
+                done = write(descriptor, data[: len(data) // 2])
+                if fault == "short":
+                    return done
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "write", faulty)
+        writer = FileWriter(tmp_path / f"{fault}{bad}", plain, retry_seconds=0.0)
+        submit(writer, range(5))
+        with writer._changed:
+            assert writer._changed.wait_for(lambda writer=writer: writer.acked_step == 4, 30)
+        assert writer.close(30)
+        assert lines(writer) == expected(0, 1, 2, 3, 4)
+
+
+def test_an_error_of_fsync_is_an_answer(tmp_path, plain, monkeypatch):
+    writer = FileWriter(tmp_path, plain)
+    submit(writer, [0])
+
+    def broken(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", broken)
+        assert not writer.flush(30)
+    assert writer.flush(30)
+    assert writer.close()
+
+
+def test_a_disk_that_never_answers_does_not_delay_training(tmp_path, plain, gate, caplog):
+    writer = FileWriter(tmp_path, plain, capacity=100_000)
+    began = time.process_time()
+    submit(writer, range(10_000))
+    assert time.process_time() - began < 5  # measured 0.05
+    assert not writer.flush(0.05)
+    began = time.monotonic()
+    assert not writer.close(0.2)
+    assert time.monotonic() - began < 5
+    assert writer.acked_step == -1
+    assert writer.dropped == 30_000
+    assert "closed before" in caplog.text
+    gate.set()
+    writer._thread.join(30)
+    assert not writer._thread.is_alive()
+
+
+def test_a_deleted_directory_is_made_again_with_a_new_file(tmp_path, plain, caplog):
+    directory = tmp_path / "log"
+    writer = FileWriter(directory, plain)
+    submit(writer, [0])
+    assert writer.flush(30)
+    shutil.rmtree(directory)
+    submit(writer, [1, 2])
+    assert writer.close()
+    assert lines(writer) == expected(1, 2)
+    assert "was deleted while it was being written" in caplog.text
+
+
+def test_a_directory_that_cannot_be_made_again_is_an_error_like_others(tmp_path, plain):
+    directory = tmp_path / "log"
+    writer = FileWriter(directory, plain)
+    shutil.rmtree(directory)
+    directory.write_text("in the way")
+    submit(writer, [0])
+    assert not writer.flush(30)
+    directory.unlink()
+    assert writer.close()
+    assert lines(writer) == expected(0)
+
+
+def test_a_thread_that_cannot_start_is_done_without(tmp_path, plain, monkeypatch):
+    """As at the end of the interpreter."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    writer = FileWriter(tmp_path, plain)
+    submit(writer, range(3))
+    assert writer.acked_step == 2
+    assert writer.flush(0)
+    assert writer.close(0)
+    assert lines(writer) == expected(0, 1, 2)
+
+
+def test_a_writer_that_cannot_make_its_file_raises_at_once(tmp_path, plain):
+    (tmp_path / "log").write_text("")
+    with pytest.raises(LogDirError):
+        FileWriter(tmp_path / "log", plain)
+
+
+def test_several_threads_lose_nothing_and_keep_their_order(tmp_path, plain):
+    writer = FileWriter(tmp_path, plain)
+
+    def work(name):
+        for number in range(200):
+            writer.submit(b"%d %d\n" % (name, number), number, 1)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert writer.close(30)
+    found = [tuple(map(int, line.split())) for line in lines(writer)[1:]]
+    assert [[number for name, number in found if name == wanted] for wanted in range(8)] == [list(range(200))] * 8
