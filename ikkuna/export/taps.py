@@ -18,12 +18,14 @@ from ikkuna.export.recorder import Place
 
 __all__ = [
     "SLOTS",
+    "GradientSite",
     "Hook",
     "Sink",
     "Slots",
     "Undo",
     "blind_after_fork",
     "in_backward",
+    "in_transform",
     "observe",
     "tap_loss",
     "tap_module",
