@@ -30,12 +30,14 @@ class OptimizerWatch:
 
     Attributes
     ----------
+    rates : learning rates of the open step, by the name or the number of the parameter group
     in_closure : whether an optimizer is stepping that evaluates the model itself
     skipped_updates : updates that went unseen because there was no memory for a copy
     """
 
     def __init__(self, observer: "Observer") -> None:
         self._observer = observer
+        self.rates: dict[str, Any] = {}
         self.in_closure = False
         self.skipped_updates = 0
         self._before: list[tuple[NamedParameter, Tensor]] = []
@@ -51,6 +53,7 @@ class OptimizerWatch:
         was_open = observer.clock.is_open
         if observer.blind or not observer.clock.optimizer_starts(optimizer):
             return
+        self._see_rates(optimizer)
         self.in_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
         if not was_open and not self.in_closure:
             observer.model.is_rootless = True  # until a root is called
@@ -72,6 +75,7 @@ class OptimizerWatch:
         if observer.recorder.plan.parameters and self.in_closure:
             self._see_gradients(observer.parameters.of(optimizer))
         self._see_updates()
+        self._see_states(optimizer)
         if observer.recorder.rows is not None:
             observer.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
         self.in_closure = False
@@ -94,7 +98,15 @@ class OptimizerWatch:
     def step_closed(self) -> None:
         """Forget what the step left."""
         self._before = []
+        self.rates = {}
         self._observer.model.step_over()
+
+    def _see_rates(self, optimizer: Optimizer) -> None:
+        """Note the learning rates this step is made with, before a scheduler changes them; a rate on a device stays there."""
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            name = str(group.get("name", len(self.rates)))
+            self.rates[name] = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def _see(self, tensor: Tensor, kind: str, named: NamedParameter) -> None:
         observe(tensor, self._observer.slot(kind, named.module), named.path)
@@ -113,6 +125,14 @@ class OptimizerWatch:
         for named, copy in before:
             torch.sub(named.parameter.detach(), copy, out=copy)
             self._see(copy, "bias_updates" if named.is_bias else "weight_updates", named)
+
+    def _see_states(self, optimizer: Optimizer) -> None:
+        for kind in self._observer.recorder.plan.states:
+            is_bias, field = kind.startswith("bias"), kind.split("_state_", 1)[1]
+            for named in self._observer.parameters.of(optimizer):
+                value = optimizer.state.get(named.parameter, {}).get(field) if named.is_bias == is_bias else None
+                if isinstance(value, Tensor) and self._observer.recorder.wants(kind, named.module):
+                    self._see(value, kind, named)
 
     def _copy(self, parameters: Iterable[NamedParameter]) -> None:
         for named, _ in self._wanted("weight_updates", "bias_updates", parameters):

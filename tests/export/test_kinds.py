@@ -313,3 +313,26 @@ def test_a_module_that_returns_a_parameter_is_seen_once_a_step(bus):
     assert [len(seen[step, "layer_gradients", "source"]) for step in range(3)] == [1, 1, 1]
     assert (2, "weights", "source.prompt") in seen
     assert not model.source.prompt._backward_hooks
+
+
+def test_what_an_optimizer_keeps_is_a_kind(bus):
+    loop = Loop(CASES["mlp"])
+    exporter, seen = record(bus, loop.model, ("weight_state_exp_avg", "bias_state_exp_avg_sq"))
+    loop.run(2)
+    exporter.close()
+    assert torch.equal(seen[1, "weight_state_exp_avg", "0"][0], loop.optimizer.state[loop.model[0].weight]["exp_avg"])
+    assert torch.equal(seen[1, "bias_state_exp_avg_sq", "4"][0], loop.optimizer.state[loop.model[4].bias]["exp_avg_sq"])
+
+
+def test_batch_finished_carries_the_learning_rates_of_the_step(bus):
+    loop = Loop(CASES["mlp-sgd"])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
+    rates = []
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        see = CallbackSubscriber("batch_finished", lambda m: rates.append(m.data["learning_rates"]), backend="null")
+        bus.register_subscriber(see)
+        for _ in range(3):
+            loop.run(1)
+            scheduler.step()
+    assert rates == [{"0": 0.1}, {"0": 0.05}, {"0": 0.025}]

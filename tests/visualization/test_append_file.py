@@ -44,9 +44,10 @@ def test_a_short_write_leaves_no_trace(tmp_path, monkeypatch, short):
     file = AppendFile(tmp_path, str)
     file.append(b"first")
     write = os.write
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="were written"):
+    with monkeypatch.context() as patched:
         patched.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:short]))
-        file.append(b"second")
+        with pytest.raises(OSError, match="were written"):
+            file.append(b"second")
     assert file.path.read_bytes() == b"first"
     file.append(b"third")
     file.close()

@@ -8,6 +8,9 @@ __all__ = [
     "MODULE_KINDS",
     "NETWORK_KINDS",
     "PARAMETER_KINDS",
+    "STATE_PREFIXES",
+    "is_built_in",
+    "is_of_module",
 ]
 
 FORWARD_KINDS = ("activations", "layer_gradients")
@@ -29,3 +32,22 @@ NETWORK_KINDS = ("input_data", *MEASURED_TOGETHER, *EVENT_KINDS)
 """What the one network has."""
 
 BUILT_IN = (*MODULE_KINDS, *NETWORK_KINDS)
+
+STATE_PREFIXES = ("weight_state_", "bias_state_")
+"""What an optimizer keeps of each parameter, after its step: ``weight_state_exp_avg`` is Adam's first moment of the weights."""
+
+
+def is_of_module(kind: str) -> bool:
+    """Whether a built-in kind is something every module has.
+
+    Examples
+    --------
+    >>> is_of_module("weights"), is_of_module("weight_state_exp_avg"), is_of_module("loss")
+    (True, True, False)
+    """
+    return kind in MODULE_KINDS or kind.startswith(STATE_PREFIXES)
+
+
+def is_built_in(kind: str) -> bool:
+    """Whether a kind is published without any subscriber."""
+    return kind in BUILT_IN or kind.startswith(STATE_PREFIXES)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from ikkuna.errors import ConfigError, UnknownKindError
-from ikkuna.export.messages.kinds import BUILT_IN, EVENT_KINDS, MODULE_KINDS
+from ikkuna.export.messages.kinds import BUILT_IN, EVENT_KINDS, is_built_in, is_of_module
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.subscription import Subscription, SynchronizedSubscription
 
@@ -39,11 +39,11 @@ def check_registration(subscriber: Subscriber, others: Subscriptions, modules: f
 
 
 def _check_kind(subscriber: Subscriber, kind: str, others: Subscriptions) -> None:
-    if kind not in (known := known_kinds(others)):
+    if not is_built_in(kind) and kind not in (known := known_kinds(others)):
         near = get_close_matches(kind, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise UnknownKindError(f"unknown kind {kind!r}{hint} known: {', '.join(known)}")
-    is_event, is_derived = kind in EVENT_KINDS, kind not in BUILT_IN
+    is_event, is_derived = kind in EVENT_KINDS, not is_built_in(kind)
     if is_derived and not subscriber.derived:
         raise ConfigError(
             f"{subscriber!r} measures tensors, but {kind!r} is a result and carries a float; "
@@ -60,15 +60,15 @@ def _check_join(subscriber: Subscriber, others: Subscriptions) -> None:
 
 
 def _is_of_module(kind: str, others: Subscriptions) -> bool:
-    if kind in BUILT_IN:
-        return kind in MODULE_KINDS
+    if is_built_in(kind):
+        return is_of_module(kind)
     maker = next(s for s in others if kind in s.subscriber.publishes)
     return not maker.subscriber.of_network and _is_of_module(maker.kinds[0], others)
 
 
 def _check_publications(subscriber: Subscriber, others: Subscriptions, modules: frozenset[str]) -> None:
     for kind in subscriber.publishes:
-        if kind in BUILT_IN:
+        if is_built_in(kind):
             raise ConfigError(
                 f"{subscriber!r} cannot publish {kind!r}, which is a built-in kind; choose another with publishes="
             )
@@ -104,7 +104,7 @@ def _circle(subscriber: Subscriber, others: Subscriptions) -> list[str]:
 
 
 def _check_modules(subscriber: Subscriber, modules: frozenset[str]) -> None:
-    wants_modules = any(kind in MODULE_KINDS for kind in subscriber.kinds)
+    wants_modules = any(is_of_module(kind) for kind in subscriber.kinds)
     if modules and wants_modules and not any(map(subscriber.subscription.matches, modules)):
         some = ", ".join(sorted(modules)[:8])
         raise ConfigError(

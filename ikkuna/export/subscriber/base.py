@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.message import Message
+from ikkuna.export.messages.message import Message, Stamp
 from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
 from ikkuna.numerics.statistics import closure
 from ikkuna.visualization.backend import Backend, Series
@@ -123,6 +123,7 @@ class Subscriber(metaclass=_Registering):
         self.title = title
         self.ylims = ylims
         self._bus: MessageBus | None = None
+        self._series: dict[tuple[str, str | None, str], Series] = {}
         self.evaluate: Callable[..., None] | None = None
 
     @property
@@ -147,6 +148,12 @@ class Subscriber(metaclass=_Registering):
     def compute(self, message: Any) -> None:
         """Turn a merged message (or bundle) into numbers and :meth:`emit` them; called when the batch is over."""
 
+    def finish(self, stamp: Stamp) -> None:
+        """Take the end of a step or pass that this subscriber samples, after everything of it was delivered.
+
+        The place to emit what is made of several modules: ``self.emit(NetworkMessage(stamp, kind), value)``.
+        """
+
     def emit(self, message: Message | MessageBundle, value: float, kind: str | None = None) -> None:
         """Publish `value` as a message of `kind` with the stamp and name of `message`, and show it.
 
@@ -168,7 +175,9 @@ class Subscriber(metaclass=_Registering):
         if self._bus is None:
             return
         shown = message.first if isinstance(message, MessageBundle) else message
-        series = Series(shown.kind, shown.series_name, shown.tag, self.title, self.ylims)
+        key = shown.kind, shown.series_name, shown.tag
+        if (series := self._series.get(key)) is None:
+            series = self._series[key] = Series(*key, self.title, self.ylims)
         self._bus.show(series, value, shown.global_step, self.backends)
 
     def check(self) -> None:
