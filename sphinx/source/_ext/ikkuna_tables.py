@@ -31,22 +31,22 @@ KINDS = {  # kind → what it is, and when it is seen
     "bias_gradients": ("gradients of its biases, as the optimizer uses them", "before the optimizer's step"),
     "bias_updates": ("biases after the step minus biases before it", "after the optimizer's step"),
     "input_data": ("what the network was called with", "at its call"),
-    "network_output": ("what the loss received, or the network returned where no loss is known", "at that call"),
+    "network_output": ("what the network returned; measured beside labels, what the loss received", "at that call"),
     "input_labels": ("the labels the loss received", "at the loss module's call"),
     "loss": ("what the loss module returned", "at its call"),
     "batch_started": ("a step begins; no data", "at the network's call in training"),
     "batch_finished": ("a step is over; no data, and whether it was skipped", "when its optimizers have stepped"),
     "epoch_started": ("an epoch begins; no data", "at its first step"),
-    "epoch_finished": ("an epoch is over; no data", "at the call of ``epoch_finished()``"),
+    "epoch_finished": ("an epoch is over; no data", "at ``epoch_finished()``, or when its steps are made"),
 }
 
 
 _WITH_UNIT = re.compile(r"(.*``[^`,]*), ([^`]*)")
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], widths: str = "auto") -> str:
     """Return a list-table in reStructuredText."""
-    lines = [".. list-table::", "   :header-rows: 1", ""]
+    lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
     for row in (head, *rows):
         for i, cell in enumerate(row):
             lines.append(f"   {'  ' if i else '* '}- {cell or '—'}")
@@ -85,8 +85,10 @@ def metrics() -> str:
     rows = []
     for name in sorted(plugins(subscriber.GROUP)):
         metric = load_plugin(subscriber.GROUP, name, subscriber.Subscriber)
-        rows.append((f":class:`~{metric.__module__}.{name}`", paragraphs(metric)[0], *exchange(metric)))
-    return table(("metric", "what", "takes", "publishes", "unit"), rows)
+        what = re.sub(r",? :math:`.*?`", "", paragraphs(metric)[0])  # the formula is on the metric's own page
+        takes, publishes, unit = exchange(metric)
+        rows.append((f":class:`~{metric.__module__}.{name}`", what, takes, f"{publishes}, {unit}".rstrip(", ")))
+    return table(("metric", "what", "takes", "publishes, unit"), rows, widths="20 32 24 24")
 
 
 def backends() -> str:
