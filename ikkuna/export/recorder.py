@@ -111,6 +111,8 @@ class Recorder:
     def _measure_own(
         self, entry: Entry, subscription: Subscription, message: Message | MessageBundle, tensor: Tensor
     ) -> None:
+        if subscription.disabled:  # since the step began
+            return
         version = None if tensor.is_inference() else tensor._version
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
             row = self.faults.call(subscription, "measure", subscription.subscriber.measure, message)
