@@ -101,10 +101,8 @@ class Faults:
         if self._is_telling(failures):
             _tell("subscriber %s (%s) failed in %s", name, ", ".join(subscription.kinds), stage, exc_info=error)
         if isinstance(error, torch.OutOfMemoryError) or (self.on_error == "disable" and failures >= PATIENCE):
-            last = traceback.format_exception_only(error)[
-                -1
-            ].strip()  # which copes with an error that cannot be printed
-            self._disable(subscription, f"{failures} consecutive failures; last: {last}")
+            last = traceback.format_exception_only(error)[-1]  # where str(error) may fail as well
+            self._disable(subscription, f"{failures} consecutive failures; last: {last.strip()}")
 
     def _disable(self, subscription: Subscription, reason: str) -> None:
         if subscription.disabled:

@@ -108,6 +108,20 @@ def test_a_model_that_a_subscriber_calls_is_not_seen(training, where, gradient):
     assert torch.equal(trained(training), unwatched())
 
 
+def test_an_evaluation_that_a_subscriber_asks_for_is_seen(training):
+    class Evaluating(Acting):
+        needs_model = True
+
+    seen = []
+    evaluating = Evaluating("compute", lambda: evaluating.evaluate([torch.ones(5, 4)]))
+    training.bus.register_subscriber(evaluating)
+    training.bus.register_subscriber(CallbackSubscriber("activations", seen.append, tag="testing", backend="null"))
+    training.run()
+    assert {message.tag for message in seen} == {"testing"}
+    assert {message.module for message in seen} == {"first", "relu", "last"}
+    assert torch.equal(trained(training), unwatched())
+
+
 def test_what_is_seen_again_after_a_subscriber_has_failed(training, where):
     """Looking away ends with the call, however it ends."""
 
