@@ -142,6 +142,9 @@ def _add_moments(record: Record, x: Tensor, fields: frozenset[str]) -> None:
     if "m3" in fields:
         d = x - mean
         d2 = d * d
+        if x.dtype is torch.float32 and d2.sum().item() < 1e-14 * record.n:
+            d = x.double() - mean  # fourth powers of small gradients vanish in float32
+            d2 = d * d
         record.m2, record.m3 = d2.sum().item(), torch.dot(d2, d).item()
         record.m4 = torch.dot(d2, d2).item() if "m4" in fields else None
     elif "m2" in fields:

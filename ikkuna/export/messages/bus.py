@@ -34,6 +34,9 @@ class Source(Protocol):
     def module_names(self) -> frozenset[str]:
         """Names of the modules it looks at."""
 
+    def demand_changed(self) -> None:
+        """Take a change of what subscribers want."""
+
     @property
     def evaluate(self) -> Callable[..., None]:
         """Runs the model over data and leaves training as it was."""
@@ -135,6 +138,8 @@ class MessageBus:
         self.subscriptions = subscriptions
         kinds = dict.fromkeys(kind for s in subscriptions for kind in s.kinds)
         self._by_kind = {kind: tuple(s for s in subscriptions if kind in s.kinds) for kind in kinds}
+        for source in self.sources:
+            source.demand_changed()
 
     def _evaluate(self, batches: Iterable[Any], name: str = "testing", **options: Any) -> None:
         if len(self.sources) != 1:
