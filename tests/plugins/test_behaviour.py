@@ -233,6 +233,21 @@ def test_a_handler_of_the_users_that_raises_does_not_reach_training(training, wh
     assert torch.equal(trained(training), unwatched())
 
 
+def test_rows_that_do_not_merge_are_the_fault_of_who_made_them(training, caplog):
+    class Growing(Acting):
+        def measure(self, message):
+            self.calls += 1
+            return torch.ones(self.calls + 1)
+
+    training.bus.register_subscriber(Growing("measure", None))
+    for _ in range(STEPS):
+        for _ in range(2):  # micro-batches
+            training.forward().backward()
+        training.optimizer.step()
+    assert training.exporter.health().errors == 3 * STEPS
+    assert "subscriber Growing (activations) failed in merge" in caplog.text
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_what_ends_a_process_passes(training, where, error):
     def leave():
