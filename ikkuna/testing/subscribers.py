@@ -170,16 +170,15 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
     )  # classes are on the second axis, or the only one
     labels = torch.zeros(shape, dtype=torch.long)
     loss = tensor.float().mean()
+    together = dict(zip(MEASURED_TOGETHER, (tensor, labels, loss), strict=True))
+    seen = {Place(kind, "first"): tensor for kind in MODULE_KINDS}
+    seen |= {Place(kind): value for kind, value in {"input_data": tensor, **together}.items()}
     recorder = Recorder(bus.faults)
     bus.post(NetworkMessage(stamp, "batch_started"))
     recorder.open(stamp, Demand().plan(bus.subscriptions, stamp))
     for _ in range(2):
-        for kind in MODULE_KINDS:
-            recorder.receive(Place(kind, "first"), tensor, "")
-        recorder.receive(Place("input_data"), tensor, "")
-        together = dict(zip(MEASURED_TOGETHER, (tensor, labels, loss), strict=True))
-        for kind, seen in together.items():
-            recorder.receive(Place(kind), seen, "")
+        for place, value in seen.items():
+            recorder.receive(place, value, "")
         recorder.receive_together(together)
     if (rows := recorder.close()) is not None:
         bus.post(Finished(rows, recorder.remember, NetworkMessage(stamp, "batch_finished")))
