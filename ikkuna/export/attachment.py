@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from ikkuna.errors import ConfigError
@@ -71,8 +72,8 @@ class Attachment:
     def demand_changed(self) -> None:
         """Take a change of what subscribers want."""
         if self.observer.demand_changed():
-            log.warning("the compiled model is compiled again, because more of it is looked at than at its first call")
-            self.install()  # new hooks at the root are what makes the compiler look again
+            log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
+            torch.compiler.reset()
 
     def resolve(self) -> None:
         """Look again, in case the user has put other modules in the place of those known."""

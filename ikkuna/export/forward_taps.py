@@ -6,7 +6,7 @@ from torch import nn
 
 from ikkuna.export.demand import Plan
 from ikkuna.export.messages.kinds import FORWARD_KINDS
-from ikkuna.export.taps import ModuleTap, Switch, Undo, tap_module
+from ikkuna.export.taps import ModuleTap, Switch, Undo, tap_module, was_compiled
 from ikkuna.modules import NamedModule
 
 if TYPE_CHECKING:
@@ -50,7 +50,11 @@ class ForwardTaps:
             for kind in ("input_data", "network_output")
         )
         self.turn(next_step)
-        return (self.is_compiled or not self._is_settled) and self.install(all_wishes) and self.is_compiled
+        if self._is_settled and not self.is_compiled:
+            return False
+        return self.install(all_wishes) and any(
+            map(was_compiled, (*self.roots, *(named.module for named in self.modules)))
+        )
 
     def turn(self, plan: Plan) -> None:
         """Tell traced hooks what the coming step wants."""

@@ -11,7 +11,7 @@ from ikkuna.export.forward_taps import ForwardTaps
 from ikkuna.export.messages.kinds import FORWARD_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import leaves
 from ikkuna.export.slots import observe
-from ikkuna.export.taps import Hook, in_backward, watch_gradient
+from ikkuna.export.taps import Hook, in_backward, in_compiled_call, watch_gradient
 
 if TYPE_CHECKING:
     from ikkuna.export.observer import Observer
@@ -62,7 +62,7 @@ class ModelWatch:
         in_closure = observer.optimizers.in_closure
         if self._backward_seen and observer.clock.depth == 0:
             self._begin_again(in_closure)
-        self.taps.settle(is_compiled=False)
+        self.taps.settle(in_compiled_call())
         if observer.clock.root_entered(module, in_closure):
             self.is_rootless = False
             self._observe_all("input_data", (args, kwargs) if kwargs else args)
@@ -74,7 +74,7 @@ class ModelWatch:
             return
         if self._backward_seen:
             self._begin_again(observer.optimizers.in_closure)
-        self.taps.settle(is_compiled=True)
+        self.taps.settle(True)
         observer.clock.compiled_root_entered(counts, observer.optimizers.in_closure)
         self.is_rootless = False
 

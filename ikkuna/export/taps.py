@@ -120,7 +120,7 @@ class ModuleTap(Hook):
         if not torch.compiler.is_compiling():
             super().__call__(*args, **kwargs)
         elif (
-            self.switch is not None and self.switch.on and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+            torch.is_grad_enabled() and self.switch is not None and self.switch.on and not torch.compiler.is_exporting()
         ):
             for path, tensor in leaves(args[2]):
                 if self.activations is not None:
@@ -168,6 +168,31 @@ class RootLeft(RootEntered):
                     traced.observe(tensor.detach(), switch.outputs, path)
 
 
+def _run_as_they_are(*functions: Callable[..., Any]) -> None:
+    """Keep a compiler from compiling these by themselves, together with all they call, where it does not trace their caller.
+
+    It then takes hooks around a root's forward as programs of their own.  Traced from within a graph they are followed as ever.
+    """
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for function in functions:
+        frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+_run_as_they_are(Hook.__call__, ModuleTap.__call__, RootEntered.__call__, RootLeft.__call__)
+
+
+def was_compiled(module: nn.Module) -> bool:
+    """Whether a compiler has a program for a module's forward, which does not look for hooks that were not there when it was made."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
+
+
+def in_compiled_call() -> bool:
+    """Whether a compiler is at work around this call, which itself is not traced."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 def watch_gradient(
     output: Tensor, slot: int, path: str, see: Callable[[Tensor, int, str], None] = observe
 ) -> list[Any]:
@@ -180,12 +205,10 @@ def watch_gradient(
     if base is None or not base.requires_grad or base.numel() != output.numel():
         handle = output.register_hook(lambda grad: see(grad.detach(), slot, path))
         return [handle] if output.is_leaf else []
-    size, stride, offset = output.size(), output.stride(), output.storage_offset()
+    size, stride = output.size(), output.stride()
     handles = [
         output.register_hook(lambda grad: see(grad.detach(), slot + VIEW, path)),
-        base.register_hook(
-            lambda grad: see(grad.detach().contiguous().as_strided(size, stride, offset), slot + BASE, path)
-        ),
+        base.register_hook(lambda grad: see(grad.detach().contiguous().as_strided(size, stride), slot + BASE, path)),
     ]
     return handles if base.is_leaf else []
 

@@ -12,7 +12,7 @@ from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.export.test_invisible import same
 
-BACKENDS = ["eager", "aot_eager", "inductor"]
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def values(backend):
 
 
 @pytest.mark.parametrize("way", ["wrapper", "method"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_compiled_step_is_bit_identical_and_two_graphs_at_most(backend, way, bus):
     model, loss, optimizer = make()
     plain = train(compile_it(model, way, backend), model, loss, optimizer)
@@ -187,7 +187,7 @@ def test_a_subscriber_added_after_the_first_call_has_the_model_compiled_again(bu
     exporter, recording = watched(bus, compiled, model, loss, ("weights",))
     train(compiled, model, loss, optimizer, steps=2)
     bus.register_subscriber(NormSubscriber("activations", backend=recording))
-    assert "is compiled again" in caplog.text
+    assert "torch.compiler.reset()" in caplog.text
     train(compiled, model, loss, optimizer, steps=2)
     exporter.close()
     assert {step for kind, _, step in values(recording) if kind == "activations_norm2"} == {2, 3}
@@ -216,6 +216,7 @@ def test_after_close_nothing_of_ours_is_in_the_graph(bus):
     assert recording.values == []
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it traces
 def test_a_compiled_part_of_an_eager_model(bus):
     model, loss, optimizer = make()
     model.block.compile(backend="aot_eager", fullgraph=True)
@@ -230,7 +231,11 @@ def test_a_compiled_part_of_an_eager_model(bus):
     assert counters["stats"]["unique_graphs"] <= 4
 
 
-def test_forward_taps_in_bf16_are_bit_identical(bus):
+@pytest.mark.slow
+def test_forward_taps_in_bf16_are_bit_identical_where_inductor_rounds_as_eager_does(bus, monkeypatch):
+    """By default inductor rounds less where it fuses more, so a look in between shows in the last bit of bf16."""
+    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", True)
+
     def run(attach):
         torch.compiler.reset()
         model, loss, optimizer = make(dropout=0.0)
