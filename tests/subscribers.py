@@ -12,3 +12,6 @@ EVERY_SUBSCRIBER["NormSubscriber-p3"] = lambda **o: installed.NormSubscriber("we
 EVERY_SUBSCRIBER["RatioSubscriber"] = lambda **o: installed.RatioSubscriber(["weight_updates", "weights"], **o)
 EVERY_SUBSCRIBER["LossSubscriber"] = lambda **o: installed.LossSubscriber(**o)
 EVERY_SUBSCRIBER["TrainAccuracySubscriber"] = lambda **o: installed.TrainAccuracySubscriber(**o)
+
+NEEDS = {}
+"""For those that take other subscribers' results: name → the factories of these."""

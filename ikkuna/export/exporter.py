@@ -216,7 +216,7 @@ class Exporter:
                 f"evaluate() needs one model, {len(roots.all)} were added; tell which it is with set_model()"
             )
         before = self._observer.clock.pass_name
-        with evaluation.undisturbed(model, batches):
+        with self.message_bus.faults.looking(), evaluation.undisturbed(model, batches):
             self._observer.begin_pass(name)
             try:
                 for batch in batches:

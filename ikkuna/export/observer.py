@@ -29,7 +29,6 @@ class Observer:
     Attributes
     ----------
     model, optimizers : what hears the hooks of modules, and those of optimizers
-    blind : whether to look away
     steps : number of training steps seen
     """
 
@@ -41,7 +40,7 @@ class Observer:
         self.recorder = Recorder(bus.faults)
         self.model = ModelWatch(self)
         self.optimizers = OptimizerWatch(self)
-        self.blind = False
+        self._blind = False
         self.steps = 0
         self._interrupted: Recorder | None = None
         self._demand = Demand()
@@ -50,6 +49,15 @@ class Observer:
         self._epoch_announced = False
         self._backward = (-1, True)
         self._views: Counter[tuple[Place, str]] = Counter()
+
+    @property
+    def blind(self) -> bool:
+        """Whether nobody looks: by order, or because a subscriber's code runs."""
+        return self._blind or self.bus.faults.calling
+
+    @blind.setter
+    def blind(self, blind: bool) -> None:
+        self._blind = blind
 
     @property
     def skipped(self) -> int:

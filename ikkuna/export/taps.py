@@ -20,10 +20,13 @@ from ikkuna.export.slots import BASE, VIEW, observe
 __all__ = [
     "Hook",
     "ModuleTap",
+    "RootEntered",
+    "RootLeft",
     "Switch",
     "Undo",
     "blind_after_fork",
     "in_backward",
+    "in_transform",
     "tap_loss",
     "tap_module",
     "tap_optimizers",

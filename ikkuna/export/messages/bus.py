@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.faults import Faults
 from ikkuna.export.messages.bundle import MessageBundle
@@ -174,11 +176,12 @@ class MessageBus:
             return
         self._draining = True
         try:
-            while self._queue:
-                item = self._queue[0]
-                if isinstance(item, Finished) and not wait and not item.rows.arrived():
-                    return
-                self._deliver(self._queue.popleft())
+            with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of a row is NaN, without a word
+                while self._queue:
+                    item = self._queue[0]
+                    if isinstance(item, Finished) and not wait and not item.rows.arrived():
+                        return
+                    self._deliver(self._queue.popleft())
         except Exception as error:
             self.faults.own("delivery", error)
         finally:
