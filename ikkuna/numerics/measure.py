@@ -137,6 +137,9 @@ def _add_moments(record: Record, x: Tensor, fields: frozenset[str]) -> None:
     if "m3" in fields:
         d = x - mean
         d2 = d * d
+        if d2.sum().item() < 1e-17 * record.n and x.dtype is torch.float32:  # fourth powers would leave its range
+            d = x.double() - mean
+            d2 = d * d
         record.m2, record.m3 = d2.sum().item(), torch.dot(d2, d).item()
         record.m4 = torch.dot(d2, d2).item() if "m4" in fields else None
     elif "m2" in fields:
