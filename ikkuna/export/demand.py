@@ -18,13 +18,13 @@ class Task:
     Parameters
     ----------
     fields : statistics to measure, shared by all who asked; empty for none
-    measurers : subscriptions with a ``measure`` of their own
-    readers : subscriptions that read the statistics
+    subscriptions : who wants it, in the order of registration
+    measurers : those of them with a ``measure`` of their own; the others read the statistics
     """
 
     fields: frozenset[str]
+    subscriptions: tuple[Subscription, ...]
     measurers: tuple[Subscription, ...]
-    readers: tuple[Subscription, ...]
 
 
 class Plan:
@@ -55,13 +55,14 @@ class Plan:
             for s in self.subscriptions
             if kind in s.kinds and not s.together and (module is None or s.matches(module))
         ]
-        measurers = tuple(s for s in wanting if s.subscriber.measures)
-        readers = tuple(s for s in wanting if s.subscriber.fields)
-        asked = {field for s in readers for field in s.subscriber.fields}
+        wanting = [s for s in wanting if s.subscriber.measures or s.subscriber.fields]
+        if not wanting:
+            return None
+        asked = {field for s in wanting for field in s.subscriber.fields}
         if asked and kind == "loss":
             asked.add("mean")  # which is what its micro-batches merge to
         fields = closure(asked) if asked else frozenset[str]()
-        return Task(fields, measurers, readers) if measurers or readers else None
+        return Task(fields, tuple(wanting), tuple(s for s in wanting if s.subscriber.measures))
 
 
 class Demand:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ikkuna.export.demand import Plan
 from ikkuna.export.messages.kinds import FORWARD_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import leaves
-from ikkuna.export.recorder import Place
 from ikkuna.export.taps import Hook, Undo, in_backward, observe, tap_module, watch_gradient
 from ikkuna.modules import NamedModule
 
@@ -132,10 +131,10 @@ class ModelWatch:
         seen = {kind: tensor.detach() for kind, tensor in {**seen, "loss": output}.items()}
         recorder, labels = observer.recorder, seen.get("input_labels")
         if labels is not None:
-            recorder.receive(Place("input_labels"), labels, "")
+            recorder.receive(observer.place("input_labels"), labels, "")
         if recorder.wants("loss"):
             weight = _label_count(labels, module) if output.numel() == 1 else 1
-            recorder.receive(Place("loss"), seen["loss"], "", weight)
+            recorder.receive(observer.place("loss"), seen["loss"], "", weight)
         recorder.receive_together(seen)
 
     # -- taps -----------------------------------------------------------------------------------------------------

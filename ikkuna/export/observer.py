@@ -42,6 +42,7 @@ class Observer:
         self.steps = 0
         self._interrupted: Recorder | None = None
         self._demand = Demand()
+        self._places: dict[tuple[str, str | None], Place] = {}
         self._slots: dict[Place, int] = {}
         self._epoch_announced = False
         self._backward = (-1, True)
@@ -57,9 +58,16 @@ class Observer:
 
     # -- what taps see --------------------------------------------------------------------------------------------
 
+    def place(self, kind: str, module: str | None = None) -> Place:
+        """Return the place of a kind and module, the same object every time."""
+        try:
+            return self._places[kind, module]
+        except KeyError:
+            return self._places.setdefault((kind, module), Place(kind, module))
+
     def slot(self, kind: str, module: str | None = None) -> int:
         """Return the slot of a kind and module."""
-        place = Place(kind, module)
+        place = self.place(kind, module)
         if place not in self._slots:
             self._slots[place] = SLOTS.assign(self, place)
         return self._slots[place]

@@ -1,7 +1,7 @@
 """Measures what the taps hand over, for whoever asked, into the rows of the open step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,9 +19,12 @@ from ikkuna.numerics.measure import measure
 __all__ = ["Place", "Recorder"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """What a tap looks at: a kind, and the module it belongs to (``None`` for the network)."""
+    """What a tap looks at: a kind, and the module it belongs to (``None`` for the network).
+
+    A place equals only itself, which makes it a cheap key; an `Observer` makes each one once.
+    """
 
     kind: str
     module: str | None = None
@@ -49,7 +52,7 @@ class Recorder:
         self.rows: Rows | None = None
         self.unreadable = 0
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._pivots: dict[tuple[Place, str], float] = {}
+        self._pivots: dict[tuple[object, ...], float] = {}
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
         """Begin the rows of a step."""
@@ -72,7 +75,7 @@ class Recorder:
             return
         key = (place, path)
         if (entry := self.rows.entries.get(key)) is None:
-            entry = self.rows.entries[key] = Entry(place.message(self.rows.stamp, path), task)
+            entry = self.rows.entries[key] = Entry(key, place.message(self.rows.stamp, path), task)
             entry.pivot = self._pivots.get(key, 0.0)
             entry.is_mean = place.kind == "loss" and tensor.numel() == 1
         if task.fields:
@@ -80,18 +83,19 @@ class Recorder:
         if task.measurers:
             if tensor.layout is not torch.strided:
                 tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
-            message = replace(entry.message, data=tensor)
+            message = entry.message.carrying(tensor)
             for subscription in task.measurers:
                 self._measure_own(entry, subscription, message, tensor)
 
     def _measure_fields(self, entry: Entry, tensor: Tensor, task: Task, weight: int | Tensor) -> None:
-        if tensor.device.type == "cpu" and isinstance(weight, int):
-            if (record := measure(tensor, task.fields, self._generator(tensor))) is None:
+        generator = self._generator(tensor) if "sampled_codes" in task.fields else None
+        if tensor.is_cpu and isinstance(weight, int):
+            if (record := measure(tensor, task.fields, generator)) is None:
                 self.unreadable += 1
             elif weight:
                 entry.add_record(record if weight == 1 else record.repeated(weight))
             return
-        vectors = measure_vectors(tensor, task.fields, entry.pivot, weight, self._generator(tensor))
+        vectors = measure_vectors(tensor, task.fields, entry.pivot, weight, generator)
         if vectors is None:
             self.unreadable += 1
         else:
@@ -130,13 +134,13 @@ class Recorder:
             if len(messages) < len(subscription.kinds):
                 continue
             bundle = MessageBundle(messages)
+            key = (subscription,)
             entry = self.rows.entries.setdefault(
-                (subscription,), Entry(bundle.first, Task(frozenset(), (subscription,), ()))
+                key, Entry(key, bundle.first, Task(frozenset(), (subscription,), (subscription,)))
             )
             self._measure_own(entry, subscription, bundle, tensors[subscription.kinds[0]])
 
     def remember(self, entry: Entry) -> None:
         """Keep the mean of an entry as the pivot of the next one, so that device rows lose no digits to a large offset."""
-        record, message = entry.record, entry.message
-        if record is not None and record.center is not None and isinstance(message, ModuleMessage):
-            self._pivots[Place(message.kind, message.module), message.path] = record.center
+        if entry.record is not None and entry.record.center is not None:
+            self._pivots[entry.key] = entry.record.center

@@ -1,7 +1,7 @@
 """What was measured in one step, merged as it comes and copied to the host once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,13 +31,14 @@ class Entry:
     Where each call was the mean of many elements (a loss), what comes out is their one weighted mean.
     """
 
+    key: tuple[object, ...]
     message: Message
     task: Task
     record: Record | None = None
     pivot: float = 0.0
     is_mean: bool = False
-    on_device: dict[str, Tensor] = field(default_factory=dict)
-    measured: dict[Subscription, Tensor] = field(default_factory=dict)
+    on_device: dict[str, Tensor] | None = None
+    measured: dict[Subscription, Tensor] | None = None
 
     def add_record(self, record: Record) -> None:
         """Take in statistics of more elements."""
@@ -45,28 +46,30 @@ class Entry:
 
     def add_on_device(self, vectors: dict[str, Tensor]) -> None:
         """Take in statistics of more elements, on their device."""
-        for name, vector in vectors.items():
-            known = self.on_device.get(name)
-            self.on_device[name] = vector if known is None else merge_vectors(name, known, vector)
+        known = self.on_device
+        if known is not None:
+            vectors = {name: merge_vectors(name, known[name], vector) for name, vector in vectors.items()}
+        self.on_device = vectors
 
     def add_measured(self, subscription: Subscription, row: Tensor) -> None:
         """Take in a subscriber's own row."""
         row = row.detach().to(torch.float64, copy=True)
-        known = self.measured.get(subscription)
-        if known is not None:
+        if self.measured is None:
+            self.measured = {}
+        elif (known := self.measured.get(subscription)) is not None:
             row = _MERGE[subscription.subscriber.merge](known, row)
         self.measured[subscription] = row
 
     def parts(self) -> list["_Part"]:
         """Return the tensors to be copied, each with the dictionary and key it belongs to."""
-        holders: tuple[dict[Any, Tensor], ...] = (self.on_device, self.measured)
-        return [(holder, key, tensor) for holder in holders for key, tensor in holder.items()]
+        holders: tuple[dict[Any, Tensor] | None, ...] = (self.on_device, self.measured)
+        return [(holder, key, tensor) for holder in holders if holder for key, tensor in holder.items()]
 
     def settle(self) -> None:
         """Make one record of everything that has reached the host."""
         if self.on_device:
             self.add_record(from_vectors(self.on_device, self.task.fields, self.pivot))
-            self.on_device = {}
+            self.on_device = None
         if self.is_mean and self.record is not None and self.record.n:
             self.record = Record.of(self.record.mean)
 
@@ -97,6 +100,8 @@ class Rows:
         """Send every row to the host, all of one device in one non-blocking copy."""
         by_device: dict[torch.device, list[_Part]] = {}
         for entry in self.entries.values():
+            if entry.on_device is None and entry.measured is None:
+                continue
             for part in entry.parts():
                 by_device.setdefault(part[2].device, []).append(part)
         for parts in by_device.values():
@@ -119,7 +124,8 @@ class Rows:
         self._copies = []
         self.skipped = self.skipped or any(bool(flag.item()) for flag in self._overflows)
         for entry in self.entries.values():
-            entry.settle()
+            if entry.on_device is not None or entry.is_mean:
+                entry.settle()
         return list(self.entries.values())
 
 

@@ -8,6 +8,8 @@ __all__ = ["CHUNK", "flatten", "readable"]
 CHUNK = 131_072
 """Elements that stay in cache while several reductions look at them."""
 
+_PLAIN = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+
 
 def readable(x: Tensor) -> tuple[Tensor, int] | None:
     """Return the stored numbers of `x` as a real strided tensor, with the number of zeros it does not store.

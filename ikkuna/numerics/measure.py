@@ -1,6 +1,7 @@
 r"""Read a tensor once and say what was seen: the eager, host-side kernels behind every statistic.
 
-A tensor is walked in chunks of 131,072 elements, which stay in cache while several reductions look at them.
+A tensor is walked in chunks of 131,072 elements, which stay in cache while several reductions look at them;
+for the sum of squares alone, which looks once, in chunks of 524,288, within which it is right to 2e-7.
 Inside a chunk sums are float32 (float64 for float64 data), across chunks they are float64.
 One ``torch.linalg.vector_norm`` over a large float32 tensor on the CPU is wrong by 0.4 % at 50 M elements; this is right to 1e-6.
 """
@@ -16,6 +17,8 @@ from ikkuna.numerics.statistics import Record, merge
 
 __all__ = ["measure", "sampled_codes"]
 
+_SQUARES = frozenset(("n", "sumsq", "nans", "infs"))
+_SQUARES_CHUNK = 1 << 19
 _MOMENTS = frozenset(("mean", "m2", "m3", "m4"))
 _WIDE = frozenset((torch.float32, torch.float64))
 
@@ -72,11 +75,14 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None) -> Tensor
 
 
 def _measure_dense(flat: Tensor, fields: frozenset[str]) -> Record:
-    if fields == {"n", "sumsq", "nans", "infs"}:  # the L2 norm, asked for more than everything else together
-        record = _squares(flat)
-    else:
-        chunks = (_measure_chunk(chunk, fields) for chunk in flat.split(CHUNK)) if flat.numel() else iter(())
-        record = merge(*chunks) if flat.numel() else _empty(fields)
+    if fields == _SQUARES:  # the L2 norm, asked for more than everything else together
+        total = _squares(flat)
+        return (
+            Record(flat.numel(), sumsq=total, nans=0, infs=0)
+            if math.isfinite(total)
+            else _measure_exactly(flat, fields)
+        )
+    record = merge(*(_measure_chunk(chunk, fields) for chunk in flat.split(CHUNK))) if flat.numel() else _empty(fields)
     if "nans" in fields and not _is_finite(record):
         record = _measure_exactly(flat, fields)
     if "mean" not in fields:
@@ -84,11 +90,10 @@ def _measure_dense(flat: Tensor, fields: frozenset[str]) -> Record:
     return record
 
 
-def _squares(flat: Tensor) -> Record:
-    total = 0.0
-    for chunk in flat.split(CHUNK) if flat.numel() > CHUNK else (flat,):
-        total += _dot(chunk if chunk.dtype in _WIDE else chunk.float())
-    return Record(n=flat.numel(), sumsq=total, nans=0, infs=0)
+def _squares(flat: Tensor) -> float:
+    if flat.numel() <= _SQUARES_CHUNK:
+        return _dot(flat if flat.dtype in _WIDE else flat.float())
+    return math.fsum(_dot(chunk if chunk.dtype in _WIDE else chunk.float()) for chunk in flat.split(_SQUARES_CHUNK))
 
 
 def _dot(x: Tensor) -> float:

@@ -57,7 +57,7 @@ class Backend(ABC):
         """Take one value of a series; NaN and infinities are values."""
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:  # noqa: B027 - optional
-        """Take one :class:`~ikkuna.numerics.float_code.Histogram` of a series."""
+        """Take one :class:`~ikkuna.visualization.histogram.HistogramLike` of a series."""
 
     def add_text(self, title: str, text: str, step: int) -> None:  # noqa: B027 - optional
         """Take a page of Markdown."""

@@ -281,6 +281,12 @@ def test_a_run_never_gets_the_directory_of_another(tmp_path):
     assert sorted(path.name for path in found) == [f"run{number:04d}" for number in range(1, 9)]
 
 
+def test_a_directory_that_appears_meanwhile_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "run0001").mkdir()
+    monkeypatch.setattr(os, "listdir", lambda path: [])
+    assert make_run_directory(tmp_path).name == "run0002"
+
+
 def test_a_run_comes_after_those_that_are_there(tmp_path):
     for name in ("run0007", "runs", "run12", "run0003.old"):
         (tmp_path / name).mkdir()

@@ -89,6 +89,7 @@ class MessageBus:
         self.name = name
         self.log_dir = log_dir
         self.subscriptions: tuple[Subscription, ...] = ()
+        self._by_kind: dict[str, tuple[Subscription, ...]] = {}
         self.sources: tuple[Source, ...] = ()
         self.faults = Faults()
         self._queue: deque[Message | Finished] = deque()
@@ -121,12 +122,17 @@ class MessageBus:
         Run(self.log_dir or "run").prepare(subscriber.backends)
         subscriber._bus = self
         subscriber.evaluate = self._evaluate if subscriber.needs_model else None
-        self.subscriptions = (*self.subscriptions, subscriber.subscription)
+        self._set_subscriptions((*self.subscriptions, subscriber.subscription))
         return Handle(lambda: self._unregister(subscriber))
 
     def _unregister(self, subscriber: Subscriber) -> None:
         subscriber._bus = None
-        self.subscriptions = tuple(s for s in self.subscriptions if s.subscriber is not subscriber)
+        self._set_subscriptions(tuple(s for s in self.subscriptions if s.subscriber is not subscriber))
+
+    def _set_subscriptions(self, subscriptions: tuple[Subscription, ...]) -> None:
+        self.subscriptions = subscriptions
+        kinds = dict.fromkeys(kind for s in subscriptions for kind in s.kinds)
+        self._by_kind = {kind: tuple(s for s in subscriptions if kind in s.kinds) for kind in kinds}
 
     def _evaluate(self, batches: Iterable[Any], name: str = "testing", **options: Any) -> None:
         if len(self.sources) != 1:
@@ -192,29 +198,25 @@ class MessageBus:
             self._run.commit(rows.stamp.global_step)
 
     def _deliver_entry(self, entry: Entry, skipped: bool) -> None:
-        task = entry.task
-        for subscription in self.subscriptions:
-            if skipped and not subscription.subscriber.sees_skipped:
+        for subscription in entry.task.subscriptions:
+            subscriber = subscription.subscriber
+            row = entry.measured.get(subscription) if entry.measured is not None else None
+            record = entry.record if subscriber.fields and entry.record is not None and entry.record.n else None
+            if (record is None and row is None) or subscription.disabled or (skipped and not subscriber.sees_skipped):
                 continue
-            is_reader = subscription in task.readers and entry.record is not None and entry.record.n
-            row = entry.measured.get(subscription)
-            if (not is_reader and row is None) or subscription.disabled:
-                continue
-            record = (
-                replace(entry.record, finite_only=subscription.subscriber.finite_only)
-                if is_reader and entry.record
-                else None
-            )
+            if record is not None and subscriber.finite_only:
+                record = replace(record, finite_only=True)
             data = None if row is None else row.numpy()
-            message: Message | MessageBundle = replace(entry.message, record=record, data=data)
+            message: Message | MessageBundle = entry.message.carrying(data, record)
             if subscription.together:
-                kinds = {kind: replace(entry.message, kind=kind, data=None) for kind in subscription.kinds}
-                message = MessageBundle(kinds, data)
+                message = MessageBundle(
+                    {kind: entry.message.carrying(None, kind=kind) for kind in subscription.kinds}, data
+                )
             self.faults.call(subscription, "compute", subscription.deliver, message)
 
     def publish(self, message: Message) -> None:
         """Deliver an event or a result to everyone who subscribed to it."""
-        for subscription in self.subscriptions:
+        for subscription in self._by_kind.get(message.kind, ()):
             if subscription.takes(message):
                 self.faults.call(subscription, "compute", subscription.deliver, message)
 
@@ -236,7 +238,7 @@ class MessageBus:
         self.drain(wait=True)
         for subscription in self.subscriptions:
             subscription.subscriber._bus = None
-        self.subscriptions = ()
+        self._set_subscriptions(())
         run, self._run = self._run, None
         if run is not None:
             run.close()

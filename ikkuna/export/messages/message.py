@@ -1,7 +1,7 @@
 """What travels on the bus: one thing that was seen, with the step it belongs to."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 from ikkuna.numerics.statistics import Record
 
@@ -74,9 +74,13 @@ class Message:
         """The name of its curve; ``None`` for what belongs to the whole network."""
         return None
 
-    def result(self, kind: str, value: float) -> Self:
+    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "Message":
+        """Return this message with other contents, and of another kind if one is given."""
+        return Message(self.stamp, kind or self.kind, data, record)
+
+    def result(self, kind: str, value: float) -> "Message":
         """Return the message that carries `value`, computed from this one."""
-        return replace(self, kind=kind, data=value, record=Record.of(value))
+        return self.carrying(value, Record.of(value), kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,10 @@ class NetworkMessage(Message):
 
     path: str = ""
     skipped: bool = False
+
+    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "NetworkMessage":
+        """Return this message with other contents, and of another kind if one is given."""
+        return NetworkMessage(self.stamp, kind or self.kind, data, record, self.path, self.skipped)
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -117,6 +125,10 @@ class ModuleMessage(Message):
     module: str = ""
     path: str = ""
     name: str = ""
+
+    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "ModuleMessage":
+        """Return this message with other contents, and of another kind if one is given."""
+        return ModuleMessage(self.stamp, kind or self.kind, data, record, self.module, self.path, self.name)
 
     @property
     def identity(self) -> tuple[Any, ...]:

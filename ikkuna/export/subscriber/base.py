@@ -123,6 +123,7 @@ class Subscriber(metaclass=_Registering):
         self.title = title
         self.ylims = ylims
         self._bus: MessageBus | None = None
+        self._series: dict[tuple[str, str | None, str], Series] = {}
         self.evaluate: Callable[..., None] | None = None
 
     @property
@@ -174,7 +175,9 @@ class Subscriber(metaclass=_Registering):
         if self._bus is None:
             return
         shown = message.first if isinstance(message, MessageBundle) else message
-        series = Series(shown.kind, shown.series_name, shown.tag, self.title, self.ylims)
+        key = shown.kind, shown.series_name, shown.tag
+        if (series := self._series.get(key)) is None:
+            series = self._series[key] = Series(*key, self.title, self.ylims)
         self._bus.show(series, value, shown.global_step, self.backends)
 
     def check(self) -> None:
