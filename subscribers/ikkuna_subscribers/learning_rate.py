@@ -13,7 +13,7 @@ class LearningRateSubscriber(PlotSubscriber):
     """The learning rates of the optimizers' parameter groups.
 
     Takes ``batch_finished`` and publishes ``learning_rate``, one series for each group: under the group's ``name`` if it has one,
-    otherwise under its number, counted through all optimizers of the step.  A single unnamed group has no name.
+    otherwise as ``group 0``, counted through all optimizers of the step.  A single unnamed group has no name.
     It is the rate the step was made with, before a scheduler changes it.  Skipped steps and groups without a rate publish nothing.
 
     Look for: whether the schedule is the one you meant; a rate that never warms up.
@@ -39,4 +39,5 @@ class LearningRateSubscriber(PlotSubscriber):
             return
         rates = {name: rate for name, rate in message.data["learning_rates"].items() if rate is not None}
         for name, rate in rates.items():
-            self.emit(replace(message, path="" if list(rates) == ["0"] else name), rate)
+            group = f"group {name}" if name.isdigit() else name
+            self.emit(replace(message, path="" if list(rates) == ["0"] else group), rate)
