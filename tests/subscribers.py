@@ -1,17 +1,74 @@
 """Every installed subscriber, each in a way that exercises all it takes: the list that contract tests run over."""
 
+import warnings
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
 from ikkuna.export import subscriber as installed
 from ikkuna.export.messages.kinds import MODULE_KINDS
 
 EVERY_SUBSCRIBER = {}
 
+
+def add(name, *args, label=None, **arguments):
+    """Add one way to make the subscriber `name`; factories take what every subscriber takes."""
+    key = f"{name}-{label}" if label else name
+    EVERY_SUBSCRIBER[key] = lambda **options: getattr(installed, name)(*args, **{**arguments, **options})
+
+
+def outputs_of_any_model(model, rows):
+    """Call a model of the zoo with rows of numbers in the shape that it takes."""
+    with warnings.catch_warnings():
+        # torch's, about a re-entrant checkpoint without gradients, whoever evaluates it
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        return _outputs(model, rows)
+
+
+def _outputs(model, rows):
+    modules = list(model.modules())
+    if any(isinstance(module, nn.Embedding) for module in modules):
+        return model((rows[:, :9].abs() * 3).long() % 10)
+    if any(isinstance(module, nn.Conv2d) for module in modules):
+        return model(rows.view(-1, 1, 8, 8))
+    return model(rows[:, :8])
+
+
+def labelled_rows(n=7):
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(n, 64, generator=generator), torch.randint(5, (n,), generator=generator))
+
+
 for kind in MODULE_KINDS:
-    for name in ("NormSubscriber", "MeanSubscriber", "VarianceSubscriber"):
-        EVERY_SUBSCRIBER[f"{name}-{kind}"] = lambda n=name, k=kind, **o: getattr(installed, n)(k, **o)
-EVERY_SUBSCRIBER["NormSubscriber-p3"] = lambda **o: installed.NormSubscriber("weights", p=3, **o)
-EVERY_SUBSCRIBER["RatioSubscriber"] = lambda **o: installed.RatioSubscriber(["weight_updates", "weights"], **o)
-EVERY_SUBSCRIBER["LossSubscriber"] = lambda **o: installed.LossSubscriber(**o)
-EVERY_SUBSCRIBER["TrainAccuracySubscriber"] = lambda **o: installed.TrainAccuracySubscriber(**o)
+    for name in (
+        *("NormSubscriber", "MeanSubscriber", "VarianceSubscriber", "SumSubscriber", "MinMaxSubscriber"),
+        *("SparsitySubscriber", "NonFiniteSubscriber", "MomentsSubscriber"),
+    ):
+        add(name, kind, label=kind)
+for kind in ("activations", "weight_gradients"):
+    add("HistogramSubscriber", kind, subsample=1, label=kind)
+    add("PercentileSubscriber", kind, label=kind)
+    add("MessageMeanSubscriber", kind, label=kind)
+add("NormSubscriber", "weights", p=3, label="p3")
+add("HistogramSubscriber", "weights", subsample=1, exact=True, label="exact")
+add("PercentileSubscriber", "weights", percentiles=50, exact=True, label="exact")
+add("SpectralNormSubscriber")
+add("SpectralNormSubscriber", "weight_updates", conv="operator", input_size=(8, 8), label="operator")
+add("RatioSubscriber", ["weight_updates", "weights"])
+add("GlobalNormSubscriber")
+add("OptimizerStateSubscriber", "exp_avg")
+add("OptimizerStateSubscriber", "momentum_buffer", "mean", label="mean")
+add("LearningRateSubscriber")
+add("LossSubscriber")
+add("TrainAccuracySubscriber")
+add(
+    "TestAccuracySubscriber",
+    labelled_rows(),
+    batch_size=4,
+    every=2,
+    forward=outputs_of_any_model,
+)
 
 NEEDS = {}
 """For those that take other subscribers' results: name → the factories of these."""

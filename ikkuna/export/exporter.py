@@ -303,10 +303,11 @@ class Exporter:
         """Publish what is pending, take every hook off, and leave the bus; with the last exporter the run is closed and readable."""
         if self._closed:
             return
-        self._closed = True
         try:
             self._observer.finish()
+            self.message_bus.drain(wait=True)  # while a subscriber can still evaluate the model
         finally:
+            self._closed = True
             self._attachment.remove()
             self.message_bus.detach(self)
 

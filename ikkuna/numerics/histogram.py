@@ -157,9 +157,9 @@ class Histogram:
         else:
             rank = (n - 1) * asked
             below, above = (self._order_statistic(counts, side(rank)) for side in (np.floor, np.ceil))
-            with np.errstate(invalid="ignore"):  # between -inf and +inf lies no number: NaN, as numpy has it
+            with np.errstate(invalid="ignore"):  # beside an infinity lies no number: NaN, as numpy has it
                 step = np.where(above == below, 0.0, (above - below) * (rank - np.floor(rank)))
-            result = below + step
+                result = below + step
         return result.item() if result.ndim == 0 else result
 
     def share_below(self, threshold: float) -> float:

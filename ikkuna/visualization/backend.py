@@ -1,12 +1,14 @@
 """The two verbs a backend must know, and how one is found by its name."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.plugins import load_plugin, plugin_names
+from ikkuna.visualization.module_table import ModuleEntry
 
 __all__ = ["GROUP", "Backend", "Series", "get_backend"]
 
@@ -51,6 +53,9 @@ class Backend(ABC):
 
     def open(self, directory: Path) -> None:  # noqa: B027 - most backends have nothing to open
         """Get ready to write below `directory`, which exists; raise `LogDirError` where that cannot be."""
+
+    def describe(self, modules: Sequence[ModuleEntry]) -> None:  # noqa: B027 - optional
+        """Take the modules that are looked at, in their order in the network; called once, before the first value."""
 
     @abstractmethod
     def add_scalar(self, series: Series, value: float, step: int) -> None:

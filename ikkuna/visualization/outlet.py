@@ -1,11 +1,12 @@
 """A backend as a run holds it: opened at its first value, and unable to harm the training."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ikkuna.visualization.backend import Backend
+from ikkuna.visualization.module_table import ModuleEntry
 
 __all__ = ["Outlet"]
 
@@ -24,10 +25,12 @@ class Outlet:
     ----------
     name : what to call it in the log
     backend : is opened once, before its first value
+    modules : told to it then
     """
 
-    def __init__(self, name: str, backend: Backend) -> None:
+    def __init__(self, name: str, backend: Backend, modules: Sequence[ModuleEntry] = ()) -> None:
         self._name = name
+        self._modules = modules
         self.backend = backend
         self.disabled = False
         self._opened_at: int | None = None  # a step
@@ -48,12 +51,13 @@ class Outlet:
 
     def _open(self, directory: Callable[[], Path], step: int) -> None:
         self._opened_at = step
-        if type(self.backend).open is Backend.open:
-            return  # nothing to open: no reason to make a directory
         try:
-            self.backend.open(directory())
+            if type(self.backend).open is not Backend.open:  # nothing to open: no reason to make a directory
+                self.backend.open(directory())
         except Exception as error:
             self.disable(f"cannot be opened, its values are lost: {error}")
+        else:
+            self._try("describe", self._modules)
 
     def disable(self, why: str) -> None:
         """Call the backend no more, and count what it would have been given."""

@@ -9,6 +9,7 @@ from typing import Any
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
 from ikkuna.visualization.backend import Backend, Series, get_backend
 from ikkuna.visualization.histogram import HistogramLike
+from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.null import NullBackend
 from ikkuna.visualization.outlet import Outlet
 from ikkuna.visualization.run_directory import check_log_dir, log_path, make_run_directory
@@ -27,6 +28,7 @@ class Run:
     Parameters
     ----------
     log_dir : checked only for being a path; see :meth:`prepare`
+    modules : what is looked at, in its order in the network, for backends to tell
 
     :meth:`show` and :meth:`commit` are called from one thread at a time, the others from any.
 
@@ -40,8 +42,9 @@ class Run:
     (True, [('loss', 0.5, 0)])
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str] = "run") -> None:
+    def __init__(self, log_dir: str | os.PathLike[str] = "run", modules: Sequence[ModuleEntry] = ()) -> None:
         self._log_dir = log_path(log_dir)
+        self._modules = modules
         self._directory: Path | None = None
         self._error: LogDirError | None = None
         self._outlets: dict[str | int, Outlet] = {}
@@ -70,7 +73,7 @@ class Run:
         """
         if self._closed is not None:
             raise ClosedError("this run is closed; make a new one")
-        made = {_key(backend): Outlet(_label(backend), get_backend(backend)) for backend in backends}
+        made = {_key(backend): self._outlet(backend, get_backend(backend)) for backend in backends}
         if self._directory is None and any(type(outlet.backend).open is not Backend.open for outlet in made.values()):
             check_log_dir(self._log_dir)
         self._outlets = made | self._outlets
@@ -91,11 +94,14 @@ class Run:
             outlet = self._outlets.get(_key(backend)) or self._new_outlet(backend)
             outlet.add(verb, arguments, step, self._make_directory)
 
+    def _outlet(self, asked: str | Backend, backend: Backend) -> Outlet:
+        return Outlet(_label(asked), backend, self._modules)
+
     def _new_outlet(self, backend: str | Backend) -> Outlet:
         try:
-            outlet = Outlet(_label(backend), get_backend(backend))
+            outlet = self._outlet(backend, get_backend(backend))
         except Exception as error:
-            outlet = Outlet(_label(backend), NullBackend())
+            outlet = self._outlet(backend, NullBackend())
             outlet.disable(f"cannot be made, its values are lost: {error}")
         return self._outlets.setdefault(_key(backend), outlet)
 

@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 from ikkuna.visualization.backend import Series
 
-__all__ = ["encode", "image_tag", "overview_tag", "series_tag", "text_tag"]
+__all__ = ["encode", "heatmap_title", "image_tag", "natural_key", "overview_tag", "series_tag", "text_tag"]
 
 _LIMIT = 250  # bytes
 _RESERVED = ("Network", "Overview", "Heatmaps", "Text")  # groups of ours; a kind of such a name is escaped
@@ -75,6 +75,29 @@ def overview_tag(series: Series, statistic: str) -> str:
     'Overview/weights_norm2_median'
     """
     return _cut(f"Overview/{_group(series.kind, series.pass_name)}_{statistic}")
+
+
+def heatmap_title(series: Series) -> str:
+    """Return the title of the heatmap of all modules of the kind and pass of `series`.
+
+    Examples
+    --------
+    >>> heatmap_title(Series("weights_norm2", "features.0")), heatmap_title(Series("activations_mean", "fc", "testing"))
+    ('weights_norm2', 'activations_mean.testing')
+    """
+    return series.kind if series.pass_name == "training" else f"{series.kind}.{series.pass_name}"
+
+
+def natural_key(name: str) -> list[str | int]:
+    """Return what to sort names by so that 2 comes before 10, as TensorBoard does.
+
+    Examples
+    --------
+    >>> sorted(["features.10", "features.2", "fc"], key=natural_key)
+    ['fc', 'features.2', 'features.10']
+    """
+    parts = re.split(r"([0-9]+)", name)  # texts and numbers take turns, so equal places hold equal types
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
 def image_tag(title: str) -> str:

@@ -17,6 +17,7 @@ from ikkuna.export.subscriber import (
     RatioSubscriber,
     Subscriber,
     TrainAccuracySubscriber,
+    VarianceSubscriber,
 )
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop, mlp
@@ -494,3 +495,20 @@ def test_an_unknown_subscriber_names_those_there_are():
 def test_the_default_bus_is_one():
     assert get_default_bus() is get_default_bus()
     assert isinstance(get_default_bus(), MessageBus)
+
+
+def test_results_of_an_optimizers_state_are_results(bus):
+    """Their names begin as the built-in kinds of states do, which have no list."""
+    recording = RecordingBackend()
+    loop = Loop(CASES["mlp"])
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        bus.register_subscriber(NormSubscriber("weight_state_exp_avg", backend="null"))
+        bus.register_subscriber(MeanSubscriber("weight_state_exp_avg_norm2", backend=recording))
+        with pytest.raises(ConfigError, match="needs|measures"):
+            bus.register_subscriber(VarianceSubscriber("weight_state_exp_avg_norm2", backend="null"))
+        with pytest.raises(ConfigError, match="cannot publish 'weight_state_exp_avg'"):
+            bus.register_subscriber(NormSubscriber("weights", publishes="weight_state_exp_avg", backend="null"))
+        loop.run(1)
+    state = loop.optimizer.state[loop.model[0].weight]["exp_avg"]
+    assert next(v for s, v, _ in recording.values if s.name == "0") == pytest.approx(state.norm().item(), rel=1e-6)

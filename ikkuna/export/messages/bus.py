@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.description import described
 from ikkuna.export.faults import Faults
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, NetworkMessage
@@ -18,6 +19,7 @@ from ikkuna.export.messages.registration import check_registration, known_kinds
 from ikkuna.export.rows import Entry, Rows
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.modules import NamedModule
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.run import Run
 from ikkuna.visualization.run_directory import check_log_dir
@@ -31,8 +33,12 @@ class Source(Protocol):
     """What publishes on a bus: an exporter."""
 
     @property
+    def modules(self) -> Sequence[NamedModule]:
+        """The modules it looks at, in their order in the network."""
+
+    @property
     def module_names(self) -> frozenset[str]:
-        """Names of the modules it looks at."""
+        """Their names."""
 
     def demand_changed(self) -> None:
         """Take a change of what subscribers want."""
@@ -238,7 +244,9 @@ class MessageBus:
     def show(self, series: Series, value: Any, step: int, backends: tuple[Any, ...]) -> None:
         """Send a value to backends; the run is opened by the first."""
         if self._run is None:
-            self._run = Run(self.log_dir or "run")
+            self._run = Run(
+                self.log_dir or "run", described(named for source in self.sources for named in source.modules)
+            )
         self._run.show(series, value, step, backends)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ def _check_kind(subscriber: Subscriber, kind: str, others: Subscriptions) -> Non
         near = get_close_matches(kind, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise UnknownKindError(f"unknown kind {kind!r}{hint} known: {', '.join(known)}")
-    is_event, is_derived = kind in EVENT_KINDS, not is_built_in(kind)
+    is_event, is_derived = kind in EVENT_KINDS, _is_announced(kind, others) or not is_built_in(kind)
     if is_derived and not subscriber.derived:
         raise ConfigError(
             f"{subscriber!r} measures tensors, but {kind!r} is a result and carries a float; "
@@ -53,6 +53,10 @@ def _check_kind(subscriber: Subscriber, kind: str, others: Subscriptions) -> Non
         raise ConfigError(f"{subscriber!r} needs a `measure` or `fields` to take {kind!r}, it has neither")
 
 
+def _is_announced(kind: str, others: Subscriptions) -> bool:
+    return any(kind in other.subscriber.publishes for other in others)
+
+
 def _check_join(subscriber: Subscriber, others: Subscriptions) -> None:
     is_joining = isinstance(subscriber.subscription, SynchronizedSubscription)
     if is_joining and len({_is_of_module(kind, others) for kind in subscriber.kinds}) > 1:
@@ -60,7 +64,7 @@ def _check_join(subscriber: Subscriber, others: Subscriptions) -> None:
 
 
 def _is_of_module(kind: str, others: Subscriptions) -> bool:
-    if is_built_in(kind):
+    if not _is_announced(kind, others):
         return is_of_module(kind)
     maker = next(s for s in others if kind in s.subscriber.publishes)
     return not maker.subscriber.of_network and _is_of_module(maker.kinds[0], others)
@@ -68,7 +72,9 @@ def _is_of_module(kind: str, others: Subscriptions) -> bool:
 
 def _check_publications(subscriber: Subscriber, others: Subscriptions, modules: frozenset[str]) -> None:
     for kind in subscriber.publishes:
-        if is_built_in(kind):
+        # The name of a result of an optimizer's state begins as those states do, of which there is no list.
+        is_result = kind not in BUILT_IN and any(kind.startswith(f"{source}_") for source in subscriber.kinds)
+        if is_built_in(kind) and not is_result:
             raise ConfigError(
                 f"{subscriber!r} cannot publish {kind!r}, which is a built-in kind; choose another with publishes="
             )

@@ -1,0 +1,75 @@
+"""The size of something over the whole network."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import PlotSubscriber
+
+__all__ = ["GlobalNormSubscriber"]
+
+
+class GlobalNormSubscriber(PlotSubscriber):
+    r"""The L2 norm of a quantity over all modules together, :math:`\sqrt{\sum_l \lVert x_l \rVert_2^2}`.
+
+    Takes one or several kinds with a tensor, and results of other subscribers, of which the square is summed.
+    Publishes ``{kind}_global_norm`` of the whole network once a step, in the unit of x; of several kinds, their names joined by ``_``.
+    A parameter shared by modules counts once.  One NaN or Inf makes it NaN, unless `finite_only`.
+    A step without a message publishes nothing.
+
+    The norm by which ``clip_grad_norm_`` clips is that of ``["weight_gradients", "bias_gradients"]``;
+    gradients are seen after clipping, so a curve that lies on the threshold is one that is always clipped.
+
+    Look for: jumps to ten times the usual value, which come before a loss spike; a slow fall to 0.
+
+    Parameters
+    ----------
+    kinds : str or list of str
+        What to look at.
+    finite_only : bool
+        Leave out elements that are NaN or infinite.
+    **options
+        See `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        If there is no kind.
+
+    Examples
+    --------
+    >>> GlobalNormSubscriber(["weight_gradients", "bias_gradients"]).publishes
+    ('weight_gradients_bias_gradients_global_norm',)
+    """
+
+    fields = ("sumsq",)
+    derived = True
+    of_network = True
+
+    def __init__(
+        self,
+        kinds: str | Iterable[str] = ("weight_gradients", "bias_gradients"),
+        *,
+        finite_only: bool = False,
+        **options: Any,
+    ) -> None:
+        names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        if not names:
+            raise ConfigError("GlobalNormSubscriber needs at least one kind, got an empty list")
+        options.setdefault("publishes", f"{'_'.join(map(str, names))}_global_norm")
+        super().__init__(names, **options)
+        self.finite_only = finite_only
+        self._norms: list[float] = []
+
+    def compute(self, message: ModuleMessage) -> None:
+        """Keep the norm until the step is over."""
+        assert message.record is not None
+        self._norms.append(message.record.l2_norm)
+
+    def finish(self, stamp: Stamp) -> None:
+        """Emit the norm of all."""
+        norms, self._norms = self._norms, []
+        if norms:
+            self.emit(NetworkMessage(stamp, self.publishes[0]), math.hypot(*norms))

@@ -1,0 +1,278 @@
+"""Metrics of the network as a whole: over modules, of the optimizer, of data that is not trained on."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.rows import Rows
+from ikkuna.export.subscriber import (
+    GlobalNormSubscriber,
+    LearningRateSubscriber,
+    MeanSubscriber,
+    MessageMeanSubscriber,
+    NonFiniteSubscriber,
+    NormSubscriber,
+    OptimizerStateSubscriber,
+    TestAccuracySubscriber,
+    TrainAccuracySubscriber,
+)
+from ikkuna.testing import RecordingBackend
+from tests.metrics.running import curves, trained
+from tests.zoo import CASES, Loop
+
+
+def layers():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), nn.Linear(2, 2, bias=False))
+
+
+def test_the_message_mean_is_over_modules_and_once_a_step():
+    makers = [
+        lambda **o: NormSubscriber("weights", p=1, **o),
+        lambda **o: MessageMeanSubscriber("weights_norm1", **o),
+        lambda **o: MessageMeanSubscriber("weights", subsample=2, **o),
+    ]
+    found, before = trained(makers, layers())
+    weights = [[w.double() for name, w in step.items() if "weight" in name] for step in before]
+    norms = [sum(w.abs().sum().item() for w in step) / 3 for step in weights]
+    means = [sum(w.mean().item() for w in step) / 3 for step in weights[::2]]
+    assert found["weights_norm1_message_mean", None] == pytest.approx(norms, rel=1e-6)
+    assert found["weights_message_mean", None] == pytest.approx(means, rel=1e-5)
+
+
+def test_one_nan_makes_the_message_mean_nan():
+    model = layers()
+    with torch.no_grad():
+        model[3].weight[0, 0] = math.nan
+    found, _ = trained([lambda **o: MessageMeanSubscriber("weights", **o)], model, steps=1)
+    assert math.isnan(found["weights_message_mean", None][0])
+
+
+def test_the_global_norm_is_the_one_clipping_goes_by():
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+    optimizer.register_step_pre_hook(
+        lambda *_: norms.append(nn.utils.get_total_norm([p.grad.double() for p in model.parameters()]).item())
+    )
+    found, before = trained(
+        [lambda **o: GlobalNormSubscriber(**o), lambda **o: GlobalNormSubscriber("weights", **o)], model, 3, optimizer
+    )
+    assert found["weight_gradients_bias_gradients_global_norm", None] == pytest.approx(norms, rel=1e-6)
+    weights = [torch.cat([w.flatten() for n, w in s.items() if "weight" in n]).double().norm() for s in before]
+    assert found["weights_global_norm", None] == pytest.approx([w.item() for w in weights], rel=1e-6)
+
+
+def test_a_global_norm_of_norms_is_that_of_the_tensors():
+    makers = [
+        lambda **o: NormSubscriber("weights", **o),
+        lambda **o: GlobalNormSubscriber("weights_norm2", **o),
+        lambda **o: GlobalNormSubscriber("weights", **o),
+    ]
+    found, _ = trained(makers, layers())
+    assert found["weights_norm2_global_norm", None] == pytest.approx(found["weights_global_norm", None])
+
+
+def test_learning_rates_are_one_series_a_group():
+    model = layers()
+    groups = [{"params": model[0].parameters(), "name": "stem"}, {"params": [*model[2:].parameters()], "lr": 0.5}]
+    found, _ = trained([lambda **o: LearningRateSubscriber(**o)], model, 2, torch.optim.SGD(groups, lr=0.25))
+    assert found == {("learning_rate", "stem"): [0.25, 0.25], ("learning_rate", "group 1"): [0.5, 0.5]}
+
+
+def test_the_rate_of_a_single_group_is_the_networks_and_that_of_the_step():
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(1.0))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def batch(step):
+        scheduler.step() if step else None
+        return torch.ones(2, 3)
+
+    found, _ = trained([lambda **o: LearningRateSubscriber(**o)], model, 3, optimizer, batch)
+    assert found == {("learning_rate", None): [1.0, 0.5, 0.25]}
+
+
+def test_what_an_optimizer_keeps_is_shown():
+    loop = Loop(CASES["mlp"])
+    recording, bus = RecordingBackend(), MessageBus()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        bus.register_subscriber(OptimizerStateSubscriber("exp_avg", backend=recording))
+        bus.register_subscriber(OptimizerStateSubscriber("step", "mean", modules="0", backend=recording))
+        bus.register_subscriber(OptimizerStateSubscriber("nothing", backend=recording))
+        loop.run(2)
+    found = curves(recording)
+    for kind, parameter in (("weight", loop.model[2].weight), ("bias", loop.model[2].bias)):
+        expected = loop.optimizer.state[parameter]["exp_avg"].double().norm().item()
+        assert found[f"{kind}_state_exp_avg_norm2", "2"][-1] == pytest.approx(expected, rel=1e-6)
+    assert found["weight_state_step_mean", "0"] == [1.0, 2.0]
+    assert not [kind for kind, _ in found if "nothing" in kind]
+
+
+def test_counts_of_non_finite_gradients_are_published_for_skipped_steps_too():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    recording, bus = RecordingBackend(), MessageBus()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        bus.register_subscriber(NonFiniteSubscriber("layer_gradients", backend=recording))
+        bus.register_subscriber(MeanSubscriber("layer_gradients", backend=recording))
+        bus.register_subscriber(LearningRateSubscriber(backend=recording))
+        for factor in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.ones(3, 2)) * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = curves(recording)
+    assert [v for v in found["layer_gradients_nonfinite", "linear"] if v] == [3.0]
+    assert len(found["layer_gradients_mean", "linear"]) == len(found["learning_rate", None]) == 2
+
+
+def classification(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, 8, generator=generator), torch.randint(5, (n,), generator=generator))
+
+
+def accuracy(model, data, k=1):
+    was = model.training
+    model.eval()
+    with torch.no_grad():
+        top = model(data.tensors[0]).topk(k, 1).indices
+    model.train(was)
+    return (top == data.tensors[1][:, None]).any(1).double().mean().item()
+
+
+def test_test_accuracy_is_that_of_all_data_whatever_the_batches():
+    """Seven labels in batches of four: the mean of the batches' accuracies would be another number."""
+    loop, data = Loop(CASES["mlp"]), classification(7)
+    recording, bus = RecordingBackend(), MessageBus()
+    expected = []
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        for make in (
+            lambda **o: TestAccuracySubscriber(data, batch_size=4, every=2, **o),
+            lambda **o: TestAccuracySubscriber(data, batch_size=4, k=3, **o),
+        ):
+            bus.register_subscriber(make(backend=recording))
+        for step in range(5):
+            loop.run(1)
+            expected += [accuracy(loop.model, data)] if step % 2 == 0 else []
+        exporter.epoch_finished()
+        top3 = accuracy(loop.model, data, 3)
+    found = curves(recording)
+    assert found["test_accuracy", None] == pytest.approx(expected)
+    assert found["test_accuracy_top3", None] == pytest.approx([top3])
+    steps = [step for series, _, step in recording.values if series.kind == "test_accuracy"]
+    assert steps == [0, 2, 4]
+
+
+def test_a_test_that_is_due_when_rows_arrive_late_is_made_by_close(monkeypatch):
+    """On a device the last step's rows may reach the host only when the exporter closes."""
+    monkeypatch.setattr(Rows, "arrived", lambda self: False)
+    loop, data = Loop(CASES["mlp"]), classification(7)
+    recording, bus = RecordingBackend(), MessageBus()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        bus.register_subscriber(TestAccuracySubscriber(data, every=1, backend=recording))
+        loop.run(1)
+        assert not recording.values
+    assert curves(recording)["test_accuracy", None] == [accuracy(loop.model, data)]
+
+
+class Augmented(Dataset):
+    """Items that change at random, from all three generators."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.randn(8) + random.random() + np.random.rand(), 1
+
+
+def test_making_a_test_accuracy_draws_no_randomness():
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    TestAccuracySubscriber(Augmented())
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(states[0], after[0])
+    assert states[1:] == after[1:]
+
+
+def test_ignored_labels_do_not_count_and_none_at_all_is_nan():
+    data = TensorDataset(torch.randn(4, 8), torch.full((4,), -100))
+    loop = Loop(CASES["mlp"])
+    recording, bus = RecordingBackend(), MessageBus()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        bus.register_subscriber(TestAccuracySubscriber(data, every=1, backend=recording))
+        loop.run(1)
+    assert math.isnan(curves(recording)["test_accuracy", None][0])
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_train_accuracy_over_micro_batches(k):
+    loop = Loop(CASES["mlp-accumulated"])
+    recording, bus = RecordingBackend(), MessageBus()
+    hits = []
+
+    def note(module, args, output):
+        top = args[0].topk(k, 1).indices
+        hits.append((top == args[1][:, None]).any(1))
+
+    loop.loss.register_forward_hook(note)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        exporter.set_loss(loop.loss)
+        bus.register_subscriber(TrainAccuracySubscriber(k=k, backend=recording))
+        loop.run(1)
+    assert len(hits) == 3
+    [values] = curves(recording).values()
+    assert values == pytest.approx([torch.cat(hits).double().mean().item()])
+
+
+class Unlabelled(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TestAccuracySubscriber([]), ConfigError, "at least one item, got an empty one"),
+        (
+            lambda: TestAccuracySubscriber(Unlabelled()),
+            ConfigError,
+            "pairs \\(input, label\\), the first item is Tensor",
+        ),
+        (lambda: TestAccuracySubscriber(TensorDataset(torch.ones(2))), ConfigError, "the first item is 1 values"),
+        (lambda: TestAccuracySubscriber(iter([])), ConfigTypeError, "map-style data set, .* got list_iterator"),
+        (
+            lambda: TestAccuracySubscriber(torch.utils.data.DataLoader(classification(3))),
+            ConfigTypeError,
+            "got DataLoader",
+        ),
+        (lambda: TestAccuracySubscriber(classification(3), batch_size=0), ConfigError, "batch_size >= 1, got 0"),
+        (lambda: TestAccuracySubscriber(classification(3), every=0), ConfigError, "every >= 1, got 0"),
+        (lambda: TestAccuracySubscriber(classification(3), k=True), ConfigError, "k >= 1, got True"),
+        (lambda: TestAccuracySubscriber(classification(3), every=2, subsample=2), ConfigError, "got both"),
+        (lambda: TrainAccuracySubscriber(k=0), ConfigError, "k >= 1, got 0"),
+        (lambda: OptimizerStateSubscriber(""), ConfigError, "a field such as 'exp_avg', got ''"),
+        (lambda: OptimizerStateSubscriber("step", "median"), ConfigError, "'norm' or the 'mean', got 'median'"),
+        (lambda: GlobalNormSubscriber([]), ConfigError, "at least one kind, got an empty list"),
+        (lambda: GlobalNormSubscriber(["a", "a"]), ConfigError, "kinds must differ"),
+    ],
+)
+def test_bad_arguments_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
