@@ -5,9 +5,10 @@ a package with malformed metadata, ours or not, is passed over.
 """
 
 import logging
+import re
 from collections import defaultdict
 from functools import cache
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
 from ikkuna.errors import PluginError
@@ -19,33 +20,59 @@ log = logging.getLogger("ikkuna")
 
 @cache
 def plugins(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group by name; a name that several distributions announce has several.
+    """Return the entry points of a group by name; a name that is offered more than once has several.
 
+    A distribution found twice, as an editable install is, counts where it is found first.
     The answer is kept: a distribution installed later is seen by the next process.
     """
-    found: dict[str, dict[tuple[str, str], EntryPoint]] = defaultdict(dict)
+    found: dict[str, list[EntryPoint]] = defaultdict(list)
+    seen: set[str] = set()
     for distribution in distributions():
         try:
-            name = distribution.metadata["Name"]
-            points = [point for point in distribution.entry_points if point.group == group]
+            points = _points(distribution, group)
         except Exception as error:
-            log.warning("the metadata of an installed package cannot be read, its plugins are ignored: %s", error)
+            what = "the entry points of %s cannot be read, its plugins are ignored: %s: %s"
+            log.warning(what, _name(distribution), type(error).__name__, error)
             continue
+        if not points or (name := re.sub("[-_.]+", "-", _name(distribution)).lower()) in seen:
+            continue
+        seen.add(name)
         for point in points:
-            if point.name.isidentifier() and not point.name.startswith("__"):
-                found[point.name][name.lower(), point.value] = point  # an editable install is listed twice
+            if point.name.isidentifier() and not point.name.startswith("_"):
+                found[point.name].append(point)
             else:
-                log.warning("the plugin name %r of %s is not an identifier; ignored", point.name, name)
-    return {name: tuple(points.values()) for name, points in found.items()}
+                log.warning("the plugin name %r of %s is no public identifier; ignored", point.name, _origin(point))
+    return {name: tuple(points) for name, points in found.items()}
+
+
+def _points(distribution: Distribution, group: str) -> list[EntryPoint]:
+    text = distribution.read_text("entry_points.txt")
+    if text is None or group not in text:  # spares the parsing of everybody's metadata
+        return []
+    return [point for point in distribution.entry_points if point.group == group]
+
+
+def _name(distribution: Distribution | None) -> str:
+    """Return the name of a distribution, or of its directory if its metadata is damaged."""
+    try:
+        name = distribution.metadata["Name"] if distribution else None
+    except Exception:
+        name = None
+    directory = getattr(distribution, "_path", None)
+    return name or (directory.name if directory else "an unknown distribution")
+
+
+def _origin(point: EntryPoint) -> str:
+    try:
+        version = point.dist.version if point.dist else None
+    except Exception:
+        version = None
+    return f"{_name(point.dist)} {version}" if version else _name(point.dist)
 
 
 def plugin_names(group: str) -> frozenset[str]:
     """Return the names a group offers, without loading anything."""
     return frozenset(plugins(group))
-
-
-def _origin(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
 
 
 def load_plugin(group: str, name: str, base: type) -> Any:
@@ -63,9 +90,8 @@ def load_plugin(group: str, name: str, base: type) -> Any:
             f"no installed distribution offers {name!r} in {group!r}; is ikkuna installed, or only on the path?"
         )
     if len(points) > 1:
-        raise PluginError(
-            f"{name!r} is offered by several distributions: {', '.join(map(_origin, points))}; uninstall all but one"
-        )
+        offers = ", ".join(f"{_origin(point)} ({point.value})" for point in points)
+        raise PluginError(f"{name!r} is offered more than once: {offers}; uninstall all but one")
     (point,) = points
     what = f"plugin {name!r} from distribution {_origin(point)} ({point.value})"
     try:
@@ -74,6 +100,8 @@ def load_plugin(group: str, name: str, base: type) -> Any:
         raise PluginError(f"{what} called sys.exit({error.code}) while being imported") from error
     except Exception as error:
         raise PluginError(f"{what} could not be imported: {type(error).__name__}: {error}") from error
-    if not (isinstance(target, type) and issubclass(target, base)):
-        raise PluginError(f"{what} is {type(target).__name__} {target!r}, expected a subclass of {base.__name__}")
+    if not isinstance(target, type):
+        raise PluginError(f"{what} is of type {type(target).__name__}, expected a subclass of {base.__name__}")
+    if not issubclass(target, base):
+        raise PluginError(f"{what} is the class {target.__qualname__}, expected a subclass of {base.__name__}")
     return target

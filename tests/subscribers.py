@@ -82,3 +82,6 @@ add(
     every=2,
     forward=outputs_of_any_model,
 )
+
+NEEDS = {}
+"""For those that take other subscribers' results: name → the factories of these."""

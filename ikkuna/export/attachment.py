@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from ikkuna.errors import ConfigError
@@ -33,6 +34,7 @@ class Attachment:
         self._taken = taken
         self._undo: list[Undo] = []
         observer.model.resolve = self.resolve
+        observer.model.reconsider = self.demand_changed
 
     def add(self, root: Root) -> None:
         """Look at one more root."""
@@ -61,23 +63,31 @@ class Attachment:
         """Look at what is below `roots`, and at nothing else."""
         modules = self.roots.resolve(roots, self._taken())
         self.roots.all = roots
-        self.observer.model.modules = modules
-        self.observer.model.roots = self.roots.callable
+        self.observer.model.taps.remove(everything=True)
+        self.observer.model.taps.modules = modules
+        self.observer.model.taps.roots = self.roots.callable
         self.observer.parameters.track(modules)
         self.install()
+        self.demand_changed()
+
+    def demand_changed(self) -> None:
+        """Take a change of what subscribers want."""
+        if self.observer.demand_changed():
+            log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
+            torch.compiler.reset()
 
     def resolve(self) -> None:
         """Look again, in case the user has put other modules in the place of those known."""
         found = {id(named.module) for named in self.roots.resolve(self.roots.all)}
-        if found != {id(named.module) for named in self.observer.model.modules}:
+        if found != {id(named.module) for named in self.observer.model.taps.modules}:
             log.info("modules were replaced; the new ones are looked at")
             self.look_at(self.roots.all)
 
     def install(self) -> None:
         """Put the hooks on that stay: two on each root, one on the loss, two for all optimizers."""
         self.remove()
-        for root in self.observer.model.roots:
-            self._undo.append(tap_root(root, self.observer.model))
+        for root in self.observer.model.taps.roots:
+            self._undo.append(tap_root(root, self.observer.model, self.observer.model.taps.switch))
         if self.loss is not None:
             self._undo.append(tap_loss(self.loss, self.observer.model))
         self._undo.append(tap_optimizers(self.observer.optimizers))

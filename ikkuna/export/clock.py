@@ -81,6 +81,15 @@ class Clock:
             self.open()
         return self.counting
 
+    def compiled_root_entered(self, counts: bool, in_closure: bool) -> None:
+        """Note that a compiled root is called; `counts` if in training mode and with gradients."""
+        self.counting = counts and self.pass_name == TRAINING
+        if self.counting:
+            if not in_closure:
+                self._inside.clear()
+            self.close_pending()
+            self.open()
+
     def root_left(self) -> bool:
         """Note that a root has returned or raised; say whether it was an outermost call that counts."""
         self.depth = max(0, self.depth - 1)

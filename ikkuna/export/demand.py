@@ -40,6 +40,11 @@ class Plan:
         self.states = tuple(sorted(kind for kind in kinds if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
 
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether it wants anything that a compiled model sees."""
+        return self.forward or not self.kinds.isdisjoint(("input_data", "network_output"))
+
     def task(self, kind: str, module: str | None) -> Task | None:
         """Return what to do with tensors of this kind and module; ``None`` for nothing."""
         try:

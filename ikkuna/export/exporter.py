@@ -93,7 +93,7 @@ class Exporter:
     @property
     def modules(self) -> tuple[NamedModule, ...]:
         """The modules looked at, under their names."""
-        return self._observer.model.modules
+        return self._observer.model.taps.modules
 
     @property
     def module_names(self) -> frozenset[str]:
@@ -216,7 +216,7 @@ class Exporter:
                 f"evaluate() needs one model, {len(roots.all)} were added; tell which it is with set_model()"
             )
         before = self._observer.clock.pass_name
-        with evaluation.undisturbed(model, batches):
+        with self.message_bus.faults.looking(), evaluation.undisturbed(model, batches):
             self._observer.begin_pass(name)
             try:
                 for batch in batches:
@@ -281,6 +281,7 @@ class Exporter:
         finally:
             if not self._closed:
                 self._attachment.install()
+                self._attachment.demand_changed()
 
     def health(self) -> Health:
         """Return how the monitor itself is doing."""
@@ -293,6 +294,10 @@ class Exporter:
             disabled=tuple(bus.faults.disabled),
             skipped=self._observer.skipped,
         )
+
+    def demand_changed(self) -> None:
+        """Take a change of what the subscribers of the bus want; the bus calls it."""
+        self._attachment.demand_changed()
 
     def close(self) -> None:
         """Publish what is pending, take every hook off, and leave the bus; with the last exporter the run is closed and readable."""

@@ -1,7 +1,10 @@
 """What went wrong after set-up: caught, counted and said once, so that none of it reaches training."""
 
 import logging
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,8 +20,16 @@ PATIENCE = 10
 log = logging.getLogger("ikkuna")
 
 
+class _Here(threading.local):
+    """Whether a subscriber's code runs on this thread."""
+
+    calling = False
+
+
 class Faults:
     """Guards every call of a subscriber and of our own hooks.
+
+    While a subscriber's code runs nobody looks: a model that it calls would be seen by itself, for ever.
 
     Parameters
     ----------
@@ -30,7 +41,22 @@ class Faults:
     def __init__(self, on_error: str = "disable") -> None:
         self.errors = 0
         self.disabled: list[str] = []
+        self._here = _Here()
         self.set_policy(on_error)
+
+    @property
+    def calling(self) -> bool:
+        """Whether a subscriber's code runs on this thread."""
+        return self._here.calling
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look for the time of a ``with`` block although a subscriber's code runs: it asked for an evaluation."""
+        was, self._here.calling = self._here.calling, False
+        try:
+            yield
+        finally:
+            self._here.calling = was
 
     def set_policy(self, on_error: str) -> None:
         """Choose what happens on an error; raise `ConfigError` for an unknown policy."""
@@ -40,11 +66,15 @@ class Faults:
 
     def call(self, subscription: Subscription, stage: str, function: Callable[[Any], Any], argument: Any) -> Any:
         """Call a subscriber's function; on an error return ``None`` after telling whose it was."""
+        here = self._here
+        was, here.calling = here.calling, True
         try:
             result = function(argument)
         except Exception as error:
             self._blame(subscription, stage, error)
             return None
+        finally:
+            here.calling = was
         if subscription.failures:
             subscription.failures.pop(stage, None)
         return result
@@ -60,7 +90,7 @@ class Faults:
             raise error
         self.errors += 1
         if self._is_telling(self.errors):
-            log.error("ikkuna failed in %s (training is not affected)", what, exc_info=error)
+            _tell("ikkuna failed in %s (training is not affected)", what, exc_info=error)
 
     def _blame(self, subscription: Subscription, stage: str, error: Exception) -> None:
         if self.on_error == "raise":
@@ -69,17 +99,25 @@ class Faults:
         failures = subscription.failures[stage] = subscription.failures.get(stage, 0) + 1
         name = type(subscription.subscriber).__name__  # never the user's own repr, which may be what fails
         if self._is_telling(failures):
-            log.error("subscriber %s (%s) failed in %s", name, ", ".join(subscription.kinds), stage, exc_info=error)
+            _tell("subscriber %s (%s) failed in %s", name, ", ".join(subscription.kinds), stage, exc_info=error)
         if isinstance(error, torch.OutOfMemoryError) or (self.on_error == "disable" and failures >= PATIENCE):
-            self._disable(subscription, f"{failures} consecutive failures; last: {type(error).__name__}: {error}")
+            last = traceback.format_exception_only(error)[-1]  # where str(error) may fail as well
+            self._disable(subscription, f"{failures} consecutive failures; last: {last.strip()}")
 
     def _disable(self, subscription: Subscription, reason: str) -> None:
+        if subscription.disabled:
+            return
         subscription.disabled = True
         name = type(subscription.subscriber).__name__
         self.disabled.append(name)
-        log.error("subscriber %s (%s) disabled after %s", name, ", ".join(subscription.kinds), reason)
+        _tell("subscriber %s (%s) disabled after %s", name, ", ".join(subscription.kinds), reason)
 
     @staticmethod
     def _is_telling(count: int) -> bool:
         """Tell the 1st, 10th, 100th … time."""
         return str(count).strip("0") == "1"
+
+
+def _tell(message: str, *arguments: Any, exc_info: BaseException | None = None) -> None:
+    with suppress(Exception):  # of a handler that is not ours
+        log.error(message, *arguments, exc_info=exc_info)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.export.demand import Plan
+from ikkuna.export.forward_taps import ForwardTaps
 from ikkuna.export.messages.kinds import FORWARD_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import leaves
-from ikkuna.export.taps import Hook, Undo, in_backward, observe, tap_module, watch_gradient
-from ikkuna.modules import NamedModule
+from ikkuna.export.slots import observe
+from ikkuna.export.taps import Hook, in_backward, watch_gradient
 
 if TYPE_CHECKING:
     from ikkuna.export.observer import Observer
@@ -32,22 +32,22 @@ class ModelWatch:
 
     Attributes
     ----------
-    modules, roots : what is looked at, and whose calls are forwards of the whole
-    resolve : finds them again, after the user may have put others in their place
+    taps : the hooks on modules
+    resolve : finds the modules again, after the user may have put others in their place
+    reconsider : looks again at what is wanted, after the model has proved to be compiled
     sees_loss : whether the loss module is known
     is_rootless : whether the roots themselves are never called, only their parts
     """
 
     def __init__(self, observer: "Observer") -> None:
         self._observer = observer
-        self.modules: tuple[NamedModule, ...] = ()
-        self.roots: tuple[nn.Module, ...] = ()
+        self.taps = ForwardTaps(observer)
         self.resolve: Callable[[], None] = lambda: None
+        self.reconsider: Callable[[], None] = lambda: None
         self.sees_loss = False
         self.is_rootless = False
         self._backward_seen = False
         self._warned = False
-        self._undo: list[Undo] = []
         self._lasting: list[Any] = []
 
     def fault(self, where: str, error: Exception) -> None:
@@ -64,9 +64,21 @@ class ModelWatch:
         in_closure = observer.optimizers.in_closure
         if self._backward_seen and observer.clock.depth == 0:
             self._begin_again(in_closure)
+        self.taps.settle(False)
         if observer.clock.root_entered(module, in_closure):
             self.is_rootless = False
             self._observe_all("input_data", (args, kwargs) if kwargs else args)
+
+    def compiled_root_entered(self, counts: bool) -> None:
+        """Take the call of a compiled root, told by the operator its hook left in the graph."""
+        observer = self._observer
+        if observer.blind or in_backward():
+            return
+        if self._backward_seen:
+            self._begin_again(observer.optimizers.in_closure)
+        self.taps.settle(True)
+        observer.clock.compiled_root_entered(counts, observer.optimizers.in_closure)
+        self.is_rootless = False
 
     def _begin_again(self, in_closure: bool) -> None:
         """Take a forward after a backward without a step in between: a closure's next evaluation, a skipped step, or a micro-batch."""
@@ -92,12 +104,20 @@ class ModelWatch:
                     break
 
     def backward_seen(self, grad: Tensor) -> None:
+        """Take the gradient of what a root returned."""
+        self.note_backward()
+
+    def note_backward(self) -> None:
         """Note that a backward has come."""
         self._backward_seen = True
 
     def step_over(self) -> None:
-        """Forget the backward of a step that is over."""
+        """Take off what a step needed, and forget its backward."""
         self._backward_seen = False
+        self.taps.remove()
+        lasting, self._lasting = self._lasting, []
+        for handle in lasting:
+            handle.remove()
 
     def _observe_all(self, kind: str, value: Any) -> None:
         if self._observer.recorder.wants(kind):
@@ -136,36 +156,6 @@ class ModelWatch:
             weight = _label_count(labels, module) if output.numel() == 1 else 1
             recorder.receive(observer.place("loss"), seen["loss"], "", weight)
         recorder.receive_together(seen)
-
-    # -- taps -----------------------------------------------------------------------------------------------------
-
-    def tap(self) -> None:
-        """Put hooks on the modules whose outputs somebody wants in this step."""
-        if not self._undo:
-            self._tap(self._observer.recorder.plan)
-
-    def tap_ahead(self, plan: Plan) -> None:
-        """Put hooks on for the next step already, since no root will tell that it begins."""
-        self._tap(plan)
-
-    def _tap(self, plan: Plan) -> None:
-        if not plan.forward:
-            return
-        for named in self.modules:
-            slots = [self._observer.slot(k, named.name) if plan.task(k, named.name) else None for k in FORWARD_KINDS]
-            activations, gradients = slots
-            if activations is not None or gradients is not None:
-                is_root = any(named.module is root for root in self.roots)
-                self._undo.append(tap_module(named.module, self, activations, gradients, first=is_root))
-
-    def untap(self) -> None:
-        """Take these hooks off."""
-        undo, self._undo = self._undo, []
-        for remove in undo:
-            remove()
-        lasting, self._lasting = self._lasting, []
-        for handle in lasting:
-            handle.remove()
 
     def warn_of_missing_loss(self) -> None:
         """Say once that a subscriber waits for a loss nobody showed us."""

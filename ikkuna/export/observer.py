@@ -1,17 +1,20 @@
 """Keeps the step: what is recorded now, under which stamp, and how it reaches the bus."""
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
 from ikkuna.export.clock import TRAINING, Clock
-from ikkuna.export.demand import Demand
+from ikkuna.export.demand import Demand, Plan
 from ikkuna.export.messages.bus import Finished, MessageBus
 from ikkuna.export.messages.message import NetworkMessage, Stamp
 from ikkuna.export.model_watch import ModelWatch
 from ikkuna.export.optimizer_watch import OptimizerWatch
 from ikkuna.export.parameters import TrackedParameters
 from ikkuna.export.recorder import Place, Recorder
-from ikkuna.export.taps import SLOTS
+from ikkuna.export.slots import BASE, SLOTS, VIEW
+from ikkuna.export.taps import in_backward
 
 __all__ = ["Observer"]
 
@@ -26,7 +29,6 @@ class Observer:
     Attributes
     ----------
     model, optimizers : what hears the hooks of modules, and those of optimizers
-    blind : whether to look away
     steps : number of training steps seen
     """
 
@@ -38,7 +40,7 @@ class Observer:
         self.recorder = Recorder(bus.faults)
         self.model = ModelWatch(self)
         self.optimizers = OptimizerWatch(self)
-        self.blind = False
+        self._blind = False
         self.steps = 0
         self._interrupted: Recorder | None = None
         self._demand = Demand()
@@ -46,6 +48,16 @@ class Observer:
         self._slots: dict[Place, int] = {}
         self._epoch_announced = False
         self._backward = (-1, True)
+        self._views: Counter[tuple[Place, str]] = Counter()
+
+    @property
+    def blind(self) -> bool:
+        """Whether nobody looks: by order, or because a subscriber's code runs."""
+        return self._blind or self.bus.faults.calling
+
+    @blind.setter
+    def blind(self, blind: bool) -> None:
+        self._blind = blind
 
     @property
     def skipped(self) -> int:
@@ -72,21 +84,54 @@ class Observer:
             self._slots[place] = SLOTS.assign(self, place)
         return self._slots[place]
 
-    def receive(self, place: Place, tensor: Tensor, path: str) -> None:
-        """Measure a tensor that a tap saw; called through `observe`."""
-        if self.blind or (place.kind == "layer_gradients" and not self._backward_counts()):
-            return
+    def receive(self, place: Place, tensor: Tensor, path: str, role: int, traced: bool) -> None:
+        """Measure a tensor that a tap saw; called through `observe`, eager or traced."""
         try:
-            self.recorder.receive(place, tensor, path)
+            if traced:
+                self.model.taps.was_traced(place.module)
+            if not self.blind and self._is_due(place, path, role, traced):
+                self.recorder.receive(place, tensor, path)
         except Exception as error:
             self.fault(f"measuring {place.kind} of {place.module}", error)
+
+    def _is_due(self, place: Place, path: str, role: int, traced: bool) -> bool:
+        if place.kind == "layer_gradients":
+            if traced:
+                self.model.note_backward()
+            return self._backward_counts() and self._is_first(place, path, role)
+        return not traced or (self.clock.counting and not in_backward())
 
     def _backward_counts(self) -> bool:
         """Whether the running backward reaches a parameter: a gradient penalty's or an attack's first half does not."""
         task = torch._C._current_graph_task_id()
         if self._backward[0] != task:
             self._backward = task, self.parameters.any_reached_by_backward()
+            self._views.clear()
         return self._backward[1]
+
+    def _is_first(self, place: Place, path: str, role: int) -> bool:
+        """Whether a gradient was not seen already, at the view whose base brings it again."""
+        if role == VIEW:
+            self._views[place, path] += 1
+        elif role == BASE and self._views[place, path]:
+            self._views[place, path] -= 1
+            return False
+        return True
+
+    def entered(self, counts: bool) -> None:
+        """Take the call of a compiled root."""
+        try:
+            self.model.compiled_root_entered(counts)
+        except Exception as error:
+            self.fault("a compiled root's call", error)
+
+    def demand_changed(self) -> bool:
+        """Take a change of what is wanted; say whether a compiled model has to be traced anew."""
+        wishes = Plan(tuple(s for s in self.bus.subscriptions if not s.disabled))
+        return self.model.taps.prepare(wishes, self._next_plan())
+
+    def _next_plan(self) -> Plan:
+        return self._demand.plan(self.bus.subscriptions, self.clock.stamp)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -100,11 +145,11 @@ class Observer:
         if self.recorder.plan.parameters:
             self.parameters.refresh()
         self.optimizers.step_opened()
-        self.model.tap()
+        self._tap()
 
     def step_closed(self, stamp: Stamp, skipped: bool) -> None:
         """Hand what was recorded to the bus."""
-        self.model.untap()
+        self.model.step_over()
         finished = NetworkMessage(stamp, "batch_finished", {"learning_rates": self.optimizers.rates})
         self.optimizers.step_closed()
         self.steps += not skipped
@@ -113,11 +158,21 @@ class Observer:
         if rows is not None:
             rows.skipped = rows.skipped or skipped
             self.bus.post(Finished(rows, self.recorder.remember, finished))
+        if self.model.taps.is_found_compiled():
+            self.model.reconsider()
+        next_plan = self._next_plan()
+        self.model.taps.turn(next_plan)
         if self.model.is_rootless:
-            self.model.tap_ahead(self._demand.plan(self.bus.subscriptions, self.clock.stamp))
+            self.model.taps.install(next_plan)  # no root will tell that the next step begins
         self.bus.drain()
         if not skipped and self.clock.epoch_is_full:
             self.epoch_finished()
+
+    def _tap(self) -> None:
+        plan = self.recorder.plan
+        if not self.model.taps.is_compiled:
+            self.model.taps.turn(plan)
+            self.model.taps.install(plan)
 
     def epoch_finished(self) -> None:
         """Close what is pending, tell that the epoch is over, begin another."""
@@ -140,30 +195,31 @@ class Observer:
         if name == TRAINING:
             return
         self.clock.close_pending()
-        self.model.untap()
+        self.model.step_over()
         self.clock.pass_name = name
         self._interrupted, self.recorder = self.recorder, Recorder(self.bus.faults)
         stamp = self.clock.pass_stamp(name)
         self.recorder.open(stamp, self._demand.plan(self.bus.subscriptions, stamp))
-        self.model.tap()
+        self._tap()
 
     def end_pass(self) -> None:
         """Hand what another pass saw to the bus, and go back to training."""
         if self._interrupted is None:
             return
-        self.model.untap()
+        self.model.step_over()
         if (rows := self.recorder.close()) is not None:
             self.bus.post(Finished(rows, self.recorder.remember, None))
         self._interrupted.unreadable += self.recorder.unreadable
         self.recorder, self._interrupted = self._interrupted, None
         self.clock.pass_name = TRAINING
         if self.clock.is_open:
-            self.model.tap()
+            self._tap()
         self.bus.drain()
 
     def finish(self) -> None:
         """Close whatever is open."""
         self.end_pass()
         self.clock.close_pending()
-        self.model.untap()
+        self.model.step_over()
+        self.model.taps.remove(everything=True)
         self.recorder.close()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ikkuna.export.taps import observe
+from ikkuna.export.slots import observe
 from ikkuna.modules import NamedParameter
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class OptimizerWatch:
             return
         self._see_rates(optimizer)
         self.in_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
-        if not was_open and not self.in_closure:
+        if not (was_open or self.in_closure or observer.model.taps.is_compiled):
             observer.model.is_rootless = True  # until a root is called
         if not observer.recorder.plan.parameters:
             return
@@ -99,7 +99,6 @@ class OptimizerWatch:
         """Forget what the step left."""
         self._before = []
         self.rates = {}
-        self._observer.model.step_over()
 
     def _see_rates(self, optimizer: Optimizer) -> None:
         """Note the learning rates this step is made with, before a scheduler changes them; a rate on a device stays there."""

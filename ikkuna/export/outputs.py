@@ -1,7 +1,7 @@
 """Find the tensors in whatever a module returns or receives."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +12,8 @@ __all__ = ["leaves"]
 _DEPTH = 8
 
 
-def leaves(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in a nest of tuples, lists, mappings and dataclasses once, with its path.
+def leaves(value: Any) -> list[tuple[str, Tensor]]:
+    """Return each tensor in a nest of tuples, lists, mappings and dataclasses once, with its path.
 
     The path joins positions, keys and field names with dots.  One made of zeros alone is the first of a tuple, and empty:
     what a module returns first goes under the module's own name.
@@ -26,29 +26,30 @@ def leaves(value: Any) -> Iterator[tuple[str, Tensor]]:
     ['', '1.0', '1.1']
     """
     if isinstance(value, Tensor):
-        yield "", value
-        return
-    seen: set[int] = set()
-    for parts, tensor in _walk(value, (), 0):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield "" if all(part == "0" for part in parts) else ".".join(parts), tensor
+        return [("", value)]
+    found: list[tuple[str, Tensor]] = []
+    _walk(value, "", True, 0, found)
+    return found
 
 
-def _walk(value: Any, parts: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+def _walk(value: Any, path: str, is_first: bool, depth: int, found: list[tuple[str, Tensor]]) -> None:
+    """Append to `found`; plain calls and lists, which a tracer follows where it would not follow a generator."""
+    if isinstance(value, PackedSequence):
+        value = value.data
     if isinstance(value, Tensor):
-        yield parts, value
-    elif isinstance(value, PackedSequence):
-        yield parts, value.data
+        if not any(value is known for _, known in found):
+            found.append(("" if is_first else path, value))
     elif depth < _DEPTH:
         for key, part in _items(value):
-            yield from _walk(part, (*parts, str(key)), depth + 1)
+            below = f"{path}.{key}" if path else str(key)
+            _walk(part, below, is_first and key == 0, depth + 1, found)
 
 
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, tuple | list):
-        yield from enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
+        return list(value.items())
+    if isinstance(value, tuple | list):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return []

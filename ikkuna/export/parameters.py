@@ -3,9 +3,9 @@
 import logging
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from ikkuna.modules import NamedModule, NamedParameter, parameters_of
@@ -25,6 +25,7 @@ class TrackedParameters:
         self.all: tuple[NamedParameter, ...] = ()
         self._modules: tuple[NamedModule, ...] = ()
         self._by_id: dict[int, NamedParameter] = {}
+        self._nodes: dict[int, Any] = {}
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, tuple[NamedParameter, ...]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -35,6 +36,10 @@ class TrackedParameters:
         self.all = parameters_of(self._modules)
         self._by_id = {id(named.parameter): named for named in self.all}
         self._owned.clear()
+        self._nodes.clear()
+        for named in self.all:
+            if named.parameter.requires_grad:
+                self._node(named.parameter)  # now, since a compiled graph's operators cannot ask for it
 
     def refresh(self) -> None:
         """Find the parameters again if the user has put others in their place, as ``load_state_dict(assign=True)`` does."""
@@ -49,8 +54,17 @@ class TrackedParameters:
 
     def any_reached_by_backward(self) -> bool:
         """Whether the backward that runs now accumulates into one of them; call it from a hook on a gradient."""
-        trainable = (named.parameter for named in self.all if named.parameter.requires_grad)
-        return any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in trainable)
+        nodes = (self._node(named.parameter) for named in self.all if named.parameter.requires_grad)
+        return any(node is None or torch._C._will_engine_execute_node(node) for node in nodes)
+
+    def _node(self, parameter: torch.nn.Parameter) -> Any:
+        """Return the node of autograd that adds to a parameter's gradient; ``None`` where it cannot be had, inside an operator."""
+        if (node := self._nodes.get(id(parameter))) is None and not torch.nn.parameter.is_lazy(parameter):
+            with torch.enable_grad():
+                function = parameter.view_as(parameter).grad_fn
+            if function is not None:
+                node = self._nodes[id(parameter)] = function.next_functions[0][0]
+        return node
 
     def of(self, optimizer: Optimizer) -> tuple[NamedParameter, ...]:
         """Return the tracked parameters that an optimizer owns."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -111,11 +112,13 @@ class Recorder:
     def _measure_own(
         self, entry: Entry, subscription: Subscription, message: Message | MessageBundle, tensor: Tensor
     ) -> None:
+        if subscription.disabled:  # since the step began
+            return
         version = None if tensor.is_inference() else tensor._version
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
             row = self.faults.call(subscription, "measure", subscription.subscriber.measure, message)
         if isinstance(row, Tensor):
-            entry.add_measured(subscription, row)
+            self.faults.call(subscription, "merge", partial(entry.add_measured, subscription), row)
         if version is not None and tensor._version != version:
             self.faults.blame(
                 subscription, f"it changed {entry.message.kind!r} of {entry.message.series_name} in place"

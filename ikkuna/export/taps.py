@@ -1,30 +1,32 @@
 """Where ikkuna touches torch: one function per quantity, each of which returns its undo.
 
-Every tap ends in one function of ``(tensor, slot, path)``, :func:`observe`.
-A slot is an integer, so that a traced graph can carry it where it could not carry an object.
+Every look at a tensor ends in one function of ``(tensor, slot, path)``: `observe`, or in a traced graph the operator of that name.
 """
 
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import count
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ikkuna.export.recorder import Place
+from ikkuna.export import traced
+from ikkuna.export.outputs import leaves
+from ikkuna.export.slots import BASE, VIEW, observe
 
 __all__ = [
-    "SLOTS",
     "Hook",
-    "Sink",
-    "Slots",
+    "ModuleTap",
+    "RootEntered",
+    "RootLeft",
+    "Switch",
     "Undo",
     "blind_after_fork",
     "in_backward",
-    "observe",
+    "in_transform",
     "tap_loss",
     "tap_module",
     "tap_optimizers",
@@ -35,40 +37,6 @@ __all__ = [
 Undo = Callable[[], None]
 
 
-class Sink(Protocol):
-    """What a slot belongs to: it takes the tensors its taps see."""
-
-    def receive(self, place: Place, tensor: Tensor, path: str) -> None:
-        """Take a tensor of the user's, detached; never raise."""
-
-
-class Slots:
-    """Integers that stand for places of sinks, process-wide: all that a traced graph can carry."""
-
-    def __init__(self) -> None:
-        self._numbers = count()
-        self._places: dict[int, tuple[weakref.ref[Sink], Place]] = {}
-
-    def assign(self, sink: Sink, place: Place) -> int:
-        """Return a new slot for a place of `sink`; it goes with the sink."""
-        number = next(self._numbers)
-        self._places[number] = weakref.ref(sink, lambda _: self._places.pop(number, None)), place
-        return number
-
-    def receive(self, number: int, tensor: Tensor, path: str) -> None:
-        """Hand a tensor to the sink of a slot, if there still is one."""
-        if (entry := self._places.get(number)) is not None and (sink := entry[0]()) is not None:
-            sink.receive(entry[1], tensor, path)
-
-
-SLOTS = Slots()
-
-
-def observe(tensor: Tensor, slot: int, path: str) -> None:
-    """Show a tensor to whoever owns the slot: the one door from torch into ikkuna."""
-    SLOTS.receive(slot, tensor.detach(), path)
-
-
 def in_backward() -> bool:
     """Whether autograd is running here: a forward seen then is the recomputation of a checkpoint."""
     task_id = getattr(torch._C, "_current_graph_task_id", None)
@@ -76,18 +44,15 @@ def in_backward() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether a torch.func transform, a tracer or an exporter is looking, to whom ikkuna must not exist."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )
+    """Whether a torch.func transform or a tracer is looking, to whom ikkuna must not exist."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
 
 
 class Hook:
     """A hook that holds its owner weakly, and goes blind when its module is copied or pickled.
 
     Calls ``getattr(owner, method)(*bound, *args)``, never returns anything, and lets no error out: the owner's ``fault`` takes it.
+    To a compiler it is empty.
     """
 
     __slots__ = ("__weakref__", "bound", "method", "owner")
@@ -99,7 +64,7 @@ class Hook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Call the owner's method, if there is an owner and nobody is tracing."""
-        if in_transform():
+        if torch.compiler.is_compiling() or in_transform():
             return
         owner = self.owner() if self.owner is not None else None
         if owner is None:
@@ -110,67 +75,160 @@ class Hook:
             owner.fault(self.method, error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
-        return Hook()
+        return type(self)()
 
     def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
-        return Hook, ()
+        return type(self), ()
 
 
-class GradientSite:
-    """One tensor a module returned, waiting for its gradient.
+@dataclass(slots=True)
+class Switch:
+    """What a traced tap asks at every call; one graph is compiled for each answer.
 
-    An in-place operation after a module that returned a view cuts the tensor's own hook off without a word;
-    the gradient then arrives at the view's base.  Both are watched, and the base is heard only where the other stayed silent.
+    Parameters
+    ----------
+    on : whether the coming step is sampled
+    root : the slot a compiled root reports to
+    inputs, outputs : slots of what a root receives and returns, -1 for what nobody wants
     """
 
-    __slots__ = ("fired", "path", "shape", "slot")
-
-    def __init__(self, slot: int, path: str, output: Tensor) -> None:
-        self.slot = slot
-        self.path = path
-        self.shape = output.size(), output.stride(), output.storage_offset()
-        self.fired = -1
-
-    def own(self, grad: Tensor) -> None:
-        """Take the gradient of the tensor itself."""
-        self.fired = torch._C._current_graph_task_id()
-        observe(grad, self.slot, self.path)
-
-    def base(self, grad: Tensor) -> None:
-        """Take the gradient of the tensor's base, in the shape of the tensor."""
-        if self.fired != torch._C._current_graph_task_id():
-            observe(grad.contiguous().as_strided(*self.shape), self.slot, self.path)
+    on: bool = False
+    root: int = -1
+    inputs: int = -1
+    outputs: int = -1
 
 
-def watch_gradient(output: Tensor, slot: int, path: str) -> list[Any]:
-    """Arm the hooks that see the gradient of `output`; return the handles of those that would outlive the graph."""
-    site = GradientSite(slot, path, output)
-    handles = [output.register_hook(site.own)]
+class ModuleTap(Hook):
+    """The hook of one module: in a traced call it leaves the operators that will look, in an eager one it looks."""
+
+    __slots__ = ("activations", "layer_gradients", "switch")
+
+    def __init__(
+        self,
+        owner: Any = None,
+        activations: int | None = None,
+        layer_gradients: int | None = None,
+        switch: Switch | None = None,
+    ) -> None:
+        super().__init__(owner, "module_called", activations, layer_gradients)
+        self.activations = activations
+        self.layer_gradients = layer_gradients
+        self.switch = switch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Take a call of the module."""
+        if not torch.compiler.is_compiling():
+            super().__call__(*args, **kwargs)
+        elif (
+            torch.is_grad_enabled() and self.switch is not None and self.switch.on and not torch.compiler.is_exporting()
+        ):
+            for path, tensor in leaves(args[2]):
+                if self.activations is not None:
+                    traced.observe(tensor.detach(), self.activations, path)
+                if self.layer_gradients is not None and tensor.requires_grad:
+                    watch_gradient(tensor, self.layer_gradients, path, traced.observe)
+
+
+class RootEntered(Hook):
+    """The hook before a root: in a traced call it leaves the operator that will open the step."""
+
+    __slots__ = ("switch",)
+
+    def __init__(self, owner: Any = None, method: str = "", switch: Switch | None = None) -> None:
+        super().__init__(owner, method)
+        self.switch = switch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the call of the root."""
+        switch = self.switch
+        if not torch.compiler.is_compiling():
+            super().__call__(*args, **kwargs)
+        elif switch is not None and not torch.compiler.is_exporting():
+            counts = args[0].training and torch.is_grad_enabled()
+            traced.tick(switch.root, counts)
+            if switch.on and counts and switch.inputs >= 0:
+                for path, tensor in leaves((args[1], args[2]) if args[2] else args[1]):
+                    traced.observe(tensor.detach(), switch.inputs, path)
+
+
+class RootLeft(RootEntered):
+    """The hook after a root."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the return of the root."""
+        switch = self.switch
+        if not torch.compiler.is_compiling():
+            Hook.__call__(self, *args, **kwargs)
+        elif switch is not None and not torch.compiler.is_exporting():
+            counts = args[0].training and torch.is_grad_enabled()
+            if switch.on and counts and switch.outputs >= 0:
+                for path, tensor in leaves(args[2]):
+                    traced.observe(tensor.detach(), switch.outputs, path)
+
+
+def _run_as_they_are(*functions: Callable[..., Any]) -> None:
+    """Keep a compiler from compiling these by themselves, together with all they call, where it does not trace their caller.
+
+    It then takes hooks around a root's forward as programs of their own.  Traced from within a graph they are followed as ever.
+    """
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for function in functions:
+        frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+_run_as_they_are(Hook.__call__, ModuleTap.__call__, RootEntered.__call__, RootLeft.__call__)
+
+
+def was_compiled(module: nn.Module) -> bool:
+    """Whether a compiler has a program for a module's forward, which does not look for hooks that were not there when it was made."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
+
+
+def watch_gradient(
+    output: Tensor, slot: int, path: str, see: Callable[[Tensor, int, str], None] = observe
+) -> list[Any]:
+    """Arm the hooks that see the gradient of `output`; return the handles of those that would outlive the graph.
+
+    An in-place operation after a module that returned a view cuts the tensor's own hook off without a word;
+    the gradient then arrives at the view's base.  Both are watched; who receives drops the base's where the view's came.
+    """
     base = output._base
-    if base is not None and base.requires_grad and base.numel() == output.numel():
-        handles.append(base.register_hook(site.base))
-    return handles if output.is_leaf or (base is not None and base.is_leaf) else []
+    if base is None or not base.requires_grad or base.numel() != output.numel():
+        handle = output.register_hook(lambda grad: see(grad.detach(), slot, path))
+        return [handle] if output.is_leaf else []
+    size, stride = output.size(), output.stride()
+    handles = [
+        output.register_hook(lambda grad: see(grad.detach(), slot + VIEW, path)),
+        base.register_hook(lambda grad: see(grad.detach().contiguous().as_strided(size, stride), slot + BASE, path)),
+    ]
+    return handles if base.is_leaf else []
 
 
-def tap_module(module: nn.Module, owner: Any, activations: int | None, gradients: int | None, first: bool) -> Undo:
-    """Tell `owner` of each call of a module: ``module_called(activations, gradients, module, args, output)``.
+def tap_module(
+    module: nn.Module, owner: Any, slots: tuple[int | None, int | None], switch: Switch, first: bool
+) -> tuple[ModuleTap, Undo]:
+    """Tell `owner` of each call of a module: ``module_called(*slots, module, args, output)``.
 
     Parameters
     ----------
     module : whose
     owner : who is told
-    activations, gradients : slots of what is wanted, ``None`` for what is not
+    slots : of its activations and of their gradients, ``None`` for what is not wanted
+    switch : what a traced call asks
     first : put the hook before others, which the root needs: its hook is installed from within its own call
     """
-    return _removing(
-        (module.register_forward_hook(Hook(owner, "module_called", activations, gradients), prepend=first),)
-    )
+    tap = ModuleTap(owner, *slots, switch)
+    return tap, _removing((module.register_forward_hook(tap, prepend=first),))
 
 
-def tap_root(module: nn.Module, owner: Any) -> Undo:
+def tap_root(module: nn.Module, owner: Any, switch: Switch) -> Undo:
     """Tell `owner` when a root is entered (``root_entered(module, args, kwargs)``) and left (``root_left(module, args, output)``)."""
-    entered = module.register_forward_pre_hook(Hook(owner, "root_entered"), with_kwargs=True)
-    left = module.register_forward_hook(Hook(owner, "root_left"), always_call=True)
+    entered = module.register_forward_pre_hook(RootEntered(owner, "root_entered", switch), with_kwargs=True)
+    left = module.register_forward_hook(RootLeft(owner, "root_left", switch), always_call=True)
     return _removing((entered, left))
 
 
@@ -200,11 +258,11 @@ def _removing(handles: Iterable[Any]) -> Undo:
 
 
 def blind_after_fork(owner: Any) -> None:
-    """Make `owner` forget its taps in a forked child, where a data loader may call the model."""
+    """Make `owner` look away in a forked child, where a data loader may call the model."""
     reference = weakref.ref(owner)
 
-    def forget() -> None:
+    def look_away() -> None:
         if (alive := reference()) is not None:
             alive.blind = True
 
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(after_in_child=look_away)

@@ -36,7 +36,7 @@ class Histogram:
 
     Parameters
     ----------
-    counts : int64 array ``(2K,)``, as :func:`codes` gives it
+    counts : int64 array ``(2K,)``, as :func:`~ikkuna.numerics.float_code.codes` gives it
     zeros : number of elements equal to 0, if known; otherwise magnitudes below 1.5e-39 (for m = 3) pass as 0
     min, max : extrema, if known; they sharpen the outermost bins
 

@@ -19,6 +19,8 @@ __all__ = ["measure", "sampled_codes"]
 
 _SQUARES = frozenset(("n", "sumsq", "nans", "infs"))
 _SQUARES_CHUNK = 1 << 19
+_ONE_BUFFER = frozenset(("zeros", "l1", "m2", "m3", "m4"))
+_TWO_BUFFERS = frozenset(("m3", "m4"))
 _MOMENTS = frozenset(("mean", "m2", "m3", "m4"))
 _WIDE = frozenset((torch.float32, torch.float64))
 
@@ -82,7 +84,7 @@ def _measure_dense(flat: Tensor, fields: frozenset[str]) -> Record:
             if math.isfinite(total)
             else _measure_exactly(flat, fields)
         )
-    record = merge(*(_measure_chunk(chunk, fields) for chunk in flat.split(CHUNK))) if flat.numel() else _empty(fields)
+    record = _measure_chunks(flat, fields)
     if "nans" in fields and not _is_finite(record):
         record = _measure_exactly(flat, fields)
     if "mean" not in fields:
@@ -114,22 +116,31 @@ def _empty(fields: frozenset[str]) -> Record:
     return record
 
 
-def _measure_chunk(x: Tensor, fields: frozenset[str]) -> Record:
-    if x.dtype not in _WIDE:
-        x = x.float()
+def _measure_chunks(flat: Tensor, fields: frozenset[str]) -> Record:
+    """Measure in chunks, with two buffers for what has to be computed from each element: fresh memory costs as much as a pass."""
+    if not flat.numel():
+        return _empty(fields)
+    dtype = flat.dtype if flat.dtype in _WIDE else torch.float32
+    size = min(flat.numel(), CHUNK)
+    buffers = [flat.new_empty(size, dtype=dtype) if fields & needed else flat for needed in (_ONE_BUFFER, _TWO_BUFFERS)]
+    records = []
+    for chunk in flat.split(CHUNK) if flat.numel() > CHUNK else (flat,):
+        a, b = buffers if len(chunk) == size else (buffer[: len(chunk)] for buffer in buffers)
+        records.append(_measure_chunk(chunk if chunk.dtype is dtype else chunk.float(), fields, a, b))
+    return merge(*records)
+
+
+def _measure_chunk(x: Tensor, fields: frozenset[str], a: Tensor, b: Tensor) -> Record:
     record = Record(n=x.numel())
     if "min" in fields or "max" in fields:
         low, high = torch.aminmax(x)
         record.min, record.max = low.item(), high.item()
-    if "zeros" in fields:
-        record.zeros = x.numel() - int(torch.count_nonzero(x).item())
     if "sumsq" in fields:
         record.sumsq = _dot(x)
     if fields & _MOMENTS:
-        _add_moments(record, x, fields)
-    if "l1" in fields:
-        nonnegative = record.min is not None and record.min >= 0 and record.center is not None
-        record.l1 = record.center * record.n if nonnegative else x.abs().sum().item()  # type: ignore[operator]
+        _add_moments(record, x, fields, a, b)
+    if "zeros" in fields or "l1" in fields:
+        _add_signed(record, x, fields, a)
     if "nans" in fields:
         record.nans = record.infs = 0
         if record.center is record.sumsq is record.l1 is None:
@@ -137,15 +148,26 @@ def _measure_chunk(x: Tensor, fields: frozenset[str]) -> Record:
     return record
 
 
-def _add_moments(record: Record, x: Tensor, fields: frozenset[str]) -> None:
+def _add_signed(record: Record, x: Tensor, fields: frozenset[str], signs: Tensor) -> None:
+    """Add what the signs tell: their squares count what is not 0, and with x they sum magnitudes; counting proper costs five sums."""
+    torch.sign(x, out=signs)
+    if "zeros" in fields:
+        nonzero = torch.dot(signs, signs).item()
+        record.zeros = record.n - int(nonzero if math.isfinite(nonzero) else torch.count_nonzero(x).item())
+    if "l1" in fields:
+        record.l1 = torch.dot(x, signs).item()
+
+
+def _add_moments(record: Record, x: Tensor, fields: frozenset[str], a: Tensor, b: Tensor) -> None:
     mean = record.center = x.sum().item() / record.n
     if "m3" in fields:
-        d = x - mean
-        d2 = d * d
-        if d2.sum().item() < 1e-17 * record.n and x.dtype is torch.float32:  # fourth powers would leave its range
-            d = x.double() - mean
-            d2 = d * d
-        record.m2, record.m3 = d2.sum().item(), torch.dot(d2, d).item()
+        d = torch.sub(x, mean, out=a)
+        m2 = torch.dot(d, d).item()
+        if x.dtype is torch.float32 and m2 < 1e-14 * record.n:
+            d = x.double() - mean  # fourth powers of small gradients vanish in float32
+            m2, b = torch.dot(d, d).item(), d.clone()
+        d2 = torch.mul(d, d, out=b)
+        record.m2, record.m3 = m2, torch.dot(d2, d).item()
         record.m4 = torch.dot(d2, d2).item() if "m4" in fields else None
     elif "m2" in fields:
         # Where the mean is small beside the spread, the sum of squares at hand gives the second moment without cancellation.
@@ -153,7 +175,7 @@ def _add_moments(record: Record, x: Tensor, fields: frozenset[str]) -> None:
         if record.sumsq is not None and offset <= 0.5 * record.sumsq:
             record.m2 = record.sumsq - offset
         else:
-            record.m2 = _dot(x - mean)
+            record.m2 = _dot(torch.sub(x, mean, out=a))
 
 
 def _is_finite(record: Record) -> bool:
@@ -166,7 +188,7 @@ def _measure_exactly(flat: Tensor, fields: frozenset[str]) -> Record:
     nans = int(torch.isnan(flat).sum().item())
     infs = int(torch.isinf(flat).sum().item())
     finite = flat[torch.isfinite(flat)].double()
-    record = merge(*(_measure_chunk(c, fields) for c in finite.split(CHUNK))) if finite.numel() else _empty(fields)
+    record = _measure_chunks(finite, fields)
     record.n, record.nans, record.infs = flat.numel(), nans, infs
     if "min" in fields or "max" in fields:
         low, high = torch.aminmax(flat)

@@ -43,7 +43,7 @@ class FloatFormat:
 
     @property
     def overflow(self) -> float:
-        """Smallest magnitude that rounds beyond :attr:`max`."""
+        """Smallest magnitude that rounds beyond `max`."""
         ulp = 2.0 ** (math.frexp(self.max)[1] - 1 - self.mantissa)
         tie = self.max + ulp / 2
         tie_goes_up = int(self.max / ulp) % 2 == 1

@@ -41,7 +41,6 @@ def test_no_child_hook_outside_a_step_and_in_unsampled_steps(watched):
     loop, _ = watched
     inside = []
     loop.loss.register_forward_hook(lambda *_: inside.append(hooks(loop.model)))
-    assert hooks(loop.model) == {"root": (1, 1, 0)}
     loop.run(4)
     assert hooks(loop.model) == {"root": (1, 1, 0)}
     assert inside[1] == inside[3] == {"root": (1, 1, 0)}
@@ -147,13 +146,14 @@ def test_an_averaged_model_works(bus):
 
 def test_detached_takes_every_hook_off_for_a_while(watched):
     loop, exporter = watched
+    loop.run(1)
     with exporter.detached():
         assert hooks(loop.model) == {}
         assert torch.jit.trace(loop.model.eval(), loop.batch()[0]) is not None
     loop.model.train()
     assert hooks(loop.model) == {"root": (1, 1, 0)}
     loop.run(1)
-    assert exporter.health().steps == 1
+    assert exporter.health().steps == 2
 
 
 def test_paused_looks_away(watched):

@@ -7,10 +7,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_similarity import notebook, random
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.canonical import canonical_correlations, chance_level, pwcca, svcca
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def notebook():
+    """The data of the notebook that accompanies Kornblith et al. (2019)."""
+    rng = np.random.RandomState(1337)
+    x = rng.randn(100, 10)
+    return torch.from_numpy(x), torch.from_numpy(rng.randn(100, 10) + x)
 
 
 def reference(x, y):

@@ -7,10 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_similarity import random
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.layer_saturation import Scatter, intrinsic_dimension, layer_saturation
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 5))

@@ -37,7 +37,7 @@ def test_counts_are_those_of_a_cast(name, data):
     form = FORMATS[name]
     edge = st.sampled_from([form.flush, form.min_normal, form.overflow, form.max])
     near = st.builds(lambda e, k: float(np.nextafter(np.float32(e), np.float32(k))), edge, st.sampled_from([0, 1, 2]))
-    x = data.draw(st.lists(st.one_of(st.floats(width=32), near), max_size=40))
+    x = data.draw(st.lists(st.one_of(st.floats(width=32), edge, near), max_size=40))
     x = torch.tensor(x, dtype=torch.float32)
     finite = x[x.isfinite()]
     cast = finite.to(DTYPES[name]).float()
@@ -50,6 +50,14 @@ def test_counts_are_those_of_a_cast(name, data):
         finite.numel(),
     ]
     assert count_losses(x, name).tolist() == [int(e) for e in expected]
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2"])
+def test_ties_go_where_a_cast_sends_them(name):
+    form = FORMATS[name]
+    ties = torch.tensor([form.flush, form.overflow])
+    assert ties.to(DTYPES[name]).float().tolist() == [0.0, math.inf]
+    assert count_losses(ties, name).tolist() == [1, 0, 1, 2, 2]
 
 
 def test_e4m3_overflow_is_seen_although_the_cast_saturates():

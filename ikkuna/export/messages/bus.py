@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.description import described
 from ikkuna.export.faults import Faults
@@ -37,6 +39,9 @@ class Source(Protocol):
     @property
     def module_names(self) -> frozenset[str]:
         """Their names."""
+
+    def demand_changed(self) -> None:
+        """Take a change of what subscribers want."""
 
     @property
     def evaluate(self) -> Callable[..., None]:
@@ -139,6 +144,8 @@ class MessageBus:
         self.subscriptions = subscriptions
         kinds = dict.fromkeys(kind for s in subscriptions for kind in s.kinds)
         self._by_kind = {kind: tuple(s for s in subscriptions if kind in s.kinds) for kind in kinds}
+        for source in self.sources:
+            source.demand_changed()
 
     def _evaluate(self, batches: Iterable[Any], name: str = "testing", **options: Any) -> None:
         if len(self.sources) != 1:
@@ -175,11 +182,12 @@ class MessageBus:
             return
         self._draining = True
         try:
-            while self._queue:
-                item = self._queue[0]
-                if isinstance(item, Finished) and not wait and not item.rows.arrived():
-                    return
-                self._deliver(self._queue.popleft())
+            with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of a row is NaN, without a word
+                while self._queue:
+                    item = self._queue[0]
+                    if isinstance(item, Finished) and not wait and not item.rows.arrived():
+                        return
+                    self._deliver(self._queue.popleft())
         except Exception as error:
             self.faults.own("delivery", error)
         finally:

@@ -2,6 +2,7 @@
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Collection, Iterable
+from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -30,6 +31,12 @@ class _Registering(ABCMeta):
         if subscriber.message_bus is not None:
             subscriber.message_bus.register_subscriber(subscriber)
         return subscriber
+
+    @property
+    def __signature__(cls) -> Signature:
+        """The constructor's, which ``help()`` and editors show; otherwise they would show that of ``__call__``."""
+        whole = signature(cls.__init__)  # type: ignore[misc]  # whichever constructor it is, that one is meant
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
 class Subscriber(metaclass=_Registering):

@@ -1,4 +1,4 @@
-"""What the tests of a plugin need; ours use the same."""
+"""A backend that remembers."""
 
 from typing import Any
 

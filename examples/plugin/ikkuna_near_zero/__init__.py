@@ -1,0 +1,1 @@
+"""A metric for ikkuna: the share of elements near zero."""

@@ -1,0 +1,24 @@
+"""The metric counts what it says, and keeps the contract of subscribers."""
+
+import torch
+from ikkuna_near_zero.near_zero import NearZeroSubscriber
+
+from ikkuna.testing import Value, check_subscriber, run
+
+
+def test_it_keeps_the_contract():
+    check_subscriber(lambda **options: NearZeroSubscriber("activations", **options))
+
+
+def test_it_counts_what_is_near_zero():
+    model = torch.nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.0, 1e-4], [-1e-4, 1.0]]))
+    batch = torch.ones(1, 2), torch.tensor([0])
+    values = run(NearZeroSubscriber("weights"), model=model, batch=batch, steps=1)
+    assert values == [Value("weights_near_zero", "linear", step=0, value=0.75)]
+
+
+def test_eps_is_the_limit():
+    assert all(value == 1.0 for *_, value in run(NearZeroSubscriber("weights", eps=100.0)))
+    assert all(value == 0.0 for *_, value in run(NearZeroSubscriber("weights", eps=0.0)))

@@ -1,0 +1,103 @@
+"""The hooks on modules whose outputs somebody wants, and when they are there."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ikkuna.export.demand import Plan
+from ikkuna.export.taps import ModuleTap, Switch, Undo, tap_module, was_compiled
+from ikkuna.modules import NamedModule
+
+if TYPE_CHECKING:
+    from ikkuna.export.observer import Observer
+
+__all__ = ["ForwardTaps"]
+
+
+class ForwardTaps:
+    """Puts hooks on modules for a sampled step and takes them off after it, unless a compiler has traced them.
+
+    A compiled graph holds what the hooks left in it and looks for them at every call, so there they stay, and a switch
+    says whether the coming step is sampled.  Whether the model is compiled shows at its first call: until then hooks are on.
+
+    Parameters
+    ----------
+    observer : who keeps the step
+
+    Attributes
+    ----------
+    modules, roots : what is looked at, and whose calls are forwards of the whole
+    switch : what traced hooks ask
+    is_compiled : whether a compiled root was called
+    """
+
+    def __init__(self, observer: "Observer") -> None:
+        self._observer = observer
+        self.modules: tuple[NamedModule, ...] = ()
+        self.roots: tuple[nn.Module, ...] = ()
+        self.switch = Switch()
+        self.is_compiled = False
+        self._is_settled = False
+        self._traced: set[str] = set()
+        self._taps: dict[str, tuple[ModuleTap, Undo]] = {}
+
+    def prepare(self, all_wishes: Plan, next_step: Plan) -> bool:
+        """Take a change of what is wanted; say whether a compiled model has to be traced anew."""
+        self.switch.root = self._observer.slot("input_data")
+        self.switch.inputs, self.switch.outputs = (
+            self._observer.slot(kind) if all_wishes.task(kind, None) else -1
+            for kind in ("input_data", "network_output")
+        )
+        self.turn(next_step)
+        self.is_compiled = self.is_compiled or any(
+            map(was_compiled, (*self.roots, *(named.module for named in self.modules)))
+        )
+        if self._is_settled and not self.is_compiled:
+            return False
+        return self.install(all_wishes) and self.is_compiled
+
+    def is_found_compiled(self) -> bool:
+        """Whether a root proves to be compiled that was not known to be."""
+        return not self.is_compiled and any(map(was_compiled, self.roots))
+
+    def turn(self, plan: Plan) -> None:
+        """Tell traced hooks what the coming step wants."""
+        self.switch.on = plan.is_in_graph
+
+    def settle(self, is_compiled: bool) -> None:
+        """Take the call of a root; a first one that is not traced shows that hooks can come and go."""
+        self.is_compiled = self.is_compiled or is_compiled
+        if not self._is_settled:
+            self._is_settled = True
+            if not self._observer.clock.is_open:  # in an open step what is there is there for it
+                self.remove()
+
+    def was_traced(self, module: str | None) -> None:
+        """Note that a compiled graph has looked at a module."""
+        if module is not None:
+            self._traced.add(module)
+
+    def install(self, plan: Plan) -> bool:
+        """Put hooks on the modules whose outputs `plan` wants; say whether any were put."""
+        found = False
+        for named in self.modules if plan.forward else ():
+            known = self._taps.get(named.name)
+            had = (known[0].activations, known[0].layer_gradients) if known else (None, None)
+            slots = (self._slot(plan, "activations", named, had[0]), self._slot(plan, "layer_gradients", named, had[1]))
+            if slots == had:
+                continue
+            if known:
+                known[1]()  # it looks at less than is wanted now
+            is_root = any(named.module is root for root in self.roots)
+            self._taps[named.name] = tap_module(named.module, self._observer.model, slots, self.switch, is_root)
+            found = True
+        return found
+
+    def _slot(self, plan: Plan, kind: str, named: NamedModule, had: int | None) -> int | None:
+        return self._observer.slot(kind, named.name) if plan.task(kind, named.name) else had
+
+    def remove(self, everything: bool = False) -> None:
+        """Take hooks off, but for those a compiled graph relies on."""
+        for name in list(self._taps):
+            if everything or not (self.is_compiled or name in self._traced):
+                self._taps.pop(name)[1]()

@@ -1,0 +1,249 @@
+r"""Statistics of a model's parameters and gradients as one flat dictionary, ready to be logged.
+
+Entries are named ``{model}/{layer}/{param}/{attr}/{statistic}``, where the layer is ``*`` for the whole model,
+and every call returns the same names, with NaN for what does not exist yet: logs stay rectangular.
+
+>>> import torch
+>>> layer = torch.nn.Linear(3, 1)
+>>> _ = layer.weight.data.copy_(torch.tensor([[10.0, 20.0, 30.0]]))
+>>> weight_statistics(layer)["Linear/*/weight/data/percentile/3"]
+20.0
+"""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.measure import measure
+from ikkuna.numerics.percentile import SIGMA, percentiles
+from ikkuna.numerics.statistics import Record, closure, merge
+
+__all__ = [
+    "SIGMA",
+    "bias_gradient_statistics",
+    "bias_statistics",
+    "parameter_statistics",
+    "sparsity",
+    "weight_gradient_statistics",
+    "weight_statistics",
+]
+
+_FIELDS = closure(("m2", "min", "max"))
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    *((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()),
+)
+_NAMES = {"weight": "weight", "bias": "bias", "all": "all"}
+
+
+def weight_statistics(model: nn.Module, layer: str | nn.Module | None = None, **options: Any) -> dict[str, float]:
+    """Return :func:`parameter_statistics` of the weights."""
+    return parameter_statistics(model, "weight", "data", layer, **options)
+
+
+def bias_statistics(model: nn.Module, layer: str | nn.Module | None = None, **options: Any) -> dict[str, float]:
+    """Return :func:`parameter_statistics` of the biases."""
+    return parameter_statistics(model, "bias", "data", layer, **options)
+
+
+def weight_gradient_statistics(
+    model: nn.Module, layer: str | nn.Module | None = None, **options: Any
+) -> dict[str, float]:
+    """Return :func:`parameter_statistics` of the weights' gradients."""
+    return parameter_statistics(model, "weight", "grad", layer, **options)
+
+
+def bias_gradient_statistics(
+    model: nn.Module, layer: str | nn.Module | None = None, **options: Any
+) -> dict[str, float]:
+    """Return :func:`parameter_statistics` of the biases' gradients."""
+    return parameter_statistics(model, "bias", "grad", layer, **options)
+
+
+def parameter_statistics(
+    model: nn.Module,
+    param: str = "weight",
+    attr: str = "data",
+    layer: str | nn.Module | None = None,
+    *,
+    layer_name: str | nn.Module | None = None,
+    percentiles: Sequence[float] = SIGMA,
+    correction: int = 0,
+    nan: str = "propagate",
+    include_norm: bool = False,
+    name: str | None = None,
+    param_names: Mapping[str, str] = _NAMES,
+) -> dict[str, float]:
+    r"""Return minimum, maximum, mean, standard deviation and percentiles of the chosen parameters, pooled.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Shared parameters count once.
+    param : {'weight', 'bias', 'all'}
+        Which parameters, told by the last part of their name.
+    attr : {'data', 'grad'}
+        Values or gradients.
+    layer, layer_name : str, nn.Module or None
+        One layer and everything below it; ``None`` pools the whole model, without normalisation layers.
+    percentiles : sequence of float
+        By default those of a normal distribution's mean and its 1, 2 and 3 standard deviations.
+    correction : int
+        The variance is :math:`M_2 / (n - \mathrm{correction})`.
+    nan : {'propagate', 'omit'}
+        Whether one NaN or infinite element makes every statistic NaN, or is left out.
+    include_norm : bool
+        Count the weights and biases of normalisation layers too.
+    name : str, optional
+        The model's name in the keys; its class name by default.
+    param_names : mapping
+        How the keys call ``weight`` and ``bias``, such as ``{'weight': 'W', 'bias': 'b'}``.
+
+    Returns
+    -------
+    dict of str to float
+        ``min``, ``max``, ``mean``, ``std`` and ``percentile/{i}``; NaN each for a selection without elements:
+        no such parameter, a lazy one, or no gradient yet.
+
+    Raises
+    ------
+    KeyError
+        If there is no such layer; the message names those that come close.
+    ConfigError
+        For an unknown `param`, `attr` or `nan`.
+
+    Examples
+    --------
+    >>> layer = torch.nn.Linear(3, 1)
+    >>> _ = layer.weight.data.copy_(torch.tensor([[10.0, 20.0, 30.0]]))
+    >>> parameter_statistics(layer, percentiles=[50])
+    {'Linear/*/weight/data/min': 10.0, 'Linear/*/weight/data/max': 30.0, 'Linear/*/weight/data/mean': 20.0,
+     'Linear/*/weight/data/std': 8.16496580927726, 'Linear/*/weight/data/percentile/0': 20.0}
+    """
+    _check("param", param, ("weight", "bias", "all"))
+    _check("attr", attr, ("data", "grad"))
+    _check("nan", nan, ("propagate", "omit"))
+    layer = layer if layer is not None else layer_name
+    tensors = [_content(p, attr) for p in _select(model, param, layer, include_norm)]
+    present = [tensor for tensor in tensors if tensor is not None]
+    prefix = f"{name or type(model).__name__}/{_label(model, layer)}/{param_names.get(param, param)}/{attr}"
+    return {f"{prefix}/{key}": value for key, value in _statistics(present, percentiles, correction, nan).items()}
+
+
+def sparsity(
+    model: nn.Module,
+    include_bias: bool = False,
+    layer: str | nn.Module | None = None,
+    *,
+    layer_name: str | nn.Module | None = None,
+    tol: float = 0.0,
+    include_norm: bool = False,
+    name: str | None = None,
+    param_names: Mapping[str, str] = _NAMES,
+) -> dict[str, float]:
+    """Return how many weights (and biases) are zero: ``zeros``, their ``total`` number and the ``fraction``.
+
+    An element counts if its magnitude is at most `tol`; -0.0 does, NaN does not.  The other arguments are those of
+    :func:`parameter_statistics`.  The fraction of no elements is NaN.
+
+    Examples
+    --------
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> _ = layer.weight.data.copy_(torch.tensor([[0.0, 5.0]]))
+    >>> sparsity(layer)
+    {'Linear/*/weight/sparsity/zeros': 1, 'Linear/*/weight/sparsity/fraction': 0.5, 'Linear/*/weight/sparsity/total': 2}
+    """
+    layer = layer if layer is not None else layer_name
+    chosen = _select(model, "all" if include_bias else "weight", layer, include_norm)
+    tensors = [p.detach() for p in chosen if not is_lazy(p)]
+    zeros = sum(int(torch.count_nonzero(t.abs() <= tol)) for t in tensors)
+    total = sum(t.numel() for t in tensors)
+    what = param_names.get("weight", "weight") + (param_names.get("bias", "bias") if include_bias else "")
+    prefix = f"{name or type(model).__name__}/{_label(model, layer)}/{what}/sparsity"
+    fraction = zeros / total if total else math.nan
+    return {f"{prefix}/zeros": zeros, f"{prefix}/fraction": fraction, f"{prefix}/total": total}
+
+
+def _check(argument: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{argument} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _content(parameter: Tensor, attr: str) -> Tensor | None:
+    if is_lazy(parameter):
+        return None
+    content = parameter if attr == "data" else parameter.grad
+    return None if content is None else content.detach()
+
+
+def _role(path: str) -> str:
+    """Tell a bias from a weight by the last part of its name; a re-parametrised one is named before its wrapper."""
+    parts = path.split(".")
+    if "parametrizations" in parts[:-1]:
+        return "bias" if "bias" in parts[parts.index("parametrizations") + 1] else "weight"
+    if "bias" in parts[-1]:
+        return "bias"
+    return "weight" if "weight" in parts[-1] else "other"
+
+
+def _select(model: nn.Module, param: str, layer: str | nn.Module | None, include_norm: bool) -> Iterator[nn.Parameter]:
+    root = model if layer is None else _find(model, layer)
+    seen: set[int] = set()
+    for module in root.modules():
+        if layer is None and not include_norm and isinstance(module, _NORMS):
+            continue
+        for path, parameter in _own_parameters(module):
+            if id(parameter) not in seen and (param == "all" or _role(path) == param):
+                seen.add(id(parameter))
+                yield parameter
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters a module owns; those behind a parametrisation belong to the module that is parametrised."""
+    yield from module.named_parameters(recurse=False)
+    hidden = getattr(module, "parametrizations", None)
+    if isinstance(hidden, nn.ModuleDict):
+        yield from ((f"parametrizations.{path}", p) for path, p in hidden.named_parameters())
+
+
+def _find(model: nn.Module, layer: str | nn.Module) -> nn.Module:
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    if isinstance(layer, nn.Module):
+        if any(module is layer for module in modules.values()):
+            return layer
+        raise KeyError(f"the layer given, a {type(layer).__name__}, is not part of the model")
+    if layer not in modules:
+        close = difflib.get_close_matches(layer, modules, n=5, cutoff=0.3) or [key for key in modules if key][:10]
+        raise KeyError(f"no layer {layer!r} in {type(model).__name__}; close: {', '.join(close)}")
+    return modules[layer]
+
+
+def _label(model: nn.Module, layer: str | nn.Module | None) -> str:
+    if layer is None:
+        return "*"
+    if isinstance(layer, str):
+        return layer
+    names = (name for name, module in model.named_modules() if module is layer)
+    return str(next(names))
+
+
+def _statistics(tensors: list[Tensor], q: Sequence[float], correction: int, nan: str) -> dict[str, float]:
+    if nan == "omit":
+        tensors = [tensor[torch.isfinite(tensor)] for tensor in tensors]
+    records = [record for tensor in tensors if (record := measure(tensor, _FIELDS)) is not None and record.n]
+    record = merge(*records) if records else Record(m2=0.0, nans=0, infs=0)
+    broken = not record.n or record.nonfinite > 0
+    low, high = (record.min, record.max) if not broken else (math.nan, math.nan)
+    std = math.sqrt(record.variance(correction))
+    values = {"min": low, "max": high, "mean": record.mean, "std": std}
+    cuts = [math.nan] * len(q) if broken else percentiles(tensors, q)
+    return {**values, **{f"percentile/{i}": cut for i, cut in enumerate(cuts)}}  # type: ignore[dict-item]

@@ -1,0 +1,41 @@
+"""Snapshots of a net that can be calculated with: weights, gradients and optimizer state by name."""
+
+from ikkuna.netdict.description import STATISTICS, Description
+from ikkuna.netdict.net_dict import NetDict
+from ikkuna.netdict.noise import (
+    NoiseScale,
+    compute_noise_scale,
+    fit_noise_scale,
+    noise_scale_from_moments,
+    noise_scale_table,
+    two_batch_noise_scale,
+)
+from ikkuna.netdict.snapshots import (
+    compute_stats,
+    get_adam_update,
+    get_grad,
+    get_optimizer_state,
+    get_update,
+    get_weight,
+)
+from ikkuna.netdict.trust import compute_trust_ratio, trust_ratio
+
+__all__ = [
+    "STATISTICS",
+    "Description",
+    "NetDict",
+    "NoiseScale",
+    "compute_noise_scale",
+    "compute_stats",
+    "compute_trust_ratio",
+    "fit_noise_scale",
+    "get_adam_update",
+    "get_grad",
+    "get_optimizer_state",
+    "get_update",
+    "get_weight",
+    "noise_scale_from_moments",
+    "noise_scale_table",
+    "trust_ratio",
+    "two_batch_noise_scale",
+]

@@ -1,0 +1,173 @@
+"""What is said of a net's tensors: the named statistics, and the table they are shown in."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.measure import measure
+from ikkuna.numerics.statistics import Record, closure, merge
+
+__all__ = [
+    "DEFAULT",
+    "STATISTICS",
+    "Description",
+    "columns_of",
+    "fields_of",
+    "known_statistic",
+    "record_of",
+    "row_of",
+    "statistics_of",
+]
+
+_Statistic = tuple[tuple[str, ...], Callable[[Record, int], float]]
+
+
+def _variance(record: Record, correction: int) -> float:
+    return record.variance(correction)
+
+
+def _constant(record: Record) -> bool:
+    """Tell data without spread, whose moments of rounding errors would look like a shape."""
+    return record.min == record.max
+
+
+STATISTICS: Mapping[str, _Statistic] = {
+    "num_params": (("n",), lambda r, c: r.n),
+    "L1_norm": (("l1",), lambda r, c: r.l1_norm),
+    "L2_norm": (("sumsq",), lambda r, c: r.l2_norm),
+    "L2_squared": (("sumsq",), lambda r, c: math.nan if r.nonfinite else r.sumsq or 0.0),
+    "max": (("max",), lambda r, c: math.nan if r.max is None or not r.n else r.max),
+    "min": (("min",), lambda r, c: math.nan if r.min is None or not r.n else r.min),
+    "abs_mean": (("l1",), lambda r, c: r.l1_norm / r.count if r.count else math.nan),
+    "abs_max": (("min", "max"), lambda r, c: r.linf_norm),
+    "mean": (("mean",), lambda r, c: r.mean),
+    "variance": (("m2",), _variance),
+    "std": (("m2",), lambda r, c: math.sqrt(r.variance(c))),
+    "skew": (("m3", "min", "max"), lambda r, c: math.nan if _constant(r) else r.skewness),
+    "kurtosis": (("m4", "min", "max"), lambda r, c: math.nan if _constant(r) else r.kurtosis),
+    "sq_mean": (("sumsq",), lambda r, c: r.rms**2),
+    "rms": (("sumsq",), lambda r, c: r.rms),
+    "zeros": (("zeros",), lambda r, c: r.zeros or 0),
+    "nonfinite": (("nans", "infs"), lambda r, c: r.nonfinite),
+}
+"""Every statistic by name, with the fields it is computed from."""
+
+DEFAULT = tuple(name for name in STATISTICS if name not in ("sq_mean", "rms", "zeros", "nonfinite"))
+_ALIASES = {"numel": "num_params", "norm1": "L1_norm", "norm2": "L2_norm", "Linf": "abs_max", "norm1_mean": "abs_mean"}
+_ALIASES |= {"var": "variance", "skewness": "skew"}
+
+
+def known_statistic(name: str) -> str:
+    """Return the proper name of a statistic.
+
+    Raises
+    ------
+    ConfigError
+        If there is none; the message names the one that comes closest.
+    """
+    proper = _ALIASES.get(name, name)
+    if proper not in STATISTICS:
+        close = difflib.get_close_matches(proper, STATISTICS, n=1, cutoff=0.3)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"unknown statistic {name!r}; {hint}known: {', '.join(STATISTICS)}")
+    return proper
+
+
+def record_of(tensors: Iterable[Tensor], fields: Iterable[str]) -> Record:
+    """Return the :class:`~ikkuna.numerics.statistics.Record` of all elements of `tensors` together."""
+    wanted = closure(fields)
+    records = [record for tensor in tensors if (record := measure(tensor, wanted)) is not None]
+    full = [record for record in records if record.n]
+    return merge(*full) if full else _nothing()
+
+
+def _nothing() -> Record:
+    return Record(0, math.nan, 0.0, 0.0, 0.0, math.nan, math.nan, 0.0, 0.0, 0, 0, 0)
+
+
+def statistics_of(record: Record, names: Sequence[str], correction: int = 1) -> dict[str, float]:
+    """Return the statistics `names` of `record`; undefined ones are NaN."""
+    return {name: STATISTICS[name][1](record, correction) for name in names}
+
+
+def fields_of(names: Iterable[str]) -> set[str]:
+    """Return the record fields that the statistics `names` need."""
+    return {field for name in names for field in STATISTICS[name][0]}
+
+
+def columns_of(stats: Any, exclude: Any, layerwise: bool) -> tuple[list[str], list[str]]:
+    """Return the statistics to compute, and the words that hide tensors."""
+    asked = DEFAULT if stats is None else [stats] if isinstance(stats, str) else stats
+    excluded = [] if exclude is None else [exclude] if isinstance(exclude, str) else list(exclude)
+    hidden, dropped = [], set()
+    for word in excluded:
+        try:
+            dropped.add(known_statistic(word))
+        except ConfigError:
+            hidden.append(word)
+    columns = [name if name == "shape" and layerwise else known_statistic(name) for name in asked]
+    return [name for name in columns if name not in dropped], hidden
+
+
+def row_of(tensors: list[Tensor], columns: list[str], correction: int) -> dict[str, Any]:
+    """Return the statistics `columns` of all elements of `tensors` together, in this order."""
+    numbers = [name for name in columns if name != "shape"]
+    values: dict[str, Any] = dict(statistics_of(record_of(tensors, fields_of(numbers)), numbers, correction))
+    return {name: tuple(tensors[0].shape) if name == "shape" else values[name] for name in columns}
+
+
+class Description(dict[str, Any]):
+    """Statistics by name, of a whole net or of each of its tensors: a dictionary that shows itself as a table.
+
+    Examples
+    --------
+    >>> Description({"a": {"L2_norm": 5.0}, "b": {"L2_norm": 13.0}})
+       L2_norm
+    a        5
+    b       13
+    >>> _.to_dict()
+    {'a/L2_norm': 5.0, 'b/L2_norm': 13.0}
+    """
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether there is a row for each tensor."""
+        return any(isinstance(value, dict) for value in self.values())
+
+    def to_dict(self) -> dict[str, float]:
+        """Return one flat dictionary of plain numbers, with names such as ``fc.weight/L2_norm``: ready to be logged."""
+        flat = {}
+        for key, value in self.items():
+            rows = (
+                {f"{key}/{name}": number for name, number in value.items()} if isinstance(value, dict) else {key: value}
+            )
+            flat.update({name: number for name, number in rows.items() if isinstance(number, int | float)})
+        return flat
+
+    flat = to_dict
+
+    def __repr__(self) -> str:
+        if not self:
+            return "(nothing to describe)"
+        if self.layerwise:
+            columns = list(next(iter(self.values())))
+            rows = [["", *columns], *([key, *map(_text, row.values())] for key, row in self.items())]
+        else:
+            rows = [[key, _text(value)] for key, value in self.items()]
+        return _align(rows)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _align(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        [row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)] for row in rows
+    )
+    return "\n".join("  ".join(line).rstrip() for line in lines)

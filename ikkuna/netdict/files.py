@@ -1,0 +1,103 @@
+"""Snapshots in files: safetensors, or torch's own format without anything that could run code."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ikkuna.errors import SnapshotError
+
+__all__ = ["load", "save"]
+
+_TORCH = (".pt", ".pth")
+
+
+def save(values: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write tensors and numbers by name to `path`, whole or not at all.
+
+    The suffixes ``.pt`` and ``.pth`` mean torch's format; others safetensors (``pip install ikkuna[snapshots]``).
+
+    Raises
+    ------
+    SnapshotError
+        If safetensors is asked for and not installed, or a value cannot be stored.
+    """
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.partial")
+    tensors = {name: _plain(value) for name, value in values.items()}
+    numbers = [name for name, value in values.items() if not isinstance(value, Tensor)]
+    try:
+        if target.suffix in _TORCH:
+            torch.save({name: value if name in numbers else tensors[name] for name, value in values.items()}, partial)
+        else:
+            order = {"names": json.dumps(list(values)), "numbers": json.dumps(numbers)}
+            _safetensors().save_file(tensors, partial, metadata=order)
+        partial.replace(target)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SnapshotError(f"cannot store the snapshot in {str(target)!r}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what :func:`save` wrote, with the names in their order.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    SnapshotError
+        If the file is damaged, or would need code to be run.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise FileNotFoundError(f"no snapshot file {str(source)!r}")
+    try:
+        return _load_torch(source) if source.suffix in _TORCH else _load_safetensors(source)
+    except SnapshotError:
+        raise
+    except Exception as error:  # whatever a parser trips over: the file is not a snapshot
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SnapshotError(f"{str(source)!r} is damaged, or no snapshot: {reason}") from error
+
+
+def _load_torch(source: Path) -> dict[str, Any]:
+    values = torch.load(source, weights_only=True, map_location="cpu")
+    good = isinstance(values, dict) and all(isinstance(key, str) for key in values)
+    if not good or not all(isinstance(value, Tensor | int | float) for value in values.values()):
+        raise SnapshotError(f"{str(source)!r} does not hold tensors by name")
+    return dict(values)
+
+
+def _load_safetensors(source: Path) -> dict[str, Any]:
+    _safetensors()
+    from safetensors import safe_open
+
+    with safe_open(source, framework="pt") as file:
+        order = file.metadata() or {}
+        numbers = set(json.loads(order.get("numbers", "[]")))
+        names = json.loads(order["names"]) if "names" in order else list(file.keys())
+        tensors = {name: file.get_tensor(name) for name in names}
+    return {name: tensor.item() if name in numbers else tensor for name, tensor in tensors.items()}
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise SnapshotError(
+            "safetensors is not installed: pip install ikkuna[snapshots], or use a name in .pt"
+        ) from error
+    return safetensors.torch
+
+
+def _plain(value: Any) -> Tensor:
+    """Return a contiguous tensor that shares its memory with no other, as the format demands."""
+    if not isinstance(value, Tensor):
+        dtype = torch.int64 if isinstance(value, int) else torch.float64
+        return torch.tensor(value, dtype=dtype)
+    return value.detach().clone(memory_format=torch.contiguous_format)

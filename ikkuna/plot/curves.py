@@ -1,0 +1,149 @@
+"""Channels as curves over time: ``features_1d``."""
+
+from typing import Any, Unpack
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from ikkuna.arrays import to_array
+from ikkuna.errors import ConfigError
+from ikkuna.plot.grid import grid_shape, outer, panels, share
+from ikkuna.plot.look import ALIASES, INK, OPTIONS, Look, LookOptions, curve_colors
+from ikkuna.plot.marks import annotate, legend, name_axes, remark
+from ikkuna.plot.picture import Picture, count_nonfinite, save
+from ikkuna.plot.spelling import spelled
+
+__all__ = ["draw_curves", "features_1d"]
+
+
+@spelled(
+    OPTIONS,
+    **ALIASES,
+    show_y_zero="zero_line",
+    y_zero="zero_line",
+    annotations="labels",
+    max_timesteps="max_steps",
+)
+def features_1d(
+    data: Any,
+    *,
+    by: str = "channel",
+    n_rows: int | str | None = None,
+    share_xy: Any = True,
+    zero_line: bool = False,
+    labels: Any = "auto",
+    max_steps: int | None = None,
+    subplot_samples: bool = False,
+    color: Any = None,
+    cmap: Any = None,
+    fig: Any = None,
+    ax: Axes | None = None,
+    **look: Unpack[LookOptions],
+) -> Any:
+    """Draw channels as curves over time, a panel for each channel and a curve for each sample.
+
+    Parameters
+    ----------
+    data : (sample, time, channel) or (time, channel)
+        A tensor, an array or lists.  Without samples, all channels are curves of one panel.
+    by : {'channel', 'sample'}
+        What has a panel of its own; the other has the curves.  ``subplot_samples=True`` means ``'sample'``.
+    n_rows : int, optional
+        Rows of panels.
+    share_xy : bool, 'row', 'col' or a pair of them
+        Whether panels have the same limits of x and y.
+    zero_line : bool
+        Draw a line at 0.
+    labels : 'auto', list of str or None
+        What stands in the corner of the panels: their number, or these texts.
+    max_steps : int, optional
+        Draw only the first steps.
+    color, cmap
+        One colour for all curves, a list of them, or a map.
+    fig, ax
+        Where to draw: a Figure for the grid, or the Axes of a single panel.
+    **look
+        See :class:`~ikkuna.plot.look.Look`.
+
+    Returns
+    -------
+    Picture
+        Or what was given as `fig`, or the figure of `ax`.
+
+    Raises
+    ------
+    ConfigError
+        For data of another number of axes, or an unknown `by`.
+
+    Examples
+    --------
+    >>> picture = features_1d(np.zeros((3, 10, 4)))
+    >>> [len(ax.lines) for ax in picture.axes]
+    [3, 3, 3, 3]
+    """
+    values, curve, panel = _curves(data, "sample" if subplot_samples else by, max_steps)
+    style = Look.of(look)
+    target: Any = ax.figure if ax is not None else fig
+    if ax is not None and len(values) > 1:
+        raise ConfigError(f"ax takes one panel, but the data has {len(values)}; give fig")
+    columns = grid_shape(len(values), n_rows)[1]
+    picture, axes = (target, [ax]) if ax is not None else _grid(style, len(values), n_rows, share_xy, fig)
+    colors = curve_colors(values.shape[2], color, cmap)
+    for i, each in enumerate(axes):
+        draw_curves(each, values[i], colors, zero_line, **style.config("plot"))
+        style.frame(each)
+        if panel:
+            annotate(each, i, labels, len(values), style)
+        if count := count_nonfinite(values[i]):
+            remark(each, str(count))
+    share(axes, columns, share_xy)
+    bottom, left = outer(axes, columns, len(values))
+    name_axes(bottom, left, "timestep", "value")
+    style.entitle(
+        picture, f"a panel for each {panel}, a curve for each {curve}" if panel else f"a curve for each {curve}"
+    )
+    if not panel:
+        legend(axes[0], values.shape[2], curve, color, cmap)
+    if isinstance(picture, Picture):
+        picture.report({f"{panel or 'data'} {i}": count_nonfinite(v) for i, v in enumerate(values)})
+    save([picture], style.savepath, **style.config("save"))
+    return picture
+
+
+def _curves(data: Any, by: str, max_steps: int | None) -> tuple[NDArray[np.float64], str, str]:
+    """Return values (panel, time, curve), and the words for a curve and a panel (none if there is but one)."""
+    if by not in ("channel", "sample"):
+        raise ConfigError(f"by must be 'channel' or 'sample', got {by!r}")
+    values = to_array(data)
+    values = values[:, None] if values.ndim == 1 else values
+    if values.ndim not in (2, 3):
+        raise ConfigError(f"features_1d expects (sample, time, channel) or (time, channel), got shape {values.shape}")
+    if 0 in values.shape:
+        raise ConfigError(f"there is nothing to draw in data of shape {values.shape}")
+    values = values[..., :max_steps, :]
+    if values.ndim == 2:
+        return values[None], "channel", ""
+    if by == "sample":
+        return values, "channel", "sample"
+    return values.transpose(2, 1, 0), "sample", "channel"
+
+
+def _grid(style: Look, count: int, n_rows: Any, share_xy: Any, fig: Any) -> tuple[Any, list[Axes]]:
+    return panels(style, count, n_rows, share_xy, (10.0, 5.0) if count == 1 else (10.0, 8.0), fig)
+
+
+def draw_curves(
+    ax: Axes, values: NDArray[np.float64], colors: list[Any], zero_line: bool = False, x: Any = None, **options: Any
+) -> Axes:
+    """Draw `values`: (time, curve) into `ax`; NaN leaves a hole."""
+    if zero_line:
+        ax.axhline(0, color=INK, linewidth=1)
+    steps = np.arange(len(values)) if x is None else x
+    width = 1.2 if values.shape[1] <= 16 else 0.6
+    shown = np.where(np.isfinite(values), values, np.nan)
+    for i, color in enumerate(colors):
+        ax.plot(steps, shown[:, i], color=color, **{"linewidth": width, **options})
+    if x is None:
+        ax.set_xlim(0, len(values))
+    return ax

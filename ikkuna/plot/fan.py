@@ -1,0 +1,197 @@
+"""Percentiles over time as nested bands: ``percentile_fan``."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from ikkuna.errors import ConfigError
+from ikkuna.plot.look import ALIASES, OPTIONS, Look, LookOptions
+from ikkuna.plot.picture import save
+from ikkuna.plot.spelling import spelled
+
+__all__ = ["FanSeries", "draw_fan", "fan_series", "percentile_fan"]
+
+Array = NDArray[np.float64]
+COLUMNS = {
+    ("weight", "data"): "Weights",
+    ("bias", "data"): "Biases",
+    ("weight", "grad"): "Weight Gradients",
+    ("bias", "grad"): "Bias Gradients",
+}
+
+
+@dataclass(frozen=True)
+class FanSeries:
+    """One fan: what one panel draws.
+
+    Parameters
+    ----------
+    layer : name of the layer, ``'*'`` for the whole model
+    column : such as ``'Weight Gradients'``
+    bands : (low, high) for each band, from the outermost inwards, each (entry,)
+    median : (entry,)
+    """
+
+    layer: str
+    column: str
+    bands: tuple[tuple[Array, Array], ...]
+    median: Array
+
+
+def fan_series(log: Sequence[Mapping[str, float]]) -> list[FanSeries]:
+    """Collect the fans in a log of what the functions of :mod:`ikkuna.monitor` return.
+
+    Parameters
+    ----------
+    log : sequence of mapping
+        An entry for each moment, with keys ``{model}/{layer}/{param}/{attr}/{statistic}``.
+        What an entry lacks is NaN in its place.
+
+    Returns
+    -------
+    list of FanSeries
+        In order of first appearance.
+
+    Raises
+    ------
+    ConfigError
+        If nothing in the log has such a name.
+    """
+    groups: dict[tuple[str, str], dict[str, str]] = {}
+    for entry in log:
+        for key in entry:
+            parsed = _parse(key)
+            if parsed is not None:
+                groups.setdefault(parsed[:2], {}).setdefault(parsed[2], key)
+    if not groups:
+        raise ConfigError(
+            "no entry of the log is named like {model}/{layer}/{param}/{attr}/min, …/max and …/percentile/{i}"
+        )
+    return [_collect(log, layer, column, keys) for (layer, column), keys in groups.items()]
+
+
+def _parse(key: str) -> tuple[str, str, str] | None:
+    parts = key.split("/")
+    tail = 2 if len(parts) > 2 and parts[-2] == "percentile" else 1
+    if len(parts) < 4 + tail:
+        return None
+    param, attr = parts[-tail - 2], parts[-tail - 1]
+    param = {"W": "weight", "b": "bias"}.get(param, param)
+    column = COLUMNS.get((param, attr), f"{param} {attr}")
+    return "/".join(parts[1 : -tail - 2]), column, "/".join(parts[-tail:])
+
+
+def _collect(log: Sequence[Mapping[str, float]], layer: str, column: str, keys: Mapping[str, str]) -> FanSeries:
+    def series(statistic: str) -> Array:
+        return np.array([float(entry.get(keys.get(statistic, ""), np.nan)) for entry in log])
+
+    cuts = sorted(int(name.split("/")[1]) for name in keys if name.startswith("percentile/"))
+    pairs = [(series("min"), series("max"))] if {"min", "max"} <= set(keys) else []
+    half = len(cuts) // 2
+    pairs += [
+        (series(f"percentile/{a}"), series(f"percentile/{b}")) for a, b in zip(cuts[:half], cuts[::-1], strict=False)
+    ]
+    median = series(f"percentile/{cuts[half]}") if len(cuts) % 2 else np.full(len(log), np.nan)
+    return FanSeries(layer, column, tuple(pairs), median)
+
+
+def draw_fan(ax: Axes, series: FanSeries, x: Any = None, color: Any = "#0072b2", **options: Any) -> Axes:
+    """Draw nested bands and the median into `ax`; the bands' overlap makes the middle dark, and NaN leaves a hole."""
+    steps = np.arange(len(series.median)) if x is None else x
+    for low, high in series.bands:
+        ax.fill_between(steps, low, high, color=color, **{"alpha": 0.2, "linewidth": 0, **options})
+    ax.plot(steps, series.median, color=color, linewidth=1)
+    return ax
+
+
+@spelled(OPTIONS, **ALIASES)
+def percentile_fan(
+    log: Any,
+    *,
+    layers: Sequence[str] | None = None,
+    params: Sequence[str] | None = None,
+    x: Any = None,
+    xlabel: str = "Epochs",
+    color: Any = "#0072b2",
+    ax: Axes | None = None,
+    **look: Unpack[LookOptions],
+) -> Any:
+    """Draw minimum, maximum and percentiles over time.
+
+    There is a row for each layer, with weights, biases and their gradients side by side.
+    Four bands lie over one another: all elements, and what lies within 3, 2 and 1 standard deviations of a normal
+    distribution.
+
+    Parameters
+    ----------
+    log : sequence of mapping, or of FanSeries
+        See :func:`fan_series`.
+    layers, params : sequence of str, optional
+        Which rows and columns (such as ``'Weights'``), in this order.
+    x : sequence of float, optional
+        Positions of the entries; their number by default.
+    xlabel : str
+        What the entries are.
+    ax : Axes, optional
+        Where to draw a single fan.
+    **look
+        See :class:`~ikkuna.plot.look.Look`.
+
+    Returns
+    -------
+    Picture
+        Or the figure of `ax`.
+
+    Raises
+    ------
+    ConfigError
+        If the log holds no such statistics, or `ax` is given for several fans.
+    KeyError
+        For a layer or column that is not in the log.
+    """
+    fans = list(log) if log and isinstance(log[0], FanSeries) else fan_series(log)
+    rows = list(dict.fromkeys(fan.layer for fan in fans)) if layers is None else list(layers)
+    order = [*COLUMNS.values(), *(fan.column for fan in fans)]
+    present = {fan.column for fan in fans}
+    columns = [c for c in dict.fromkeys(order) if c in present] if params is None else list(params)
+    by_place = {(fan.layer, fan.column): fan for fan in fans}
+    _check(rows, {fan.layer for fan in fans}, "layer")
+    _check(columns, present, "column")
+    style = Look.of(look, title=None)
+    if ax is not None:
+        if len(rows) * len(columns) > 1:
+            raise ConfigError(
+                f"ax takes one fan, but there are {len(rows) * len(columns)}; choose with layers and params"
+            )
+        draw_fan(ax, by_place[rows[0], columns[0]], x, color, **style.config("plot"))
+        return ax.figure
+    picture = style.figure(3.2 * len(columns) + 0.5, 2.2 * len(rows) + 0.5, len(rows) * len(columns))
+    axes = picture.subplots(len(rows), len(columns), squeeze=False, sharex=True, **style.config("subplot"))
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            _draw_place(axes[i, j], by_place.get((row, column)), x, color, style)
+        axes[i, 0].set_ylabel("all layers" if row == "*" else row, weight="bold")
+    for j, column in enumerate(columns):
+        axes[0, j].set_title(column)
+        axes[-1, j].set_xlabel(xlabel)
+    style.entitle(picture, "minimum, maximum and percentiles")
+    save([picture], style.savepath, **style.config("save"))
+    return picture
+
+
+def _draw_place(ax: Axes, fan: FanSeries | None, x: Any, color: Any, style: Look) -> None:
+    if fan is None:
+        ax.set_visible(False)
+        return
+    draw_fan(ax, fan, x, color, **style.config("plot"))
+    style.frame(ax)
+
+
+def _check(asked: Sequence[str], known: set[str], word: str) -> None:
+    for name in asked:
+        if name not in known:
+            raise KeyError(f"no {word} {name!r} in the log; there are: {', '.join(sorted(known))}")

@@ -1,0 +1,106 @@
+"""How large the gradients of each layer are: ``gradient_flow``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+from matplotlib.axes import Axes
+from torch import nn
+
+from ikkuna.arrays import to_array
+from ikkuna.errors import ConfigError
+from ikkuna.plot.look import ALIASES, INK, OPTIONS, Look, LookOptions
+from ikkuna.plot.picture import save
+from ikkuna.plot.spelling import spelled
+
+__all__ = ["Flow", "draw_flow", "flow_of", "gradient_flow"]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Mean and largest magnitude of each layer's gradient; NaN where there is none, or it has a NaN."""
+
+    names: tuple[str, ...]
+    mean: tuple[float, ...]
+    largest: tuple[float, ...]
+
+
+def flow_of(gradients: nn.Module | Mapping[str, Any], include_bias: bool = False) -> Flow:
+    """Return the flow through a model's stored gradients, or through gradients by name.
+
+    Examples
+    --------
+    >>> flow_of({"a.weight": [1.0, -3.0]})
+    Flow(names=('a.weight',), mean=(2.0,), largest=(3.0,))
+    """
+    if isinstance(gradients, nn.Module):
+        found: Mapping[str, Any] = {name: p.grad for name, p in gradients.named_parameters() if p.requires_grad}
+    else:
+        found = gradients
+    chosen = {k: v for k, v in found.items() if include_bias or "bias" not in k.rsplit(".", 1)[-1]}
+    if not chosen or all(value is None for value in chosen.values()):
+        raise ConfigError("there are no gradients yet: call backward() before")
+    magnitudes = [np.abs(to_array(v)) if v is not None else np.full(1, np.nan) for v in chosen.values()]
+    means = tuple(float(m.mean()) if m.size else float("nan") for m in magnitudes)
+    tops = tuple(float(m.max()) if m.size else float("nan") for m in magnitudes)
+    return Flow(tuple(chosen), means, tops)
+
+
+def draw_flow(ax: Axes, flow: Flow, log: bool = True) -> Axes:
+    """Draw the flow into `ax`: bars for the mean, marks for the largest magnitude, the first layer on top."""
+    rows = np.arange(len(flow.names))
+    ax.barh(rows, np.nan_to_num(flow.mean, posinf=0.0), color="#56b4e9", label="mean")
+    ax.scatter(flow.largest, rows, marker="|", s=80, color="#0072b2", label="largest", zorder=3)
+    if log and any(value > 0 for value in flow.mean):
+        ax.set_xscale("log")
+    for row, (mean, largest) in enumerate(zip(flow.mean, flow.largest, strict=True)):
+        if not np.isfinite(mean) or not largest:
+            text = "0" if largest == 0 else "NaN" if np.isnan(mean) else "Inf"
+            ax.text(0.01, row, text, transform=ax.get_yaxis_transform(), color=INK, weight="bold", va="center")
+    every = max(1, -(-len(rows) // 60))
+    ax.set_yticks(rows[::every], flow.names[::every])
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.set_xlabel("magnitude of the gradient")
+    ax.legend(loc="lower right")
+    return ax
+
+
+@spelled(OPTIONS, **ALIASES)
+def gradient_flow(
+    gradients: Any, *, include_bias: bool = False, log: bool = True, ax: Axes | None = None, **look: Unpack[LookOptions]
+) -> Axes:
+    """Draw how large the gradient of every layer is, from the input down to the loss.
+
+    Parameters
+    ----------
+    gradients : nn.Module or mapping of str to tensor
+        A model after ``backward()``, or its gradients by name (such as :func:`ikkuna.netdict.get_grad` returns).
+    include_bias : bool
+        Draw the biases too.
+    log : bool
+        A logarithmic scale.
+    ax : Axes, optional
+        Where to draw; otherwise in a new picture.
+    **look
+        See :class:`~ikkuna.plot.look.Look`.
+
+    Returns
+    -------
+    Axes
+        A gradient that is exactly 0, NaN or infinite is marked with that word.
+
+    Raises
+    ------
+    ConfigError
+        If there are no gradients.
+    """
+    flow = flow_of(gradients, include_bias)
+    style = Look.of(look, title="Gradient flow")
+    axes: Axes = ax if ax is not None else style.figure(8, max(2.5, min(0.3 * len(flow.names) + 1.2, 20))).subplots()
+    draw_flow(axes, flow, log)
+    style.frame(axes)
+    style.entitle(axes, "")
+    if ax is None:
+        save([axes.figure], style.savepath, **style.config("save"))  # type: ignore[list-item]  # never a SubFigure
+    return axes

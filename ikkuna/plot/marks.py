@@ -1,0 +1,49 @@
+"""Words on a picture: numbers of panels, remarks, names of axes, legends."""
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.lines import Line2D
+
+from ikkuna.plot.look import INK, SEQUENTIAL, Look, colormap, curve_colors
+
+__all__ = ["annotate", "legend", "name_axes", "remark"]
+
+
+def annotate(ax: Axes, index: int, labels: Any, count: int, style: Look) -> None:
+    """Write the number of one of `count` panels into its corner, or its label; nothing where there is none."""
+    if labels is None or (not isinstance(labels, str) and index >= len(labels)):
+        return
+    text = str(index) if isinstance(labels, str) else str(labels[index])
+    size = 10 if count <= 36 else 8 if count <= 100 else 5
+    font = {"fontsize": size, "weight": "bold", "color": "#007050", "va": "top", "zorder": 5}
+    ax.text(0.03, 0.96, text, transform=ax.transAxes, **style.config("annot", **font))
+
+
+def remark(ax: Axes, text: str, **options: Any) -> None:
+    """Write a remark into the corner of a panel."""
+    font = {"color": INK, "weight": "bold", "ha": "right", "va": "top", "zorder": 5, **options}
+    ax.text(0.97, 0.96, text, transform=ax.transAxes, **font)
+
+
+def name_axes(bottom: list[Axes], left: list[Axes], x: str, y: str) -> None:
+    """Name the axes at the edge of a grid: all of a small one, the middle ones of a large one."""
+    for ax in bottom if len(bottom) <= 6 else [bottom[len(bottom) // 2]]:
+        ax.set_xlabel(x)
+    for ax in left if len(left) <= 6 else [left[len(left) // 2]]:
+        ax.set_ylabel(y)
+
+
+def legend(ax: Axes, count: int, word: str, color: Any, cmap: Any) -> None:
+    """Tell which colour is which: by name for a few, by a bar for many, not at all for chosen ones."""
+    if color is not None or count < 2:
+        return
+    if count <= 8:
+        colors = curve_colors(count, None, cmap)
+        handles = [Line2D([], [], marker="o", linestyle="", color=one, label=f"{i}") for i, one in enumerate(colors)]
+        ax.legend(handles=handles, title=word, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    else:
+        scale = ScalarMappable(Normalize(0, count - 1), colormap(cmap or SEQUENTIAL))
+        ax.figure.colorbar(scale, ax=ax, label=word)

@@ -1,0 +1,190 @@
+"""Values of layers over steps, and of layers with each other, as images."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+
+from ikkuna.arrays import to_array
+from ikkuna.errors import ConfigError
+from ikkuna.plot.images import draw_image
+from ikkuna.plot.look import ALIASES, OPTIONS, SEQUENTIAL, Look, LookOptions, limits, own_limits
+from ikkuna.plot.marks import remark
+from ikkuna.plot.picture import count_nonfinite, save
+from ikkuna.plot.spelling import spelled
+
+__all__ = ["layer_step_heatmap", "similarity_matrix"]
+
+
+@spelled(OPTIONS, **ALIASES, show_colorbar="colorbar")
+def layer_step_heatmap(
+    values: Any,
+    *,
+    layers: Sequence[str] | None = None,
+    steps: Sequence[float] | None = None,
+    log: bool = False,
+    norm: Any = None,
+    cmap: Any = SEQUENTIAL,
+    label: str = "value",
+    colorbar: bool = True,
+    ax: Axes | None = None,
+    **look: Unpack[LookOptions],
+) -> Axes:
+    """Draw one value of every layer over the steps of a training as an image.
+
+    Parameters
+    ----------
+    values : mapping of str to (step,), or (layer, step)
+        A curve for each layer.
+    layers, steps : sequence, optional
+        Names of the rows, and numbers of the columns.
+    log : bool
+        A logarithmic colour scale; values that are not positive count as missing.
+    norm : 'auto', None or (float, float)
+        As for :func:`~ikkuna.plot.features_2d`.
+    label : str
+        What the value is.
+    ax : Axes, optional
+        Where to draw; otherwise in a new picture.
+    **look
+        See :class:`~ikkuna.plot.look.Look`.
+
+    Returns
+    -------
+    Axes
+
+    Raises
+    ------
+    ConfigError
+        If the layers have different numbers of steps, or the names do not fit.
+
+    Examples
+    --------
+    >>> ax = layer_step_heatmap({"fc1": [1.0, 2.0, 3.0], "fc2": [0.0, 1.0, 0.0]})
+    >>> ax.images[0].get_array().shape
+    (2, 3)
+    """
+    names = list(values) if isinstance(values, Mapping) else list(layers or ())
+    matrix = to_array(list(values.values()) if isinstance(values, Mapping) else values)
+    names = names or [str(i) for i in range(len(matrix))]
+    if matrix.ndim != 2 or len(names) != len(matrix) or (steps is not None and len(steps) != matrix.shape[1]):
+        raise ConfigError(f"expected (layer, step) with a name for each, got {matrix.shape} and {len(names)} names")
+    style = Look.of(look)
+    axes: Axes = ax if ax is not None else style.figure(10, max(2.5, 0.3 * len(names) + 1)).subplots()
+    shown = np.where(matrix > 0, matrix, np.nan) if log else matrix
+    low, high = limits(norm, [shown])
+    options: dict[str, Any] = {}
+    if log:
+        low, high = own_limits(shown) if low is None or high is None else (low, high)
+        options = {"norm": LogNorm(max(low, high * 1e-12), high), "vmin": None, "vmax": None}
+    image = draw_image(axes, shown, low, high, cmap, **style.config("plot", interpolation="nearest", **options))
+    _name_rows(axes, names)
+    _name_columns(axes, steps)
+    axes.set(xlabel="step")
+    style.frame(axes)
+    if colorbar:
+        axes.figure.colorbar(image, ax=axes, **style.config("colorbar", label=label, pad=0.02))
+    _finish(axes, ax is None, shown, style, f"{label} of every layer over the steps")
+    return axes
+
+
+@spelled(OPTIONS, **ALIASES, show_colorbar="colorbar")
+def similarity_matrix(
+    matrix: Any,
+    labels: Sequence[str] | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    norm: Any = (0.0, 1.0),
+    cmap: Any = SEQUENTIAL,
+    label: str = "similarity",
+    numbers: bool | None = None,
+    colorbar: bool = True,
+    ax: Axes | None = None,
+    **look: Unpack[LookOptions],
+) -> Axes:
+    """Draw how alike layers (or channels) are as a square image, with the numbers where they fit.
+
+    Parameters
+    ----------
+    matrix : (row, column)
+        Such as centred kernel alignment between layers, or :func:`~ikkuna.probe.channel_correlation`.
+    labels, columns : sequence of str, optional
+        Names of the rows, and of the columns if they are others.
+    norm : 'auto', None or (float, float)
+        Limits of the colours; ``(-1, 1)`` for correlations.
+    label : str
+        What the value is.
+    numbers : bool, optional
+        Write the values; by default up to 12 rows.
+    ax : Axes, optional
+        Where to draw; otherwise in a new picture.
+    **look
+        See :class:`~ikkuna.plot.look.Look`.
+
+    Returns
+    -------
+    Axes
+
+    Raises
+    ------
+    ConfigError
+        If it is no matrix, or the names do not fit.
+
+    Examples
+    --------
+    >>> ax = similarity_matrix([[1.0, 0.3], [0.3, 1.0]], ["a", "b"])
+    >>> [text.get_text() for text in ax.texts]
+    ['1.00', '0.30', '0.30', '1.00']
+    """
+    values = to_array(matrix)
+    if values.ndim != 2:
+        raise ConfigError(f"expected a matrix, got shape {values.shape}")
+    rows = [str(i) for i in range(len(values))] if labels is None else list(labels)
+    across = columns or (rows if values.shape[0] == values.shape[1] else [str(i) for i in range(values.shape[1])])
+    if (len(rows), len(across)) != values.shape:
+        raise ConfigError(f"a matrix {values.shape} needs as many names, got {len(rows)} and {len(across)}")
+    style = Look.of(look)
+    side = min(max(4.0, 0.5 * len(rows) + 1.5), 10.0)
+    axes: Axes = ax if ax is not None else style.figure(side + 1, side).subplots()
+    image = draw_image(axes, values, *limits(norm, [values]), cmap, **style.config("plot", aspect="equal"))
+    _name_rows(axes, rows)
+    if len(across) <= 40:
+        axes.set_xticks(range(len(across)), across, rotation=45, ha="right")
+    if numbers or (numbers is None and len(rows) <= 12):
+        _write(axes, values, image)
+    style.frame(axes)
+    if colorbar:
+        axes.figure.colorbar(image, ax=axes, **style.config("colorbar", label=label, fraction=0.046))
+    _finish(axes, ax is None, values, style, label)
+    return axes
+
+
+def _name_rows(ax: Axes, names: Sequence[str]) -> None:
+    """Name every row, or of more than 40 as many as can be read."""
+    every = max(1, -(-len(names) // 40))
+    ax.set_yticks(range(0, len(names), every), list(names)[::every])
+
+
+def _name_columns(ax: Axes, steps: Sequence[float] | None) -> None:
+    if steps is not None and len(steps):
+        places = np.unique(np.linspace(0, len(steps) - 1, min(8, len(steps))).astype(int))
+        ax.set_xticks(places, [f"{steps[i]:g}" for i in places])
+
+
+def _write(ax: Axes, values: Any, image: Any) -> None:
+    for (i, j), value in np.ndenumerate(values):
+        red, green, blue, _ = image.cmap(image.norm(value)) if np.isfinite(value) else (1, 1, 1, 1)
+        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+        ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
+
+
+def _finish(ax: Axes, own: bool, values: Any, style: Look, what: str) -> None:
+    count = count_nonfinite(values)
+    if count:
+        remark(ax, str(count), bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0})
+    if own:
+        style.entitle(ax, what)
+        ax.figure.report({"data": count})  # type: ignore[union-attr]  # one's own is a Picture
+        save([ax.figure], style.savepath, **style.config("save"))  # type: ignore[list-item]

@@ -1,0 +1,93 @@
+"""The values of channels as points: ``features_0d``."""
+
+from typing import Any, Unpack
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from ikkuna.arrays import to_array
+from ikkuna.errors import ConfigError
+from ikkuna.plot.look import ALIASES, OPTIONS, Look, LookOptions, curve_colors
+from ikkuna.plot.marks import legend, remark
+from ikkuna.plot.picture import count_nonfinite, save
+from ikkuna.plot.spelling import spelled
+
+__all__ = ["draw_points", "features_0d"]
+
+
+@spelled(OPTIONS, **ALIASES, show_y_zero="zero_line", y_zero="zero_line", ylims="ylim")
+def features_0d(
+    data: Any,
+    *,
+    marker: str = "o",
+    cmap: Any = None,
+    color: Any = None,
+    zero_line: bool = True,
+    ylim: Any = "auto",
+    ax: Axes | None = None,
+    **look: Unpack[LookOptions],
+) -> Axes:
+    """Draw the value of every channel as a point, a column of points for each sample.
+
+    Parameters
+    ----------
+    data : (sample, channel)
+        A tensor, an array or lists, such as the gradient of a last state.
+    marker : str
+    cmap, color
+        A channel has one colour in all samples, from the map; or one colour for all, or a list of them.
+    zero_line : bool
+        Draw a line at 0.
+    ylim : 'auto' or (float, float)
+        ``'auto'`` is the largest magnitude to either side of 0.
+    ax : Axes, optional
+        Where to draw; otherwise in a new picture.
+    **look
+        See :class:`~ikkuna.plot.look.Look`.
+
+    Returns
+    -------
+    Axes
+
+    Raises
+    ------
+    ConfigError
+        If the data is not 2-D.
+
+    Examples
+    --------
+    >>> [float(limit) for limit in features_0d([[1.0, -2.0], [0.5, 1.0]]).get_ylim()]
+    [-2.0, 2.0]
+    """
+    values = to_array(data)
+    if values.ndim != 2:
+        raise ConfigError(f"features_0d expects 2-D data (sample, channel), got shape {values.shape}")
+    style = Look.of(look, borders=False)
+    picture = style.figure(12, 4) if ax is None else None
+    target: Axes = ax if ax is not None else picture.subplots()  # type: ignore[union-attr]  # one of them is there
+    draw_points(target, values, curve_colors(values.shape[1], color, cmap), **style.config("plot", marker=marker))
+    if zero_line:
+        target.axhline(0, color="black", linewidth=1, zorder=0)
+    finite = np.abs(values[np.isfinite(values)])
+    top = float(finite.max(initial=0.0)) or 1.0
+    target.set_ylim(*((-top, top) if isinstance(ylim, str) else ylim))
+    target.set_xticks(np.arange(1, len(values) + 1), minor=True)
+    target.set(xlabel="sample", ylabel="value", xlim=(0.25, len(values) + 0.75))
+    style.frame(target)
+    style.entitle(target, "a column of channels for each sample")
+    legend(target, values.shape[1], "channel", color, cmap)
+    if count := count_nonfinite(values):
+        remark(target, str(count))
+    if picture is not None:
+        picture.report({"data": count})
+        save([picture], style.savepath, **style.config("save"))
+    return target
+
+
+def draw_points(ax: Axes, values: NDArray[np.float64], colors: list[Any], **options: Any) -> Axes:
+    """Draw `values`: (sample, channel) into `ax`, a column of points for each sample."""
+    x = np.arange(1, len(values) + 1)
+    for channel, color in enumerate(colors):
+        ax.scatter(x, values[:, channel], color=color, **{"s": 18, "clip_on": False, **options})
+    return ax

@@ -1,0 +1,250 @@
+"""The weights of recurrent layers, gate by gate and by name."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ikkuna.errors import ConfigError
+from ikkuna.probe.gradients import get_gradients
+from ikkuna.probe.layers import LayerId, bare, find_layer
+
+__all__ = ["GATES", "Gate", "RNNWeights", "find_rnn", "get_rnn_weights", "rnn_summary"]
+
+GATES = {"LSTM": ("input", "forget", "cell", "output"), "GRU": ("reset", "update", "new"), "RNN": ("hidden",)}
+"""The gates of each kind, in the order in which PyTorch stacks their rows."""
+
+_Recurrent = (nn.RNNBase, nn.RNNCellBase)
+
+
+class Gate(NamedTuple):
+    """The part of an RNN's weights that belongs to one gate."""
+
+    kernel: Tensor
+    recurrent: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class RNNWeights:
+    """The weights of one layer and direction, as in a picture: what comes in downwards, gates side by side.
+
+    Parameters
+    ----------
+    layer : number of the layer inside the RNN, from 0
+    direction : ``'forward'`` or ``'backward'``
+    kind : ``'LSTM'``, ``'GRU'`` or ``'RNN'``
+    gates : names of the gates, from left to right
+    hidden : units :math:`H` in a gate
+    kernel : (input, gates * H)
+    recurrent : (H, gates * H), or (projected, gates * H)
+    bias : (2, gates * H), of input and of recurrence; ``None`` without.
+        They are not added up, because a GRU multiplies a part of the second.
+    projection : (H, projected), or ``None`` without
+    """
+
+    layer: int
+    direction: str
+    kind: str
+    gates: tuple[str, ...]
+    hidden: int
+    kernel: Tensor
+    recurrent: Tensor
+    bias: Tensor | None
+    projection: Tensor | None
+
+    def gate(self, name: str) -> Gate:
+        """Return the columns of one gate: kernel (input, H), recurrent (H, H) and bias (2, H).
+
+        Raises
+        ------
+        KeyError
+            If this kind has no such gate; the message lists those it has.
+        """
+        if name not in self.gates:
+            raise KeyError(f"{self.kind} has no gate {name!r}; it has: {', '.join(self.gates)}")
+        start = self.gates.index(name) * self.hidden
+        columns = slice(start, start + self.hidden)
+        bias = None if self.bias is None else self.bias[:, columns]
+        return Gate(self.kernel[:, columns], self.recurrent[:, columns], bias)
+
+    def panels(self) -> dict[str, Tensor]:
+        """Return the matrices that are there, by name."""
+        named = {"kernel": self.kernel, "recurrent": self.recurrent, "bias": self.bias, "projection": self.projection}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return (self.kernel, self.recurrent, self.bias)[index]
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((self.kernel, self.recurrent, self.bias))
+
+
+def find_rnn(model: nn.Module, layer: LayerId | None = None) -> tuple[str, nn.Module]:
+    """Return the name and module of an RNN: the one that `layer` means, or the first of the model.
+
+    Raises
+    ------
+    KeyError
+        For an unknown layer.
+    ConfigError
+        If it is no RNN, or the model has none.
+    """
+    model = bare(model)
+    if layer is None:
+        for name, module in model.named_modules():
+            if isinstance(module, _Recurrent):
+                return name, module
+        raise ConfigError(f"{type(model).__name__} has no recurrent layer (nn.RNN, nn.LSTM, nn.GRU or their cells)")
+    name, module = _by_kind(model, layer) or find_layer(model, layer)
+    for inner, candidate in module.named_modules():  # a wrapper around one RNN may be named too
+        if isinstance(candidate, _Recurrent):
+            return ".".join(part for part in (name, inner) if part), candidate
+    raise ConfigError(f"{name!r} is no recurrent layer but a {type(module).__name__}")
+
+
+def _by_kind(model: nn.Module, layer: LayerId) -> tuple[str, nn.Module] | None:
+    """Return the first bidirectional RNN for a word such as ``'bidir'``, which is no class here."""
+    if not isinstance(layer, str) or not layer or not "bidirectional".startswith(layer.lower()):
+        return None
+    rnns = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.RNNBase))
+    return next(((name, module) for name, module in rnns if module.bidirectional), None)
+
+
+def get_rnn_weights(
+    rnn: nn.Module, layer: LayerId | None = None, *, mode: str = "weights", **loss: Any
+) -> list[RNNWeights]:
+    """Return the weights of an RNN, or their gradients, for each layer and direction.
+
+    Parameters
+    ----------
+    rnn : nn.Module
+        An ``nn.RNN``, ``nn.LSTM``, ``nn.GRU``, one of their cells, or a model that holds one.
+    layer : int, str or nn.Module, optional
+        Which one of the model; the first by default.
+    mode : {'weights', 'grads'}
+        Weights, or gradients of a loss given by `x`, `y`, `loss_fn`, … (see :func:`~ikkuna.probe.get_gradients`).
+        Without one, the gradients stored in the model.
+    **loss
+        Those arguments.
+
+    Returns
+    -------
+    list of RNNWeights
+        Detached copies; forward before backward, layer by layer.
+
+    Raises
+    ------
+    KeyError, ConfigError
+        For an unknown layer, one that is no RNN, or gradients that do not exist.
+
+    Examples
+    --------
+    >>> (only,) = get_rnn_weights(nn.LSTM(4, 3))
+    >>> tuple(only.kernel.shape), tuple(only.gate("forget").recurrent.shape)
+    ((4, 12), (3, 3))
+    """
+    if mode not in ("weights", "grads"):
+        raise ConfigError(f"mode must be 'weights' or 'grads', got {mode!r}")
+    name, module = find_rnn(rnn, layer)
+    if mode == "weights":
+        tensors = {key: getattr(module, key) for key in _keys(module)}
+    else:
+        tensors = _gradients(rnn, module, name, loss)
+    return [_one(module, tensors, k, reverse) for k, reverse in _places(module)]
+
+
+def _gradients(model: nn.Module, rnn: nn.Module, name: str, loss: Mapping[str, Any]) -> dict[str, Tensor]:
+    if hasattr(rnn, "parametrizations"):
+        raise ConfigError(f"the weights of {name!r} are computed from others (parametrised), so they have no gradients")
+    if loss.get("x") is not None or loss.get("closure") is not None:
+        found: dict[str, Tensor] = get_gradients(model, rnn, wrt="weights", **loss)
+        return found
+    stored = {key: p.grad for key, p in rnn.named_parameters() if p.grad is not None}
+    if not stored:
+        raise ConfigError(f"{name!r} has no gradients yet: call backward() before, or give x, y and loss_fn")
+    return {key: stored.get(key, p.detach() * 0) for key, p in rnn.named_parameters()}
+
+
+def _places(rnn: nn.Module) -> list[tuple[int, bool]]:
+    if isinstance(rnn, nn.RNNCellBase):
+        return [(0, False)]
+    directions = (False, True) if rnn.bidirectional else (False,)
+    return [(k, reverse) for k in range(int(rnn.num_layers)) for reverse in directions]  # type: ignore[arg-type]
+
+
+def _suffix(rnn: nn.Module, layer: int, reverse: bool) -> str:
+    if isinstance(rnn, nn.RNNCellBase):
+        return ""
+    return f"_l{layer}{'_reverse' if reverse else ''}"
+
+
+def _keys(rnn: nn.Module) -> list[str]:
+    kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+    keys = (kind + _suffix(rnn, k, reverse) for k, reverse in _places(rnn) for kind in kinds)
+    return [key for key in keys if getattr(rnn, key, None) is not None]
+
+
+def _kind(rnn: nn.Module) -> str:
+    kinds = {"LSTM": (nn.LSTM, nn.LSTMCell), "GRU": (nn.GRU, nn.GRUCell)}
+    return next((kind for kind, classes in kinds.items() if isinstance(rnn, classes)), "RNN")
+
+
+def _one(rnn: nn.Module, tensors: Mapping[str, Tensor], layer: int, reverse: bool) -> RNNWeights:
+    suffix, kind = _suffix(rnn, layer, reverse), _kind(rnn)
+    found = {key: tensors[key + suffix].detach().clone() for key in ("weight_ih", "weight_hh")}
+    biases = [tensors[key + suffix].detach() for key in ("bias_ih", "bias_hh") if key + suffix in tensors]
+    projection = tensors.get(f"weight_hr{suffix}")
+    return RNNWeights(
+        layer=layer,
+        direction="backward" if reverse else "forward",
+        kind=kind,
+        gates=GATES[kind],
+        hidden=found["weight_ih"].shape[0] // len(GATES[kind]),
+        kernel=found["weight_ih"].T,
+        recurrent=found["weight_hh"].T,
+        bias=torch.stack(biases) if biases else None,
+        projection=None if projection is None else projection.detach().clone().T,
+    )
+
+
+def rnn_summary(rnn: nn.Module, layer: LayerId | None = None) -> str:
+    """Return what an RNN is made of, as text: names and shapes for each layer and direction, and the rows of each gate.
+
+    Examples
+    --------
+    >>> print(rnn_summary(nn.GRU(4, 3)))
+    GRU: 1 layer, 3 hidden units, 81 parameters
+      layer 0 forward
+        weight_ih_l0  (9, 4)   rows: reset 0:3, update 3:6, new 6:9
+        weight_hh_l0  (9, 3)
+        bias_ih_l0    (9,)
+        bias_hh_l0    (9,)
+    """
+    _, module = find_rnn(rnn, layer)
+    places, parts = _places(module), get_rnn_weights(module)
+    first, count = parts[0], sum(p.numel() for p in module.parameters())
+    layers = len({k for k, _ in places})
+    both = ", bidirectional" if any(reverse for _, reverse in places) else ""
+    head = f"{first.kind}: {layers} layer{'s' * (layers > 1)}{both}, {first.hidden} hidden units, {count} parameters"
+    lines = [head]
+    for (k, reverse), part in zip(places, parts, strict=True):
+        lines.append(f"  layer {k} {part.direction}")
+        lines += _rows(module, _suffix(module, k, reverse), part)
+    return "\n".join(lines)
+
+
+def _rows(rnn: nn.Module, suffix: str, part: RNNWeights) -> list[str]:
+    kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+    keys = [kind + suffix for kind in kinds if getattr(rnn, kind + suffix, None) is not None]
+    shapes = [str(tuple(getattr(rnn, key).shape)) for key in keys]
+    bounds = ((gate, i * part.hidden, (i + 1) * part.hidden) for i, gate in enumerate(part.gates))
+    gates = "   rows: " + ", ".join(f"{gate} {a}:{b}" for gate, a, b in bounds)
+    width = max(map(len, keys))
+    lines = [f"    {key.ljust(width)}  {shape}" for key, shape in zip(keys, shapes, strict=True)]
+    return [lines[0] + gates, *lines[1:]]

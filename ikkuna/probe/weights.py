@@ -1,0 +1,221 @@
+"""Weights of any layer: copies, their norms over time, and what regularisation charges for them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ikkuna.errors import ConfigError
+from ikkuna.probe.layers import LayerId, bare, find_layer, find_layers, leaves
+from ikkuna.probe.outputs import shape_result
+
+__all__ = ["Penalty", "get_weights", "weight_penalties", "weights_norm"]
+
+_STATS: Mapping[str, Callable[[Tensor], Tensor]] = {"max": torch.max, "mean": torch.mean}
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def get_weights(model: nn.Module, layers: LayerId | Sequence[LayerId], *, as_dict: bool = False) -> Any:
+    """Return copies of the parameters of `layers`, by name; re-parametrised ones as they are used.
+
+    Parameters
+    ----------
+    model : nn.Module
+    layers : int, str, nn.Module or sequence of them
+        See :func:`~ikkuna.probe.layers.find_layer`.  A string such as ``'gru/weight_hh_l0'`` asks for one parameter,
+        by its name or a part of it.
+    as_dict : bool
+        Return a dictionary by layer name.
+
+    Returns
+    -------
+    dict, Tensor, list or dict of them
+        For one layer a dictionary by parameter name, for one parameter a tensor, for several a list in their order.
+
+    Raises
+    ------
+    KeyError
+        For an unknown layer or parameter.
+
+    Examples
+    --------
+    >>> {name: tuple(value.shape) for name, value in get_weights(nn.Linear(3, 2), "linear").items()}
+    {'weight': (2, 3), 'bias': (2,)}
+    """
+    model = bare(model)
+    single = isinstance(layers, int | str | nn.Module)
+    asked: Sequence[Any] = [layers] if single else layers  # type: ignore[assignment]
+    if layers == "*":
+        asked = [name for name, module in leaves(model).items() if any(True for _ in module.parameters())]
+    results = dict(_weights(model, each) for each in asked)
+    return shape_result(results, layers, as_dict)
+
+
+def _weights(model: nn.Module, layer: LayerId) -> tuple[str, Any]:
+    text, _, part = layer.partition("/") if isinstance(layer, str) else (layer, "", "")
+    name, module = find_layer(model, text)
+    tensors = effective(module)
+    if not part:
+        return name, tensors
+    fitting = [part] if part in tensors else [key for key in tensors if part in key]
+    if not fitting:
+        raise KeyError(f"{name!r} has no parameter {part!r}; it has: {', '.join(tensors) or 'none'}")
+    return f"{name}/{fitting[0]}", tensors[fitting[0]]
+
+
+def effective(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's parameters by name, re-parametrised ones under the name they are used by."""
+    tensors: dict[str, Tensor] = {}
+    for name, _ in module.named_parameters():
+        head, inside, tail = name.partition("parametrizations.")
+        if inside:
+            key = tail.split(".")[0]
+            owner = module.get_submodule(head.rstrip("."))
+            tensors[head + key] = getattr(owner, key).detach().clone()
+        else:
+            tensors[name] = module.get_parameter(name).detach().clone()
+    return tensors
+
+
+def weights_norm(
+    model: nn.Module,
+    layers: LayerId | Sequence[LayerId] = "*",
+    history: Mapping[str, Any] | None = None,
+    *,
+    p: float = 2,
+    stats: Mapping[str, Callable[[Tensor], Tensor]] = _STATS,
+    axis: int | None = None,
+    omit: str | Sequence[str] = (),
+) -> dict[str, dict[str, dict[str, list[float]]]]:
+    r"""Return statistics of the norms :math:`(\sum |w|^p)^{1/p}` of each unit's weights, appended to those before.
+
+    Parameters
+    ----------
+    layers : int, str, nn.Module or sequence of them
+    history : dict, optional
+        What an earlier call returned; a copy of it grows by one value everywhere.
+    p : float
+        Order of the norm.
+    stats : mapping of str to callable
+        What to say of the norms of a parameter's units; by default ``max`` and ``mean``.
+    axis : int, optional
+        The axis that counts the units: by default 1 for a transposed convolution, 0 otherwise
+        (output units; tokens of an embedding).
+    omit : str or sequence of str
+        Leave out parameters whose name contains it.
+
+    Returns
+    -------
+    dict
+        ``result[layer][parameter][statistic]`` is a list with a value for each call.
+
+    Examples
+    --------
+    >>> layer = nn.Linear(2, 2, bias=False)
+    >>> _ = layer.weight.data.copy_(torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
+    >>> weights_norm(layer, "linear", p=1)
+    {'': {'weight': {'max': [6.0], 'mean': [5.0]}}}
+    """
+    model = bare(model)
+    omitted = [omit] if isinstance(omit, str) else list(omit)
+    before = history or {}
+    result = {
+        layer: {k: {s: list(v) for s, v in d.items()} for k, d in kinds.items()} for layer, kinds in before.items()
+    }
+    for name, module in find_layers(model, layers):
+        for key, tensor in effective(module).items():
+            if not any(word in key for word in omitted):
+                norms = _unit_norms(tensor, _axis(module, key, axis), p)
+                series = result.setdefault(name, {}).setdefault(key, {})
+                for stat, function in stats.items():
+                    series.setdefault(stat, []).append(float(function(norms)))
+    return result
+
+
+def _axis(module: nn.Module, key: str, axis: int | None) -> int:
+    if axis is not None:
+        return axis
+    return 1 if isinstance(module, _TRANSPOSED) and key == "weight" else 0
+
+
+def _unit_norms(tensor: Tensor, axis: int, p: float) -> Tensor:
+    exact = tensor.double()
+    if exact.ndim < 2:
+        return exact.abs().reshape(-1)
+    norms: Tensor = torch.linalg.vector_norm(exact.movedim(axis, 0).flatten(1), p, dim=1)
+    return norms
+
+
+@dataclass(frozen=True)
+class Penalty:
+    r"""What regularisation adds to the loss for one parameter: :math:`\lambda_1 \sum |w| + \lambda_2 \sum w^2`.
+
+    Parameters
+    ----------
+    l1, l2 : the two factors
+    kind : ``'loss'``, or ``'decoupled'`` for weight decay that has no equivalent in the loss
+    loss : the value; NaN where decoupled
+    """
+
+    l1: float
+    l2: float
+    kind: str
+    loss: float
+
+
+def weight_penalties(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    penalties: Mapping[str, tuple[float, float]] | None = None,
+) -> dict[str, Penalty]:
+    r"""Return what weight decay, or a penalty given, charges for each parameter it applies to.
+
+    An optimizer's ``weight_decay`` :math:`\lambda` adds :math:`\lambda w` to the gradient, as a loss of
+    :math:`(\lambda/2) \sum w^2` would; AdamW's is decoupled from the loss.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer, optional
+        Where to read ``weight_decay``.
+    penalties : mapping of str to (l1, l2), optional
+        Factors for the parameters whose name contains the key; they add to the optimizer's.
+
+    Raises
+    ------
+    ConfigError
+        If neither is given.
+
+    Examples
+    --------
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+    >>> round(weight_penalties(layer, torch.optim.SGD(layer.parameters(), lr=1, weight_decay=0.1))["weight"].loss, 6)
+    1.25
+    """
+    if optimizer is None and not penalties:
+        raise ConfigError("give an optimizer, or penalties by parameter name, or both")
+    result = {}
+    decays = {} if optimizer is None else _decays(optimizer)
+    for name, parameter in bare(model).named_parameters():
+        decay, decoupled = decays.get(id(parameter), (0.0, False))
+        l1 = sum(pair[0] for key, pair in (penalties or {}).items() if key in name)
+        l2 = sum(pair[1] for key, pair in (penalties or {}).items() if key in name) + decay / 2
+        if l1 or l2:
+            result[name] = _penalty(parameter.detach().double(), l1, l2, decoupled and decay > 0)
+    return result
+
+
+def _penalty(w: Tensor, l1: float, l2: float, decoupled: bool) -> Penalty:
+    loss = l1 * float(w.abs().sum()) + l2 * float((w * w).sum())
+    return Penalty(l1, l2, "decoupled" if decoupled else "loss", float("nan") if decoupled else loss)
+
+
+def _decays(optimizer: torch.optim.Optimizer) -> dict[int, tuple[float, bool]]:
+    decays = {}
+    for group in optimizer.param_groups:
+        decoupled = group.get("decoupled_weight_decay", False) or "AdamW" in type(optimizer).__name__
+        for parameter in group["params"]:
+            decays[id(parameter)] = (float(group.get("weight_decay", 0.0)), bool(decoupled))
+    return decays

@@ -1,0 +1,20 @@
+"""What the tests of a plugin need; ours use the same.
+
+Nothing here is imported while a model trains.
+"""
+
+from ikkuna.testing.backends import check_backend
+from ikkuna.testing.recording import RecordingBackend
+from ikkuna.testing.subscribers import check_subscriber, special_tensors
+from ikkuna.testing.training import Value, run, small_model, train
+
+__all__ = [
+    "RecordingBackend",
+    "Value",
+    "check_backend",
+    "check_subscriber",
+    "run",
+    "small_model",
+    "special_tensors",
+    "train",
+]

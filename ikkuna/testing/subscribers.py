@@ -1,0 +1,201 @@
+"""The contract every subscriber keeps."""
+
+import gc
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ikkuna.export.demand import Demand
+from ikkuna.export.exporter import Exporter
+from ikkuna.export.messages.bus import Finished, MessageBus
+from ikkuna.export.messages.kinds import MEASURED_TOGETHER, MODULE_KINDS
+from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
+from ikkuna.export.recorder import Place, Recorder
+from ikkuna.export.subscriber.base import Subscriber
+from ikkuna.export.subscriber.callback import CallbackSubscriber
+from ikkuna.testing.recording import RecordingBackend
+from ikkuna.testing.training import small_model, train
+from ikkuna.visualization.backend import Series
+from ikkuna.visualization.histogram import HistogramLike
+
+__all__ = ["check_subscriber", "special_tensors"]
+
+Make = Callable[..., Subscriber]
+
+
+def special_tensors() -> dict[str, Tensor]:
+    """Return tensors that a metric will meet some day, by the name of what is special about them."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    with_nan, with_inf = x.clone(), x.clone()
+    with_nan[1, 2], with_inf[1, 2], with_inf[3, 0] = torch.nan, torch.inf, -torch.inf
+    return {
+        "float32": x,
+        "with a NaN": with_nan,
+        "with infinities": with_inf,
+        "all NaN": torch.full_like(x, torch.nan),
+        "empty": x[:0].clone(),
+        "zeros": torch.zeros_like(x),
+        "constant": torch.full_like(x, 3.0),
+        "float64": x.double(),
+        "bfloat16": x.bfloat16(),
+        "float16": x.half(),
+        "float16 near its limit": torch.full_like(x, 6e4).half(),
+        "denormal": x * 1e-42,
+        "transposed": x.reshape(4, 6).t(),
+        "strided": torch.cat([x, x], 1)[:, ::2],
+        "expanded": x[:1].expand(6, 4),
+        "integers": (10 * x).long(),
+        "a number": x[0, 0].clone(),
+        "a vector": x[0].clone(),
+        "a kernel": x.reshape(6, 1, 2, 2),
+    }
+
+
+def check_subscriber(make: Make, needs: Sequence[Make] = ()) -> None:
+    """Raise `AssertionError` if the subscribers that `make` returns break the contract of subscribers.
+
+    - One made without a bus has no effect outside itself.
+    - Training is bit-identical with and without it: losses, weights, gradients, optimizer state, random states, modes.
+    - No tensor of `special_tensors` makes it fail, is changed by it, or is kept alive by it.
+    - What it shows is a float, a histogram or a text, what it publishes is a float.
+    - Both have the step of their inputs, and a kind that it announces (or takes, for what it only shows).
+
+    Parameters
+    ----------
+    make : callable
+        ``make(**options)`` returns a new subscriber and hands `options` (``backend``, ``message_bus``) on to `Subscriber`.
+        It takes modules that `small_model` has, and labels from 0 to 2.
+    needs : sequence of callables
+        The same for the subscribers whose results it takes.
+
+    Examples
+    --------
+    >>> from ikkuna.export.subscriber import NormSubscriber, RatioSubscriber
+    >>> check_subscriber(lambda **options: NormSubscriber("weights", **options))
+    >>> check_subscriber(
+    ...     lambda **options: RatioSubscriber(["weights_norm1", "weights_norm2"], **options),
+    ...     needs=[lambda p=p, **options: NormSubscriber("weights", p=p, **options) for p in (1, 2)],
+    ... )
+    """
+    _check_is_invisible(make, needs)
+    for what, tensor in special_tensors().items():
+        try:
+            _check_tensor(make, needs, tensor)
+        except Exception as error:
+            raise AssertionError(f"a tensor that is special ({what}): {type(error).__name__}: {error}") from error
+
+
+# -- training is left alone -------------------------------------------------------------------------------------------
+
+
+def _check_is_invisible(make: Make, needs: Sequence[Make]) -> None:
+    before = _surroundings()
+    subscribers = [maker(backend=RecordingBackend(), message_bus=None) for maker in (*needs, make)]
+    _require_same(before, _surroundings(), "the constructor changed")
+    plain = train(small_model())
+    before = _surroundings()
+    watched = train(small_model(), subscribers)
+    _require_same(before, _surroundings(), "training with it changed")
+    _require_same(plain, watched, "with it, training has another")
+
+
+def _surroundings() -> dict[str, Any]:
+    """Return what belongs to others in this process."""
+    return {
+        "torch's random state": torch.get_rng_state(),
+        "numpy's random state": np.random.get_state(),
+        "python's random state": random.getstate(),
+        "default dtype": torch.get_default_dtype(),
+        "gradient mode": torch.is_grad_enabled(),
+        "number of threads": torch.get_num_threads(),
+        "deterministic mode": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _require_same(a: Any, b: Any, claim: str, where: str = "") -> None:
+    """Compare bytes, not values: NaN equals itself, and -0 differs from 0."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
+        for key in a:
+            _require_same(a[key], b[key], claim, f"{where}.{key}".lstrip("."))
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            _require_same(x, y, claim, f"{where}[{i}]")
+    else:
+        same = _bytes(a) == _bytes(b) if isinstance(a, Tensor | np.ndarray) else a == b
+        assert same, f"{claim} {where}"
+
+
+def _bytes(x: Any) -> bytes:
+    if isinstance(x, Tensor):
+        x = x.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+    return np.asarray(x).tobytes()
+
+
+# -- whatever comes, it copes -----------------------------------------------------------------------------------------
+
+
+def _check_tensor(make: Make, needs: Sequence[Make], tensor: Tensor) -> None:
+    bus, recording, published = MessageBus("contract"), RecordingBackend(), list[Message]()
+    subscriber = make(backend=recording)
+    subscription = subscriber.subscription
+    stamp = Stamp(7 * subscription.subsample, 3, subscription.subsample, subscription.tag or "training")
+    content = _bytes(tensor)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(small_model())
+        for needed in needs:
+            bus.register_subscriber(needed(backend="null"))
+        bus.register_subscriber(subscriber)
+        if subscriber.publishes:
+            bus.register_subscriber(CallbackSubscriber(subscriber.publishes, published.append, tag=None))
+        _feed(bus, stamp, tensor)
+        storage = StorageWeakRef(_feed(bus, stamp, tensor.clone()).untyped_storage())
+    assert _bytes(tensor) == content, f"{subscriber!r} changed it"
+    if not storage.expired():
+        gc.collect()
+    assert storage.expired(), f"{subscriber!r} keeps it alive; keep a clone if the metric needs one"
+    _check_published(subscriber, published, stamp)
+    for series, value, step in recording.values:
+        _check_shown(subscriber, series, value, step, stamp)
+
+
+def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
+    """Show a tensor as if it were of every kind, twice as in a step of two micro-batches; return it."""
+    shape = (
+        tensor.shape[:1] + tensor.shape[2:] if tensor.ndim > 1 else ()
+    )  # classes are on the second axis, or the only one
+    labels = torch.zeros(shape, dtype=torch.long)
+    loss = tensor.float().mean()
+    together = dict(zip(MEASURED_TOGETHER, (tensor, labels, loss), strict=True))
+    seen = {Place(kind, "first"): tensor for kind in MODULE_KINDS}
+    seen |= {Place(kind): value for kind, value in {"input_data": tensor, **together}.items()}
+    recorder = Recorder(bus.faults)
+    bus.post(NetworkMessage(stamp, "batch_started"))
+    recorder.open(stamp, Demand().plan(bus.subscriptions, stamp))
+    for _ in range(2):
+        for place, value in seen.items():
+            recorder.receive(place, value, "")
+        recorder.receive_together(together)
+    if (rows := recorder.close()) is not None:
+        bus.post(Finished(rows, recorder.remember, NetworkMessage(stamp, "batch_finished")))
+    for kind in ("epoch_finished", "epoch_started"):
+        bus.post(NetworkMessage(stamp, kind))
+    bus.drain(wait=True)
+    return tensor
+
+
+def _check_published(subscriber: Subscriber, published: list[Message], stamp: Stamp) -> None:
+    for message in published:
+        assert type(message.data) is float, f"{subscriber!r} published {type(message.data).__name__}, not a float"
+        assert message.stamp == stamp, f"{subscriber!r} published at {message.stamp}, its inputs are of {stamp}"
+
+
+def _check_shown(subscriber: Subscriber, series: Series, value: Any, step: int, stamp: Stamp) -> None:
+    known = {*subscriber.publishes, *subscriber.kinds}
+    assert series.kind in known, f"{subscriber!r} shows {series.kind!r}, which it does not announce"
+    assert isinstance(value, float | str | HistogramLike), f"{subscriber!r} shows a {type(value).__name__}"
+    assert step == stamp.global_step, f"{subscriber!r} shows step {step}, its inputs are of step {stamp.global_step}"

@@ -1,0 +1,147 @@
+"""Tables that the site makes from the code, so that they cannot say something else than the code.
+
+``.. ikkuna-table:: NAME`` puts one of `TABLES` in its place.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+from ikkuna.export import subscriber
+from ikkuna.export.messages.kinds import BUILT_IN
+from ikkuna.plugins import load_plugin, plugins
+from ikkuna.visualization.backend import GROUP as BACKENDS
+from ikkuna.visualization.backend import Backend
+
+ROOT = Path(__file__).parents[3]
+
+KINDS = {  # kind → what it is, and when it is seen
+    "activations": ("what a module returned", "at its call"),
+    "layer_gradients": ("gradient of the loss with respect to what it returned", "in the backward pass"),
+    "weights": ("its weights, as the step used them", "before the optimizer's step"),
+    "weight_gradients": ("gradients of its weights, as the optimizer uses them", "before the optimizer's step"),
+    "weight_updates": ("weights after the step minus weights before it", "after the optimizer's step"),
+    "biases": ("its biases, as the step used them", "before the optimizer's step"),
+    "bias_gradients": ("gradients of its biases, as the optimizer uses them", "before the optimizer's step"),
+    "bias_updates": ("biases after the step minus biases before it", "after the optimizer's step"),
+    "input_data": ("what the network was called with", "at its call"),
+    "network_output": ("what the network returned; measured beside labels, what the loss received", "at that call"),
+    "input_labels": ("the labels the loss received", "at the loss module's call"),
+    "loss": ("what the loss module returned", "at its call"),
+    "batch_started": ("a step begins; no data", "at the network's call in training"),
+    "batch_finished": ("a step is over; no data, and whether it was skipped", "when its optimizers have stepped"),
+    "epoch_started": ("an epoch begins; no data", "at its first step"),
+    "epoch_finished": ("an epoch is over; no data", "at ``epoch_finished()``, or when its steps are made"),
+}
+
+
+_WITH_UNIT = re.compile(r"(.*``[^`,]*), ([^`]*)")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], widths: str = "auto") -> str:
+    """Return a list-table in reStructuredText."""
+    lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
+    for row in (head, *rows):
+        for i, cell in enumerate(row):
+            lines.append(f"   {'  ' if i else '* '}- {cell or '—'}")
+    return "\n".join(lines) + "\n"
+
+
+def kinds() -> str:
+    """Return the table of built-in kinds; a kind that nobody described is an error."""
+    if missing := set(BUILT_IN) ^ set(KINDS):
+        raise ValueError(f"kinds without a description, or descriptions without a kind: {sorted(missing)}")
+    return table(("kind", "what", "when"), ((f"``{kind}``", *KINDS[kind]) for kind in BUILT_IN))
+
+
+def paragraphs(thing: Any) -> list[str]:
+    """Return the paragraphs of a docstring, each on one line."""
+    text = inspect.cleandoc(thing.__doc__ or "")
+    return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
+
+
+def exchange(metric: type) -> tuple[str, str, str]:
+    """Return what a subscriber's docstring says that it takes and publishes, and the unit.
+
+    The convention is a paragraph such as: Takes x; publishes ``y``, in the unit of x.
+    """
+    text = " ".join(paragraphs(metric))
+    takes = re.search(r"\bTakes (.+?)(?:[;.](?= |$)| and publishes )", text)
+    publishes = takes and re.search(r"[Pp]ublishes (.+?)(?:[;:.](?= |$))", text[takes.start() :])
+    if not takes or not publishes:
+        raise ValueError(f"the docstring of {metric.__name__} does not say 'Takes …; publishes …, in …'")
+    split = _WITH_UNIT.fullmatch(publishes[1])
+    return takes[1], *(split.groups() if split else (publishes[1], ""))
+
+
+def metrics() -> str:
+    """Return the table of installed subscribers."""
+    rows = []
+    for name in sorted(plugins(subscriber.GROUP)):
+        metric = load_plugin(subscriber.GROUP, name, subscriber.Subscriber)
+        what = re.sub(r",? :math:`.*?`", "", paragraphs(metric)[0])  # the formula is on the metric's own page
+        takes, publishes, unit = exchange(metric)
+        rows.append((f":class:`~{metric.__module__}.{name}`", what, takes, f"{publishes}, {unit}".rstrip(", ")))
+    return table(("metric", "what", "takes", "publishes, unit"), rows, widths="20 32 24 24")
+
+
+def backends() -> str:
+    """Return the table of installed backends."""
+    loaded = {name: load_plugin(BACKENDS, name, Backend) for name in sorted(plugins(BACKENDS))}
+    rows = ((f"``'{n}'``", f":class:`~{b.__module__}.{b.__name__}`", paragraphs(b)[0]) for n, b in loaded.items())
+    return table(("name", "class", "what it does"), rows)
+
+
+def metric_pages() -> str:
+    """Return the documentation of every installed subscriber."""
+    loaded = (load_plugin(subscriber.GROUP, name, subscriber.Subscriber) for name in sorted(plugins(subscriber.GROUP)))
+    return "\n".join(f".. autoclass:: {metric.__module__}.{metric.__name__}\n" for metric in loaded)
+
+
+def backend_pages() -> str:
+    """Return the documentation of every installed backend."""
+    loaded = (load_plugin(BACKENDS, name, Backend) for name in sorted(plugins(BACKENDS)))
+    return "\n".join(f".. autoclass:: {backend.__module__}.{backend.__name__}\n" for backend in loaded)
+
+
+def loops() -> str:
+    """Return the table of training loops: situation, what is published, and the test that shows it."""
+    tests = ROOT / "tests" / "export" / "test_loops.py"
+    rows = []
+    for node in ast.parse(tests.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and (told := ast.get_docstring(node)):
+            situation = node.name.removeprefix("test_").replace("_", " ")
+            rows.append((situation, told.partition("\n\n")[0].replace("\n", " "), f"``{node.name}``"))
+    return table(("situation", "what is published", "test"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "kinds": kinds,
+    "metrics": metrics,
+    "backends": backends,
+    "loops": loops,
+    "metric-pages": metric_pages,
+    "backend-pages": backend_pages,
+}
+
+
+class IkkunaTable(SphinxDirective):
+    """Puts a generated table into a page."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        text = TABLES[self.arguments[0]]()
+        return self.parse_text_to_nodes(text)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Add the directive."""
+    app.add_directive("ikkuna-table", IkkunaTable)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,94 @@
+"""The site: built offline by ``make docs``; with IKKUNA_DOCS_ONLINE=1 names of torch and numpy link to their own sites."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from sphinx.ext.napoleon import docstring
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "subscribers"), str(Path(__file__).parent / "_ext")]
+
+import ikkuna  # noqa: E402
+
+project = "ikkuna"
+author = "The ikkuna developers"
+copyright = author
+version = release = ikkuna.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "ikkuna_tables",
+]
+html_theme = "furo"
+html_title = "ikkuna"
+templates_path = []
+exclude_patterns = []
+
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = False
+napoleon_use_param = False  # types are told in signatures, and once
+napoleon_use_rtype = False
+
+# What belongs to others is not in our inventory; every reference of our own must resolve.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|nn|np|numpy|collections|pathlib|typing|types|re|os|abc|importlib)(\..*)?"),
+    (
+        "py:class",
+        r"Tensor|Path|Any|Self|Callable|Iterable|Iterator|Sequence|Mapping|Collection|Pattern|Parameter|Module",
+    ),
+    (
+        "py:(class|exc)",
+        r"[A-Z][A-Za-z]*(Error|Exception|Warning)|(.*\.)?[A-Z]|ndarray|Optimizer|NDArray|Generator|device",
+    ),
+    ("py:class", r"int|float|str|bool|bytes|None|list|dict|tuple|set|frozenset|object|type"),
+    ("py:class", r"ikkuna\.export\.rows\..*"),  # what a bus carries inside
+    ("py:obj", r".*"),  # `name` in a docstring may be an argument's
+]
+
+intersphinx_mapping = {}
+if os.environ.get("IKKUNA_DOCS_ONLINE") == "1":
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+    }
+
+# A colon in the summary of a property or a constant is a colon, not the end of a type.
+docstring.GoogleDocstring._parse_attribute_docstring = docstring.GoogleDocstring._consume_to_end
+
+_HEAD = re.compile(r"(?P<name>\*{0,2}\w+(?:, \w+)*) : (?P<text>.+)")
+_TYPE = re.compile(r"[\w.`,:()*| -]{1,60}")
+
+
+def _describe(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Let ``name : words`` of a parameter be its description where nothing follows; types of attributes are not told."""
+    section = ""
+    for i, line in enumerate(lines):
+        following = lines[i + 1] if i + 1 < len(lines) else ""
+        if following and set(following) == {"-"}:
+            section = line
+        found = _HEAD.fullmatch(line)
+        if section not in ("Parameters", "Attributes") or found is None:
+            continue
+        is_type = following.startswith(" ") and _TYPE.fullmatch(found["text"]) is not None
+        if not is_type:
+            lines[i] = f"{found['name']}\n    {found['text']}"
+        elif section == "Attributes":
+            lines[i] = found["name"]
+    lines[:] = "\n".join(lines).split("\n")
+
+
+def setup(app: Any) -> None:
+    """Add what reads docstrings before napoleon does."""
+    app.connect("autodoc-process-docstring", _describe, priority=100)

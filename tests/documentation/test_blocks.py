@@ -1,0 +1,128 @@
+"""Every block of Python that a reader sees runs, and what pages name is there."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ikkuna.export.messages import get_default_bus
+from ikkuna.export.messages.kinds import BUILT_IN
+from ikkuna.export.subscriber import GROUP
+from ikkuna.plugins import plugin_names
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "sphinx" / "source"
+PAGES = [*ROOT.glob("*.md"), *sorted(SITE.rglob("*.rst"))]
+
+
+def blocks(path):
+    """Return (line, code) of each block of Python."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        found = [(m.start(1), m[1]) for m in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+        return [(text.count("\n", 0, start), code) for start, code in found]
+    pattern = r"^\.\. code-block:: python\n(?: +:.*\n)*\n((?:(?: {3}.*)?\n)+)"
+    found = [(m.start(1), m[1]) for m in re.finditer(pattern, text + "\n", re.MULTILINE)]
+    return [(text.count("\n", 0, start), re.sub("^ {3}", "", code, flags=re.MULTILINE)) for start, code in found]
+
+
+@pytest.fixture
+def default_bus():
+    """A default bus of this test's own, whose exporters are closed."""
+    get_default_bus.cache_clear()
+    yield get_default_bus
+    for exporter in get_default_bus().sources:
+        exporter.close()
+    get_default_bus.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if blocks(path)], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_the_blocks_of_a_page_run_one_after_another(path, tmp_path, monkeypatch, default_bus):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for line, code in blocks(path):
+        exec(compile("\n" * line + code, str(path), "exec"), namespace)  # a traceback shows the page's own line
+
+
+def test_blocks_are_found_where_readers_see_them():
+    """A pattern that finds nothing would pass everything."""
+    assert len(blocks(ROOT / "README.md")) == 4
+    assert len(blocks(SITE / "quick_start.rst")) == 5
+    line, code = blocks(SITE / "quick_start.rst")[0]
+    assert (SITE / "quick_start.rst").read_text().splitlines()[line].strip() == code.splitlines()[0] == "import torch"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_block_of_python_hides_behind_another_name(path):
+    text = path.read_text(encoding="utf-8")
+    languages = set(re.findall(r"^```(\w+)$|^\.\. (?:code-block|code|sourcecode):: (\w+)", text, re.MULTILINE))
+    assert {a or b for a, b in languages} <= {"python", "text", "toml"}
+
+
+def test_the_readme_shows_values_where_it_says(tmp_path, monkeypatch, default_bus):
+    """The quick start is followed to its end: TensorBoard finds a curve for every layer."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for _, code in blocks(ROOT / "README.md")[:3]:
+        exec(code, namespace)
+    namespace["ex"].close()
+    [run] = (tmp_path / "run").iterdir()
+    events = EventAccumulator(str(run)).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("layer_gradients_norm2/")]
+    assert sorted(tags) == [f"layer_gradients_norm2/{n}" for n in ("classifier", *(f"features.{i}" for i in range(4)))]
+    assert [value.step for value in events.Scalars(tags[0])] == [0, 10, 20]
+
+
+def test_the_readme_names_metrics_and_kinds_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `(\w+Subscriber)` \|", text, re.MULTILINE))
+    assert named
+    assert named <= plugin_names(GROUP)
+    data = text.partition("## What you get")[2].partition("Metrics,")[0]
+    assert set(re.findall(r"`(\w+)`", data)) <= set(BUILT_IN)
+
+
+def test_the_commands_of_the_readme_are_in_the_makefile():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in ("README.md", "CONTRIBUTING.md"):
+        named = set(re.findall(r"`make ([\w-]+)`", (ROOT / page).read_text()))
+        assert named
+        assert named <= targets
+
+
+def test_links_to_files_lead_somewhere():
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_tests_that_pages_name_exist():
+    named = re.findall(r"``(tests/[\w/]+\.py)(?:::(\w+))?``", "".join(path.read_text() for path in SITE.rglob("*.rst")))
+    assert len(named) > 10
+    for file, test in named:
+        functions = {n.name for n in ast.parse((ROOT / file).read_text()).body if isinstance(n, ast.FunctionDef)}
+        assert not test or test in functions, f"{file}::{test}"
+
+
+def test_the_template_requires_this_version():
+    ours, theirs = (tomllib.loads((ROOT / p / "pyproject.toml").read_text()) for p in ("", "examples/plugin"))
+    [required] = theirs["project"]["dependencies"]
+    assert ours["project"]["version"].startswith(required.removeprefix("ikkuna>="))
+    assert theirs["build-system"] == ours["build-system"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_line_of_prose_holds_one_sentence(path):
+    if path.name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md") or path.parent != SITE:
+        return
+    prose = re.sub(r"``.*?``", "x", path.read_text(encoding="utf-8"))
+    found = [
+        line for line in prose.splitlines() if re.search(r"[a-z]\. [A-Z]", line) and not line.startswith((":", "  "))
+    ]
+    assert not found

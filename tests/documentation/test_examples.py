@@ -1,0 +1,50 @@
+"""The examples run, and TensorBoard reads what they leave."""
+
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.plugins.children import ROOT, run_python
+
+KINDS = {
+    "digits": ("weights_norm2", "layer_gradients_norm2", "activations_variance", "weight_updates_weights_ratio"),
+    "text": ("weights_norm2", "layer_gradients_norm2", "activations_mean", "weight_updates_weights_ratio"),
+}
+LAYERS = {"digits": ("0", "10"), "text": ("head", "blocks.layers.0.linear1")}
+SIZE = {"digits": "1", "text": "12"}  # epochs, steps
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def example(request, tmp_path_factory):
+    """Name of an example, what it printed, and its values: tag → {step: value}."""
+    work = tmp_path_factory.mktemp(request.param)
+    printed = run_python(str(ROOT / "examples" / f"{request.param}.py"), SIZE[request.param], "run", cwd=work)
+    [run] = (work / "run").iterdir()
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    return request.param, printed, {t: {v.step: v.value for v in events.Scalars(t)} for t in events.Tags()["scalars"]}
+
+
+def test_the_loss_is_there_at_every_step_and_falls(example):
+    _, _, curves = example
+    loss = list(curves["Network/loss"].values())
+    assert list(curves["Network/loss"]) == list(range(len(loss)))
+    assert len(loss) >= 12
+    assert sum(loss[-3:]) < sum(loss[:3])
+
+
+def test_every_kind_is_there_for_the_layers(example):
+    name, _, curves = example
+    for kind in KINDS[name]:
+        for layer in LAYERS[name]:
+            values = curves[f"{kind}/{layer}"]
+            assert list(values)[:2] == ([0, 5] if name == "digits" else [0, 10])
+            assert all(math.isfinite(value) for value in values.values())
+
+
+def test_the_table_says_what_the_file_says(example):
+    name, printed, curves = example
+    last = list(curves[f"weights_norm2/{LAYERS[name][0]}"].values())[-1]
+    [line] = [line for line in printed.splitlines() if line.split()[:1] == [LAYERS[name][0]]]
+    assert f"{last:.4g}" in line.split()
+    assert "tensorboard --logdir run" in printed

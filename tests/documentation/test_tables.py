@@ -1,0 +1,76 @@
+"""The tables that the site makes from the code are complete."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from ikkuna.export import subscriber
+from ikkuna.export.messages.kinds import BUILT_IN
+from ikkuna.plugins import plugin_names
+from ikkuna.visualization.backend import GROUP as BACKENDS
+from tests.plugins.children import ROOT
+
+
+@pytest.fixture(scope="module")
+def tables():
+    pytest.importorskip("sphinx")
+    spec = importlib.util.spec_from_file_location("ikkuna_tables", ROOT / "sphinx/source/_ext/ikkuna_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.modules.pop("ikkuna_tables", None)
+
+
+def rows(text):
+    """Return the cells of a list-table, row by row, without its head."""
+    cells = [line[5:].removeprefix("- ") for line in text.splitlines() if line.startswith(("   * - ", "     - "))]
+    width = text.split("   * - ")[1].count("\n     - ") + 1
+    return [cells[i : i + width] for i in range(width, len(cells), width)]
+
+
+def test_every_kind_is_described(tables):
+    assert [row[0] for row in rows(tables.kinds())] == [f"``{kind}``" for kind in BUILT_IN]
+
+
+def test_a_kind_that_nobody_described_is_an_error(tables, monkeypatch):
+    monkeypatch.delitem(tables.KINDS, "loss")
+    with pytest.raises(ValueError, match="loss"):
+        tables.kinds()
+
+
+@pytest.mark.parametrize("name", sorted(plugin_names(subscriber.GROUP)))
+def test_every_metric_says_what_it_takes_and_publishes(tables, name):
+    takes, publishes, _ = tables.exchange(getattr(subscriber, name))
+    assert takes
+    assert publishes.startswith(("``", "nothing"))
+
+
+def test_a_metric_that_does_not_say_so_is_an_error(tables):
+    class Silent:
+        """A metric."""
+
+    with pytest.raises(ValueError, match="the docstring of Silent does not say 'Takes …; publishes …, in …'"):
+        tables.exchange(Silent)
+
+
+def test_what_a_metric_says_is_split_into_its_parts(tables):
+    class Told:
+        """A metric.
+
+        Some formula.  Takes any kind; publishes ``{kind}_a`` and ``{kind}_b``, in the unit
+        of x; more.
+        """
+
+    assert tables.exchange(Told) == ("any kind", "``{kind}_a`` and ``{kind}_b``", "in the unit of x")
+
+
+def test_every_metric_and_backend_is_in_its_table(tables):
+    assert len(rows(tables.metrics())) == len(plugin_names(subscriber.GROUP))
+    assert {row[0] for row in rows(tables.backends())} == {f"``'{name}'``" for name in plugin_names(BACKENDS)}
+
+
+def test_every_loop_of_the_tests_is_in_the_table(tables):
+    situations = {row[0]: row for row in rows(tables.loops())}
+    assert situations["siamese forwards"][2] == "``test_siamese_forwards``"
+    assert len(situations) > 20

@@ -1,0 +1,126 @@
+"""Looking inside leaves everything as it was found, also after an exception."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.errors import ConfigError
+from ikkuna.probe import get_gradients, get_outputs, get_rnn_weights
+from ikkuna.probe.guard import untouched
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.rnn = nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)
+        self.head = nn.Linear(3, 2)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.drop(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def state(model):
+    return {
+        "values": [(name, value.clone()) for name, value in model.state_dict().items()],
+        "grads": [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in model.parameters()],
+        "versions": [p._version for p in model.parameters()],
+        "trained": [p.requires_grad for p in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
+        "random": (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()),
+        "buffers": [id(b) for b in model.buffers()],
+    }
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+
+
+def fails(*_):
+    raise RuntimeError("on purpose")
+
+
+def noisy(output):
+    random.random()
+    np.random.rand()
+    return output.sum() + torch.rand(())
+
+
+def backwards(output):
+    loss = output.sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+CALLS = {
+    "outputs": lambda m, x: get_outputs(m, "*", x, train=True),
+    "gradients": lambda m, x: get_gradients(m, ["rnn", "norm"], x, loss_fn=noisy, train=True),
+    "through time": lambda m, x: get_gradients(m, "rnn", x, loss_fn=noisy, through_time=True, train=True),
+    "weights": lambda m, x: get_gradients(m, "head", x, loss_fn=noisy, wrt="weights", train=True),
+    "inputs": lambda m, x: get_gradients(m, None, x, loss_fn=noisy, wrt="inputs"),
+    "backward": lambda m, x: get_gradients(m, "head", x, loss_fn=backwards),
+    "gates": lambda m, x: get_rnn_weights(m, "rnn", mode="grads", x=x, loss_fn=noisy),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_changes(call, trained):
+    """E81."""
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(5, 6, 4)
+    model.drop.eval()
+    if trained:
+        model(x).sum().backward()
+    before = state(model)
+    CALLS[call](model, x)
+    assert same(state(model), before)
+
+
+@pytest.mark.parametrize("wrt", ["outputs", "weights", "inputs"])
+def test_nothing_changes_when_the_loss_raises(wrt):
+    """E81."""
+    model, x, wrong = Model(), torch.randn(5, 6, 4), torch.randn(5, 6, 3)
+    model(x).sum().backward()
+    before = state(model)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        get_gradients(model, "rnn", x, loss_fn=fails, wrt=wrt, train=True)
+    with pytest.raises(RuntimeError):
+        get_outputs(model, "rnn", wrong, train=True)
+    assert same(state(model), before)
+
+
+def test_a_buffer_that_is_replaced_comes_back():
+    model = nn.BatchNorm1d(2)
+    before = model.running_mean
+    with untouched(model):
+        model.running_mean = torch.ones(2) * 9
+    assert model.running_mean is before
+    assert before.tolist() == [0, 0]
+
+
+def test_lazy_models_are_refused():
+    with pytest.raises(ConfigError, match="lazy"):
+        get_outputs(nn.Sequential(nn.LazyLinear(2)), 0, torch.ones(1, 2))
+
+
+def test_results_are_copies():
+    model = nn.Sequential(nn.Identity())
+    x = torch.ones(1, 2)
+    out = get_outputs(model, 0, x)
+    x.zero_()
+    assert out.tolist() == [[1, 1]]
+    assert not out.requires_grad

@@ -1,0 +1,264 @@
+"""The eager kernels against numpy in float64, over shapes, dtypes and layouts."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import stats
+
+from ikkuna.numerics.measure import CHUNK, flatten, measure, readable
+from ikkuna.numerics.statistics import FIELDS, closure
+
+NAMES = [f for f in FIELDS if "codes" not in f]
+ALL = closure(NAMES)
+WILD = hnp.arrays(
+    np.float32, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5), elements=st.floats(width=32)
+)
+TAME = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=6), elements=st.floats(-1e4, 1e4, width=32))
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def reference(x):
+    x = np.asarray(x, dtype=np.float64).ravel()
+    finite = x[np.isfinite(x)]
+    d = finite - finite.mean() if len(finite) else finite
+    return {
+        "n": len(x),
+        "center": finite.mean() if len(finite) else math.nan,
+        "m2": (d**2).sum(),
+        "m3": (d**3).sum(),
+        "m4": (d**4).sum(),
+        "min": x.min() if len(x) else math.nan,
+        "max": x.max() if len(x) else math.nan,
+        "l1": abs(finite).sum(),
+        "sumsq": (finite**2).sum(),
+        "zeros": (x == 0).sum(),
+        "nans": np.isnan(x).sum(),
+        "infs": np.isinf(x).sum(),
+    }
+
+
+POWER = {"center": 1, "m2": 2, "m3": 3, "m4": 4, "l1": 1, "sumsq": 2}
+
+
+def check(record, x, rel=2e-6):
+    want = reference(x)
+    finite = np.asarray(x, dtype=np.float64)
+    size = abs(finite[np.isfinite(finite)]).max(initial=0)
+    for name, value in want.items():
+        slack = rel * max(1, want["n"]) * size ** POWER.get(name, 0) if name in POWER else 0
+        assert getattr(record, name) == pytest.approx(value, rel=rel, abs=slack + 1e-37, nan_ok=True), name
+
+
+@given(TAME)
+@settings(deadline=None, max_examples=100)
+def test_finite_data_of_any_shape(x):
+    check(measure(torch.from_numpy(x), ALL), x)
+
+
+@given(WILD)
+@settings(deadline=None, max_examples=150)
+def test_any_data_of_any_shape(x):
+    with np.errstate(over="ignore", invalid="ignore"):
+        check(measure(torch.from_numpy(x), ALL), x)
+
+
+@given(WILD, st.sets(st.sampled_from(NAMES)))
+@settings(deadline=None, max_examples=150)
+def test_a_subset_of_fields_has_the_values_of_all(x, names):
+    with np.errstate(over="ignore", invalid="ignore"):
+        fields = closure(names)
+        got, want = measure(torch.from_numpy(x), fields), reference(x)
+        finite = x[np.isfinite(x)].astype(np.float64)
+        size = abs(finite).max(initial=0)
+        for name in fields:
+            attribute = "center" if name == "mean" else name
+            slack = 2e-6 * max(1, len(finite)) * size ** POWER.get(attribute, 0) if attribute in POWER else 0
+            assert getattr(got, attribute) == pytest.approx(
+                want[attribute], rel=2e-6, abs=slack + 1e-37, nan_ok=True
+            ), name
+        if "mean" not in fields:
+            assert got.center is None
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ],
+)
+def test_dtypes_are_widened(dtype):
+    x = (random(300) * 20).abs().to(dtype)
+    check(measure(x, ALL), x.double().numpy())
+
+
+def test_half_precision_sums_do_not_overflow():
+    x = torch.full((300_000,), 1000.0, dtype=torch.float16)
+    record = measure(x, ALL)
+    assert record.l1 == pytest.approx(3e8)
+    assert record.l2_norm == pytest.approx(1000 * math.sqrt(300_000))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x[::2, 1:],
+        lambda x: x[:, 0].expand(4, 6),
+        lambda x: x.reshape(1, 2, 3, 5).to(memory_format=torch.channels_last),
+        lambda x: x.requires_grad_().detach(),
+        lambda x: x[0, 0],
+        lambda x: x.flip(0),
+        lambda x: torch.nn.Parameter(x).detach(),
+    ],
+)
+def test_layouts(make):
+    x = make(random(6, 5))
+    check(measure(x, ALL), x.numpy())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_tensor_counts_the_zeros_it_does_not_store(layout):
+    x = random(8, 9).relu()
+    check(measure(x.to_sparse(layout=layout), ALL), x.numpy())
+    check(measure(torch.zeros(3, 4).to_sparse(layout=layout), ALL), np.zeros((3, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_an_uncoalesced_tensor_adds_up_its_duplicates():
+    x = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, -3.0]), (4,))
+    check(measure(x, ALL), x.to_dense().numpy())
+
+
+def test_complex_numbers_give_magnitudes():
+    x = torch.complex(random(20), random(20, seed=1))
+    check(measure(x, ALL), x.abs().numpy())
+
+
+def test_tensors_without_numbers():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert measure(torch.empty(3, device="meta"), ALL) is None
+    with FakeTensorMode():
+        fake = torch.empty(3)
+    assert measure(fake, ALL) is None
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert measure(nested, ALL) is None
+    seen = []
+    torch.vmap(lambda t: seen.append(measure(t, ALL)) or t)(torch.ones(3, 2))
+    assert seen == [None]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+def test_quantised_tensors_are_read():
+    x = torch.quantize_per_tensor(torch.tensor([0.0, 1.0, -2.0]), 0.5, 8, torch.quint8)
+    check(measure(x, ALL), x.dequantize().numpy())
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 1e30, -1e30, 1e-30, 1e-45])
+@pytest.mark.parametrize("n", [1, 7])
+def test_constants(value, n):
+    x = torch.full((n,), value)
+    record = measure(x, ALL)
+    exact = x.double()[0].item()
+    assert record.center == pytest.approx(exact)
+    assert record.l2_norm == pytest.approx(abs(exact) * math.sqrt(n))
+    assert record.rms == pytest.approx(abs(exact))
+    assert record.variance() == pytest.approx(0, abs=1e-12 * exact**2)
+    assert record.zeros == (n if value == 0 else 0)
+
+
+def test_a_mean_far_from_zero_costs_no_variance():
+    """The difference of mean square and squared mean is wrong by 17 % here."""
+    x = 1 + 1e-3 * random(1_000_000)
+    want = x.double().var(correction=0).item()
+    assert measure(x, ALL).variance() == pytest.approx(want, rel=1e-5)
+    assert measure(x, closure(["m2"])).variance() == pytest.approx(want, rel=1e-5)
+    assert measure(x, closure(["m2", "sumsq"])).variance() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-11, 1e-15, 1e-25, 1e10])
+def test_shape_does_not_depend_on_scale(scale):
+    """Fourth powers of gradients around 1e-12 vanish in float32; their kurtosis must not read -3."""
+    x = random(5000) ** 2 * scale
+    record = measure(x, closure(["m4"]))
+    assert record.skewness == pytest.approx(stats.skew(x.double().numpy()), rel=1e-5)
+    assert record.kurtosis == pytest.approx(stats.kurtosis(x.double().numpy()), rel=1e-5)
+    assert record.variance() == pytest.approx(x.double().var(correction=0).item(), rel=1e-5)
+
+
+def test_data_over_several_chunks():
+    x = random(3 * CHUNK + 17) * 3 + 0.5
+    x[CHUNK + 5] = 0.0
+    check(measure(x, ALL), x.numpy())
+    x[-1], x[0], x[5] = math.inf, math.nan, -math.inf
+    record = measure(x, ALL)
+    assert (record.nans, record.infs, record.count) == (1, 2, x.numel() - 3)
+    assert math.isnan(record.mean)
+    assert math.isnan(record.min)
+
+
+@pytest.mark.parametrize("fields", [NAMES, ["sumsq"], ["l1"], ["mean"], ["zeros"]])
+def test_more_than_two_to_the_24_elements(fields):
+    """Beyond 2**24 a float32 counter stands still, and torch's own norm is wrong."""
+    n = (1 << 24) + 3 * CHUNK + 1
+    x = torch.ones(n, dtype=torch.bfloat16)
+    x[-5:] = 0
+    record = measure(x, closure(fields))
+    assert record.n == n
+    known = {"l1": n - 5, "sumsq": n - 5, "zeros": 5, "center": (n - 5) / n, "m2": (n - 5) * 5 / n}
+    for name, value in known.items():
+        if getattr(record, name) is not None:
+            assert getattr(record, name) == pytest.approx(value, rel=1e-6)
+
+
+def test_large_norms_are_right_where_torch_is_not():
+    x = random(5_000_000)
+    record = measure(x, closure(["l1", "sumsq"]))
+    exact = x.double()
+    assert record.l2_norm == pytest.approx(exact.square().sum().sqrt().item(), rel=1e-6)
+    assert record.l1_norm == pytest.approx(exact.abs().sum().item(), rel=1e-6)
+
+
+@given(WILD)
+@settings(deadline=None, max_examples=40)
+def test_flattening_keeps_every_element(x):
+    t = torch.from_numpy(x)
+    for view in (t, t.permute(tuple(reversed(range(t.ndim)))), t.expand(2, *t.shape)):
+        flat = flatten(view)
+        assert flat.shape == (view.numel(),)
+        assert torch.equal(flat.sort().values.nan_to_num(), view.reshape(-1).sort().values.nan_to_num())
+
+
+def test_flattening_copies_only_what_is_expanded():
+    x = random(4, 5, 6)
+    for view in (x, x.permute(2, 0, 1), x.mT):
+        assert flatten(view).data_ptr() == x.data_ptr()
+
+
+def test_what_is_read_of_a_plain_tensor_is_itself():
+    x = random(3)
+    values, implied = readable(x)
+    assert values is x
+    assert implied == 0
+
+
+def test_no_fields_measure_nothing():
+    record = measure(torch.ones(3), closure([]))
+    assert record.n == 3
+    assert record.sumsq is record.center is record.min is None

@@ -1,0 +1,31 @@
+"""Run Python in a process of its own, as a user's script would."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(*paths: Path) -> dict[str, str]:
+    """Return this process's environment with `paths`, and the packages of this repository, importable."""
+    path = os.pathsep.join(map(str, (*paths, ROOT, ROOT / "subscribers")))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "error"}
+
+
+def run_python(*arguments: str, paths: tuple[Path, ...] = (), cwd: Path) -> str:
+    """Run the interpreter and return what it printed; fail with its words if it fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment(*paths), cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def answer_of(code: str, *paths: Path, cwd: Path) -> Any:
+    """Run code that ends with printing JSON, and return that."""
+    return json.loads(run_python("-c", textwrap.dedent(code), paths=paths, cwd=cwd).splitlines()[-1])

@@ -1,0 +1,239 @@
+"""Every installed subscriber and backend keeps the contract of its kind, and the contract notices those that do not."""
+
+import random
+
+import pytest
+import torch
+
+from ikkuna.export import subscriber as installed
+from ikkuna.export.subscriber import GROUP, Subscriber
+from ikkuna.plugins import plugin_names
+from ikkuna.testing import RecordingBackend, check_backend, check_subscriber, run
+from ikkuna.visualization import get_backend
+from ikkuna.visualization.backend import GROUP as BACKENDS
+from ikkuna.visualization.backend import Backend
+from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
+
+
+@pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
+def test_every_subscriber_keeps_the_contract(name):
+    check_subscriber(EVERY_SUBSCRIBER[name], NEEDS.get(name, ()))
+
+
+def test_no_installed_subscriber_is_left_out():
+    """A new plugin is under contract before its author writes a test."""
+    checked = {type(make(backend="null")).__name__ for make in EVERY_SUBSCRIBER.values()}
+    ours = {
+        name for name in plugin_names(GROUP) if getattr(installed, name).__module__.startswith("ikkuna_subscribers.")
+    }
+    assert ours == checked
+
+
+@pytest.mark.parametrize("name", sorted(plugin_names(BACKENDS)))
+def test_every_backend_keeps_the_contract(name, tmp_path):
+    check_backend(lambda: get_backend(name), tmp_path)
+
+
+# -- what breaks it is found ------------------------------------------------------------------------------------------
+
+
+class Good(Subscriber):
+    """The mean, measured by hand."""
+
+    def __init__(self, kind="weights", **options):
+        super().__init__(kind, publishes="good", **options)
+
+    def measure(self, message):
+        x = message.data.double()
+        return torch.stack([x.sum(), torch.full_like(x.sum(), x.numel())])
+
+    def compute(self, message):
+        total, n = message.data
+        self.emit(message, total / n)
+
+
+class DrawsRandomNumbers(Good):
+    def measure(self, message):
+        torch.randn(1)
+        return super().measure(message)
+
+
+class DrawsWhileItIsMade(Good):
+    def __init__(self, **options):
+        super().__init__(**options)
+        random.random()
+
+
+class WritesIntoWeights(Good):
+    def measure(self, message):
+        message.data.data.mul_(1.01)
+        return super().measure(message)
+
+
+class WritesIntoActivations(WritesIntoWeights):
+    def __init__(self, **options):
+        super().__init__("activations", **options)
+
+
+class ChangesTheDefaultType(Good):
+    def compute(self, message):
+        super().compute(message)
+        torch.set_default_dtype(torch.float64)
+
+
+class FailsOnIntegers(Good):
+    def measure(self, message):
+        return message.data.mean().reshape(1)
+
+    def compute(self, message):
+        self.emit(message, message.data[0])
+
+
+class FailsOnNaN(Good):
+    def compute(self, message):
+        self.emit(message, int(message.data[0]))
+
+
+class KeepsTheTensor(Good):
+    def measure(self, message):
+        self.kept = message.data.view(-1) if message.data.is_contiguous() else None
+        return super().measure(message)
+
+
+class RowOfVaryingSize(Good):
+    calls = 0
+
+    def measure(self, message):
+        self.calls += 1
+        return torch.ones(2 + self.calls)
+
+    def compute(self, message):
+        self.emit(message, message.data.sum())
+
+
+class EmitsWhatItDoesNotAnnounce(Good):
+    def compute(self, message):
+        self.emit(message, 0.0, kind="other")
+
+
+class ShowsWhatItDoesNotAnnounce(Good):
+    def compute(self, message):
+        self.show(message.result("other", 0.0), 0.0)
+
+
+class StampsOfItsOwn(Good):
+    def compute(self, message):
+        self.emit(type(message)(type(message.stamp)(0, 0, 0), "weights", module="first"), 0.0)
+
+
+BAD = {
+    DrawsRandomNumbers: "training with it changed torch's random state",
+    DrawsWhileItIsMade: "the constructor changed python's random state",
+    WritesIntoWeights: "with it, training has another losses",
+    WritesIntoActivations: "with it, training has another losses",
+    ChangesTheDefaultType: "training with it changed default dtype",
+    FailsOnIntegers: r"a tensor that is special \(integers\): RuntimeError: mean",
+    FailsOnNaN: r"a tensor that is special \(with a NaN\): ValueError: cannot convert float NaN",
+    KeepsTheTensor: "keeps it alive",
+    RowOfVaryingSize: "The size of tensor a",
+    EmitsWhatItDoesNotAnnounce: r"emits 'other' but publishes \['good'\]",
+    ShowsWhatItDoesNotAnnounce: "shows 'other', which it does not announce",
+    StampsOfItsOwn: r"published at Stamp\(global_step=0",
+}
+
+
+def test_a_good_subscriber_passes():
+    check_subscriber(Good)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.__name__)
+def test_the_contract_of_subscribers_is_checked(bad):
+    try:
+        with pytest.raises((AssertionError, RuntimeError, ValueError), match=BAD[bad]):
+            check_subscriber(bad)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Failing(RecordingBackend):
+    """A backend with one fault."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def open(self, directory):
+        self.directory = directory
+        if self.fault == "writes outside":
+            (directory.parent / "file").touch()
+
+    def flush(self, timeout=None):
+        return self.fault != "does not flush"
+
+    def close(self, timeout=2.0):
+        again, self.closed = self.closed, True
+        return not (again and self.fault == "closes twice")
+
+    @property
+    def dropped(self):
+        return int(self.fault == "drops")
+
+    @property
+    def acked_step(self):
+        return 3 if self.fault == "is late" else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    {
+        "writes outside": "it wrote outside its directory",
+        "does not flush": r"flush\(\) says that not everything",
+        "closes twice": r"the second close\(\) has another answer",
+        "drops": "1 values were dropped",
+        "is late": "acked_step is 3, expected 6",
+    }.items(),
+)
+def test_the_contract_of_backends_is_checked(fault, message, tmp_path):
+    with pytest.raises(AssertionError, match=message):
+        check_backend(lambda: Failing(fault), tmp_path)
+
+
+# -- the test kit -----------------------------------------------------------------------------------------------------
+
+
+def test_run_returns_what_was_shown_and_writes_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = run(Good(), steps=2)
+    assert [(v.kind, v.name, v.step) for v in values] == [
+        ("good", "first", 0),
+        ("good", "last", 0),
+        ("good", "first", 1),
+        ("good", "last", 1),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_raises_what_a_subscriber_raises():
+    with pytest.raises(ValueError, match="emits 'other'"):
+        run(EmitsWhatItDoesNotAnnounce())
+
+
+def test_run_takes_a_model_and_a_batch():
+    model = torch.nn.Linear(2, 5)
+    values = run(Good(), model=model, batch=(torch.ones(3, 2), torch.tensor([0, 1, 4])), steps=1)
+    assert [v.name for v in values] == ["linear"]
+
+
+def test_run_is_the_same_every_time_and_uses_no_random_number_of_others():
+    state = torch.get_rng_state()
+    assert run(Good()) == run(Good())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_recording_backend_is_a_backend():
+    backend = RecordingBackend()
+    backend.add_text("title", "text", 0)
+    backend.commit(0)
+    assert backend.texts == [("title", "text", 0)]
+    assert backend.commits == [0]
+    assert isinstance(backend, Backend)
