@@ -15,7 +15,8 @@ class GlobalNormSubscriber(PlotSubscriber):
     r"""The L2 norm of a quantity over all modules together, :math:`\sqrt{\sum_l \lVert x_l \rVert_2^2}`.
 
     Takes one or several kinds with a tensor, and results of other subscribers, of which the square is summed.
-    Publishes ``{kind}_global_norm`` of the whole network once a step, in the unit of x; of several kinds, their names joined by ``_``.
+    Publishes ``{kind}_global_norm`` of the whole network once a step, in the unit of x; of several kinds under their common last word,
+    or their names joined by ``_``.
     A parameter shared by modules counts once.  One NaN or Inf makes it NaN, unless `finite_only`.
     A step without a message publishes nothing.
 
@@ -41,7 +42,7 @@ class GlobalNormSubscriber(PlotSubscriber):
     Examples
     --------
     >>> GlobalNormSubscriber(["weight_gradients", "bias_gradients"]).publishes
-    ('weight_gradients_bias_gradients_global_norm',)
+    ('gradients_global_norm',)
     """
 
     fields = ("sumsq",)
@@ -58,7 +59,7 @@ class GlobalNormSubscriber(PlotSubscriber):
         names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         if not names:
             raise ConfigError("GlobalNormSubscriber needs at least one kind, got an empty list")
-        options.setdefault("publishes", f"{'_'.join(map(str, names))}_global_norm")
+        options.setdefault("publishes", f"{_common_name(names)}_global_norm")
         super().__init__(names, **options)
         self.finite_only = finite_only
         self._norms: list[float] = []
@@ -73,3 +74,8 @@ class GlobalNormSubscriber(PlotSubscriber):
         norms, self._norms = self._norms, []
         if norms:
             self.emit(NetworkMessage(stamp, self.publishes[0]), math.hypot(*norms))
+
+
+def _common_name(names: tuple[str, ...]) -> str:
+    words = {str(name).rsplit("_", 1)[-1] for name in names}
+    return words.pop() if len(words) == 1 < len(names) else "_".join(map(str, names))

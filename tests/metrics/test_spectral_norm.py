@@ -9,6 +9,7 @@ from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import SpectralNormSubscriber
+from ikkuna.numerics import spectral
 from tests.metrics.running import trained, watched
 
 
@@ -111,3 +112,14 @@ def test_convolutions_as_matrix_and_as_operator():
 def test_bad_arguments_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         SpectralNormSubscriber(**options)
+
+
+def test_the_search_from_scratch_is_made_once_and_old_starts_are_dropped(monkeypatch):
+    searches = []
+    search = spectral._golub_kahan
+    monkeypatch.setattr(spectral, "_golub_kahan", lambda w: searches.append(w.shape) or search(w))
+    made = []
+    big, small = torch.randn(9, 8), torch.randn(5, 4)
+    watched(lambda **o: made.append(SpectralNormSubscriber("activations", **o)) or made[0], big, big, big, small, small)
+    assert searches == [(9, 8), (5, 4)]
+    assert len(made[0]._starts) == 1

@@ -1,0 +1,66 @@
+"""Whether a gradient or an update points where the last one did."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ikkuna.export.messages import ModuleMessage
+from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.numerics.geometry import cosine
+from ikkuna_subscribers.kept import Kept, require_parameter_kind
+
+__all__ = ["CosineSubscriber"]
+
+
+class CosineSubscriber(PlotSubscriber):
+    r"""The cosine of the angle between a tensor and the one sampled before, :math:`\cos \angle(x_t, x_{t-1})`.
+
+    The angle is :math:`2 \operatorname{atan2}(\lVert \hat a - \hat b \rVert, \lVert \hat a + \hat b \rVert)` with
+    :math:`\hat a = a / \lVert a \rVert`, which is right also where the angle is small.
+    With `subsample` the tensor before is the one of the last sample.
+
+    Takes weights, gradients, updates or states of the optimizer; publishes ``{kind}_cosine``, between -1 and 1, from the second sample on.
+    A tensor of zeros, or one with a NaN or Inf, has NaN; after a change of shape, dtype or device it begins again.
+    It keeps a copy of every tensor it takes.
+
+    Look for: gradients are near 0, updates near the momentum; towards -1 training oscillates and the learning rate is too large.
+
+    Parameters
+    ----------
+    kind : str
+        What to look at.
+    **options
+        See `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        For a kind that a module can have several of in a step.
+
+    References
+    ----------
+    W. Kahan, How futile are mindless assessments of roundoff in floating-point computation?, 2006.
+
+    Examples
+    --------
+    >>> CosineSubscriber("weight_updates").publishes
+    ('weight_updates_cosine',)
+    """
+
+    merge = "last"
+
+    def __init__(self, kind: str = "weight_gradients", **options: Any) -> None:
+        require_parameter_kind("CosineSubscriber", kind)
+        options.setdefault("publishes", f"{kind}_cosine")
+        super().__init__(kind, **options)
+        self._previous = Kept()
+
+    def measure(self, message: ModuleMessage) -> Tensor | None:
+        """Return the cosine, and keep the tensor for the next time."""
+        previous = self._previous.find(message)
+        self._previous.keep(message)
+        return None if previous is None else cosine(previous, message.data).reshape(1)
+
+    def compute(self, message: ModuleMessage) -> None:
+        """Emit the cosine."""
+        self.emit(message, message.data[0])
