@@ -31,6 +31,7 @@ __all__ = [
     "tap_module",
     "tap_optimizers",
     "tap_root",
+    "was_compiled",
     "watch_gradient",
 ]
 

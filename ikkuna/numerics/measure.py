@@ -152,8 +152,7 @@ def _add_signed(record: Record, x: Tensor, fields: frozenset[str], signs: Tensor
     """Add what the signs tell: their squares count what is not 0, and with x they sum magnitudes; counting proper costs five sums."""
     torch.sign(x, out=signs)
     if "zeros" in fields:
-        nonzero = torch.dot(signs, signs).item()
-        record.zeros = record.n - int(nonzero if math.isfinite(nonzero) else torch.count_nonzero(x).item())
+        record.zeros = record.n - int(torch.dot(signs, signs).item())
     if "l1" in fields:
         record.l1 = torch.dot(x, signs).item()
 

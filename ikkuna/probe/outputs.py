@@ -12,7 +12,7 @@ from ikkuna.probe.guard import untouched
 from ikkuna.probe.layers import LayerId, bare, find_layers
 from ikkuna.probe.loss import run_model
 
-__all__ = ["get_outputs", "pad_value", "sequence_summary", "shape_result"]
+__all__ = ["called", "choose", "get_outputs", "pad_value", "sequence_summary", "shape_result"]
 
 
 def get_outputs(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-__all__ = ["Sequences", "unroll"]
+__all__ = ["Sequences", "sequences_mask", "unroll"]
 
 State = tuple[Tensor, ...]
 

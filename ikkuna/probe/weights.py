@@ -11,7 +11,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.probe.layers import LayerId, bare, find_layer, find_layers, leaves
 from ikkuna.probe.outputs import shape_result
 
-__all__ = ["Penalty", "get_weights", "weight_penalties", "weights_norm"]
+__all__ = ["Penalty", "effective", "get_weights", "weight_penalties", "weights_norm"]
 
 _STATS: Mapping[str, Callable[[Tensor], Tensor]] = {"max": torch.max, "mean": torch.mean}
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
