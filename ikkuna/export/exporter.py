@@ -293,6 +293,8 @@ class Exporter:
             dropped=(run.dropped if run is not None else 0) + sum(s.dropped for s in bus.subscriptions),
             disabled=tuple(bus.faults.disabled),
             skipped=self._observer.skipped,
+            overhead=self._observer.stopwatch.overhead,
+            seconds={f"{type(s.subscriber).__name__}({', '.join(s.kinds)})": s.seconds for s in bus.subscriptions},
         )
 
     def demand_changed(self) -> None:

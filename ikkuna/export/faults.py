@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -68,6 +69,7 @@ class Faults:
         """Call a subscriber's function; on an error return ``None`` after telling whose it was."""
         here = self._here
         was, here.calling = here.calling, True
+        began = time.perf_counter()
         try:
             result = function(argument)
         except Exception as error:
@@ -75,6 +77,7 @@ class Faults:
             return None
         finally:
             here.calling = was
+            subscription.seconds += time.perf_counter() - began
         if subscription.failures:
             subscription.failures.pop(stage, None)
         return result

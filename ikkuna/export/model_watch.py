@@ -41,6 +41,7 @@ class ModelWatch:
 
     def __init__(self, observer: "Observer") -> None:
         self._observer = observer
+        self.stopwatch = observer.stopwatch
         self.taps = ForwardTaps(observer)
         self.resolve: Callable[[], None] = lambda: None
         self.reconsider: Callable[[], None] = lambda: None

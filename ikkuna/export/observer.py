@@ -14,6 +14,7 @@ from ikkuna.export.optimizer_watch import OptimizerWatch
 from ikkuna.export.parameters import TrackedParameters
 from ikkuna.export.recorder import Place, Recorder
 from ikkuna.export.slots import BASE, SLOTS, VIEW
+from ikkuna.export.stopwatch import Stopwatch
 from ikkuna.export.taps import in_backward
 
 __all__ = ["Observer"]
@@ -38,6 +39,7 @@ class Observer:
         self.clock = Clock(self.parameters)
         self.clock.listen(self)
         self.recorder = Recorder(bus.faults)
+        self.stopwatch = Stopwatch()
         self.model = ModelWatch(self)
         self.optimizers = OptimizerWatch(self)
         self._blind = False
@@ -86,6 +88,7 @@ class Observer:
 
     def receive(self, place: Place, tensor: Tensor, path: str, role: int, traced: bool) -> None:
         """Measure a tensor that a tap saw; called through `observe`, eager or traced."""
+        self.stopwatch.start()
         try:
             if traced:
                 self.model.taps.was_traced(place.module)
@@ -93,6 +96,8 @@ class Observer:
                 self.recorder.receive(place, tensor, path)
         except Exception as error:
             self.fault(f"measuring {place.kind} of {place.module}", error)
+        finally:
+            self.stopwatch.stop()
 
     def _is_due(self, place: Place, path: str, role: int, traced: bool) -> bool:
         if place.kind == "layer_gradients":
@@ -120,10 +125,13 @@ class Observer:
 
     def entered(self, counts: bool) -> None:
         """Take the call of a compiled root."""
+        self.stopwatch.start()
         try:
             self.model.compiled_root_entered(counts)
         except Exception as error:
             self.fault("a compiled root's call", error)
+        finally:
+            self.stopwatch.stop()
 
     def demand_changed(self) -> bool:
         """Take a change of what is wanted; say whether a compiled model has to be traced anew."""
@@ -165,6 +173,7 @@ class Observer:
         if self.model.is_rootless:
             self.model.taps.install(next_plan)  # no root will tell that the next step begins
         self.bus.drain()
+        self.stopwatch.step_over()
         if not skipped and self.clock.epoch_is_full:
             self.epoch_finished()
 

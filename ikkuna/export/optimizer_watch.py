@@ -37,6 +37,7 @@ class OptimizerWatch:
 
     def __init__(self, observer: "Observer") -> None:
         self._observer = observer
+        self.stopwatch = observer.stopwatch
         self.rates: dict[str, Any] = {}
         self.in_closure = False
         self.skipped_updates = 0

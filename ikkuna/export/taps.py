@@ -52,6 +52,7 @@ class Hook:
     """A hook that holds its owner weakly, and goes blind when its module is copied or pickled.
 
     Calls ``getattr(owner, method)(*bound, *args)``, never returns anything, and lets no error out: the owner's ``fault`` takes it.
+    The owner's ``stopwatch`` counts the time.
     To a compiler it is empty.
     """
 
@@ -69,10 +70,13 @@ class Hook:
         owner = self.owner() if self.owner is not None else None
         if owner is None:
             return
+        owner.stopwatch.start()
         try:
             getattr(owner, self.method)(*self.bound, *args, **kwargs)
         except Exception as error:
             owner.fault(self.method, error)
+        finally:
+            owner.stopwatch.stop()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
         return type(self)()

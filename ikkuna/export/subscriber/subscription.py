@@ -84,6 +84,7 @@ class Subscription:
         self.matches = _matcher(modules)
         self.failures: dict[str, int] = {}  # by stage, in a row
         self.disabled = False
+        self.seconds = 0.0  # spent in the subscriber's own code
         self.dropped = 0
 
     def samples(self, stamp: Stamp) -> bool:

@@ -1,0 +1,56 @@
+"""The one line for the hurried."""
+
+from pathlib import Path
+
+from torch import nn
+
+from ikkuna.export.exporter import Exporter
+from ikkuna.export.messages.bus import MessageBus
+from ikkuna.export.preset import GROUP, Preset
+from ikkuna.export.subscriber.base import Subscriber
+from ikkuna.plugins import load_plugin
+
+__all__ = ["watch"]
+
+
+def watch(
+    model: nn.Module,
+    *subscribers: Subscriber,
+    loss: nn.Module | None = None,
+    preset: str = "default",
+    log_dir: str | Path | None = None,
+) -> Exporter:
+    """Watch a model, on a bus of its own, and return the open exporter.
+
+    Parameters
+    ----------
+    model : nn.Module
+        What to look at.
+    *subscribers : Subscriber
+        Metrics to show; none for those of the preset.
+    loss : nn.Module, optional
+        The module that computes the loss; without it neither loss nor accuracy can be seen.
+    preset : str
+        A preset's entry-point name.
+    log_dir : path, optional
+        Where the run is written; ``run`` by default.
+
+    Examples
+    --------
+    >>> import ikkuna
+    >>> exporter = ikkuna.watch(nn.Sequential(nn.Linear(2, 2)))
+    >>> exporter.message_bus.kinds[-1]
+    'weight_updates_weights_ratio'
+    >>> exporter.close()
+    """
+    exporter = Exporter(message_bus=MessageBus("watch"), log_dir=log_dir)
+    try:
+        exporter.add_modules(model)
+        if loss is not None:
+            exporter.set_loss(loss)
+        for subscriber in subscribers or load_plugin(GROUP, preset, Preset)().subscribers(loss is not None):
+            exporter.message_bus.register_subscriber(subscriber)
+    except BaseException:
+        exporter.close()
+        raise
+    return exporter

@@ -1,0 +1,92 @@
+"""P8: the exporter says how it is doing, what it costs, and what was lost."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import ikkuna
+from ikkuna.errors import ConfigTypeError, PluginError
+from ikkuna.export import Exporter
+from ikkuna.export.stopwatch import Stopwatch
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
+from tests.zoo import CASES, Loop
+
+
+def spin(seconds):
+    """Use the processor for a while; sleeping would be no cost."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_overhead_is_our_time_beside_the_rest(bus):
+    loop = Loop(CASES["mlp"])
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        slow = CallbackSubscriber("activations", lambda message: spin(0.01), modules="0", backend="null")
+        bus.register_subscriber(slow)
+        loop.loss.register_forward_hook(lambda *_: spin(0.02))
+        loop.run(12)
+        health = exporter.health()
+    assert 0.2 < health.overhead < 0.9  # 10 ms of ours beside 20 ms and the step
+    assert health.seconds["CallbackSubscriber(activations)"] >= 0.11
+
+
+def test_an_idle_exporter_costs_next_to_nothing(bus):
+    loop = Loop(CASES["conv-bn-dropout"])
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        bus.register_subscriber(NormSubscriber("activations", subsample=1000, backend="null"))
+        loop.loss.register_forward_hook(lambda *_: spin(0.01))
+        loop.run(12)
+        assert 0 < exporter.health().overhead < 0.2
+
+
+def test_what_is_started_inside_is_counted_once():
+    watch = Stopwatch()
+    watch.start()
+    began = time.perf_counter()
+    watch.start()
+    spin(0.01)
+    watch.stop()
+    watch.stop()
+    assert 0.01 <= watch.spent <= time.perf_counter() - began + 0.001
+
+
+def test_the_last_step_written_is_acknowledged(bus, tmp_path):
+    loop = Loop(CASES["mlp"])
+    with Exporter(message_bus=bus, log_dir=tmp_path) as exporter:
+        exporter.add_modules(loop.model)
+        assert exporter.health().acked_step == -1
+        bus.register_subscriber(NormSubscriber("weights"))
+        loop.run(3)
+        bus.run.flush(10)
+        assert exporter.health().acked_step == 2
+
+
+def test_the_one_line_for_the_hurried(tmp_path):
+    loop = Loop(CASES["conv-bn-dropout"])
+    with ikkuna.watch(loop.model, loss=loop.loss, log_dir=tmp_path) as exporter:
+        loop.run(2)
+        kinds = exporter.message_bus.kinds
+        assert {"train_accuracy", "weights_norm2", "weight_updates_weights_ratio"} <= set(kinds)
+        assert exporter.health().errors == 0
+    assert list(tmp_path.glob("*/events.out.tfevents.*"))
+
+
+def test_watch_takes_subscribers_of_ones_own():
+    with ikkuna.watch(nn.Linear(2, 2), NormSubscriber("weights", backend="null")) as exporter:
+        assert [type(s.subscriber).__name__ for s in exporter.message_bus.subscriptions] == ["NormSubscriber"]
+
+
+def test_watch_leaves_nothing_behind_when_it_fails():
+    model = nn.Linear(2, 2)
+    with pytest.raises(PluginError, match="'fast'"):
+        ikkuna.watch(model, preset="fast")
+    with pytest.raises(ConfigTypeError, match="needs a Subscriber"):
+        ikkuna.watch(model, 3)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert torch.equal(model(torch.zeros(1, 2)), model.bias.detach()[None])
