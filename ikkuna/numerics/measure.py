@@ -151,11 +151,13 @@ def _measure_chunk(x: Tensor, fields: frozenset[str], a: Tensor, b: Tensor) -> R
 def _add_signed(record: Record, x: Tensor, fields: frozenset[str], signs: Tensor) -> None:
     """Add what the signs tell: their squares count what is not 0, and with x they sum magnitudes; counting proper costs five sums."""
     torch.sign(x, out=signs)
+    magnitudes = torch.dot(x, signs).item()
     if "zeros" in fields:
-        nonzero = torch.dot(signs, signs).item()
-        record.zeros = record.n - int(nonzero if math.isfinite(nonzero) else torch.count_nonzero(x).item())
+        # The sign of a NaN is 0 to torch, but its product with it is not.
+        nonzero = torch.dot(signs, signs) if math.isfinite(magnitudes) else torch.count_nonzero(x)
+        record.zeros = record.n - int(nonzero.item())
     if "l1" in fields:
-        record.l1 = torch.dot(x, signs).item()
+        record.l1 = magnitudes
 
 
 def _add_moments(record: Record, x: Tensor, fields: frozenset[str], a: Tensor, b: Tensor) -> None:
