@@ -85,7 +85,9 @@ def metrics() -> str:
     rows = []
     for name in sorted(plugins(subscriber.GROUP)):
         metric = load_plugin(subscriber.GROUP, name, subscriber.Subscriber)
-        what = re.sub(r",? :math:`.*?`", "", paragraphs(metric)[0])  # the formula is on the metric's own page
+        what = re.sub(
+            r",? :math:`[^`]*`(?: and :math:`[^`]*`)*", "", paragraphs(metric)[0]
+        )  # the formula is on the metric's own page
         takes, publishes, unit = exchange(metric)
         rows.append((f":class:`~{metric.__module__}.{name}`", what, takes, f"{publishes}, {unit}".rstrip(", ")))
     return table(("metric", "what", "takes", "publishes, unit"), rows, widths="20 32 24 24")
