@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ikkuna.export import Exporter
 from ikkuna.export.messages import get_default_bus
 from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.export.subscriber import GROUP
@@ -29,11 +30,13 @@ def blocks(path):
 
 
 @pytest.fixture
-def default_bus():
-    """A default bus of this test's own, whose exporters are closed."""
+def namespace(tmp_path, monkeypatch):
+    """Where a page's blocks run: an empty directory, a default bus of their own, and exporters that are closed in the end."""
+    monkeypatch.chdir(tmp_path)
     get_default_bus.cache_clear()
-    yield get_default_bus
-    for exporter in get_default_bus().sources:
+    names = {"__name__": "__main__"}
+    yield names
+    for exporter in [value for value in names.values() if isinstance(value, Exporter)]:
         exporter.close()
     get_default_bus.cache_clear()
 
@@ -41,17 +44,15 @@ def default_bus():
 @pytest.mark.parametrize(
     "path", [path for path in PAGES if blocks(path)], ids=lambda path: path.relative_to(ROOT).as_posix()
 )
-def test_the_blocks_of_a_page_run_one_after_another(path, tmp_path, monkeypatch, default_bus):
-    monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "__main__"}
+def test_the_blocks_of_a_page_run_one_after_another(path, namespace):
     for line, code in blocks(path):
         exec(compile("\n" * line + code, str(path), "exec"), namespace)  # a traceback shows the page's own line
 
 
 def test_blocks_are_found_where_readers_see_them():
     """A pattern that finds nothing would pass everything."""
-    assert len(blocks(ROOT / "README.md")) == 4
-    assert len(blocks(SITE / "quick_start.rst")) == 5
+    assert len(blocks(ROOT / "README.md")) == 5
+    assert len(blocks(SITE / "quick_start.rst")) == 6
     line, code = blocks(SITE / "quick_start.rst")[0]
     assert (SITE / "quick_start.rst").read_text().splitlines()[line].strip() == code.splitlines()[0] == "import torch"
 
@@ -63,12 +64,10 @@ def test_no_block_of_python_hides_behind_another_name(path):
     assert {a or b for a, b in languages} <= {"python", "text", "toml"}
 
 
-def test_the_readme_shows_values_where_it_says(tmp_path, monkeypatch, default_bus):
+def test_the_readme_shows_values_where_it_says(tmp_path, namespace):
     """The quick start is followed to its end: TensorBoard finds a curve for every layer."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.chdir(tmp_path)
-    namespace = {}
     for _, code in blocks(ROOT / "README.md")[:3]:
         exec(code, namespace)
     namespace["ex"].close()
