@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["__version__", "watch"]
+__all__ = ["watch"]
 
 __version__ = "0.1.0"
 

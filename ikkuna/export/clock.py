@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ikkuna.errors import ConfigError
 from ikkuna.export.messages.message import Stamp
 from ikkuna.export.parameters import TrackedParameters
 
@@ -184,9 +185,26 @@ class Clock:
         if self._listener is not None and (listener := self._listener()) is not None:
             listener.step_closed(stamp, skipped)
 
-    def resume(self, global_step: int, train_step: int, epoch: int) -> None:
-        """Go on counting from here."""
-        self.global_step, self.train_step, self.epoch = global_step, train_step, epoch
+    def set_steps_per_epoch(self, steps: int | None) -> None:
+        """Let epochs end by themselves after so many steps."""
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise ConfigError(f"steps_per_epoch must be an int >= 1 or None, got {steps!r}")
+        self.steps_per_epoch = steps
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what to go on counting from."""
+        return {"global_step": self.global_step, "train_step": self.train_step, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on counting from what `state_dict` returned."""
+        keys = self.state_dict().keys()
+        if (
+            not isinstance(state, dict)
+            or state.keys() != keys
+            or any(not isinstance(v, int) or v < 0 for v in state.values())
+        ):
+            raise ConfigError(f"load_state_dict() needs what state_dict() returned, got {state!r}")
+        self.global_step, self.train_step, self.epoch = (state[key] for key in keys)
 
     def next_epoch(self) -> None:
         """Begin another epoch."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["forward", "undisturbed"]
+__all__ = ["run", "undisturbed"]
 
 
 @contextmanager
@@ -46,22 +46,27 @@ def _generators(batches: Iterable[Any]) -> Iterator[torch.Generator]:
             yield generator
 
 
-def forward(
+def run(
     model: nn.Module,
     loss: nn.Module | None,
-    batch: Any,
-    visit: Callable[[Any, Any], object] | None,
-    call: Callable[..., Any] | None,
+    batches: Iterable[Any],
+    visit: Callable[[Any, Any], object] | None = None,
+    call: Callable[[nn.Module, Any], Any] | None = None,
 ) -> None:
-    """Run one batch: ``(inputs, labels)``, where a tuple or dict of inputs is spread out, or inputs alone."""
-    inputs, labels = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+    """Run the model over batches, undisturbed: pairs ``(inputs, labels)``, or inputs alone.
+
+    A tuple or dict of inputs is spread out, unless `call` computes the outputs; `loss` and `visit` get outputs and labels.
+    """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    inputs, labels = _to(inputs, device), _to(labels, device)
-    outputs = call(model, inputs) if call is not None else _call(model, inputs)
-    if loss is not None and isinstance(outputs, Tensor) and isinstance(labels, Tensor):
-        loss(outputs, labels)
-    if visit is not None:
-        visit(outputs, labels)
+    with undisturbed(model, batches):
+        for batch in batches:
+            pair = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+            inputs, labels = (_to(part, device) for part in pair)
+            outputs = (call or _call)(model, inputs)
+            if loss is not None and isinstance(outputs, Tensor) and isinstance(labels, Tensor):
+                loss(outputs, labels)
+            if visit is not None:
+                visit(outputs, labels)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -13,7 +13,7 @@ from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
 from ikkuna.export import evaluation
 from ikkuna.export.attachment import Attachment
 from ikkuna.export.clock import TRAINING
-from ikkuna.export.health import Health
+from ikkuna.export.health import Health, health_of
 from ikkuna.export.messages.bus import MessageBus, get_default_bus
 from ikkuna.export.observer import Observer
 from ikkuna.export.roots import Root, Roots
@@ -103,12 +103,7 @@ class Exporter:
     def add_modules(self, module: nn.Module | tuple[str, nn.Module], recursive: bool = True) -> None:
         """Look at a module, and with `recursive` at what is inside it.
 
-        Parameters
-        ----------
-        module : nn.Module, or a pair of a name and one
-            Names are the module's own dotted paths; with a pair they begin with the name.
-        recursive : bool
-            False for this one module alone.
+        Names are the module's own dotted paths; those of a pair ``(name, module)`` begin with the name.
 
         Raises
         ------
@@ -215,14 +210,9 @@ class Exporter:
             raise ConfigError(
                 f"evaluate() needs one model, {len(roots.all)} were added; tell which it is with set_model()"
             )
-        before = self._observer.clock.pass_name
-        with self.message_bus.faults.looking(), evaluation.undisturbed(model, batches):
-            self._observer.begin_pass(name)
-            try:
-                for batch in batches:
-                    evaluation.forward(model, self._attachment.loss, batch, visit, forward)
-            finally:
-                self._observer.begin_pass(before)
+        loss = self._attachment.loss
+        with self.message_bus.faults.looking(), self._observer.in_pass(name):
+            evaluation.run(model, loss, batches, visit, forward)
 
     def epoch(self, batches: Iterable[B]) -> Iterator[B]:
         """Yield `batches` and tell that the epoch is over after the last one; a loop that is left early has not finished it."""
@@ -236,31 +226,16 @@ class Exporter:
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: int | None) -> None:
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise ConfigError(f"steps_per_epoch must be an int >= 1 or None, got {steps!r}")
-        self._observer.clock.steps_per_epoch = steps
+        self._observer.clock.set_steps_per_epoch(steps)
 
     def state_dict(self) -> dict[str, int]:
         """Return the step and the epoch, to be saved with a checkpoint."""
-        clock = self._observer.clock
-        return {"global_step": clock.global_step, "train_step": clock.train_step, "epoch": clock.epoch}
+        return self._observer.clock.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on counting from a checkpoint's step.
-
-        Raises
-        ------
-        ConfigError
-            If it is not what :meth:`state_dict` returns.
-        """
+        """Go on counting from a checkpoint's step; raise `ConfigError` for what is not from :meth:`state_dict`."""
         self._require_open()
-        if (
-            not isinstance(state, dict)
-            or set(state) != set(self.state_dict())
-            or any(not isinstance(v, int) or v < 0 for v in state.values())
-        ):
-            raise ConfigError(f"load_state_dict() needs what state_dict() returned, got {state!r}")
-        self._observer.clock.resume(**state)
+        self._observer.clock.load_state_dict(state)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -285,17 +260,7 @@ class Exporter:
 
     def health(self) -> Health:
         """Return how the monitor itself is doing."""
-        bus, run = self.message_bus, self.message_bus.run
-        return Health(
-            acked_step=run.acked_step if run is not None else -1,
-            steps=self._observer.steps,
-            errors=bus.faults.errors,
-            dropped=(run.dropped if run is not None else 0) + sum(s.dropped for s in bus.subscriptions),
-            disabled=tuple(bus.faults.disabled),
-            skipped=self._observer.skipped,
-            overhead=self._observer.stopwatch.overhead,
-            seconds={f"{type(s.subscriber).__name__}({', '.join(s.kinds)})": s.seconds for s in bus.subscriptions},
-        )
+        return health_of(self._observer)
 
     def demand_changed(self) -> None:
         """Take a change of what the subscribers of the bus want; the bus calls it."""

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Health"]
+from ikkuna.export.observer import Observer
+
+__all__ = ["Health", "health_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +31,18 @@ class Health:
     skipped: int
     overhead: float
     seconds: dict[str, float]
+
+
+def health_of(observer: Observer) -> Health:
+    """Return how an observer and its bus are doing."""
+    bus, run = observer.bus, observer.bus.run
+    return Health(
+        acked_step=run.acked_step if run is not None else -1,
+        steps=observer.steps,
+        errors=bus.faults.errors,
+        dropped=(run.dropped if run is not None else 0) + sum(s.dropped for s in bus.subscriptions),
+        disabled=tuple(bus.faults.disabled),
+        skipped=observer.skipped,
+        overhead=observer.stopwatch.overhead,
+        seconds={f"{type(s.subscriber).__name__}({', '.join(s.kinds)})": s.seconds for s in bus.subscriptions},
+    )

@@ -1,6 +1,8 @@
 """Keeps the step: what is recorded now, under which stamp, and how it reaches the bus."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -224,6 +226,16 @@ class Observer:
         if self.clock.is_open:
             self._tap()
         self.bus.drain()
+
+    @contextmanager
+    def in_pass(self, name: str) -> Iterator[None]:
+        """Record what happens inside as a pass of that name, then go back to the pass there was."""
+        before = self.clock.pass_name
+        self.begin_pass(name)
+        try:
+            yield
+        finally:
+            self.begin_pass(before)
 
     def finish(self) -> None:
         """Close whatever is open."""

@@ -195,7 +195,10 @@ class Histogram:
         if not len(held):
             return Buckets(float("nan"), float("nan"), 0, 0.0, 0.0, [], [])
         low, high = (edge[held] for edge in self._bounds())
-        counts, least, most = counts[held], float(low[0]), float(high[-1])
+        counts = counts[held]
+        # the innermost bins pass as 0, but what is known exactly is said exactly
+        least = self.min if self.min is not None and np.isfinite(self.min) else float(low[0])
+        most = self.max if self.max is not None and np.isfinite(self.max) else float(high[-1])
         limits = np.linspace(least, most, n + 1)[1:] if most > least else np.array([most])
         width = np.where(high > low, high - low, 1.0)
         inside = np.where(high > low, (limits[:, None] - low) / width, limits[:, None] >= high)

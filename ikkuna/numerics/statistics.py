@@ -18,7 +18,7 @@ FIELDS = ("n", "mean", "m2", "m3", "m4", "min", "max", "l1", "sumsq", "zeros", "
 """Every statistic a :class:`Record` can hold; a subscriber names those it needs in its ``fields``."""
 
 _NEEDS = {"mean": (), "m2": ("mean",), "m3": ("mean", "m2"), "m4": ("mean", "m2", "m3")}
-_SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "nans", "infs"))
+_SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs"))
 
 
 def closure(fields: Iterable[str]) -> frozenset[str]:

@@ -37,7 +37,8 @@ class LearningRateSubscriber(PlotSubscriber):
         """Emit the rate of each group."""
         if message.skipped:
             return
-        rates = {name: rate for name, rate in message.data["learning_rates"].items() if rate is not None}
+        known = (message.data or {}).get("learning_rates", {})
+        rates = {name: rate for name, rate in known.items() if rate is not None}
         for name, rate in rates.items():
             group = f"group {name}" if name.isdigit() else name
             self.emit(replace(message, path="" if list(rates) == ["0"] else group), rate)

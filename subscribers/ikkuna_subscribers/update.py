@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ikkuna.export.messages import ModuleMessage, Stamp
+from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
 
 __all__ = ["UpdateSubscriber"]
 
 
 class UpdateSubscriber(PlotSubscriber):
-    """Sees each update of a weight together with the weight before it, of which it keeps a copy during the step.
+    """Sees each update of a weight together with the weight before it, of which it keeps a copy until then.
 
     Takes ``weights`` and ``weight_updates``.
 
@@ -25,7 +25,6 @@ class UpdateSubscriber(PlotSubscriber):
     def __init__(self, **options: Any) -> None:
         super().__init__(["weights", "weight_updates"], **options)
         self._before: dict[str | None, Tensor] = {}
-        self._stamp: Stamp | None = None
 
     @abstractmethod
     def measure_update(self, before: Tensor, update: Tensor) -> Tensor:
@@ -33,9 +32,6 @@ class UpdateSubscriber(PlotSubscriber):
 
     def measure(self, message: ModuleMessage) -> Tensor | None:
         """Keep a weight; return the row of its update."""
-        if message.stamp != self._stamp:
-            self._before.clear()  # weights of the last step that got no update
-            self._stamp = message.stamp
         if message.kind == "weights":
             self._before[message.series_name] = message.data.clone()
             return None

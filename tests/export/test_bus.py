@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, PluginError, UnknownKindError
+from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, LogDirError, PluginError, UnknownKindError
 from ikkuna.export import Exporter, subscriber
 from ikkuna.export.messages import MessageBus, get_default_bus
 from ikkuna.export.subscriber import (
@@ -512,3 +512,98 @@ def test_results_of_an_optimizers_state_are_results(bus):
         loop.run(1)
     state = loop.optimizer.state[loop.model[0].weight]["exp_avg"]
     assert next(v for s, v, _ in recording.values if s.name == "0") == pytest.approx(state.norm().item(), rel=1e-6)
+
+
+def test_a_scripted_module_is_refused(bus):
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    with Exporter(message_bus=bus) as exporter:
+        with pytest.raises(
+            ConfigError, match="hooks cannot be attached to a scripted module; add the module before scripting"
+        ):
+            exporter.add_modules(scripted)
+        assert exporter.modules == ()
+
+
+@pytest.mark.parametrize(
+    ("log_dir", "text"),
+    [("", "is a path, got ''"), (5, "int"), ("a\0b", "is a path, got"), (b"run", "bytes")],
+    ids=["empty", "int", "nul", "bytes"],
+)
+def test_a_log_dir_that_is_none_is_refused(log_dir, text, bus):
+    with pytest.raises(ConfigError, match=text):
+        Exporter(message_bus=bus, log_dir=log_dir)
+    assert bus.sources == ()
+    assert bus.log_dir is None
+
+
+def test_a_log_dir_that_is_a_file_is_refused(bus, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(LogDirError, match="file"):
+        Exporter(message_bus=bus, log_dir=file)
+    assert bus.sources == ()
+
+
+def test_a_success_in_between_forgives_failures(bus):
+    class Moody(Minimal):
+        calls = 0
+        fields = ("n",)
+
+        def compute(self, message):
+            self.calls += 1
+            if self.calls % 5:
+                raise ValueError("four times in five")
+
+    moody = Moody("weights", modules="0", backend="null")
+    _, health = run(bus, moody, steps=30)
+    assert moody.calls == 30
+    assert health.disabled == ()
+    assert health.errors == 24
+
+
+def test_who_registers_or_leaves_while_messages_are_delivered_does_so_with_the_next(bus):
+    got = []
+    handles = []
+    late = CallbackSubscriber("batch_finished", lambda m: got.append(("late", m.global_step)), backend="null")
+
+    def first(message):
+        got.append(("first", message.global_step))
+        if message.global_step == 0:
+            bus.register_subscriber(late)
+        if message.global_step == 1:
+            handles[0].remove()
+
+    loop = Loop(CASES["mlp"])
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        bus.register_subscriber(CallbackSubscriber("batch_finished", first, backend="null"))
+        leaving = CallbackSubscriber("batch_finished", lambda m: got.append(("leaving", m.global_step)), backend="null")
+        handles.append(bus.register_subscriber(leaving))
+        loop.run(3)
+    assert [g for g in got if g[0] == "first"] == [("first", 0), ("first", 1), ("first", 2)]
+    assert ("leaving", 0) in got
+    assert ("leaving", 2) not in got
+    assert [g for g in got if g[0] == "late"] == [("late", 1), ("late", 2)]
+
+
+def test_inference_mode_is_passed_over_and_breaks_nothing(bus):
+    loop = Loop(CASES["mlp"])
+    recording = RecordingBackend()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        bus.register_subscriber(NormSubscriber("activations", backend=recording))
+        bus.register_subscriber(NormSubscriber("activations", tag="testing", publishes="held_out", backend=recording))
+        bus.register_subscriber(
+            NormSubscriber("activations", p=3, tag="testing", publishes="held_out_3", backend=recording)
+        )
+        loop.run(1)
+        with torch.inference_mode():
+            loop.model(loop.batch()[0])
+        exporter.test()
+        with torch.inference_mode():
+            loop.model(loop.batch()[0])
+        exporter.train()
+        loop.run(1)
+    assert {(s.kind, step) for s, _, step in recording.values} == {
+        *(("activations_norm2", 0), ("activations_norm2", 1), ("held_out", 0), ("held_out_3", 0))
+    }

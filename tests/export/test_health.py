@@ -34,16 +34,6 @@ def test_overhead_is_our_time_beside_the_rest(bus):
     assert health.seconds["CallbackSubscriber(activations)"] >= 0.11
 
 
-def test_an_idle_exporter_costs_next_to_nothing(bus):
-    loop = Loop(CASES["conv-bn-dropout"])
-    with Exporter(message_bus=bus, on_error="raise") as exporter:
-        exporter.add_modules(loop.model)
-        bus.register_subscriber(NormSubscriber("activations", subsample=1000, backend="null"))
-        loop.loss.register_forward_hook(lambda *_: spin(0.01))
-        loop.run(12)
-        assert 0 < exporter.health().overhead < 0.2
-
-
 def test_what_is_started_inside_is_counted_once():
     watch = Stopwatch()
     watch.start()

@@ -55,7 +55,7 @@ def test_a_weight_that_does_not_move_has_no_trust_ratio():
     assert all(map(math.isnan, found["trust_ratio", "0"]))
 
 
-def test_a_frozen_weight_has_no_update_and_leaves_no_copy():
+def test_a_frozen_weight_has_no_update():
     network = model()
     network[0].weight.requires_grad_(False)
     made = []

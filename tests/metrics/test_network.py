@@ -137,6 +137,22 @@ def test_counts_of_non_finite_gradients_are_published_for_skipped_steps_too():
     assert len(found["layer_gradients_mean", "linear"]) == len(found["learning_rate", None]) == 2
 
 
+def test_a_step_that_a_fused_optimizer_skips_has_no_learning_rate():
+    """The optimizer is called then, and learns from the scaler that it must do nothing."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    recording, bus = RecordingBackend(), MessageBus()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        bus.register_subscriber(LearningRateSubscriber(backend=recording))
+        for found_inf in (0.0, 1.0, 0.0):
+            optimizer.zero_grad()
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.found_inf = torch.tensor(found_inf)  # as GradScaler.step does
+            optimizer.step()
+    assert len(recording.values) == 2
+
+
 def classification(n, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(torch.randn(n, 8, generator=generator), torch.randint(5, (n,), generator=generator))

@@ -262,3 +262,15 @@ def test_no_fields_measure_nothing():
     record = measure(torch.ones(3), closure([]))
     assert record.n == 3
     assert record.sumsq is record.center is record.min is None
+
+
+@pytest.mark.parametrize("value", [0.1, 1000.0, 7.7, 1 / 3, 1e-4])
+@pytest.mark.parametrize("n", [1000, 100_000, 1_500_001])
+def test_constant_data_does_not_make_sums_drift(value, n):
+    x = torch.full((n,), value)
+    record = measure(x, ALL)
+    exact = float(x[0])
+    assert record.l2_norm == pytest.approx(exact * math.sqrt(n), rel=1e-6)
+    assert record.l1 == pytest.approx(exact * n, rel=1e-6)
+    assert record.mean == pytest.approx(exact, rel=1e-6)
+    assert measure(x, closure(["sumsq"])).l2_norm == pytest.approx(exact * math.sqrt(n), rel=1e-6)

@@ -139,7 +139,7 @@ def test_codes_merge_by_addition():
 def test_a_closure_holds_what_is_needed():
     assert closure(["m4"]) == {"n", "mean", "m2", "m3", "m4", "nans", "infs"}
     assert closure([]) == {"n"}
-    assert closure(["zeros"]) == {"n", "zeros"}
+    assert closure(["zeros"]) == {"n", "zeros", "nans", "infs"}
     assert closure(closure(["l1"])) == closure(["l1"])
     with pytest.raises(ConfigError, match="unknown statistics field 'median'"):
         closure(["median"])

@@ -49,6 +49,13 @@ def test_modules_may_come_late_leave_and_change_their_order():
     assert held.values[held.known].tolist() == pytest.approx([1, 3, 2, math.inf, math.nan], nan_ok=True)
 
 
+def test_what_was_thinned_out_does_not_show_through():
+    heatmap = Heatmap()
+    for step in range(COLUMNS + 1):
+        heatmap.add(step, {"a": 1.0, "b": 1.0} if step < COLUMNS else {"a": 1.0})
+    assert heatmap.cells().known[:, -1].tolist() == [True, False]
+
+
 def test_cells_are_a_copy():
     heatmap = Heatmap()
     heatmap.add(0, {"a": 1.0})
