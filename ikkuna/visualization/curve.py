@@ -38,9 +38,11 @@ class Curve:
         self._steps, self._values = array("q"), array("d")
         self._last_steps, self._last_values = array("q"), array("d")  # of a group that is not full
         self._group = 2  # values of which two are kept
+        self._latest = (0, math.nan)
 
     def add(self, step: int, value: float) -> None:
         """Take a value."""
+        self._latest = step, value
         self._last_steps.append(step)
         self._last_values.append(value)
         if len(self._last_steps) < self._group:
@@ -60,8 +62,11 @@ class Curve:
         self._group *= 2
 
     def points(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return steps and values, as copies."""
+        """Return steps and values, as copies; the latest is always among them."""
         steps, values = self._steps + self._last_steps, self._values + self._last_values
+        if steps and steps[-1] != self._latest[0]:
+            steps.append(self._latest[0])
+            values.append(self._latest[1])
         return np.array(steps, np.int64), np.array(values, np.float64)
 
 

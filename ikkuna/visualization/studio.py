@@ -46,6 +46,13 @@ class _Bell:
             self.state.wait_for(lambda: self.is_last or self.asked > self.done, pause)
             return self.is_last
 
+    def end(self, deadline: float | None = None) -> None:
+        """Make the next round the last, and let it begin."""
+        with self.state:
+            self.deadline = deadline
+            self.is_last = True
+            self.state.notify_all()
+
     def has_time(self) -> bool:
         """Whether another picture can be drawn: not when the interpreter is about to end, which does not wait for daemons."""
         late = self.deadline is not None and time.monotonic() > self.deadline
@@ -75,8 +82,9 @@ class Studio:
         """Begin to draw; a second call does nothing."""
         if self._thread is not None:
             return
-        work = weakref.ref(self), self._bell
-        thread = threading.Thread(target=_work, args=work, name="ikkuna-pictures", daemon=True)
+        bell = self._bell
+        reference = weakref.ref(self, lambda _: bell.end())
+        thread = threading.Thread(target=_work, args=(reference, bell), name="ikkuna-pictures", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no more threads: at the end it is drawn without
@@ -95,10 +103,7 @@ class Studio:
 
     def close(self, timeout: float | None = None) -> bool:
         """Draw what has changed, and end; what takes longer than `timeout` seconds goes on as long as the process does."""
-        with self._bell.state:
-            self._bell.deadline = None if timeout is None else time.monotonic() + timeout
-            self._bell.is_last = True
-            self._bell.state.notify_all()
+        self._bell.end(None if timeout is None else time.monotonic() + timeout)
         if self._thread is not None:
             self._thread.join(timeout)
         else:
