@@ -65,7 +65,7 @@ add("StatisticsSubscriber", ["weight_updates", "bias_updates"], exact=True, labe
 add("GateSubscriber")
 add("GateSubscriber", ["biases", "bias_gradients"], label="biases")
 add("TimestepGradientSubscriber", (0, -1, -3), batch_first=True)
-add("TimestepGradientSubscriber", modules=["first", "embedding"], publishes=["a", "b"], label="any")
+add("TimestepGradientSubscriber", modules="*", publishes=["a", "b"], label="any")
 add("LossSubscriber")
 add("TrainAccuracySubscriber")
 add(

@@ -30,10 +30,10 @@ def network():
     return model
 
 
-def run(model, steps=1, width=4, **options):
+def run(network, steps=1, **options):
     log = []
     makers = [lambda **o: StatisticsSubscriber(**{"exact": True, "report": log.append, **options, **o})]
-    found, before = trained(makers, model, steps, batch=lambda step: torch.ones(2, width))
+    found, before = trained(makers, network, steps, batch=lambda step: torch.ones(2, 4))
     return log, found, before
 
 
@@ -80,12 +80,15 @@ def test_statistics_are_those_of_numpy_for_all_parameters_of_a_layer_together():
 
 
 def test_normalisation_layers_count_in_the_whole_only_when_asked():
-    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
-    with torch.no_grad():
-        model[1].weight.fill_(100.0)
-    assert run(model)[0][0]["model/*/weight/data/max"] < 1
-    assert run(model, include_norm=True)[0][0]["model/*/weight/data/max"] == 100
-    assert run(model)[0][0]["model/1/weight/data/max"] == 100
+    def entry(**options):
+        model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+        with torch.no_grad():
+            model[1].weight.fill_(100.0)
+        return run(model, **options)[0][0]
+
+    assert entry()["model/*/weight/data/max"] < 1
+    assert entry(include_norm=True)["model/*/weight/data/max"] == 100
+    assert entry()["model/1/weight/data/max"] == 100
 
 
 def test_what_does_not_exist_is_nan_in_the_report_and_no_point_of_a_curve():
