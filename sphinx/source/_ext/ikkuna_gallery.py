@@ -68,6 +68,7 @@ def section(path: Path, pictures: list[Path]) -> str:
     """Return the part of the page that shows an example: what it says of itself, its pictures, its code."""
     told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     title = path.stem.split("_", 1)[1].replace("_", " ").capitalize()
+    title = title.replace("Lstm", "LSTM").replace("Nan", "NaN")
     lines = [title, "-" * len(title), "", told, ""]
     for picture in pictures:
         alt = re.sub(r"[_\d]+", " ", picture.stem).strip()
