@@ -74,6 +74,12 @@ for name in ("ConditionNumberSubscriber", "RankSubscriber", "AlphaSubscriber"):
 add("RankSubscriber", "activations", subsample=2, label="activations")
 add("PerplexitySubscriber")
 add("LearningRateSubscriber")
+add("StatisticsSubscriber")
+add("StatisticsSubscriber", ["weight_updates", "bias_updates"], exact=True, label="exact")
+add("GateSubscriber")
+add("GateSubscriber", ["biases", "bias_gradients"], label="biases")
+add("TimestepGradientSubscriber", (0, -1, -3), batch_first=True)
+add("TimestepGradientSubscriber", modules="*", publishes=["a", "b"], label="any")
 add("LossSubscriber")
 add("TrainAccuracySubscriber")
 add(

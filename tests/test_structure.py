@@ -19,7 +19,10 @@ LAYERS = {
     "modules": ("errors",),
     "plugins": ("errors",),
     "numerics": ("errors", "numerics"),
-    "visualization": ("errors", "plugins", "numerics", "visualization"),
+    "arrays": ("errors",),
+    "probe": ("errors", "arrays", "numerics", "probe"),
+    "plot": ("errors", "arrays", "numerics", "probe", "plot"),
+    "visualization": ("errors", "plugins", "numerics", "plot", "visualization"),
     "export": ("errors", "plugins", "modules", "numerics", "visualization", "export"),
 }
 # What a metric may import of ikkuna: what any third party may.

@@ -77,7 +77,7 @@ def fan_series(log: Sequence[Mapping[str, float]]) -> list[FanSeries]:
 def _parse(key: str) -> tuple[str, str, str] | None:
     parts = key.split("/")
     tail = 2 if len(parts) > 2 and parts[-2] == "percentile" else 1
-    if len(parts) < 4 + tail:
+    if len(parts) < 4 + tail or (tail == 1 and parts[-1] not in ("min", "max")):
         return None
     param, attr = parts[-tail - 2], parts[-tail - 1]
     param = {"W": "weight", "b": "bias"}.get(param, param)

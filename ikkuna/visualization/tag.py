@@ -5,7 +5,16 @@ from hashlib import blake2b
 
 from ikkuna.visualization.backend import Series
 
-__all__ = ["encode", "heatmap_title", "image_tag", "natural_key", "overview_tag", "series_tag", "text_tag"]
+__all__ = [
+    "encode",
+    "heatmap_title",
+    "image_tag",
+    "natural_key",
+    "overview_tag",
+    "picture_name",
+    "series_tag",
+    "text_tag",
+]
 
 _LIMIT = 250  # bytes
 _RESERVED = ("Network", "Overview", "Heatmaps", "Text")  # groups of ours; a kind of such a name is escaped
@@ -31,13 +40,13 @@ def encode(name: str) -> str:
     return _UNSAFE.sub(lambda found: _escape(found.group()), name) or "%"
 
 
-def _cut(tag: str) -> str:
+def _cut(tag: str, limit: int = _LIMIT) -> str:
     """Shorten a long tag; ``~`` occurs in no other, and the hash tells it from its like."""
     data = tag.encode()
-    if len(data) <= _LIMIT:
+    if len(data) <= limit:
         return tag
     mark = "~" + blake2b(data, digest_size=12).hexdigest()
-    return data[: _LIMIT - len(mark)].decode(errors="ignore") + mark
+    return data[: limit - len(mark)].decode(errors="ignore") + mark
 
 
 def _group(kind: str, pass_name: str) -> str:
@@ -120,3 +129,14 @@ def text_tag(title: str) -> str:
     'Text/Model'
     """
     return _cut(f"Text/{encode(title)}")
+
+
+def picture_name(series: Series) -> str:
+    """Return the name, without its ending, of the file with the picture of the kind and pass of `series`.
+
+    Examples
+    --------
+    >>> picture_name(Series("weights_norm2", "fc")), picture_name(Series("a/b", "fc", "testing"))
+    ('weights_norm2', 'a%2Fb.testing')
+    """
+    return _cut(_group(series.kind, series.pass_name), 200)

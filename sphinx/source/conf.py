@@ -23,12 +23,13 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
+    "ikkuna_gallery",
     "ikkuna_tables",
 ]
 html_theme = "furo"
 html_title = "ikkuna"
 templates_path = []
-exclude_patterns = []
+exclude_patterns = ["generated"]
 
 default_role = "py:obj"
 autodoc_member_order = "bysource"

@@ -1,8 +1,10 @@
 """The examples run, and TensorBoard reads what they leave."""
 
 import math
+import re
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.plugins.children import ROOT, run_python
@@ -48,3 +50,26 @@ def test_the_table_says_what_the_file_says(example):
     [line] = [line for line in printed.splitlines() if line.split()[:1] == [LAYERS[name][0]]]
     assert f"{last:.4g}" in line.split()
     assert "tensorboard --logdir run" in printed
+
+
+def test_gradients_are_printed_while_a_network_trains(tmp_path):
+    """The blog's recipe, in five lines; nothing is written."""
+    printed = run_python(str(ROOT / "examples" / "print_gradients.py"), "11", cwd=tmp_path).splitlines()
+    found = [re.fullmatch(r"step (\d+) +(\w+) +(\w+) +norm (\d\.\d{3}e[+-]\d\d)", line).groups() for line in printed]
+    kinds = ("weight_gradients", "bias_gradients")
+    assert [line[:3] for line in found] == [(s, m, k) for s in ("0", "10") for m in ("0", "2") for k in kinds]
+    assert all(float(norm) > 0 for *_, norm in found)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_printed_is_the_gradient(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from print_gradients import watch_gradients
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_gradients(model):
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+    norms = [f"{parameter.grad.norm():.3e}" for parameter in model.parameters()]
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == norms

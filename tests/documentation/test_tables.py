@@ -4,6 +4,7 @@ import importlib.util
 import sys
 
 import pytest
+import torch
 
 from ikkuna.export import subscriber
 from ikkuna.export.messages.kinds import BUILT_IN
@@ -12,14 +13,17 @@ from ikkuna.visualization.backend import GROUP as BACKENDS
 from tests.plugins.children import ROOT
 
 
-@pytest.fixture(scope="module")
-def tables():
+def extension(name):
     pytest.importorskip("sphinx")
-    spec = importlib.util.spec_from_file_location("ikkuna_tables", ROOT / "sphinx/source/_ext/ikkuna_tables.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"sphinx/source/_ext/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    sys.modules.pop("ikkuna_tables", None)
+    sys.modules.pop(name, None)
+
+
+tables = pytest.fixture(scope="module", name="tables")(lambda: (yield from extension("ikkuna_tables")))
+gallery = pytest.fixture(name="gallery")(lambda: (yield from extension("ikkuna_gallery")))
 
 
 def rows(text):
@@ -74,3 +78,24 @@ def test_every_loop_of_the_tests_is_in_the_table(tables):
     situations = {row[0]: row for row in rows(tables.loops())}
     assert situations["siamese forwards"][2] == "``test_siamese_forwards``"
     assert len(situations) > 20
+
+
+def test_the_gallery_shows_each_picture_above_the_code_that_draws_it(gallery, tmp_path, monkeypatch):
+    assert [path.name[:4] for path in gallery.examples()] == [f"ex{i:02}" for i in range(1, 14)]
+    [example] = [path for path in gallery.examples() if path.stem == "ex12_nan"]
+    monkeypatch.setattr(gallery, "examples", lambda: [example])
+    state = torch.get_rng_state()
+    pictures = gallery.draw(tmp_path)
+    assert pictures == {"ex12_nan": [tmp_path / "nan_histogram.png", tmp_path / "nan_heatmap.png"]}
+    assert torch.equal(torch.get_rng_state(), state)
+    text = gallery.section(example, pictures["ex12_nan"])
+    order = [
+        text.index(part) for part in ("NaN\n---", "yellow", "nan_histogram.png", "nan_heatmap.png", ":pyobject: main")
+    ]
+    assert order == sorted(order)
+
+
+def test_a_gallery_that_is_up_to_date_is_not_drawn_again(gallery, tmp_path, monkeypatch):
+    (tmp_path / "pictures.txt").write_text("ex07_last_state last_state.png")
+    monkeypatch.setattr(gallery, "_draw", None)
+    assert gallery.draw(tmp_path) == {"ex07_last_state": [tmp_path / "last_state.png"]}

@@ -21,6 +21,7 @@ from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.modules import NamedModule
 from ikkuna.visualization.backend import Series
+from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
 from ikkuna.visualization.run_directory import check_log_dir
 
@@ -113,6 +114,11 @@ class MessageBus:
     def kinds(self) -> tuple[str, ...]:
         """Every kind that can be subscribed to: the built-in ones and what subscribers announced."""
         return known_kinds(self.subscriptions)
+
+    @property
+    def network(self) -> tuple[ModuleEntry, ...]:
+        """What there is to tell of the modules that are looked at, in their order in the network."""
+        return described(named for source in self.sources for named in source.modules)
 
     def register_subscriber(self, subscriber: Subscriber) -> Handle:
         """Let `subscriber` take part from the next step on; return what undoes it.
@@ -244,9 +250,7 @@ class MessageBus:
     def show(self, series: Series, value: Any, step: int, backends: tuple[Any, ...]) -> None:
         """Send a value to backends; the run is opened by the first."""
         if self._run is None:
-            self._run = Run(
-                self.log_dir or "run", described(named for source in self.sources for named in source.modules)
-            )
+            self._run = Run(self.log_dir or "run", self.network)
         self._run.show(series, value, step, backends)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from ikkuna.export.messages.message import Message, Stamp
 from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
 from ikkuna.numerics.statistics import closure
 from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.module_table import ModuleEntry
 
 if TYPE_CHECKING:
     from ikkuna.export.messages.bus import MessageBus
@@ -142,6 +143,11 @@ class Subscriber(metaclass=_Registering):
     def measures(self) -> bool:
         """Whether it has a ``measure`` of its own."""
         return type(self).measure is not Subscriber.measure
+
+    @property
+    def network(self) -> tuple[ModuleEntry, ...]:
+        """The modules that are looked at, with their classes and the shapes of their parameters; none before registration."""
+        return self._bus.network if self._bus is not None else ()
 
     def measure(self, message: Any) -> Tensor | None:
         """Return the row of a message, a small tensor of fixed size and type, or ``None``.

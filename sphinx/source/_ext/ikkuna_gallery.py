@@ -1,0 +1,92 @@
+"""The gallery: pictures of the examples, drawn when the site is built, above the code that draws them.
+
+``.. ikkuna-gallery::`` puts all of ``examples/inspection`` in its place.
+"""
+
+import ast
+import contextlib
+import importlib
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "inspection"
+PLACE = "generated/gallery"  # below the pages, and not under version control
+
+
+def examples() -> list[Path]:
+    """Return the files of the examples, in order."""
+    return sorted(EXAMPLES.glob("ex*.py"))
+
+
+def draw(directory: Path) -> dict[str, list[Path]]:
+    """Draw what is not up to date in `directory`; return the pictures of each example by its name."""
+    directory.mkdir(parents=True, exist_ok=True)
+    record = directory / "pictures.txt"
+    sources = (*EXAMPLES.glob("*.py"), *(ROOT / "ikkuna" / "plot").glob("*.py"), Path(__file__))
+    if not record.exists() or record.stat().st_mtime < max(path.stat().st_mtime for path in sources):
+        with _importable():
+            lines = [" ".join(_draw(path.stem, directory)) for path in examples()]
+        record.write_text("\n".join(lines), encoding="utf-8")
+    found = (line.split() for line in record.read_text(encoding="utf-8").splitlines())
+    return {name: [directory / file for file in files] for name, *files in found}
+
+
+def _draw(name: str, directory: Path) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return [name, *(path.name for path in importlib.import_module(name).main(directory))]
+
+
+@contextlib.contextmanager
+def _importable() -> Iterator[None]:
+    """Let the examples be imported, keep their remarks from the build's, and run them on one thread, which is faster for small networks."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(1)
+    logging.getLogger("ikkuna").setLevel(logging.CRITICAL)
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        for name in ("networks", *(path.stem for path in examples())):
+            sys.modules.pop(name, None)
+        logging.getLogger("ikkuna").setLevel(logging.NOTSET)
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+
+
+def section(path: Path, pictures: list[Path]) -> str:
+    """Return the part of the page that shows an example: what it says of itself, its pictures, its code."""
+    told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    title = path.stem.split("_", 1)[1].replace("_", " ").capitalize()
+    title = title.replace("Lstm", "LSTM").replace("Nan", "NaN")
+    lines = [title, "-" * len(title), "", told, ""]
+    for picture in pictures:
+        alt = re.sub(r"[_\d]+", " ", picture.stem).strip()
+        lines += [f".. image:: /{PLACE}/{picture.name}", f"   :alt: {alt}", "   :width: 90%", ""]
+    lines += [f".. literalinclude:: /../../examples/inspection/{path.name}", "   :pyobject: main", ""]
+    return "\n".join(lines)
+
+
+class IkkunaGallery(SphinxDirective):
+    """Puts the gallery into a page."""
+
+    def run(self) -> list[nodes.Node]:
+        pictures = draw(Path(self.env.srcdir) / PLACE)
+        text = "\n".join(section(path, pictures[path.stem]) for path in examples())
+        return self.parse_text_to_nodes(text, allow_section_headings=True)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Add the directive."""
+    app.add_directive("ikkuna-gallery", IkkunaGallery)
+    return {"parallel_read_safe": True}

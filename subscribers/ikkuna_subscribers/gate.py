@@ -1,0 +1,78 @@
+"""How large the gates of recurrent layers are."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage
+from ikkuna.export.messages.kinds import PARAMETER_KINDS
+from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers.recurrent import RecurrentLayers
+
+__all__ = ["GateSubscriber"]
+
+
+class GateSubscriber(PlotSubscriber):
+    r"""The L2 norm of each gate of recurrent layers, :math:`\sqrt{\sum_{i \in \mathrm{gate}} w_i^2}`.
+
+    PyTorch stacks the rows of all gates in one matrix, whose norm tells them not apart.
+    An LSTM has the gates i, f, g and o (input, forget, cell, output), a GRU r, z and n (reset, update, new), an RNN h alone.
+
+    Takes kinds of parameters; publishes ``{kind}_gate_norm2``, in the unit of the parameter, with a series for each gate:
+    ``lstm.weight_ih_l0.f``, for layers, directions, cells and both matrices.
+    Other modules, projections, and weights that are computed from others, publish nothing.
+    A gate with a NaN or Inf has norm NaN.
+
+    Look for: gradients of one gate far below those of the others, a gate that has saturated and no longer learns;
+    recurrent weights of f that shrink, a memory that gets shorter.
+
+    Parameters
+    ----------
+    kinds : str or list of str
+        Kinds of parameters, by default weights, their gradients and their updates.
+    **options
+        See `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        For a kind that is none of parameters.
+
+    Examples
+    --------
+    >>> GateSubscriber(["weights", "bias_gradients"]).publishes
+    ('weights_gate_norm2', 'bias_gradients_gate_norm2')
+    """
+
+    def __init__(
+        self, kinds: str | Sequence[str] = ("weights", "weight_gradients", "weight_updates"), **options: Any
+    ) -> None:
+        chosen = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        if wrong := [kind for kind in chosen if kind not in PARAMETER_KINDS]:
+            known = ", ".join(PARAMETER_KINDS)
+            raise ConfigError(f"GateSubscriber needs kinds of parameters ({known}), got {wrong[0]!r}")
+        name_results(options, *(f"{kind}_gate_norm2" for kind in chosen))
+        super().__init__(chosen, **options)
+        self._layers = RecurrentLayers(lambda: self.network)
+
+    def measure(self, message: Any) -> Tensor | None:
+        """Return the sum of squares of each gate, in float64."""
+        gates = self._layers.gates(message.module, message.path)
+        x = message.data
+        if not gates or not x.numel() or x.shape[0] % len(gates):
+            return None
+        squares = x.double().reshape(len(gates), -1).square().sum(1)
+        return torch.where(torch.isfinite(squares), squares, math.nan)
+
+    def compute(self, message: ModuleMessage) -> None:
+        """Emit the norm of each gate."""
+        kind = self.publishes[self.kinds.index(message.kind)]
+        for gate, square in zip(self._layers.gates(message.module, message.path), message.data, strict=True):
+            part = replace(message, path=f"{message.path}.{gate}", name=f"{message.name}.{gate}")
+            self.emit(part, math.sqrt(square), kind)

@@ -1,0 +1,156 @@
+"""The statistics of parameters and gradients as one flat dictionary for each step, and as curves."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.numerics.histogram import Histogram
+from ikkuna.numerics.percentile import SIGMA
+from ikkuna.numerics.statistics import Record, merge
+from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna_subscribers.naming import name_results
+
+__all__ = ["StatisticsSubscriber"]
+
+_PARTS = {
+    "weights": "weight/data",
+    "biases": "bias/data",
+    "weight_gradients": "weight/grad",
+    "bias_gradients": "bias/grad",
+    "weight_updates": "weight/update",
+    "bias_updates": "bias/update",
+}
+_STATISTICS = ("min", "max", "mean", "std", *(f"percentile/{i}" for i in range(len(SIGMA))))
+_USUAL = ("weights", "biases", "weight_gradients", "bias_gradients")
+
+
+class StatisticsSubscriber(PlotSubscriber):
+    r"""Minimum, maximum, mean, standard deviation, seven percentiles and zeros of parameters and gradients, by layer and of all.
+
+    It is `ikkuna.monitor` while a network trains.  The standard deviation is the population's, :math:`\sqrt{M_2 / n}`;
+    the percentiles are those of -3 to 3 standard deviations of a normal distribution, within an eighth of their value
+    (see `PercentileSubscriber`).
+
+    Takes kinds of parameters; publishes ``weight_data_min``, ``bias_grad_percentile_3``, ``weight_sparsity_zeros`` and the like,
+    in the unit of x, for each layer, all its parameters pooled, and for the whole network, where normalisation layers do not count.
+    After each step `report` is called with all of them under the names ``{model}/{layer}/{param}/{attr}/{statistic}``;
+    the layer of the whole network is ``*``.  These names are the same at every step, with NaN for what does not exist then.
+    A NaN or Inf among the elements makes all their statistics NaN.
+
+    Look for: in `percentile_fan`, which draws a list of such reports, bands that open or close from layer to layer.
+
+    Parameters
+    ----------
+    kinds : str or list of str
+        Weights and biases with their gradients by default; updates can be taken too.
+    report : callable, optional
+        Takes the dictionary of a step: ``log.append``, ``wandb.log``.
+    model : str
+        The model's name in its keys.
+    exact : bool
+        Count all elements for percentiles, rather than a random 65,536.
+    include_norm : bool
+        Count normalisation layers in the whole network too.
+    **options
+        See `Subscriber`.
+
+    Attributes
+    ----------
+    entry : the dictionary of the latest step.
+
+    Raises
+    ------
+    ConfigError
+        For a kind that is none of parameters, or a `report` that cannot be called.
+
+    Examples
+    --------
+    >>> StatisticsSubscriber("weights").publishes[:4]
+    ('weight_data_min', 'weight_data_max', 'weight_data_mean', 'weight_data_std')
+    """
+
+    def __init__(
+        self,
+        kinds: str | Sequence[str] = _USUAL,
+        *,
+        report: Callable[[dict[str, float]], object] | None = None,
+        model: str = "model",
+        exact: bool = False,
+        include_norm: bool = False,
+        **options: Any,
+    ) -> None:
+        chosen = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        if wrong := [kind for kind in chosen if kind not in _PARTS]:
+            raise ConfigError(f"StatisticsSubscriber needs kinds of parameters ({', '.join(_PARTS)}), got {wrong[0]!r}")
+        if report is not None and not callable(report):
+            raise ConfigTypeError(f"report needs a function of a dictionary, got {type(report).__name__}")
+        keys = [key for kind in chosen for key in _keys(kind)]
+        name_results(options, *(key.replace("/", "_") for key in keys))
+        super().__init__(chosen, **options)
+        self._kind_of_key = dict(zip(keys, self.publishes, strict=True))
+        self.report = report
+        self.model = model
+        self.exact = exact
+        self.include_norm = include_norm
+        self.fields = ("m2", "min", "max", "zeros", "codes" if exact else "sampled_codes")
+        self.entry: dict[str, float] = {}
+        self._records: dict[tuple[str, str], Record] = {}  # by kind and module
+
+    def compute(self, message: ModuleMessage) -> None:
+        """Pool the parameters of a module."""
+        assert message.record is not None
+        key = message.kind, message.module
+        known = self._records.get(key)
+        self._records[key] = message.record if known is None else merge(known, message.record)
+
+    def finish(self, stamp: Stamp) -> None:
+        """Emit the statistics of each layer and of all, and report them."""
+        records, self._records = self._records, {}
+        layers = [entry for entry in self.network if entry.parameters and self.subscription.matches(entry.name)]
+        entry: dict[str, float] = {}
+        for kind in self.kinds:
+            counted = [layer.name for layer in layers if self.include_norm or "Norm" not in layer.class_name]
+            pooled = merge(*(records[kind, name] for name in counted if (kind, name) in records))
+            self._add(entry, NetworkMessage(stamp, kind), "*", pooled)
+            for layer in layers:
+                if _owns(layer, kind):
+                    message = ModuleMessage(stamp, kind, module=layer.name, name=layer.name)
+                    self._add(entry, message, layer.name, records.get((kind, layer.name), Record()))
+        self.entry = entry
+        if self.report is not None and entry:
+            self.report(entry)
+
+    def _add(
+        self, entry: dict[str, float], message: ModuleMessage | NetworkMessage, layer: str, record: Record
+    ) -> None:
+        for key, value in self._statistics(message.kind, record).items():
+            entry[f"{self.model}/{layer}/{key}"] = value
+            if record.n:
+                self.emit(message, value, self._kind_of_key[key])
+
+    def _statistics(self, kind: str, record: Record) -> dict[str, float]:
+        if not record.n:
+            return dict.fromkeys(_keys(kind), math.nan)
+        zeros = math.nan if record.zeros is None else float(record.zeros)
+        if record.nonfinite or record.min is None or record.max is None:
+            values = [math.nan] * len(_STATISTICS)
+        else:
+            cuts = Histogram.of_record(record, self.exact).quantile([q / 100 for q in SIGMA])
+            values = [record.min, record.max, record.mean, math.sqrt(record.variance()), *map(float, cuts)]
+        return dict(zip(_keys(kind), [*values, zeros], strict=False))  # zeros of weights and biases only
+
+
+def _keys(kind: str) -> list[str]:
+    part = _PARTS[kind]
+    param, attr = part.split("/")
+    zeros = [f"{param}/sparsity/zeros"] if attr == "data" else []
+    return [*(f"{part}/{statistic}" for statistic in _STATISTICS), *zeros]
+
+
+def _owns(layer: ModuleEntry, kind: str) -> bool:
+    """Whether a layer has a parameter of that kind; the last part of its name says which are biases."""
+    is_bias = kind.startswith("bias")
+    return any(("bias" in path.split(".")[0]) == is_bias for path, _ in layer.parameters)

@@ -1,0 +1,78 @@
+"""Pictures in an executed notebook; runs where nbclient and ipykernel are installed."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.plugins.children import environment
+
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("nbclient", "ipykernel"))), reason="nbclient and ipykernel are not installed"
+)
+
+CELLS = (
+    """
+import torch
+from torch import nn
+from ikkuna.export import Exporter
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+exporter = Exporter(log_dir="run")
+exporter.add_modules(model)
+for metric in (NormSubscriber, HistogramSubscriber):
+    exporter.message_bus.register_subscriber(metric("weights", backend="mpl"))
+""",
+    """
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    exporter.message_bus.run.flush()
+""",
+    "exporter.close()",
+)
+EXECUTE = """
+import json, sys
+import nbformat
+from jupyter_client import KernelManager
+from nbclient import NotebookClient
+manager = KernelManager(transport="ipc", ip="kernel")
+manager.kernel_cmd = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+cells = [nbformat.v4.new_code_cell(code) for code in json.loads(sys.argv[1])]
+notebook = nbformat.v4.new_notebook(cells=cells)
+NotebookClient(notebook, timeout=100, km=manager).execute()
+print(json.dumps([cell.outputs for cell in notebook.cells]))
+"""
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    """What each cell shows when the notebook has been run, in a process of its own."""
+    path = environment(*map(Path, sys.path))["PYTHONPATH"]
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTE, json.dumps(CELLS)],
+        env={**os.environ, "PYTHONPATH": path, "JUPYTER_PLATFORM_DIRS": "1", "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_pictures_are_shown_once_below_the_cell_that_trains_and_replaced_in_place(outputs):
+    before, shown, after = outputs
+    assert (before, after) == ([], [])
+    assert [output["output_type"] for output in shown] == ["display_data", "display_data"]
+    assert [output["data"]["text/plain"] for output in shown] == [
+        "<picture of weights_norm2>",
+        "<picture of weights_histograms>",
+    ]
+    assert all(output["data"]["image/png"].startswith("iVBOR") for output in shown)
