@@ -52,7 +52,7 @@ nitpick_ignore_regex = [
         r"[A-Z][A-Za-z]*(Error|Exception|Warning)|(.*\.)?[A-Z]|ndarray|Optimizer|NDArray|Generator|device",
     ),
     ("py:class", r"int|float|str|bool|bytes|None|list|dict|tuple|set|frozenset|object|type"),
-    ("py:class", r"ikkuna\.export\.rows\..*"),  # what a bus carries inside
+    ("py:class", r"ikkuna\.export\.(rows|observer)\..*"),  # the inside of the export
     ("py:obj", r".*"),  # `name` in a docstring may be an argument's
 ]
 
