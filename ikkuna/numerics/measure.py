@@ -18,7 +18,7 @@ from ikkuna.numerics.statistics import Record, merge
 __all__ = ["measure", "sampled_codes"]
 
 _SQUARES = frozenset(("n", "sumsq", "nans", "infs"))
-_DOT, _ROW, _WIDENED = 1 << 13, 1 << 10, 1 << 20
+_DOT, _ROW, _ROWS_PAY, _WIDENED = 1 << 13, 1 << 10, 1 << 16, 1 << 20
 _ONE_BUFFER = frozenset(("zeros", "l1", "m2", "m3", "m4"))
 _TWO_BUFFERS = frozenset(("m3", "m4"))
 _MOMENTS = frozenset(("mean", "m2", "m3", "m4"))
@@ -98,12 +98,16 @@ def _sum_of_squares(x: Tensor) -> float:
 
     One float32 accumulator per vector lane drifts on constant data, by 2e-4 over 2**20 elements; rows of 1,024 do not let it get that far.
     """
-    if x.numel() <= _DOT or x.dtype is torch.float64:
+    n = x.numel()
+    if n <= _DOT or x.dtype is torch.float64:
         square = torch.dot(x, x).item()
+    elif n <= _ROWS_PAY:
+        square = math.fsum(torch.dot(part, part).item() for part in x.split(_DOT))
     else:
-        split = x.numel() - x.numel() % _ROW
-        rows = torch.linalg.vector_norm(x[:split].view(-1, _ROW), 2, dim=1).double()
-        square = torch.dot(rows, rows).item() + torch.dot(x[split:], x[split:]).item()
+        rest = n % _ROW
+        rows = torch.linalg.vector_norm((x[: n - rest] if rest else x).view(-1, _ROW), 2, dim=1)
+        square = torch.linalg.vector_norm(rows, 2, dtype=torch.float64).item() ** 2
+        square += torch.dot(x[n - rest :], x[n - rest :]).item() if rest else 0.0
     if square < 1e-30 * x.numel() and x.dtype is torch.float32:  # squares of small numbers vanish
         x = x.double()
         square = torch.dot(x, x).item()
