@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -48,7 +49,7 @@ class Screen:
     def __init__(self, sheet: Sheet) -> None:
         from IPython.display import display
 
-        self._display = display
+        self._display: Callable[..., object] = display
         self._id = uuid4().hex
         display(sheet, display_id=self._id)
 
