@@ -55,6 +55,67 @@ def test_training_with_every_subscriber_is_bit_identical(name, bus):
     assert recording.values
 
 
+def scaled_step(loop):
+    inputs, labels = loop.batch()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    loop.optimizer.zero_grad()
+    loss = loop.loss(loop.model(inputs), labels)
+    scaler.scale(loss).backward()
+    scaler.step(loop.optimizer)
+    return loss
+
+
+def penalized_step(loop):
+    inputs, labels = loop.batch()
+    inputs.requires_grad_()
+    loop.optimizer.zero_grad()
+    loss = loop.loss(loop.model(inputs), labels)
+    (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    loss = loss + grad.pow(2).sum()
+    loss.backward()
+    loop.optimizer.step()
+    return loss
+
+
+def siamese_step(loop):
+    (one, labels), (other, _) = loop.batch(), loop.batch()
+    loop.optimizer.zero_grad()
+    loss = loop.loss(loop.model(one) - loop.model(other), labels)
+    loss.backward()
+    loop.optimizer.step()
+    return loss
+
+
+def step_in_backward(loop):
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in loop.model.parameters()}
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: (optimizers[p].step(), p.grad.zero_())[0]) for p in optimizers
+    ]
+    inputs, labels = loop.batch()
+    loss = loop.loss(loop.model(inputs), labels)
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
+OTHER_LOOPS = {
+    "scaled": Case(mlp, vectors, step=scaled_step),
+    "scaled-fused": Case(mlp, vectors, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), scaled_step),
+    "penalized": Case(mlp, vectors, step=penalized_step),
+    "siamese": Case(mlp, vectors, step=siamese_step),
+    "step-in-backward": Case(mlp, vectors, step=step_in_backward),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LOOPS)
+def test_other_loops_with_every_subscriber_are_bit_identical(name, bus):
+    recording = RecordingBackend()
+    subscribers = [make(backend=recording) for make in EVERY_SUBSCRIBER.values()]
+    same(trained(OTHER_LOOPS[name]), trained(OTHER_LOOPS[name], bus, subscribers))
+    assert recording.values
+
+
 @pytest.mark.parametrize("name", ["mlp", "conv-bn-dropout", "attention"])
 @pytest.mark.parametrize("subscriber", EVERY_SUBSCRIBER)
 def test_training_with_one_subscriber_is_bit_identical(name, subscriber, bus):
