@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from networks import ONES, by_hand, reference
 from torch import nn
 
 from ikkuna.errors import ConfigError
@@ -22,6 +21,7 @@ from ikkuna.probe import (
     weight_penalties,
     weights_norm,
 )
+from tests.inspection.networks import ONES, by_hand, reference
 
 
 def shapes(parts, panel):
