@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.bundle import MessageBundle
@@ -120,6 +120,7 @@ class SynchronizedSubscription(Subscription):
     """A wish for several kinds at once: they arrive as one `MessageBundle` per stamp, module and path.
 
     What has not met its company by the end of the step is dropped and counted in ``dropped``.
+    It takes what `Subscription` takes.
 
     Raises
     ------
@@ -127,15 +128,8 @@ class SynchronizedSubscription(Subscription):
         If there is only one kind.
     """
 
-    def __init__(
-        self,
-        subscriber: "Subscriber",
-        kinds: str | Iterable[str],
-        tag: str | None = "training",
-        subsample: int = 1,
-        modules: ModulePattern = None,
-    ) -> None:
-        super().__init__(subscriber, kinds, tag, subsample, modules)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         if len(self.kinds) < 2:
             raise ConfigError(f"messages of one kind cannot be joined, got {list(self.kinds)}")
         self._waiting: dict[tuple[object, ...], dict[str, Message]] = {}
