@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.numerics.elements import flatten, readable
-from ikkuna.numerics.float_code import codes
-from ikkuna.numerics.measure import sampled_codes
+from ikkuna.numerics.float_code import codes, sampled_codes
 from ikkuna.numerics.statistics import Record
 
 __all__ = ["SUMS", "from_row", "from_vectors", "measure_row", "measure_vectors", "merge_rows", "merge_vectors"]

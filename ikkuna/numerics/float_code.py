@@ -13,14 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics import native
 from ikkuna.numerics.elements import CHUNK, flatten, readable
 
-__all__ = ["bin_edges", "codes", "half_size", "sample"]
+__all__ = ["SAMPLE", "bin_edges", "codes", "half_size", "sample", "sampled_codes"]
 
+SAMPLE = 65_536
+"""Elements that are drawn where a sample will do."""
+
+_WORTH_SAMPLING = 4 * SAMPLE  # below, compiled kernels count all elements in the time that drawing takes
 _DEVICE_CHUNK = 1 << 22  # bounds the int64 index a device needs to 32 MiB
 
 
-def codes(x: Tensor, m: int = 3) -> Tensor:
+def codes(x: Tensor, m: int = 3, *, compiled: bool = True) -> Tensor:
     r"""Count the float codes of the elements of `x`.
 
     Parameters
@@ -31,6 +36,8 @@ def codes(x: Tensor, m: int = 3) -> Tensor:
         beyond 3.4e38 are counted as infinite and those below 7e-46 as zero.  Complex numbers give their magnitudes.
     m : int
         Number of mantissa bits, 1 to 7.  Seven bits are the exact distribution of a bfloat16 tensor.
+    compiled : bool
+        Use `ikkuna.numerics.native` where it is to be had.
 
     Returns
     -------
@@ -45,7 +52,7 @@ def codes(x: Tensor, m: int = 3) -> Tensor:
 
     Notes
     -----
-    Costs about 10 sums of `x` on a CPU.  Elsewhere it does not synchronise, and needs 12 bytes for each of at most
+    Costs about 4 sums of `x` on a CPU, 10 without a compiler.  Elsewhere it does not synchronise, and needs 12 bytes for each of at most
     2**22 elements.
 
     Examples
@@ -59,11 +66,75 @@ def codes(x: Tensor, m: int = 3) -> Tensor:
         return torch.zeros(2 * half, dtype=torch.int64)
     values, implied_zeros = read
     flat = flatten(values)
-    on_host = flat.device.type == "cpu" and not torch.compiler.is_compiling()
-    counts = _count_on_host(flat, m, half) if on_host else _count_on_device(flat, m, half)
-    counts[:half] = counts[:half].flip(0)  # negative numbers were counted by rising magnitude
+    counts = _in_order(_count(flat, m, half, compiled))
     if implied_zeros:
         counts[half] += implied_zeros
+    return counts
+
+
+def sampled_codes(
+    x: Tensor, generator: torch.Generator | None = None, m: int = 3, *, compiled: bool = True
+) -> Tensor:
+    r"""Count the float codes of 65,536 elements drawn at random, scaled to the number of all elements, or of all if there are not many more.
+
+    The share of a sample below the true quantile :math:`q` has standard deviation :math:`\sqrt{q (1-q) / 65536}`, at most 0.2 %.
+    The compiled kernel draws one element from each of 65,536 equal runs, which errs less.
+    Scaling lets counts of tensors of different size be added; rounding costs less than the sample does.
+
+    Parameters
+    ----------
+    x, m, compiled : see `codes`
+    generator : torch.Generator, optional
+        Where randomness comes from, on the device of `x`; by default a new one with seed 0.  The global one is never used.
+
+    Returns
+    -------
+    Tensor
+        ``counts: (2K,)``, int64, on the device of `x`.
+
+    Examples
+    --------
+    >>> int(sampled_codes(torch.ones(1_000_000))[3064])
+    1000000
+    """
+    half = half_size(m)
+    read = readable(x.detach())
+    if read is None:
+        return torch.zeros(2 * half, dtype=torch.int64)
+    flat = flatten(read[0])
+    kernels = _kernels(flat, compiled) if flat.dtype in native.DTYPES else None
+    if flat.numel() <= (SAMPLE if kernels is None else _WORTH_SAMPLING):
+        return codes(x, m, compiled=compiled)
+    if kernels is None:
+        counts = codes(sample(flat, generator), m, compiled=compiled)
+    else:
+        counts = torch.zeros(2 * half, dtype=torch.int64)
+        kernels.sampled_codes(flat, m, counts, int(torch.randint(2**32, (), generator=generator).item()) if generator else 0)
+        counts = _in_order(counts)
+    counts = (counts.double() * (flat.numel() / SAMPLE)).round().long()
+    counts[half] += read[1]
+    return counts
+
+
+def _in_order(counts: Tensor) -> Tensor:
+    """Turn round the counts of negative numbers, which were made by rising magnitude."""
+    half = counts.numel() // 2
+    counts[:half] = counts[:half].flip(0)
+    return counts
+
+
+def _kernels(flat: Tensor, compiled: bool) -> native.Library | None:
+    kernels = native.library() if compiled and not torch.compiler.is_compiling() else None
+    return kernels if kernels is not None and kernels.takes(flat) else None
+
+
+def _count(flat: Tensor, m: int, half: int, compiled: bool) -> Tensor:
+    if flat.device.type != "cpu" or torch.compiler.is_compiling():
+        return _count_on_device(flat, m, half)
+    if (kernels := _kernels(flat, compiled)) is None:
+        return _count_on_host(flat, m, half)
+    counts = torch.zeros(2 * half, dtype=torch.int64)
+    kernels.codes(flat, m, counts)
     return counts
 
 
@@ -112,7 +183,7 @@ def bin_edges(m: int = 3) -> NDArray[np.float64]:
     return np.concatenate([-positive[:0:-1], positive])
 
 
-def sample(x: Tensor, generator: torch.Generator | None = None, size: int = 65_536) -> Tensor:
+def sample(x: Tensor, generator: torch.Generator | None = None, size: int = SAMPLE) -> Tensor:
     r"""Return `size` elements of `x` drawn uniformly with replacement, or all of them if there are no more.
 
     The share of a sample below the true quantile :math:`q` has standard deviation :math:`\sqrt{q (1-q) / size}`,

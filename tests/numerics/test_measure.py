@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from ikkuna.numerics.measure import CHUNK, flatten, measure, readable
+from ikkuna.numerics.elements import CHUNK, flatten, readable
+from ikkuna.numerics.measure import measure
 from ikkuna.numerics.statistics import FIELDS, closure
 
 NAMES = [f for f in FIELDS if "codes" not in f]

@@ -1,0 +1,206 @@
+// Statistics of many numbers in one look: what `ikkuna.numerics.measure` does with several operators, fused.
+//
+// A row of 1,024 numbers stays in the innermost cache for a second look and is short enough for sums in its own precision.
+// Rows merge in double (Chan, Golub & LeVeque 1979; Pebay 2008).  A row whose sums are suspicious (not finite, or of
+// numbers whose powers float does not have) is looked at again in double, and element by element if that does not help.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace {
+
+constexpr int ROW = 1024;
+
+// What is wanted, besides the sum of squares and the number of elements.
+enum Wanted { LINEAR = 1, SECOND = 2, HIGHER = 4 };
+
+// In the order in which `native.py` reads it.
+struct Record {
+    double n = 0, nans = 0, infs = 0, zeros = 0, l1 = 0, sumsq = 0, mean = 0, m2 = 0, m3 = 0, m4 = 0;
+    double min = std::numeric_limits<double>::infinity(), max = -std::numeric_limits<double>::infinity();
+
+    double finite() const { return n - nans - infs; }
+
+    void merge(const Record &b, int wanted) {
+        if (wanted) merge_moments(b);
+        n += b.n, nans += b.nans, infs += b.infs, zeros += b.zeros, l1 += b.l1, sumsq += b.sumsq;
+        min = b.min < min ? b.min : min;
+        max = b.max > max ? b.max : max;
+    }
+
+    void merge_moments(const Record &b) {
+        const double na = finite(), nb = b.finite(), all = na + nb;
+        if (nb == 0) return;
+        if (na == 0) {
+            mean = b.mean, m2 = b.m2, m3 = b.m3, m4 = b.m4;
+            return;
+        }
+        const double d = b.mean - mean, dd = d * d, share = nb / all;
+        m4 += b.m4 + dd * dd * na * share * (na * na - na * nb + nb * nb) / (all * all)
+            + 6 * dd * (na * na * b.m2 + nb * nb * m2) / (all * all) + 4 * d * (na * b.m3 - nb * m3) / all;
+        m3 += b.m3 + dd * d * na * share * (na - nb) / all + 3 * d * (na * b.m2 - nb * m2) / all;
+        m2 += b.m2 + dd * na * share;
+        mean += d * share;
+    }
+};
+
+// Look at a row in the precision of A.  The second look is about the first one's mean, whose rounding it corrects.
+template <class A, class T>
+Record look(const T *x, int n, int wanted) {
+    Record row;
+    row.n = n;
+    A sum = 0, squares = 0;
+    if (wanted & LINEAR) {
+        A l1 = 0, zeros = 0, low = std::numeric_limits<A>::infinity(), high = -low;
+#pragma omp simd reduction(+ : sum, squares, l1, zeros) reduction(min : low) reduction(max : high)
+        for (int i = 0; i < n; i++) {
+            const A v = x[i];
+            sum += v;
+            squares += v * v;
+            l1 += std::fabs(v);
+            zeros += v == 0 ? A(1) : A(0);
+            low = v < low ? v : low;
+            high = v > high ? v : high;
+        }
+        row.l1 = l1, row.zeros = zeros, row.min = low, row.max = high;
+    } else {
+#pragma omp simd reduction(+ : squares)
+        for (int i = 0; i < n; i++) {
+            const A v = x[i];
+            squares += v * v;
+        }
+    }
+    row.sumsq = squares;
+    row.mean = static_cast<double>(sum) / n;
+    if (wanted & (SECOND | HIGHER)) {
+        const A mean = sum / n;
+        A s1 = 0, s2 = 0, s3 = 0, s4 = 0;
+        if (wanted & HIGHER) {
+#pragma omp simd reduction(+ : s1, s2, s3, s4)
+            for (int i = 0; i < n; i++) {
+                const A d = x[i] - mean, dd = d * d;
+                s1 += d, s2 += dd, s3 += dd * d, s4 += dd * dd;
+            }
+        } else {
+#pragma omp simd reduction(+ : s1, s2)
+            for (int i = 0; i < n; i++) {
+                const A d = x[i] - mean;
+                s1 += d, s2 += d * d;
+            }
+        }
+        const double e = static_cast<double>(s1) / n, ee = e * e;
+        row.mean = mean + e;
+        row.m2 = s2 - n * ee > 0 ? s2 - n * ee : 0;
+        row.m3 = s3 - 3 * e * s2 + 2 * n * ee * e;
+        row.m4 = s4 - 4 * e * s3 + 6 * ee * s2 - 3 * n * ee * ee;
+    }
+    return row;
+}
+
+// Whether float had room for what was summed.
+bool fits(const Record &row, int wanted) {
+    if (row.zeros == row.n) return true;
+    const double mean_square = row.sumsq / row.n, variance = row.m2 / row.n;
+    return mean_square > 1e-28 && mean_square < 1e28 && (!(wanted & HIGHER) || (variance > 1e-14 && variance < 1e14));
+}
+
+// Look at the finite elements, and count the others.
+template <class T>
+Record screen(const T *x, int n, int wanted) {
+    double finite[ROW], low = std::numeric_limits<double>::infinity(), high = -low;
+    int k = 0, nans = 0, infs = 0;
+    for (int i = 0; i < n; i++) {
+        const double v = x[i];
+        if (std::isfinite(v)) finite[k++] = v;
+        else if (std::isnan(v)) nans++;
+        else infs++, low = v < low ? v : low, high = v > high ? v : high;
+    }
+    Record row = k ? look<double>(finite, k, wanted) : Record();
+    row.n = n, row.nans = nans, row.infs = infs;
+    row.min = low < row.min ? low : row.min;
+    row.max = high > row.max ? high : row.max;
+    return row;
+}
+
+template <class T>
+Record read(const T *x, int n, int wanted) {
+    Record row = look<T>(x, n, wanted);
+    if (sizeof(T) < sizeof(double) && !fits(row, wanted)) row = look<double>(x, n, wanted);
+    return std::isfinite(row.sumsq) ? row : screen(x, n, wanted);
+}
+
+float widened(uint16_t bfloat16) {
+    const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+Record read(const uint16_t *x, int n, int wanted) {
+    float row[ROW];
+    for (int i = 0; i < n; i++) row[i] = widened(x[i]);
+    return read(row, n, wanted);
+}
+
+template <class T>
+void measure(const T *x, int64_t n, int wanted, Record *out) {
+    *out = Record();
+    for (int64_t i = 0; i < n; i += ROW) out->merge(read(x + i, n - i < ROW ? static_cast<int>(n - i) : ROW, wanted), wanted);
+    if (out->nans > 0) out->min = out->max = std::numeric_limits<double>::quiet_NaN();
+}
+
+int32_t bits(float x) {
+    int32_t all;
+    std::memcpy(&all, &x, sizeof all);
+    return all;
+}
+int32_t bits(double x) { return bits(static_cast<float>(x)); }
+int32_t bits(uint16_t x) { return bits(widened(x)); }
+
+// Count leading bits: sign, exponent and 23 - shift bits of the mantissa.  Half the counts are for either sign.
+template <class T>
+void codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half) {
+    for (int64_t i = 0; i < n; i++) counts[half + (bits(x[i]) >> shift)]++;
+}
+
+// Mix the bits of a number, so that successive ones look random (the finalizer of MurmurHash3, Appleby 2011).
+uint32_t mixed(uint32_t h) {
+    h = (h ^ (h >> 16)) * 0x85ebca6bu;
+    h = (h ^ (h >> 13)) * 0xc2b2ae35u;
+    return h ^ (h >> 16);
+}
+
+// The same for one element out of each of 2^16 equal runs.
+template <class T>
+void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half, uint32_t seed) {
+    int64_t at[ROW];
+    for (int64_t first = 0; first < 1 << 16; first += ROW) {
+#pragma omp simd
+        for (int64_t j = 0; j < ROW; j++) {
+            const int64_t i = first + j, begin = (i * n) >> 16, end = ((i + 1) * n) >> 16;
+            const uint64_t random = mixed(seed + 0x9e3779b9u * static_cast<uint32_t>(i));
+            at[j] = begin + static_cast<int64_t>((random * static_cast<uint64_t>(end - begin)) >> 32);
+        }
+        for (int64_t j = 0; j < ROW; j++) counts[half + (bits(x[at[j]]) >> shift)]++;
+    }
+}
+
+}  // namespace
+
+#define EXPORT(NAME, T)                                                                                               \
+    extern "C" void measure_##NAME(const void *x, int64_t n, int wanted, void *out) {                                 \
+        measure(static_cast<const T *>(x), n, wanted, static_cast<Record *>(out));                                    \
+    }                                                                                                                 \
+    extern "C" void codes_##NAME(const void *x, int64_t n, int shift, void *counts, int64_t half) {                   \
+        codes(static_cast<const T *>(x), n, shift, static_cast<int64_t *>(counts), half);                             \
+    }                                                                                                                 \
+    extern "C" void sampled_codes_##NAME(const void *x, int64_t n, int shift, void *counts, int64_t half,             \
+                                         uint32_t seed) {                                                             \
+        sampled_codes(static_cast<const T *>(x), n, shift, static_cast<int64_t *>(counts), half, seed);               \
+    }
+
+EXPORT(float32, float)
+EXPORT(float64, double)
+EXPORT(bfloat16, uint16_t)
