@@ -1,7 +1,5 @@
 """What a person adds to a training script."""
 
-import atexit
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +9,7 @@ from torch import nn
 
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
 from ikkuna.export import evaluation
+from ikkuna.export.at_exit import close_at_exit
 from ikkuna.export.attachment import Attachment
 from ikkuna.export.clock import TRAINING
 from ikkuna.export.health import Health, health_of
@@ -42,6 +41,9 @@ class Exporter:
     on_error : str
         What happens when a subscriber fails after set-up: ``"disable"`` it after ten failures in a row, only ``"log"``,
         or ``"raise"``, for tests and authors of plugins.
+    kernels : str
+        ``"compiled"``: one look at a host tensor for all its statistics, by a library that is made once per machine, in a second;
+        ``"eager"``: torch's own operators, which cost more, as also where there is no C++ compiler.
 
     Raises
     ------
@@ -74,19 +76,22 @@ class Exporter:
         *,
         log_dir: str | Path | None = None,
         on_error: str = "disable",
+        kernels: str = "compiled",
     ) -> None:
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < -1:
             raise ConfigError(f"depth must be -1 (all) or an int >= 0, got {depth!r}")
+        if kernels not in ("compiled", "eager"):
+            raise ConfigError(f"kernels must be 'compiled' or 'eager', got {kernels!r}")
         if message_bus is not None and not isinstance(message_bus, MessageBus):
             raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__}")
         self.message_bus = message_bus if message_bus is not None else get_default_bus()
         self.message_bus.faults.set_policy(on_error)
         self.message_bus.attach(self, log_dir)
-        self._observer = Observer(self.message_bus)
+        self._observer = Observer(self.message_bus, kernels == "compiled")
         self._attachment = Attachment(self._observer, Roots(depth, module_filter), self._names_of_others)
         self._closed = False
         blind_after_fork(self._observer)
-        _close_at_exit(self)
+        close_at_exit(self)
 
     # -- what to look at ------------------------------------------------------------------------------------------
 
@@ -287,13 +292,3 @@ class Exporter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _close_at_exit(exporter: Exporter) -> None:
-    reference = weakref.ref(exporter)
-
-    def close() -> None:
-        if (alive := reference()) is not None:
-            alive.close()
-
-    weakref.finalize(exporter, atexit.unregister, atexit.register(close)).atexit = False

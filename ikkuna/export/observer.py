@@ -28,6 +28,7 @@ class Observer:
     Parameters
     ----------
     bus : where rows and events go
+    compiled : whether compiled kernels measure, where they are to be had
 
     Attributes
     ----------
@@ -35,12 +36,12 @@ class Observer:
     steps : number of training steps seen
     """
 
-    def __init__(self, bus: MessageBus) -> None:
+    def __init__(self, bus: MessageBus, compiled: bool = True) -> None:
         self.bus = bus
         self.parameters = TrackedParameters()
         self.clock = Clock(self.parameters)
         self.clock.listen(self)
-        self.recorder = Recorder(bus.faults)
+        self.recorder = Recorder(bus.faults, compiled)
         self.stopwatch = Stopwatch()
         self.model = ModelWatch(self)
         self.optimizers = OptimizerWatch(self)
@@ -100,6 +101,13 @@ class Observer:
             self.fault(f"measuring {place.kind} of {place.module}", error)
         finally:
             self.stopwatch.stop()
+
+    def receive_difference(self, place: Place, after: Tensor, before: Tensor, path: str) -> None:
+        """Measure an update; `before` is overwritten."""
+        try:
+            self.recorder.receive_difference(place, after, before, path)
+        except Exception as error:
+            self.fault(f"measuring {place.kind} of {place.module}", error)
 
     def _is_due(self, place: Place, path: str, role: int, traced: bool) -> bool:
         if place.kind == "layer_gradients":
@@ -208,7 +216,7 @@ class Observer:
         self.clock.close_pending()
         self.model.step_over()
         self.clock.pass_name = name
-        self._interrupted, self.recorder = self.recorder, Recorder(self.bus.faults)
+        self._interrupted, self.recorder = self.recorder, Recorder(self.bus.faults, self.recorder.compiled)
         stamp = self.clock.pass_stamp(name)
         self.recorder.open(stamp, self._demand.plan(self.bus.subscriptions, stamp))
         self._tap()

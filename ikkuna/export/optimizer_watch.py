@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -123,8 +122,8 @@ class OptimizerWatch:
     def _see_updates(self) -> None:
         before, self._before = self._before, []
         for named, copy in before:
-            torch.sub(named.parameter.detach(), copy, out=copy)
-            self._see(copy, "bias_updates" if named.is_bias else "weight_updates", named)
+            place = self._observer.place("bias_updates" if named.is_bias else "weight_updates", named.module)
+            self._observer.receive_difference(place, named.parameter.detach(), copy, named.path)
 
     def _see_states(self, optimizer: Optimizer) -> None:
         for kind in self._observer.recorder.plan.states:

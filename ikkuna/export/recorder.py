@@ -14,8 +14,10 @@ from ikkuna.export.messages.kinds import FORWARD_KINDS
 from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.rows import Entry, Rows
 from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.numerics import native
 from ikkuna.numerics.device import measure_vectors
-from ikkuna.numerics.measure import measure
+from ikkuna.numerics.measure import measure, measure_difference
+from ikkuna.numerics.statistics import Record
 
 __all__ = ["Place", "Recorder"]
 
@@ -45,10 +47,12 @@ class Recorder:
     Parameters
     ----------
     faults : where errors go
+    compiled : whether compiled kernels measure, where they are to be had
     """
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, compiled: bool = True) -> None:
         self.faults = faults
+        self.compiled = compiled and native.library() is not None  # made now rather than within a step
         self.plan = Plan(())
         self.rows: Rows | None = None
         self.unreadable = 0
@@ -74,40 +78,64 @@ class Recorder:
         """Measure a tensor; `weight` is how many elements of a mean each of its elements stands for."""
         if self.rows is None or (task := self.plan.task(place.kind, place.module)) is None:
             return
-        key = (place, path)
-        if (entry := self.rows.entries.get(key)) is None:
-            entry = self.rows.entries[key] = Entry(key, place.message(self.rows.stamp, path), task)
-            entry.pivot = self._pivots.get(key, 0.0)
-            entry.is_mean = place.kind == "loss" and tensor.numel() == 1
+        entry = self._entry(self.rows, place, path, task)
         if task.fields:
-            self._measure_fields(entry, tensor, task, weight)
+            if place.kind == "loss" and tensor.numel() == 1:
+                entry.is_mean = True
+            if tensor.is_cpu and isinstance(weight, int):
+                random = self._random(tensor, task)
+                self._add(entry, measure(tensor, task.fields, random, compiled=self.compiled), weight)
+            else:
+                self._add_on_device(entry, tensor, weight)
         if task.measurers:
-            if tensor.layout is not torch.strided:
-                tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
-            message = entry.message.carrying(tensor)
-            for subscription in task.measurers:
-                self._measure_own(entry, subscription, message, tensor)
+            self._measure_all(entry, tensor)
 
-    def _measure_fields(self, entry: Entry, tensor: Tensor, task: Task, weight: int | Tensor) -> None:
-        generator = self._generator(tensor) if "sampled_codes" in task.fields else None
-        if tensor.is_cpu and isinstance(weight, int):
-            if (record := measure(tensor, task.fields, generator)) is None:
-                self.unreadable += 1
-            elif weight:
-                entry.add_record(record if weight == 1 else record.repeated(weight))
+    def receive_difference(self, place: Place, after: Tensor, before: Tensor, path: str) -> None:
+        """Measure ``after - before``; it is not made where nobody has to see it, and otherwise takes the place of `before`."""
+        if self.rows is None or (task := self.plan.task(place.kind, place.module)) is None:
             return
-        vectors = measure_vectors(tensor, task.fields, entry.pivot, weight, generator)
+        if task.measurers or not after.is_cpu:
+            self.receive(place, torch.sub(after, before, out=before), path)
+        else:
+            entry = self._entry(self.rows, place, path, task)
+            random = self._random(after, task)
+            self._add(entry, measure_difference(after, before, task.fields, random, compiled=self.compiled))
+
+    def _entry(self, rows: Rows, place: Place, path: str, task: Task) -> Entry:
+        key = (place, path)
+        if (entry := rows.entries.get(key)) is None:
+            entry = rows.entries[key] = Entry(key, place.message(rows.stamp, path), task)
+        return entry
+
+    def _add(self, entry: Entry, record: Record | None, weight: int = 1) -> None:
+        if record is None:
+            self.unreadable += 1
+        elif weight:
+            entry.add_record(record if weight == 1 else record.repeated(weight))
+
+    def _add_on_device(self, entry: Entry, tensor: Tensor, weight: int | Tensor) -> None:
+        entry.pivot = self._pivots.get(entry.key, 0.0)
+        vectors = measure_vectors(tensor, entry.task.fields, entry.pivot, weight, self._random(tensor, entry.task))
         if vectors is None:
             self.unreadable += 1
         else:
             entry.add_on_device(vectors)
 
-    def _generator(self, tensor: Tensor) -> torch.Generator:
-        """Return our own source of randomness on the device of `tensor`."""
+    def _random(self, tensor: Tensor, task: Task) -> torch.Generator | None:
+        """Return our own source of randomness on the device of `tensor`, if one is needed."""
+        if "sampled_codes" not in task.fields:
+            return None
         device = tensor.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(0)
         return self._generators[device]
+
+    def _measure_all(self, entry: Entry, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
+        message = entry.message.carrying(tensor)
+        for subscription in entry.task.measurers:
+            self._measure_own(entry, subscription, message, tensor)
 
     def _measure_own(
         self, entry: Entry, subscription: Subscription, message: Message | MessageBundle, tensor: Tensor

@@ -72,10 +72,8 @@ def codes(x: Tensor, m: int = 3, *, compiled: bool = True) -> Tensor:
     return counts
 
 
-def sampled_codes(
-    x: Tensor, generator: torch.Generator | None = None, m: int = 3, *, compiled: bool = True
-) -> Tensor:
-    r"""Count the float codes of 65,536 elements drawn at random, scaled to the number of all elements, or of all if there are not many more.
+def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 3, *, compiled: bool = True) -> Tensor:
+    r"""Count the float codes of 65,536 elements drawn at random, scaled to the number of all, or of all if there are not many more.
 
     The share of a sample below the true quantile :math:`q` has standard deviation :math:`\sqrt{q (1-q) / 65536}`, at most 0.2 %.
     The compiled kernel draws one element from each of 65,536 equal runs, which errs less.
@@ -102,14 +100,16 @@ def sampled_codes(
     if read is None:
         return torch.zeros(2 * half, dtype=torch.int64)
     flat = flatten(read[0])
-    kernels = _kernels(flat, compiled) if flat.dtype in native.DTYPES else None
+    kernels = _kernels(flat, compiled)
     if flat.numel() <= (SAMPLE if kernels is None else _WORTH_SAMPLING):
         return codes(x, m, compiled=compiled)
     if kernels is None:
         counts = codes(sample(flat, generator), m, compiled=compiled)
     else:
         counts = torch.zeros(2 * half, dtype=torch.int64)
-        kernels.sampled_codes(flat, m, counts, int(torch.randint(2**32, (), generator=generator).item()) if generator else 0)
+        kernels.sampled_codes(
+            flat, m, counts, int(torch.randint(2**32, (), generator=generator).item()) if generator else 0
+        )
         counts = _in_order(counts)
     counts = (counts.double() * (flat.numel() / SAMPLE)).round().long()
     counts[half] += read[1]

@@ -1,4 +1,4 @@
-"""The eager kernels against numpy in float64, over shapes, dtypes and layouts."""
+"""Both kernels, compiled and of torch's operators, against numpy in float64, over shapes, dtypes and layouts."""
 
 import math
 
@@ -10,9 +10,23 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
+from ikkuna.numerics import measure as measuring
+from ikkuna.numerics import native
 from ikkuna.numerics.elements import CHUNK, flatten, readable
-from ikkuna.numerics.measure import measure
 from ikkuna.numerics.statistics import FIELDS, closure
+
+
+@pytest.fixture(scope="module", autouse=True, params=[True, False], ids=["compiled", "eager"])
+def kernel(request):
+    """Let every test of this file look with either kernel."""
+    global compiled
+    compiled = request.param
+    assert native.library() is not None, "these tests need a C++ compiler"
+
+
+def measure(x, fields, generator=None):
+    return measuring.measure(x, fields, generator, compiled=compiled)
+
 
 NAMES = [f for f in FIELDS if "codes" not in f]
 ALL = closure(NAMES)

@@ -9,7 +9,7 @@ from ikkuna.export.messages.message import Message, Stamp
 __all__ = ["MessageBundle"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MessageBundle:
     """One message of each kind a subscription waits for, of the same stamp, module and path.
 

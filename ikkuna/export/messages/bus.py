@@ -234,6 +234,10 @@ class MessageBus:
                 )
             self.faults.call(subscription, "compute", subscription.deliver, message)
 
+    def is_wanted(self, kind: str) -> bool:
+        """Whether anybody subscribed to a kind."""
+        return kind in self._by_kind
+
     def publish(self, message: Message) -> None:
         """Deliver an event or a result to everyone who subscribed to it."""
         for subscription in self._by_kind.get(message.kind, ()):

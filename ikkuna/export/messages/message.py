@@ -26,8 +26,8 @@ class Stamp:
     pass_name: str = "training"
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+@dataclass(slots=True)
+class Message:  # not frozen, which would cost 3 µs a message; each subscriber gets its own
     """One thing that was seen.
 
     Parameters
@@ -83,7 +83,7 @@ class Message:
         return self.carrying(value, Record.of(value), kind)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NetworkMessage(Message):
     """Something seen of the whole network.
 
@@ -111,7 +111,7 @@ class NetworkMessage(Message):
         return self.path or None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModuleMessage(Message):
     """Something seen of one module.
 

@@ -178,20 +178,23 @@ class Subscriber(metaclass=_Registering):
         kind = kind or (self.publishes[0] if self.publishes else None)
         if kind not in self.publishes:
             raise ConfigError(f"{type(self).__name__} emits {kind!r} but publishes {list(self.publishes)}")
-        result = message.result(kind, float(value))
-        self.show(result, result.data)
-        if self._bus is not None:
-            self._bus.publish(result)
+        value = float(value)
+        self._show(message, value, kind)
+        if self._bus is not None and self._bus.is_wanted(kind):
+            self._bus.publish(message.result(kind, value))
 
     def show(self, message: Message | MessageBundle, value: Any) -> None:
         """Show `value`, a float or a histogram, under the kind and name of `message`, without publishing it."""
+        self._show(message, value, message.first.kind if isinstance(message, MessageBundle) else message.kind)
+
+    def _show(self, message: Message | MessageBundle, value: Any, kind: str) -> None:
         if self._bus is None:
             return
-        shown = message.first if isinstance(message, MessageBundle) else message
-        key = shown.kind, shown.series_name, shown.tag
+        stamp = message.stamp
+        key = kind, message.series_name, stamp.pass_name
         if (series := self._series.get(key)) is None:
             series = self._series[key] = Series(*key, self.title, self.ylims)
-        self._bus.show(series, value, shown.global_step, self.backends)
+        self._bus.show(series, value, stamp.global_step, self.backends)
 
     def check(self) -> None:
         """Raise `ConfigError` if this class cannot work as it stands; called at registration."""

@@ -4,6 +4,6 @@ They are compiled once per machine by the compiler that is there, in less than a
 """
 
 from ikkuna.numerics.native.build import library
-from ikkuna.numerics.native.library import DTYPES, Library
+from ikkuna.numerics.native.library import Library
 
-__all__ = ["DTYPES", "Library", "library"]
+__all__ = ["Library", "library"]

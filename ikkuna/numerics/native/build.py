@@ -26,8 +26,8 @@ _SECONDS = 60.0
 def library() -> Library | None:
     """Return the compiled kernels; ``None``, after one line in the log, where there is no compiler or its product cannot be loaded.
 
-    The library is kept in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name made of the source, the compiler and the processor,
-    or for this process alone where that cannot be written.
+    The library is kept in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name made of source, compiler and processor;
+    where that cannot be written it is made for this process alone.
     """
     try:
         return _load_or_build()

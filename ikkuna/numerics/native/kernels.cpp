@@ -144,11 +144,27 @@ Record read(const uint16_t *x, int n, int wanted) {
     return read(row, n, wanted);
 }
 
-template <class T>
-void measure(const T *x, int64_t n, int wanted, Record *out) {
+// Measure what `read_row(first, length)` returns of n numbers.
+template <class ReadRow>
+void measure(int64_t n, int wanted, Record *out, ReadRow read_row) {
     *out = Record();
-    for (int64_t i = 0; i < n; i += ROW) out->merge(read(x + i, n - i < ROW ? static_cast<int>(n - i) : ROW, wanted), wanted);
+    for (int64_t i = 0; i < n; i += ROW) out->merge(read_row(i, n - i < ROW ? static_cast<int>(n - i) : ROW), wanted);
     if (out->nans > 0) out->min = out->max = std::numeric_limits<double>::quiet_NaN();
+}
+
+template <class T>
+void measure_one(const T *x, int64_t n, int wanted, Record *out) {
+    measure(n, wanted, out, [=](int64_t i, int length) { return read(x + i, length, wanted); });
+}
+
+// The difference is rounded as that of two tensors would be, but is never written anywhere.
+template <class T>
+void measure_difference(const T *x, const T *y, int64_t n, int wanted, Record *out) {
+    measure(n, wanted, out, [=](int64_t i, int length) {
+        T row[ROW];
+        for (int j = 0; j < length; j++) row[j] = x[i + j] - y[i + j];
+        return read(row, length, wanted);
+    });
 }
 
 int32_t bits(float x) {
@@ -191,7 +207,7 @@ void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t ha
 
 #define EXPORT(NAME, T)                                                                                               \
     extern "C" void measure_##NAME(const void *x, int64_t n, int wanted, void *out) {                                 \
-        measure(static_cast<const T *>(x), n, wanted, static_cast<Record *>(out));                                    \
+        measure_one(static_cast<const T *>(x), n, wanted, static_cast<Record *>(out));                                \
     }                                                                                                                 \
     extern "C" void codes_##NAME(const void *x, int64_t n, int shift, void *counts, int64_t half) {                   \
         codes(static_cast<const T *>(x), n, shift, static_cast<int64_t *>(counts), half);                             \
@@ -204,3 +220,12 @@ void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t ha
 EXPORT(float32, float)
 EXPORT(float64, double)
 EXPORT(bfloat16, uint16_t)
+
+#define EXPORT_DIFFERENCE(NAME, T)                                                                                    \
+    extern "C" void measure_difference_##NAME(const void *x, const void *y, int64_t n, int wanted, void *out) {       \
+        measure_difference(static_cast<const T *>(x), static_cast<const T *>(y), n, wanted,                           \
+                           static_cast<Record *>(out));                                                               \
+    }
+
+EXPORT_DIFFERENCE(float32, float)
+EXPORT_DIFFERENCE(float64, double)

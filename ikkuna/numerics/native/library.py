@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,20 @@ from ikkuna.numerics.statistics import Record
 __all__ = ["DTYPES", "Library"]
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
-"""What kernels take as it is; other types are widened to float32."""
+"""What the kernels read."""
+
+_SUBTRACTED = (torch.float32, torch.float64)
 
 _LINEAR, _SECOND, _HIGHER = 1, 2, 4
+_ORDER = ("n", "nans", "infs", "zeros", "l1", "sumsq", "mean", "m2", "m3", "m4", "min", "max")
 _SQUARES = frozenset(("n", "sumsq", "nans", "infs"))
 _Row = ctypes.c_double * 12
-_WIDENED = 1 << 20
 
 _Kernel = Callable[..., None]
 
 
 class Library:
-    """The kernels of one shared library, for tensors of one axis that it `takes`; others must not be given to it.
+    """The kernels of one shared library, for tensors that it `takes`; others must not be given to it.
 
     Parameters
     ----------
@@ -42,39 +45,56 @@ class Library:
     def __init__(self, path: Path) -> None:
         kernels = ctypes.CDLL(str(path))
         self._measure = {dtype: _typed(kernels, f"measure_{name}", _MEASURE) for dtype, name in DTYPES.items()}
+        self._difference = {
+            dtype: _typed(kernels, f"measure_difference_{DTYPES[dtype]}", _DIFFERENCE) for dtype in _SUBTRACTED
+        }
         self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
         self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
         if self.measure(torch.tensor([1.0, -3.0]), frozenset(("n", "l1", "m2"))) != Record(2, m2=8.0, l1=4.0):
             raise RuntimeError("the compiled kernels compute nonsense")
 
     @staticmethod
-    def takes(flat: Tensor) -> bool:
-        """Whether the numbers of `flat` lie in memory as a kernel reads them: not those of a wrapper, a lazy negative or a lazy zero."""
-        return type(flat) is Tensor and flat.is_cpu and flat.is_contiguous() and not flat.is_neg() and flat.data_ptr() != 0
+    def takes(x: Tensor) -> bool:
+        """Whether the numbers of `x` lie in memory as a kernel reads them: not those of a wrapper, a lazy negative or a lazy zero."""
+        return (
+            type(x) is Tensor
+            and x.dtype in DTYPES
+            and x.is_cpu
+            and x.layout is torch.strided
+            and not x.is_nested
+            and x.is_contiguous()
+            and not x.is_neg()
+            and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+            and x.data_ptr() != 0  # of no number, too
+        )
 
-    def measure(self, flat: Tensor, fields: frozenset[str]) -> Record:
-        """Return the `fields` of at least one number."""
-        kernel = self._measure.get(flat.dtype)
-        if kernel is None:
-            kernel, flat = self._measure[torch.float32], flat.float()
+    def measure(self, x: Tensor, fields: frozenset[str]) -> Record:
+        """Return the `fields` of the numbers of `x`."""
         row = _Row()
-        kernel(flat.data_ptr(), flat.numel(), _wanted(fields), row)
-        return _record(row, fields)
+        self._measure[x.dtype](x.data_ptr(), x.numel(), _wanted(fields), row)
+        return _record(row[:], fields)
 
-    def codes(self, flat: Tensor, m: int, counts: Tensor) -> None:
-        """Add the float codes of some numbers to `counts`."""
-        kernel = self._codes.get(flat.dtype)
-        for part in (flat,) if kernel else map(Tensor.float, flat.split(_WIDENED)):
-            (kernel or self._codes[torch.float32])(
-                part.data_ptr(), part.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2
-            )
+    def takes_difference(self, x: Tensor, y: Tensor) -> bool:
+        """Whether a kernel reads the difference of `x` and `y`."""
+        return x.dtype in _SUBTRACTED and x.dtype is y.dtype and x.shape == y.shape and self.takes(x) and self.takes(y)
 
-    def sampled_codes(self, flat: Tensor, m: int, counts: Tensor, seed: int) -> None:
-        """Add to `counts` the float codes of 65,536 numbers, one at random out of each of so many equal runs; of `DTYPES` alone."""
-        self._sampled[flat.dtype](flat.data_ptr(), flat.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2, seed)
+    def measure_difference(self, x: Tensor, y: Tensor, fields: frozenset[str]) -> Record:
+        """Return the `fields` of ``x - y``, which is never made: two looks at memory where a subtraction and a measurement are four."""
+        row = _Row()
+        self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), _wanted(fields), row)
+        return _record(row[:], fields)
+
+    def codes(self, x: Tensor, m: int, counts: Tensor) -> None:
+        """Add the float codes of the numbers of `x` to `counts`."""
+        self._codes[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2)
+
+    def sampled_codes(self, x: Tensor, m: int, counts: Tensor, seed: int) -> None:
+        """Add to `counts` the float codes of 65,536 numbers, one at random out of each of so many equal runs."""
+        self._sampled[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2, seed)
 
 
 _MEASURE = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
+_DIFFERENCE = (ctypes.c_void_p, *_MEASURE)
 _CODES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
 _SAMPLED = (*_CODES, ctypes.c_uint32)
 
@@ -93,29 +113,20 @@ def _wanted(fields: frozenset[str]) -> int:
     return _LINEAR | _SECOND if "m2" in fields else _LINEAR
 
 
-def _record(row: Any, fields: frozenset[str]) -> Record:
+@cache
+def _unwanted(fields: frozenset[str]) -> tuple[int, ...]:
+    return tuple(i for i, name in enumerate(_ORDER) if name not in fields)
+
+
+def _record(row: list[Any], fields: frozenset[str]) -> Record:
+    count = row[0] - row[1] - row[2]
+    for i in _unwanted(fields):
+        row[i] = None
     n, nans, infs, zeros, l1, sumsq, mean, m2, m3, m4, low, high = row
-    record = Record(int(n))
-    if "nans" in fields:
-        record.nans, record.infs = int(nans), int(infs)
-    if "sumsq" in fields:
-        record.sumsq = sumsq
-    if fields <= _SQUARES:
-        return record
-    if "mean" in fields:
-        record.center = mean if n > nans + infs else math.nan
-    if "m2" in fields:
-        record.m2 = m2
-    if "m3" in fields:
-        record.m3 = m3
-    if "m4" in fields:
-        record.m4 = m4
-    if "l1" in fields:
-        record.l1 = l1
-    if "zeros" in fields:
-        record.zeros = int(zeros)
-    if "min" in fields:
-        record.min = low
-    if "max" in fields:
-        record.max = high
-    return record
+    if mean is not None and not count:
+        mean = math.nan
+    return Record(int(n), mean, m2, m3, m4, low, high, l1, sumsq, _whole(zeros), _whole(nans), _whole(infs))
+
+
+def _whole(count: float | None) -> int | None:
+    return None if count is None else int(count)

@@ -1,0 +1,182 @@
+"""The compiled kernels: what they take, what a difference is, what a sample is, and that a machine without a compiler loses only time."""
+
+import logging
+import os
+import stat
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
+from ikkuna.numerics import native
+from ikkuna.numerics.float_code import codes, sampled_codes
+from ikkuna.numerics.measure import measure, measure_difference
+from ikkuna.numerics.native import build
+from ikkuna.numerics.statistics import FIELDS, closure
+from ikkuna.testing import RecordingBackend
+
+ALL = closure(f for f in FIELDS if "codes" not in f)
+PAIRS = hnp.arrays(np.float32, st.tuples(st.just(2), st.integers(0, 3000)), elements=st.floats(width=32))
+
+
+@pytest.fixture
+def nothing_built(monkeypatch, tmp_path):
+    """A process that has not looked for kernels yet, and a cache without any."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path / "ikkuna"
+    native.library.cache_clear()
+
+
+@given(PAIRS)
+@settings(deadline=None, max_examples=100)
+def test_the_statistics_of_a_difference_are_those_of_the_subtraction(pair):
+    x, y = torch.from_numpy(pair.copy())
+    want = measure(x - y, ALL)
+    assert repr(measure_difference(x, y.clone(), ALL)) == repr(want)
+
+
+@pytest.mark.parametrize("fields", [ALL, closure(["codes", "m2"])])
+@pytest.mark.parametrize(
+    "make", [lambda x: x, lambda x: x.t(), lambda x: x.bfloat16(), lambda x: x.half(), lambda x: x.double()]
+)
+def test_a_difference_of_any_layout_and_type(make, fields):
+    x, y = make(torch.randn(40, 50)), make(torch.randn(40, 50))
+    want, got = measure(x - y, fields), measure_difference(x, y.clone(), fields)
+    assert got.mean == pytest.approx(want.mean, rel=1e-5, abs=1e-7)
+    assert got.m2 == pytest.approx(want.m2, rel=1e-5)
+    assert (got.codes is None) or (got.codes == want.codes).all()
+
+
+def test_kernels_read_only_what_lies_in_memory_as_it_seems():
+    kernels = native.library()
+    plain = torch.randn(4, 4)
+    assert kernels.takes(plain)
+    lazy_negative = torch.complex(plain, plain).conj().imag
+    assert lazy_negative.is_neg()
+    lazy_zero = torch._efficientzerotensor(4, 4)
+    for x in (lazy_negative, lazy_zero, plain.t(), plain.half(), plain.to_sparse(), plain.to("meta"), torch.empty(0)):
+        assert not kernels.takes(x)
+    assert measure(lazy_negative, ALL).mean == pytest.approx(-plain.mean().item(), rel=1e-5)
+    assert measure(lazy_zero, ALL).zeros == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, 3, 7])
+def test_codes_are_those_of_torchs_operators(dtype, m):
+    x = torch.randn(300_001, dtype=torch.float64)
+    x[::7] *= 1e-30
+    x[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    x = x.to(dtype)
+    assert (codes(x, m) == codes(x, m, compiled=False)).all()
+
+
+def test_a_sample_is_spread_over_the_tensor_and_errs_less_than_drawing_with_replacement():
+    x = torch.arange(1_000_000.0)
+    counts, exact = sampled_codes(x, torch.Generator().manual_seed(1)), codes(x)
+    assert counts.sum() == pytest.approx(len(x), rel=1e-4)
+    share, want = counts.cumsum(0) / len(x), exact.cumsum(0) / len(x)
+    assert (share - want).abs().max() < 2e-5  # of sorted data; with replacement it would be 2e-3
+    assert (sampled_codes(x, torch.Generator().manual_seed(2)) != counts).any()
+
+
+def test_the_sample_of_shuffled_data_errs_as_stated():
+    x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(0))
+    below = [
+        float(sampled_codes(x, torch.Generator().manual_seed(seed))[: 2048 + (126 << 3)].sum()) / len(x)
+        for seed in range(40)
+    ]
+    assert np.mean(below) == pytest.approx((x < 0.5).float().mean().item(), abs=5 * 0.002 / 40**0.5)
+    assert np.std(below) == pytest.approx((0.25 / 65_536) ** 0.5, rel=0.5)
+
+
+def test_a_library_is_built_once_and_found_again(nothing_built):
+    assert native.library() is not None
+    (made,) = nothing_built.iterdir()
+    native.library.cache_clear()
+    before = made.stat().st_mtime_ns
+    assert native.library() is not None
+    assert [path.stat().st_mtime_ns for path in nothing_built.iterdir()] == [before]
+    assert stat.S_IMODE(nothing_built.stat().st_mode) == 0o700
+
+
+def test_where_the_cache_cannot_be_written_the_library_is_made_for_this_process(nothing_built):
+    nothing_built.write_text("a file where the directory should be")
+    assert native.library() is not None
+
+
+def test_a_directory_of_somebody_else_is_not_trusted(nothing_built, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert native.library() is not None
+    assert list(nothing_built.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"PATH": "/nowhere"}, "no C\\+\\+ compiler was found"),
+        ({"CXX": "no-such-compiler"}, "found as 'no-such-compiler'"),
+    ],
+)
+def test_without_a_compiler_the_same_is_measured_after_one_line_in_the_log(
+    nothing_built, monkeypatch, caplog, environment, reason
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.INFO, logger="ikkuna"):
+        assert native.library() is None
+        assert native.library() is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "torch's operators" in line
+    with pytest.raises(RuntimeError, match=reason):
+        build._compiler()
+    assert measure(torch.tensor([3.0, 4.0]), closure(["sumsq"])).l2_norm == 5.0
+
+
+def test_a_library_that_computes_nonsense_is_not_used(nothing_built, monkeypatch, tmp_path):
+    wrong = tmp_path / "kernels.cpp"
+    source = build._SOURCE.read_text()
+    assert "s2 += d * d" in source
+    wrong.write_text(source.replace("s2 += d * d", "s2 += d"))
+    monkeypatch.setattr(build, "_SOURCE", wrong)
+    assert native.library() is None
+
+
+def test_a_compiler_that_fails_is_no_error(nothing_built, monkeypatch, tmp_path):
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is not C++")
+    monkeypatch.setattr(build, "_SOURCE", broken)
+    assert native.library() is None
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+def test_an_exporter_measures_with_the_kernels_it_was_told(kernels, monkeypatch):
+    calls = []
+    monkeypatch.setattr(native.Library, "measure", lambda self, x, fields: calls.append(x) or original(self, x, fields))
+    model = torch.nn.Linear(3, 2)
+    recording = RecordingBackend()
+    with Exporter(message_bus=MessageBus(), kernels=kernels, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(NormSubscriber("weights", backend=recording))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        want = model.weight.norm().item()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert bool(calls) == (kernels == "compiled")
+    assert [value for _, value, _ in recording.values] == [pytest.approx(want, rel=1e-6)]
+
+
+original = native.Library.measure
+
+
+def test_other_kernels_are_refused():
+    from ikkuna.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="kernels must be 'compiled' or 'eager', got 'fast'"):
+        Exporter(message_bus=MessageBus(), kernels="fast")
