@@ -46,12 +46,13 @@ struct Record {
     }
 };
 
-// Look at a row in the precision of A.  The second look is about the first one's mean, whose rounding it corrects.
+// Look at a row in the precision of A, with a mean in double; the second look is about that mean rounded to A, and corrected for it.
 template <class A, class T>
 Record look(const T *x, int n, int wanted) {
     Record row;
     row.n = n;
-    A sum = 0, squares = 0;
+    A squares = 0;
+    double sum = 0;
     if (wanted & LINEAR) {
         A l1 = 0, zeros = 0, low = std::numeric_limits<A>::infinity(), high = -low;
 #pragma omp simd reduction(+ : sum, squares, l1, zeros) reduction(min : low) reduction(max : high)
@@ -73,25 +74,24 @@ Record look(const T *x, int n, int wanted) {
         }
     }
     row.sumsq = squares;
-    row.mean = static_cast<double>(sum) / n;
+    row.mean = sum / n;
     if (wanted & (SECOND | HIGHER)) {
-        const A mean = sum / n;
-        A s1 = 0, s2 = 0, s3 = 0, s4 = 0;
+        const A mean = static_cast<A>(sum / n);
+        A s2 = 0, s3 = 0, s4 = 0;
         if (wanted & HIGHER) {
-#pragma omp simd reduction(+ : s1, s2, s3, s4)
+#pragma omp simd reduction(+ : s2, s3, s4)
             for (int i = 0; i < n; i++) {
                 const A d = x[i] - mean, dd = d * d;
-                s1 += d, s2 += dd, s3 += dd * d, s4 += dd * dd;
+                s2 += dd, s3 += dd * d, s4 += dd * dd;
             }
         } else {
-#pragma omp simd reduction(+ : s1, s2)
+#pragma omp simd reduction(+ : s2)
             for (int i = 0; i < n; i++) {
                 const A d = x[i] - mean;
-                s1 += d, s2 += d * d;
+                s2 += d * d;
             }
         }
-        const double e = static_cast<double>(s1) / n, ee = e * e;
-        row.mean = mean + e;
+        const double e = row.mean - mean, ee = e * e;
         row.m2 = s2 - n * ee > 0 ? s2 - n * ee : 0;
         row.m3 = s3 - 3 * e * s2 + 2 * n * ee * e;
         row.m4 = s4 - 4 * e * s3 + 6 * ee * s2 - 3 * n * ee * ee;
