@@ -15,7 +15,7 @@ __all__ = ["ForwardTaps"]
 
 
 class ForwardTaps:
-    """Puts hooks on modules for a sampled step and takes them off after it, unless a compiler has traced them.
+    """Puts hooks on modules for a sampled step and takes them off before one that is not, unless a compiler has traced them.
 
     A compiled graph holds what the hooks left in it and looks for them at every call, so there they stay, and a switch
     says whether the coming step is sampled.  Whether the model is compiled shows at its first call: until then hooks are on.
@@ -39,6 +39,7 @@ class ForwardTaps:
         self.is_compiled = False
         self._is_settled = False
         self._traced: set[str] = set()
+        self._installed_for: Plan | None = None
         self._taps: dict[str, tuple[ModuleTap, Undo]] = {}
 
     def prepare(self, all_wishes: Plan, next_step: Plan) -> bool:
@@ -79,6 +80,9 @@ class ForwardTaps:
 
     def install(self, plan: Plan) -> bool:
         """Put hooks on the modules whose outputs `plan` wants; say whether any were put."""
+        if plan is self._installed_for:
+            return False
+        self._installed_for = plan
         found = False
         for named in self.modules if plan.forward else ():
             known = self._taps.get(named.name)
@@ -96,8 +100,14 @@ class ForwardTaps:
     def _slot(self, plan: Plan, kind: str, named: NamedModule, had: int | None) -> int | None:
         return self._observer.slot(kind, named.name) if plan.task(kind, named.name) else had
 
+    def keep_for(self, plan: Plan) -> None:
+        """Take hooks off after a step, unless the next one wants the very same."""
+        if not plan.forward or plan is not self._installed_for:
+            self.remove()
+
     def remove(self, everything: bool = False) -> None:
         """Take hooks off, but for those a compiled graph relies on."""
+        self._installed_for = None
         for name in list(self._taps):
             if everything or not (self.is_compiled or name in self._traced):
                 self._taps.pop(name)[1]()

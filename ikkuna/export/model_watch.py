@@ -113,9 +113,8 @@ class ModelWatch:
         self._backward_seen = True
 
     def step_over(self) -> None:
-        """Take off what a step needed, and forget its backward."""
+        """Take off what outlives a backward, and forget that there was one."""
         self._backward_seen = False
-        self.taps.remove()
         lasting, self._lasting = self._lasting, []
         for handle in lasting:
             handle.remove()
@@ -131,7 +130,7 @@ class ModelWatch:
         """Take one call of a module: look at what it returned, and arm the look at its gradient."""
         recomputing = in_backward()
         clock = self._observer.clock
-        if self._observer.blind or not (recomputing or clock.counts(module)):
+        if self._observer.blind or not (recomputing or (self._is_expected and clock.counts(module))):
             return
         if self.is_rootless and not recomputing:
             clock.close_pending()
@@ -141,6 +140,11 @@ class ModelWatch:
                 observe(tensor, activations, path)
             if gradients is not None and tensor.requires_grad:
                 self._lasting += watch_gradient(tensor, gradients, path)
+
+    @property
+    def _is_expected(self) -> bool:
+        """Whether calls of modules belong to something that is recorded, or will open it; hooks stay on between steps."""
+        return self.is_rootless or self._observer.recorder.rows is not None
 
     def loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Take one call of the loss module."""

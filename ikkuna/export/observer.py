@@ -179,6 +179,7 @@ class Observer:
         if self.model.taps.is_found_compiled():
             self.model.reconsider()
         next_plan = self._next_plan()
+        self.model.taps.keep_for(next_plan)
         self.model.taps.turn(next_plan)
         if self.model.is_rootless:
             self.model.taps.install(next_plan)  # no root will tell that the next step begins
@@ -214,7 +215,7 @@ class Observer:
         if name == TRAINING:
             return
         self.clock.close_pending()
-        self.model.step_over()
+        self._leave_pass()
         self.clock.pass_name = name
         self._interrupted, self.recorder = self.recorder, Recorder(self.bus.faults, self.recorder.compiled)
         stamp = self.clock.pass_stamp(name)
@@ -225,7 +226,7 @@ class Observer:
         """Hand what another pass saw to the bus, and go back to training."""
         if self._interrupted is None:
             return
-        self.model.step_over()
+        self._leave_pass()
         if (rows := self.recorder.close()) is not None:
             self.bus.post(Finished(rows, self.recorder.remember, None))
         self._interrupted.unreadable += self.recorder.unreadable
@@ -234,6 +235,10 @@ class Observer:
         if self.clock.is_open:
             self._tap()
         self.bus.drain()
+
+    def _leave_pass(self) -> None:
+        self.model.step_over()
+        self.model.taps.remove()
 
     @contextmanager
     def in_pass(self, name: str) -> Iterator[None]:
