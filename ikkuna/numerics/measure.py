@@ -12,6 +12,7 @@ from ikkuna.numerics.statistics import Record, merge
 __all__ = ["measure", "measure_difference"]
 
 _CODES = frozenset(("codes", "sampled_codes"))
+_COUNTED = _CODES | {"n"}
 
 
 def measure(
@@ -44,7 +45,7 @@ def measure(
     """
     kernels = native.library() if compiled else None
     if kernels is not None and kernels.takes(x):
-        record = kernels.measure(x, fields)
+        record = kernels.measure(x, fields) if fields - _COUNTED else Record(x.numel())
     elif (read := readable(x)) is not None:
         record = _measure_stored(*read, fields, kernels)
     else:

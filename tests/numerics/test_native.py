@@ -96,6 +96,20 @@ def test_the_sample_of_shuffled_data_errs_as_stated():
     assert np.std(below) == pytest.approx((0.25 / 65_536) ** 0.5, rel=0.5)
 
 
+def test_threads_do_not_change_what_is_measured():
+    x = torch.randn(3_000_000) + 1
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = measure(x, ALL)
+        torch.set_num_threads(3)
+        assert measure(x, ALL) == want
+    finally:
+        torch.set_num_threads(threads)
+    assert want.mean == pytest.approx(x.double().mean().item(), rel=1e-14)
+    assert want.m2 == pytest.approx(x.double().var(correction=0).item() * len(x), rel=1e-7)
+
+
 def test_a_library_is_built_once_and_found_again(nothing_built):
     assert native.library() is not None
     (made,) = nothing_built.iterdir()

@@ -2,7 +2,9 @@
 
 import ctypes
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.statistics import Record, merge
 
 __all__ = ["DTYPES", "Library"]
 
@@ -22,6 +24,7 @@ _SUBTRACTED = (torch.float32, torch.float64)
 _LINEAR, _SECOND, _HIGHER = 1, 2, 4
 _ORDER = ("n", "nans", "infs", "zeros", "l1", "sumsq", "mean", "m2", "m3", "m4", "min", "max")
 _SQUARES = frozenset(("n", "sumsq", "nans", "infs"))
+_PART = 1 << 19
 _Row = ctypes.c_double * 12
 
 _Kernel = Callable[..., None]
@@ -69,10 +72,16 @@ class Library:
         )
 
     def measure(self, x: Tensor, fields: frozenset[str]) -> Record:
-        """Return the `fields` of the numbers of `x`."""
-        row = _Row()
-        self._measure[x.dtype](x.data_ptr(), x.numel(), _wanted(fields), row)
-        return _record(row[:], fields)
+        """Return the `fields` of the numbers of `x`; parts of many are measured by as many threads as torch has for an operator."""
+        kernel, wanted = self._measure[x.dtype], _wanted(fields)
+        begin, n = x.data_ptr(), x.numel()
+
+        def part(first: int) -> Record:
+            row = _Row()
+            kernel(begin + first * x.element_size(), min(n - first, _PART), wanted, row)
+            return _record(row[:], fields)
+
+        return part(0) if n <= _PART else merge(*_each(part, range(0, n, _PART)))
 
     def takes_difference(self, x: Tensor, y: Tensor) -> bool:
         """Whether a kernel reads the difference of `x` and `y`."""
@@ -97,6 +106,18 @@ _MEASURE = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
 _DIFFERENCE = (ctypes.c_void_p, *_MEASURE)
 _CODES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
 _SAMPLED = (*_CODES, ctypes.c_uint32)
+
+
+def _each(part: Callable[[int], Record], starts: range) -> Iterator[Record]:
+    """Call `part` with each of `starts`, at once if there are threads; the parts, and so the result, are the same in any case."""
+    threads = torch.get_num_threads()
+    return map(part, starts) if threads == 1 else _pool(threads, os.getpid()).map(part, starts)
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Return the threads of this process; those of a parent do not outlive a fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="ikkuna")
 
 
 def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> _Kernel:
