@@ -1,0 +1,106 @@
+"""Nothing that runs inside a hook waits for a device: no operator whose result the host needs is called with the device's tensors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ikkuna.export.messages import MessageBundle, ModuleMessage
+from ikkuna.export.messages.message import NetworkMessage, Stamp
+from ikkuna.numerics import float_code, inner
+from ikkuna.numerics.device import measure_vectors
+from ikkuna.numerics.statistics import FIELDS, closure
+from tests.subscribers import EVERY_SUBSCRIBER
+
+aten = torch.ops.aten
+WAITING = {
+    *(aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.nonzero, aten.equal, aten.masked_select),
+    *(aten._unique2, aten.unique_dim, aten.bincount, aten.repeat_interleave, aten._linalg_svd, aten._linalg_eigh),
+}
+STAMP = Stamp(0, 0, 0)
+FACTORISING = ("ConditionNumberSubscriber", "RankSubscriber", "AlphaSubscriber")
+"""A factorisation is iterated until the host sees that it has converged; these look rarely, and say so."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuse operators that copy a number to the host before they return."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in WAITING, f"{func} waits for the device"
+        if func is aten.index.Tensor:
+            assert not any(i is not None and i.dtype is torch.bool for i in args[1]), "a mask waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch):
+    """Take the paths of tensors that are elsewhere, with tensors that are here."""
+    monkeypatch.setattr(
+        float_code, "_count", lambda flat, m, half, compiled: float_code._count_on_device(flat, m, half)
+    )
+    monkeypatch.setattr(float_code, "_kernels", lambda flat, compiled: None)
+    monkeypatch.setattr(inner, "_product", lambda x, y: torch.dot(x.double(), y.double()))
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def message_for(subscriber):
+    if subscriber.subscription.together:
+        seen = {"network_output": random(6, 8), "input_labels": torch.arange(6), "loss": random()}
+        return MessageBundle({kind: NetworkMessage(STAMP, kind, seen[kind]) for kind in subscriber.kinds})
+    return ModuleMessage(STAMP, subscriber.kinds[0], random(6, 8), module="a", name="a")
+
+
+def test_the_mode_sees_what_waits():
+    with NoWaiting(), pytest.raises(AssertionError, match="waits"):
+        random(3).sum().item()
+    with NoWaiting(), pytest.raises(AssertionError, match="waits"):
+        random(3)[torch.ones(3, dtype=torch.bool)]
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("shape", [(6, 8), (0,), (), (300_000,)])
+def test_no_statistic_of_a_device_tensor_waits(shape):
+    generator = torch.Generator().manual_seed(0)
+    with NoWaiting():
+        assert measure_vectors(random(*shape), closure(FIELDS), 0.5, 1, generator) is not None
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("name", [n for n, make in EVERY_SUBSCRIBER.items() if make().measures])
+def test_no_measure_of_a_subscriber_waits(name, monkeypatch):
+    subscriber = EVERY_SUBSCRIBER[name]()
+    monkeypatch.setattr(type(subscriber), "network", (), raising=False)
+    with NoWaiting(), torch.no_grad():
+        if name.startswith(FACTORISING):
+            with pytest.raises(AssertionError, match="waits"):
+                subscriber.measure(message_for(subscriber))
+        else:
+            subscriber.measure(message_for(subscriber))
+            subscriber.measure(message_for(subscriber))
+
+
+def test_a_model_is_watched_on_its_device_without_waiting(bus, monkeypatch):
+    """The whole way from hook to row, with tensors that say they are elsewhere."""
+    from ikkuna.export import Exporter
+    from ikkuna.export.recorder import Recorder
+    from ikkuna.export.subscriber import MomentsSubscriber, NormSubscriber
+
+    def on_device(recorder, entry, record, weight=1):
+        raise AssertionError("the host's kernel was used")
+
+    monkeypatch.setattr(Recorder, "_add", on_device)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        for kind in ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates"):
+            bus.register_subscriber(NormSubscriber(kind, backend="null"))
+            bus.register_subscriber(MomentsSubscriber(kind, backend="null"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with NoWaiting():
+            model(random(5, 3)).sum().backward()
+            optimizer.step()
+        assert exporter.health().steps == 1
