@@ -53,6 +53,13 @@ class Attachment:
         self.roots.model = model
         self.look_at(self.roots.all or (Root(model),))
 
+    def the_model(self) -> nn.Module:
+        """Return the module that is the whole network, to be called."""
+        if (model := self.roots.whole) is None:
+            count = len(self.roots.all)
+            raise ConfigError(f"evaluate() needs one model, {count} were added; tell which it is with set_model()")
+        return model
+
     def set_loss(self, loss: nn.Module) -> None:
         """Take `loss` as the module that computes the loss."""
         self.loss = loss

@@ -42,8 +42,11 @@ class Exporter:
         What happens when a subscriber fails after set-up: ``"disable"`` it after ten failures in a row, only ``"log"``,
         or ``"raise"``, for tests and authors of plugins.
     kernels : str
-        ``"compiled"``: one look at a host tensor for all its statistics, by a library that is made once per machine, in a second;
-        ``"eager"``: torch's own operators, which cost more, as also where there is no C++ compiler.
+        ``"compiled"``: one look at a host tensor, by a library that is made once per machine, in a second;
+        ``"eager"``: torch's operators, which cost more, as also where there is no C++ compiler.
+    compiled : str
+        How a model under ``torch.compile`` is watched. ``"in_graph"``: its graph looks, and computes the same bits;
+        ``"eager_on_sample"``: sampled steps run without the compiler, which is what CUDA graphs need.
 
     Raises
     ------
@@ -77,17 +80,18 @@ class Exporter:
         log_dir: str | Path | None = None,
         on_error: str = "disable",
         kernels: str = "compiled",
+        compiled: str = "in_graph",
     ) -> None:
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < -1:
             raise ConfigError(f"depth must be -1 (all) or an int >= 0, got {depth!r}")
-        if kernels not in ("compiled", "eager"):
-            raise ConfigError(f"kernels must be 'compiled' or 'eager', got {kernels!r}")
+        _check_choice("kernels", kernels, "compiled", "eager")
+        _check_choice("compiled", compiled, "in_graph", "eager_on_sample")
         if message_bus is not None and not isinstance(message_bus, MessageBus):
             raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__}")
         self.message_bus = message_bus if message_bus is not None else get_default_bus()
         self.message_bus.faults.set_policy(on_error)
         self.message_bus.attach(self, log_dir)
-        self._observer = Observer(self.message_bus, kernels == "compiled")
+        self._observer = Observer(self.message_bus, kernels == "compiled", compiled == "in_graph")
         self._attachment = Attachment(self._observer, Roots(depth, module_filter), self._names_of_others)
         self._closed = False
         blind_after_fork(self._observer)
@@ -210,12 +214,7 @@ class Exporter:
             If it is not known which module the model is.
         """
         self._require_open()
-        roots = self._attachment.roots
-        if (model := roots.whole) is None:
-            raise ConfigError(
-                f"evaluate() needs one model, {len(roots.all)} were added; tell which it is with set_model()"
-            )
-        loss = self._attachment.loss
+        model, loss = self._attachment.the_model(), self._attachment.loss
         with self.message_bus.faults.looking(), self._observer.in_pass(name):
             evaluation.run(model, loss, batches, visit, forward)
 
@@ -292,3 +291,8 @@ class Exporter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _check_choice(name: str, value: object, first: str, second: str) -> None:
+    if value not in (first, second):
+        raise ConfigError(f"{name} must be {first!r} or {second!r}, got {value!r}")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ikkuna.export.demand import Plan
+from ikkuna.export.stance import Stance
 from ikkuna.export.taps import ModuleTap, Switch, Undo, tap_module, was_compiled
 from ikkuna.modules import NamedModule
 
@@ -23,6 +24,7 @@ class ForwardTaps:
     Parameters
     ----------
     observer : who keeps the step
+    in_graph : whether compiled models are looked at within their graphs; otherwise sampled steps run without the compiler
 
     Attributes
     ----------
@@ -31,19 +33,24 @@ class ForwardTaps:
     is_compiled : whether a compiled root was called
     """
 
-    def __init__(self, observer: "Observer") -> None:
+    def __init__(self, observer: "Observer", in_graph: bool = True) -> None:
         self._observer = observer
+        self.in_graph = in_graph
         self.modules: tuple[NamedModule, ...] = ()
         self.roots: tuple[nn.Module, ...] = ()
-        self.switch = Switch()
+        self.switch = Switch() if in_graph else None
         self.is_compiled = False
-        self._is_settled = False
+        self._is_settled = not in_graph
+        self._stance = Stance()
         self._traced: set[str] = set()
         self._installed_for: Plan | None = None
         self._taps: dict[str, tuple[ModuleTap, Undo]] = {}
 
     def prepare(self, all_wishes: Plan, next_step: Plan) -> bool:
         """Take a change of what is wanted; say whether a compiled model has to be traced anew."""
+        if self.switch is None:
+            self.turn(next_step)
+            return False
         self.switch.root = self._observer.slot("input_data")
         self.switch.inputs, self.switch.outputs = (
             self._observer.slot(kind) if all_wishes.task(kind, None) else -1
@@ -59,11 +66,17 @@ class ForwardTaps:
 
     def is_found_compiled(self) -> bool:
         """Whether a root proves to be compiled that was not known to be."""
-        return not self.is_compiled and any(map(was_compiled, self.roots))
+        return self.in_graph and not self.is_compiled and any(map(was_compiled, self.roots))
 
     def turn(self, plan: Plan) -> None:
-        """Tell traced hooks what the coming step wants."""
-        self.switch.on = plan.is_in_graph
+        """Tell traced hooks what the coming step wants, or have it run eagerly if they are not to be traced."""
+        if self.switch is not None:
+            self.switch.on = plan.is_in_graph
+        self._stance.be_eager(plan.is_in_graph and not self.in_graph)
+
+    def turn_for_pass(self, plan: Plan) -> None:
+        """Have another pass of a compiled model run eagerly if anybody wants to see it: its graph holds no look at a tensor."""
+        self._stance.be_eager(plan.is_in_graph and (self.is_compiled or not self.in_graph))
 
     def settle(self, is_compiled: bool) -> None:
         """Take the call of a root; a first one that is not traced shows that hooks can come and go."""
@@ -108,6 +121,8 @@ class ForwardTaps:
     def remove(self, everything: bool = False) -> None:
         """Take hooks off, but for those a compiled graph relies on."""
         self._installed_for = None
+        if everything:
+            self._stance.be_eager(False)
         for name in list(self._taps):
             if everything or not (self.is_compiled or name in self._traced):
                 self._taps.pop(name)[1]()

@@ -29,6 +29,7 @@ class ModelWatch:
     Parameters
     ----------
     observer : who keeps the step
+    in_graph : whether compiled models are looked at within their graphs
 
     Attributes
     ----------
@@ -39,10 +40,10 @@ class ModelWatch:
     is_rootless : whether the roots themselves are never called, only their parts
     """
 
-    def __init__(self, observer: "Observer") -> None:
+    def __init__(self, observer: "Observer", in_graph: bool = True) -> None:
         self._observer = observer
         self.stopwatch = observer.stopwatch
-        self.taps = ForwardTaps(observer)
+        self.taps = ForwardTaps(observer, in_graph)
         self.resolve: Callable[[], None] = lambda: None
         self.reconsider: Callable[[], None] = lambda: None
         self.sees_loss = False

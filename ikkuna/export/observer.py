@@ -28,7 +28,8 @@ class Observer:
     Parameters
     ----------
     bus : where rows and events go
-    compiled : whether compiled kernels measure, where they are to be had
+    kernels : whether compiled kernels measure, where they are to be had
+    in_graph : whether compiled models are looked at within their graphs
 
     Attributes
     ----------
@@ -36,14 +37,14 @@ class Observer:
     steps : number of training steps seen
     """
 
-    def __init__(self, bus: MessageBus, compiled: bool = True) -> None:
+    def __init__(self, bus: MessageBus, kernels: bool = True, in_graph: bool = True) -> None:
         self.bus = bus
         self.parameters = TrackedParameters()
         self.clock = Clock(self.parameters)
         self.clock.listen(self)
-        self.recorder = Recorder(bus.faults, compiled)
+        self.recorder = Recorder(bus.faults, kernels)
         self.stopwatch = Stopwatch()
-        self.model = ModelWatch(self)
+        self.model = ModelWatch(self, in_graph)
         self.optimizers = OptimizerWatch(self)
         self._blind = False
         self.steps = 0
@@ -221,6 +222,7 @@ class Observer:
         stamp = self.clock.pass_stamp(name)
         self.recorder.open(stamp, self._demand.plan(self.bus.subscriptions, stamp))
         self._tap()
+        self.model.taps.turn_for_pass(self.recorder.plan)
 
     def end_pass(self) -> None:
         """Hand what another pass saw to the bus, and go back to training."""
@@ -234,6 +236,7 @@ class Observer:
         self.clock.pass_name = TRAINING
         if self.clock.is_open:
             self._tap()
+        self.model.taps.turn(self.recorder.plan if self.clock.is_open else self._next_plan())
         self.bus.drain()
 
     def _leave_pass(self) -> None:

@@ -214,7 +214,7 @@ def watch_gradient(
 
 
 def tap_module(
-    module: nn.Module, owner: Any, slots: tuple[int | None, int | None], switch: Switch, first: bool
+    module: nn.Module, owner: Any, slots: tuple[int | None, int | None], switch: Switch | None, first: bool
 ) -> tuple[ModuleTap, Undo]:
     """Tell `owner` of each call of a module: ``module_called(*slots, module, args, output)``.
 
@@ -223,14 +223,14 @@ def tap_module(
     module : whose
     owner : who is told
     slots : of its activations and of their gradients, ``None`` for what is not wanted
-    switch : what a traced call asks
+    switch : what a traced call asks; without one it leaves nothing in the graph
     first : put the hook before others, which the root needs: its hook is installed from within its own call
     """
     tap = ModuleTap(owner, *slots, switch)
     return tap, _removing((module.register_forward_hook(tap, prepend=first),))
 
 
-def tap_root(module: nn.Module, owner: Any, switch: Switch) -> Undo:
+def tap_root(module: nn.Module, owner: Any, switch: Switch | None) -> Undo:
     """Tell `owner` when a root is entered (``root_entered(module, args, kwargs)``) and left (``root_left(module, args, output)``)."""
     entered = module.register_forward_pre_hook(RootEntered(owner, "root_entered", switch), with_kwargs=True)
     left = module.register_forward_hook(RootLeft(owner, "root_left", switch), always_call=True)

@@ -276,3 +276,65 @@ def test_a_first_step_that_is_not_sampled_is_made_up_for(bus):
     train(compiled, model, loss, optimizer, steps=4)
     exporter.close()
     assert {step for _, _, step in values(recording)} == {8}
+
+
+def test_another_pass_of_a_compiled_model_runs_eagerly_and_is_seen(bus):
+    model, loss, optimizer = make(dropout=0.0)
+    model.compile(backend="aot_eager", fullgraph=True)
+    exporter, recording = watched(bus, model, model, loss, kinds=["activations"])
+    bus.register_subscriber(NormSubscriber("activations", publishes="testing_norm", tag="testing", backend=recording))
+    train(model, model, loss, optimizer, steps=2)
+    graphs = counters["stats"]["unique_graphs"]
+    x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(2))
+    outputs = []
+    model.head.register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))
+    exporter.evaluate([x])
+    exporter.close()
+    assert counters["stats"]["unique_graphs"] == graphs
+    got = {name: value for (kind, name, _), value in values(recording).items() if kind == "testing_norm"}
+    assert got["head"] == pytest.approx(outputs[0].norm().item(), rel=1e-6)
+    assert {"up", "shared", "norm", "head", "block.0"} <= got.keys()
+
+
+@pytest.mark.parametrize("way", ["wrapper", "method"])
+def test_eager_on_sample_leaves_the_graph_alone_and_runs_sampled_steps_without_the_compiler(way, bus):
+    runs = []
+
+    def backend(graph, inputs):
+        targets = {str(node.target) for node in graph.graph.nodes}
+        assert not any("ikkuna" in target for target in targets), targets
+        return lambda *args: runs.append(exporter.state_dict()["global_step"]) or graph.forward(*args)
+
+    model, loss, optimizer = make()
+    plain = train(model, model, loss, optimizer, steps=5)
+    model, loss, optimizer = make()
+    compiled = compile_it(model, way, backend)
+    recording = RecordingBackend()
+    exporter = Exporter(message_bus=bus, compiled="eager_on_sample", on_error="raise")
+    exporter.add_modules(compiled)
+    exporter.set_loss(loss)
+    for kind in MODULE_KINDS:
+        bus.register_subscriber(NormSubscriber(kind, subsample=2, backend=recording))
+    seen = train(compiled, model, loss, optimizer, steps=5)
+    assert runs == [1, 3]
+    assert counters["stats"]["unique_graphs"] == 1
+    same(plain, seen)  # the backend is the same operators, so here even this holds
+    exporter.close()
+    assert {step for _, _, step in values(recording)} == {0, 2, 4}
+    kinds = {kind for kind, _, _ in values(recording)}
+    assert kinds == {f"{kind}_norm2" for kind in MODULE_KINDS}
+    train(compiled, model, loss, optimizer, steps=1)
+    assert len(runs) == 3, "after close() the compiler is in charge again"
+
+
+def test_eager_on_sample_puts_back_the_stance_the_user_chose(bus):
+    model, loss, optimizer = make()
+    compiled = torch.compile(model, backend="eager")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        chosen = torch._dynamo.eval_frame._stance
+        with Exporter(message_bus=bus, compiled="eager_on_sample") as exporter:
+            exporter.add_modules(compiled)
+            bus.register_subscriber(NormSubscriber("activations", backend="null"))
+            assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+            train(compiled, model, loss, optimizer, steps=1)
+        assert torch._dynamo.eval_frame._stance == chosen
