@@ -32,6 +32,8 @@ docs: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/overhead.py --compiled
+	$(BIN)/python benchmarks/scaling.py
 
 clean:
 	rm -rf .venv sphinx/build

@@ -3,7 +3,7 @@
 The floor is one ``sum()`` of each tensor of the five kinds weights, weight gradients, weight updates (clone and subtraction included),
 activations and layer gradients of every layer, in every step.  Overhead is the ratio to the unmonitored step, less one.
 
-    python benchmarks/overhead.py [--models mlp conv transformer] [--rounds 40] [--variants norms full …]
+    python benchmarks/overhead.py [--models mlp conv transformer] [--rounds 40] [--variants norms full …] [--compiled]
 """
 
 import argparse
@@ -120,25 +120,36 @@ def floor(work: Workload) -> None:
     work.optimizer.register_step_post_hook(ends)
 
 
-def watched(make: Callable[[str], Subscriber]) -> Callable[[Workload], None]:
+def watched(make: Callable[[str], Subscriber], **options: str) -> Callable[[Workload], Exporter]:
     """Watch the five kinds with subscribers made by `make`."""
 
-    def attach(work: Workload) -> None:
-        exporter = Exporter(message_bus=MessageBus(), on_error="raise")
+    def attach(work: Workload) -> Exporter:
+        exporter = Exporter(message_bus=MessageBus(), on_error="raise", **options)
         exporter.add_modules(work.model)
         for kind in KINDS:
             exporter.message_bus.register_subscriber(make(kind))
         work.close = exporter.close
+        return exporter
 
     return attach
 
 
-def norms(subsample: int = 1) -> Callable[[Workload], None]:
-    return watched(lambda kind: NormSubscriber(kind, subsample=subsample, backend=NullBackend()))
+def norms(subsample: int = 1, **options: str) -> Callable[[Workload], Exporter]:
+    return watched(lambda kind: NormSubscriber(kind, subsample=subsample, backend=NullBackend()), **options)
 
 
-def fields(names: tuple[str, ...], subsample: int = 1) -> Callable[[Workload], None]:
-    return watched(lambda kind: Fields(kind, names, subsample=subsample))
+def fields(names: tuple[str, ...], subsample: int = 1, **options: str) -> Callable[[Workload], Exporter]:
+    return watched(lambda kind: Fields(kind, names, subsample=subsample), **options)
+
+
+def compiled(watch: Callable[[Workload], object]) -> Callable[[Workload], None]:
+    """Compile the model, and watch it."""
+
+    def attach(work: Workload) -> None:
+        work.model.compile()
+        watch(work)
+
+    return attach
 
 
 def by_hand(work: Workload) -> None:
@@ -199,11 +210,14 @@ def wandb_watch(work: Workload) -> None:
     work.close = run.finish
 
 
-VARIANTS: dict[str, Callable[[Workload], None]] = {
+VARIANTS: dict[str, Callable[[Workload], object]] = {
     "floor": floor,
     "norms": norms(),
     "full": fields(FULL),
     "full+m3,m4": fields((*FULL, "m3", "m4")),
+    "norms, eager kernels": norms(kernels="eager"),
+    "full, eager kernels": fields(FULL, kernels="eager"),
+    "full+m3,m4, eager kernels": fields((*FULL, "m3", "m4"), kernels="eager"),
     "histograms sampled": fields(("sampled_codes", "min", "max")),
     "histograms exact": fields(("codes", "min", "max")),
     "norms every 10th": norms(10),
@@ -215,13 +229,23 @@ VARIANTS: dict[str, Callable[[Workload], None]] = {
 }
 
 
-def measure(model: str, variants: list[str], rounds: int) -> dict[str, float]:
-    """Return the overhead of each variant: the median, over interleaved rounds of ten steps, of the ratio to the bare step, less one."""
+COMPILED: dict[str, Callable[[Workload], object]] = {
+    "norms": compiled(norms()),
+    "full": compiled(fields(FULL)),
+    "norms every 10th": compiled(norms(10)),
+    "idle": compiled(norms(10**9)),
+}
+
+
+def measure(
+    model: str, variants: dict[str, Callable[[Workload], object]], reference: Callable[[Workload], object], rounds: int
+) -> dict[str, float]:
+    """Return the overhead of each variant: the median, over interleaved rounds, of the ratio to the reference's step, less one."""
     works = {}
-    for name in ["bare", *variants]:
+    for name, attach in {"bare": reference, **variants}.items():
         torch.manual_seed(0)
         works[name] = MODELS[model]()
-        {"bare": bare, **VARIANTS}[name](works[name])
+        attach(works[name])
     steps = 10 if any("10th" in name for name in variants) else 2
     times: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(rounds + 1):
@@ -244,13 +268,19 @@ def main() -> None:
     parser.add_argument(
         "--variants", nargs="+", default=[v for v in VARIANTS if v != "wandb.watch"], choices=list(VARIANTS)
     )
+    parser.add_argument("--compiled", action="store_true", help="compare compiled models with compiled models")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    variants = ["floor", *(v for v in arguments.variants if v != "floor")]
     for model in arguments.models:
-        overheads = measure(model, variants, arguments.rounds)
+        if arguments.compiled:
+            overheads = measure(model, COMPILED, compiled(bare), arguments.rounds)
+            print(f"\n| {model}, compiled | overhead |\n|---|---|")
+            print("\n".join(f"| {name} | {overhead:.3f} |" for name, overhead in overheads.items()))
+            continue
+        variants = {name: VARIANTS[name] for name in dict.fromkeys(("floor", *arguments.variants))}
+        overheads = measure(model, variants, bare, arguments.rounds)
         print(f"\n| {model} | overhead | floors |\n|---|---|---|")
         for name, overhead in overheads.items():
             print(f"| {name} | {overhead:.3f} | {overhead / overheads['floor']:.2f} |")

@@ -1,0 +1,139 @@
+"""How cost grows with modules, with the size of a tensor and with values; and whether health() tells the truth about it.
+
+Process CPU time, one thread; what is compared is interleaved, and medians of ratios are taken.
+
+    python benchmarks/scaling.py [--only modules sizes sink health] [--rounds 9]
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from overhead import FULL, MODELS, Workload, bare, fields, norms
+from torch import nn
+
+from ikkuna.numerics.measure import measure
+from ikkuna.numerics.statistics import closure
+from ikkuna.visualization.backend import Series
+from ikkuna.visualization.run import Run
+from ikkuna.visualization.tensorboard import TensorBoardBackend
+
+MODULES = (10, 100, 1_000, 10_000)
+SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 50_000_000)
+FIELDS = {
+    "norm": ("sumsq",),
+    "full": FULL,
+    "full+m3,m4": (*FULL, "m3", "m4"),
+    "exact histogram": ("codes", "min", "max"),
+    "sampled histogram": ("sampled_codes", "min", "max"),
+}
+
+
+def cpu_time(function: Callable[[], object], times: int = 1) -> float:
+    start = time.process_time()
+    for _ in range(times):
+        function()
+    return (time.process_time() - start) / times
+
+
+def wall_time(function: Callable[[], object], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        function()
+    return time.perf_counter() - start
+
+
+def chain(length: int) -> Workload:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(length)))
+    return Workload(layers, torch.randn(4, 8), torch.randint(0, 8, (4,)))
+
+
+def over_modules(rounds: int) -> None:
+    """Print what norms of five kinds cost for each module of a chain of small layers, five values each."""
+    print("\n| modules | bare step (ms) | µs more a module |\n|---|---|---|")
+    for count in MODULES:
+        plain, watched = chain(count), chain(count)
+        norms()(watched)
+        steps = max(1, 1_000 // count)
+        rounds_here = max(3, rounds // (1 + count // 1_000))
+        pairs = [(cpu_time(plain.step, steps), cpu_time(watched.step, steps)) for _ in range(rounds_here + 1)][1:]
+        watched.close()
+        more = statistics.median(b - a for a, b in pairs) / count
+        print(f"| {count:,} | {statistics.median(a for a, _ in pairs) * 1e3:.2f} | {more * 1e6:.0f} |")
+
+
+def over_sizes(rounds: int) -> None:
+    """Print what each set of statistics of one tensor costs, as multiples of its ``sum()``, compiled and eager."""
+    print("\n| elements | sum (µs) | " + " | ".join(f"{name}, compiled / eager" for name in FIELDS) + " |")
+    print("|---" * (len(FIELDS) + 2) + "|")
+    for size in SIZES:
+        x = torch.randn(size)
+        times = max(1, 2_000_000 // size)
+        sums: list[float] = []
+        costs: dict[tuple[str, bool], list[float]] = {(name, c): [] for name in FIELDS for c in (True, False)}
+        for _ in range(rounds):
+            sums.append(cpu_time(lambda: x.sum().item(), times))  # noqa: B023  # called within the round
+            for (name, compiled), ratios in costs.items():
+                asked = closure(FIELDS[name])
+                took = cpu_time(lambda: measure(x, asked, compiled=compiled), times)  # noqa: B023
+                ratios.append(took / sums[-1])
+        cells = (f"{statistics.median(costs[n, True]):.1f} / {statistics.median(costs[n, False]):.1f}" for n in FIELDS)
+        print(f"| {size:,} | {statistics.median(sums) * 1e6:.0f} | " + " | ".join(cells) + " |")
+
+
+def sink(rounds: int) -> None:
+    """Print what a scalar costs on its way from a run into TensorBoard's file, the writer's thread included."""
+    series = [Series("weights_norm2", f"layer.{i}") for i in range(300)]
+    costs = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as directory:
+            run, backend = Run(directory), TensorBoardBackend()
+
+            def write(run: Run = run, backend: TensorBoardBackend = backend) -> None:
+                for step in range(500):
+                    for one in series:
+                        run.show(one, 0.5, step, (backend,))
+                    run.commit(step)
+                run.close(None)
+
+            costs.append(cpu_time(write) / (500 * len(series)))
+    print(f"\nThe sink: {statistics.median(costs) * 1e6:.1f} µs of CPU time a scalar, 300 values a step, 500 steps")
+
+
+def health(rounds: int) -> None:
+    """Print the overhead that is measured from outside beside what the exporter says of itself."""
+    print("\n| model | statistics | measured | by health() |\n|---|---|---|---|")
+    for name, make in MODELS.items():
+        for label, attach in {"norms": norms(), "full": fields(FULL)}.items():
+            plain, watched = make(), make()
+            bare(plain)
+            exporter = attach(watched)
+            steps = 4
+            ratios = []
+            for _ in range(rounds + 1):
+                ratios.append(wall_time(watched.step, steps) / wall_time(plain.step, steps) - 1)
+            said = exporter.health().overhead
+            watched.close()
+            print(f"| {name} | {label} | {statistics.median(ratios[1:]):.3f} | {said:.3f} |")
+
+
+PARTS = {"modules": over_modules, "sizes": over_sizes, "sink": sink, "health": health}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for part in arguments.only:
+        PARTS[part](arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
