@@ -12,6 +12,7 @@ from ikkuna.export import evaluation
 from ikkuna.export.at_exit import close_at_exit
 from ikkuna.export.attachment import Attachment
 from ikkuna.export.clock import TRAINING
+from ikkuna.export.closing import close_at_exit
 from ikkuna.export.health import Health, health_of
 from ikkuna.export.messages.bus import MessageBus, get_default_bus
 from ikkuna.export.observer import Observer
@@ -98,6 +99,11 @@ class Exporter:
         close_at_exit(self)
 
     # -- what to look at ------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The one module that is the model; ``None`` where several were added and it was not told."""
+        return self._attachment.roots.whole
 
     @property
     def modules(self) -> tuple[NamedModule, ...]:
@@ -188,7 +194,7 @@ class Exporter:
     def evaluate(
         self,
         batches: Iterable[Any],
-        name: str = "testing",
+        name: str | None = "testing",
         *,
         visit: Callable[[Any, Any], object] | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -201,8 +207,8 @@ class Exporter:
         ----------
         batches : iterable of pairs (inputs, labels), or of inputs alone
             Moved to the model's device.  The loss module, if one was set, is called with outputs and labels.
-        name : str
-            The pass; subscribers listen to it with ``tag=name``.
+        name : str, optional
+            The pass; subscribers listen to it with ``tag=name``.  Nobody looks at one without a name.
         visit : callable, optional
             Called with the outputs and labels of each batch.
         forward : callable, optional
@@ -215,6 +221,10 @@ class Exporter:
         """
         self._require_open()
         model, loss = self._attachment.the_model(), self._attachment.loss
+        if name is None:
+            with self.paused():
+                evaluation.run(model, None, batches, visit, forward)
+            return
         with self.message_bus.faults.looking(), self._observer.in_pass(name):
             evaluation.run(model, loss, batches, visit, forward)
 
