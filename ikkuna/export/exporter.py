@@ -254,11 +254,8 @@ class Exporter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Look away for the time of a ``with`` block."""
-        was, self._observer.blind = self._observer.blind, True
-        try:
+        with self._observer.looking_away():
             yield
-        finally:
-            self._observer.blind = was
 
     @contextmanager
     def detached(self) -> Iterator[None]:

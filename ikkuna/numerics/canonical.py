@@ -13,7 +13,16 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.similarity import centred
 
-__all__ = ["SVCCA", "Chance", "canonical_correlations", "chance_level", "principal_basis", "pwcca", "svcca", "svcca_of_bases"]
+__all__ = [
+    "SVCCA",
+    "Chance",
+    "canonical_correlations",
+    "chance_level",
+    "principal_basis",
+    "pwcca",
+    "svcca",
+    "svcca_of_bases",
+]
 
 
 class _Basis(NamedTuple):
