@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ikkuna.export.clock import TRAINING
 from ikkuna.export.demand import Plan
 from ikkuna.export.stance import Stance
 from ikkuna.export.taps import ModuleTap, Switch, Undo, tap_module, was_compiled
@@ -83,7 +84,10 @@ class ForwardTaps:
         self.is_compiled = self.is_compiled or is_compiled
         if not self._is_settled:
             self._is_settled = True
-            if not self._observer.clock.is_open:  # in an open step what is there is there for it
+            clock = self._observer.clock
+            if (
+                not clock.is_open and clock.pass_name == TRAINING
+            ):  # in an open step or pass what is there is there for it
                 self.remove()
 
     def was_traced(self, module: str | None) -> None:

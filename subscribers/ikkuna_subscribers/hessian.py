@@ -114,6 +114,7 @@ class HessianSubscriber(ProbeSubscriber):
         name_results(options, *kinds, *(["hessian_density"] if density else []))
         super().__init__(dataset, seed=seed, batch_size=_length(dataset), **options)
         self.loss = loss
+        self._numbers = self.publishes[: len(kinds)]
         self.top, self.steps, self.trace, self.density, self.bins, self.seed = (
             top,
             steps or 0,
@@ -141,11 +142,14 @@ class HessianSubscriber(ProbeSubscriber):
         return list(dict.fromkeys(found))
 
     def _emit_all(self, message: NetworkMessage, product: HessianProduct) -> None:
-        values = [*self._eigenvalues(product), *self._trace_of(product)]
+        healthy = bool(product.loss.isfinite().all() and product.gradient.isfinite().all())
+        values = (
+            [*self._eigenvalues(product), *self._trace_of(product)] if healthy else [math.nan] * len(self.publishes)
+        )
         why = "the loss or a derivative is not finite, or there are fewer distinct eigenvalues"
-        for kind, value in zip(self.publishes, values, strict=False):
+        for kind, value in zip(self._numbers, values, strict=False):
             self.emit_whole(message, value, kind, why)
-        if self.density:
+        if self.density and healthy:
             options = self._options(product)
             density = spectral_density(product, product.size, self.steps, self.density, **options)
             if (buckets := _buckets(density, self.bins, product.size)) is not None:
