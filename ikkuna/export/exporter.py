@@ -12,7 +12,6 @@ from ikkuna.export import evaluation
 from ikkuna.export.at_exit import close_at_exit
 from ikkuna.export.attachment import Attachment
 from ikkuna.export.clock import TRAINING
-from ikkuna.export.closing import close_at_exit
 from ikkuna.export.health import Health, health_of
 from ikkuna.export.messages.bus import MessageBus, get_default_bus
 from ikkuna.export.observer import Observer

@@ -123,18 +123,20 @@ def hsic_matrix(representations: Sequence[Tensor]) -> Tensor:
     return hsic_of_grams(torch.stack([gram_matrix(x) for x in representations]))
 
 
-def hsic_of_grams(grams: Tensor) -> Tensor:
+def hsic_of_grams(grams: Tensor, others: Tensor | None = None) -> Tensor:
     r"""Return what :func:`hsic_matrix` does, for results of :func:`gram_matrix` that may have been kept from before.
 
     Parameters
     ----------
     grams : Tensor
-        ``(layers, n, n)``, of the same n inputs.
+        ``(layers, n, n)``, of n inputs.
+    others : Tensor, optional
+        ``(others, n, n)``, of the same inputs: what to compare with; by default each other.
 
     Returns
     -------
     Tensor
-        ``(layers, layers)``, float64; NaN for fewer than 4 inputs.
+        ``(layers, others)``, float64; NaN for fewer than 4 inputs.
 
     Examples
     --------
@@ -142,13 +144,15 @@ def hsic_of_grams(grams: Tensor) -> Tensor:
     >>> torch.equal(hsic_of_grams(torch.stack([gram_matrix(x)])), hsic_matrix([x]))
     True
     """
-    size, n = len(grams), grams.shape[-1]
-    if n < 4:
-        return torch.full((size, size), torch.nan, dtype=torch.float64)
+    n = grams.shape[-1]
     sums = grams.sum(2)
-    totals = sums.sum(1)
-    traces = grams.flatten(1) @ grams.flatten(1).mT
-    parts = traces + torch.outer(totals, totals) / ((n - 1) * (n - 2)) - 2 / (n - 2) * (sums @ sums.mT)
+    other_sums = sums if others is None else others.sum(2)
+    others = grams if others is None else others
+    if n < 4:
+        return torch.full((len(grams), len(others)), torch.nan, dtype=torch.float64)
+    traces = grams.flatten(1) @ others.flatten(1).mT
+    totals = torch.outer(sums.sum(1), other_sums.sum(1))
+    parts = traces + totals / ((n - 1) * (n - 2)) - 2 / (n - 2) * (sums @ other_sums.mT)
     return parts / (n * (n - 3))
 
 

@@ -1,7 +1,8 @@
 """How alike a layer is to what it was, and to other layers."""
 
+import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ __all__ = ["CKASubscriber"]
 
 _LEAST = 4  # inputs of a batch for which the debiased estimate exists
 Grams = list[Tensor]
+"""Of one layer, for each batch."""
+
+
+class _Kept(NamedTuple):
+    """A layer as it was: its Gram matrices, and its independence of itself."""
+
+    grams: Grams
+    own: float
 
 
 class CKASubscriber(ProbeSubscriber):
@@ -81,7 +90,7 @@ class CKASubscriber(ProbeSubscriber):
         batch_size: int = 256,
         **options: Any,
     ) -> None:
-        self.references: References[Grams] = References("CKASubscriber", to)
+        self.references: References[_Kept] = References("CKASubscriber", to)
         kinds = [f"cka_to_{what}" for what in self.references.names]
         kinds += ["cka_between_layers"] if between_layers else []
         if not kinds:
@@ -98,7 +107,7 @@ class CKASubscriber(ProbeSubscriber):
 
     def look(self, message: NetworkMessage | None) -> None:
         """Compare every layer with what is kept of it, and with the others."""
-        found: dict[str, Grams] = {}
+        batches: list[dict[str, Tensor]] = []
 
         def take(batch: dict[str, Tensor]) -> None:
             rows = {name: self._rows(output) for name, output in batch.items()}
@@ -108,40 +117,57 @@ class CKASubscriber(ProbeSubscriber):
                     f"CKASubscriber needs layers whose first axis is the batch, got rows {each}; see modules="
                 )
             if sizes and min(sizes) >= _LEAST:  # a smaller last batch has no estimate
-                for name, x in rows.items():
-                    found.setdefault(name, []).append(gram_matrix(x))
+                batches.append({name: gram_matrix(x) for name, x in rows.items()})
 
         self.outputs(take)
-        if message is not None:
-            self._compare(message, found)
-        self.references.keep(found)
+        names = [name for name in (batches[0] if batches else ()) if all(name in batch for batch in batches)]
+        layers = [[batch[name] for batch in batches] for name in names]
+        if names:
+            own = _independence(layers)
+            if message is not None:
+                self._compare(message, names, layers, own)
+            found = zip(names, layers, own.diagonal().tolist(), strict=True)
+            self.references.keep({name: _Kept(grams, value) for name, grams, value in found})
 
     def _rows(self, output: Tensor) -> Tensor:
         return to_rows(output, pool=True) if self.pool or output.ndim < 2 else output.detach().flatten(1).double()
 
-    def _compare(self, message: NetworkMessage, found: dict[str, Grams]) -> None:
-        why = "its outputs are constant or not finite, or too few"
-        for name, grams in found.items():
-            for kind, kept in zip(self.publishes, self.references.of(name), strict=False):
-                if kept is not None:
-                    value = _alignment([grams, kept])[0, 1].item() if _fit(grams, kept) else torch.nan
-                    self.emit_of(message, name, value, kind, why=why)
-        if self.between_layers and len(found) > 1:
-            matrix = _alignment(list(found.values()))
-            kind = self.publishes[-1]
-            others = (matrix.sum(1) - matrix.diagonal()) / (len(matrix) - 1)
-            for name, value in zip(found, others.tolist(), strict=True):
-                self.emit_of(message, name, value, kind)
-            names = tuple(found)
-            self.show(message.carrying(None, kind=kind), Matrix(names, names, matrix.cpu().numpy(), (0.0, 1.0)))
+    def _compare(self, message: NetworkMessage, names: list[str], layers: list[Grams], own: Tensor) -> None:
+        why = "its outputs are constant or not finite, or their number has changed"
+        for i, kind in enumerate(self.publishes[: len(self.references.names)]):
+            kept = {j: known for j, name in enumerate(names) if (known := self.references.of(name)[i]) is not None}
+            fitting = [j for j, known in kept.items() if _fit(layers[j], known.grams)]
+            values = dict.fromkeys(kept, math.nan)
+            if fitting:
+                both = _independence([layers[j] for j in fitting], [kept[j].grams for j in fitting]).diagonal()
+                for j, value in zip(fitting, both.tolist(), strict=True):
+                    values[j] = _ratio(value, own[j, j].item(), kept[j].own)
+            for j, value in values.items():
+                self.emit_of(message, names[j], value, kind, why=why)
+        if self.between_layers and len(names) > 1:
+            self._show_all(message, names, cka_of_hsic(own))
+
+    def _show_all(self, message: NetworkMessage, names: list[str], matrix: Tensor) -> None:
+        kind = self.publishes[-1]
+        others = (matrix.sum(1) - matrix.diagonal()) / (len(matrix) - 1)
+        for name, value in zip(names, others.tolist(), strict=True):
+            self.emit_of(message, name, value, kind)
+        shown = Matrix(tuple(names), tuple(names), matrix.cpu().numpy(), (0.0, 1.0))
+        self.show(message.carrying(None, kind=kind), shown)
 
 
-def _alignment(layers: list[Grams]) -> Tensor:
-    """Return the CKA of all pairs, from the Gram matrices of each batch; larger batches weigh more."""
-    batches = zip(*layers, strict=True)
-    sums = sum(len(grams[0]) * hsic_of_grams(torch.stack(grams)) for grams in batches)
-    assert isinstance(sums, Tensor)
-    return cka_of_hsic(sums)
+def _independence(layers: list[Grams], others: list[Grams] | None = None) -> Tensor:
+    """Return the independence of all pairs, from the Gram matrices of each batch; larger batches weigh more."""
+    sides = (layers,) if others is None else (layers, others)
+    parts = []
+    for i, first in enumerate(layers[0]):
+        stacks = [torch.stack([grams[i] for grams in side]) for side in sides]
+        parts.append(len(first) * hsic_of_grams(*stacks))
+    return torch.stack(parts).sum(0)
+
+
+def _ratio(both: float, one: float, other: float) -> float:
+    return both / math.sqrt(one) / math.sqrt(other) if one > 0 and other > 0 else math.nan
 
 
 def _fit(one: Grams, other: Grams) -> bool:
