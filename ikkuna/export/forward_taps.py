@@ -85,9 +85,8 @@ class ForwardTaps:
         if not self._is_settled:
             self._is_settled = True
             clock = self._observer.clock
-            if (
-                not clock.is_open and clock.pass_name == TRAINING
-            ):  # in an open step or pass what is there is there for it
+            in_use = clock.is_open or clock.pass_name != TRAINING  # what is there is there for the step or pass
+            if not in_use:
                 self.remove()
 
     def was_traced(self, module: str | None) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -66,10 +65,7 @@ def watch_attention(model: nn.Module, take: Take, named: NamedProjections | None
         running = [(type(model).__name__.lower(), nn.Module())]  # a function that calls the model may attend by itself
         for name, module in model.named_modules():
             _watch_module(stack, name or type(module).__name__.lower(), module, running, take)
-        fast = torch.backends.mha.get_fastpath_enabled()
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-        torch.backends.mha.set_fastpath_enabled(False)  # it does not call the module
-        stack.enter_context(_Calls(running, take))
+        stack.enter_context(_Calls(running, take))  # under it transformers do not take their fast path past the modules
         yield
 
 

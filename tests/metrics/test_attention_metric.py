@@ -113,10 +113,16 @@ def test_keys_of_another_width():
 def test_a_transformer_in_evaluation_mode_is_seen_though_it_has_a_fast_path():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    found = looked(lambda **o: AttentionSubscriber(random(BATCH, LENGTH, WIDTH), every=1, **o), model, unchanged)
+    model = nn.TransformerEncoder(layer, 2)
+    x = random(BATCH, LENGTH, WIDTH)
+    found = looked(
+        lambda **o: AttentionSubscriber(x, forward=lambda m, x: m(x, src_key_padding_mask=PADDING), every=1, **o),
+        *(model, unchanged),
+    )
+    expected = weights_of(model.layers[0].self_attn, x, key_padding_mask=PADDING)
+    got = [found["attention_entropy", f"layers.0.self_attn:head_{h}"][0] for h in range(HEADS)]
+    assert got == pytest.approx([entropy for entropy, _ in expected], abs=1e-6)
     assert {name for _, name in found} == {f"layers.{i}.self_attn:head_{h}" for i in range(2) for h in range(HEADS)}
-    assert torch.backends.mha.get_fastpath_enabled()
 
 
 class Grouped(nn.Module):

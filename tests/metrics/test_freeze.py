@@ -28,7 +28,7 @@ def trained(steps, model, metric=CKASubscriber, **options):
         kind = "svcca_to_previous" if metric is SVCCASubscriber else "cka_to_previous"
         bus.register_subscriber(FreezeSubscriber(kind, backend=recording, **options))
         for _ in range(steps):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # a gradient of zero would let momentum and decay go on
             model(probe).square().mean().backward()
             optimizer.step()
             states.append([p.detach().clone() for p in model.parameters()])

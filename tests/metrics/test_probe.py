@@ -225,14 +225,34 @@ def test_a_skipped_step_is_not_looked_at():
     assert len(curves(recording)["cka_to_init", "0"]) == 1
 
 
+class Positional(nn.Module):
+    """A class of one's own: a bare `Sequential` is not compiled in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(self.fc(x).relu())
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_is_looked_at_uncompiled(in_place):
-    m = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    """Compiled code would know nothing of hooks that come and go, or be compiled again for them."""
+    m, graphs = Positional(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
     if in_place:
-        m.compile(backend="eager")
+        m.compile(backend=backend)
         compiled = m
     else:
-        compiled = torch.compile(m, backend="eager")
+        compiled = torch.compile(m, backend=backend)
     compiled(torch.ones(2, 4))
-    found = looked(lambda **o: CKASubscriber(torch.randn(9, 4), every=1, **o), compiled, unchanged)
-    assert found["cka_to_init", "0"] == [pytest.approx(1.0)]
+    found = looked(
+        lambda **o: CKASubscriber(torch.randn(9, 4), every=1, **o), *(compiled, unchanged, unchanged), on_error="log"
+    )
+    assert found["cka_to_init", "fc"] == [pytest.approx(1.0)] * 2
+    assert len(graphs) == 1
