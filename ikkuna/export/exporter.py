@@ -1,7 +1,7 @@
 """What a person adds to a training script."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -219,12 +219,9 @@ class Exporter:
             If it is not known which module the model is.
         """
         self._require_open()
-        model, loss = self._attachment.the_model(), self._attachment.loss
-        if name is None:
-            with self.paused():
-                evaluation.run(model, None, batches, visit, forward)
-            return
-        with self.message_bus.faults.looking(), self._observer.in_pass(name):
+        model = self._attachment.the_model()
+        look, loss = (self.paused(), None) if name is None else (self._observer.in_pass(name), self._attachment.loss)
+        with self.message_bus.faults.looking(), look:
             evaluation.run(model, loss, batches, visit, forward)
 
     def epoch(self, batches: Iterable[B]) -> Iterator[B]:
@@ -250,11 +247,9 @@ class Exporter:
         self._require_open()
         self._observer.clock.load_state_dict(state)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Look away for the time of a ``with`` block."""
-        with self._observer.looking_away():
-            yield
+        return self._observer.looking_away()
 
     @contextmanager
     def detached(self) -> Iterator[None]:
