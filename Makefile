@@ -34,6 +34,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/overhead.py --compiled
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/probes.py
 
 clean:
 	rm -rf .venv sphinx/build

@@ -41,6 +41,22 @@ def labelled_rows(n=7):
     return TensorDataset(torch.randn(n, 64, generator=generator), torch.randint(3, (n,), generator=generator))
 
 
+def smooth_outputs_of_any_model(model, rows):
+    """The same, of a model whose gradient has a graph; a re-entrant checkpoint's has none."""
+    reentrant = type(model).__name__ == "Checkpointed" and model.use_reentrant
+    return sum(p.square().sum() for p in model.parameters()) if reentrant else outputs_of_any_model(model, rows)
+
+
+def curvature_of_any_model(outputs, labels):
+    return outputs.square().mean()
+
+
+def outputs_beside_attention(model, rows):
+    """Call a model and, since it need not have one of its own, an attention."""
+    nn.functional.scaled_dot_product_attention(*[rows.view(-1, 2, 8, 4)] * 3)
+    return outputs_of_any_model(model, rows)
+
+
 for kind in MODULE_KINDS:
     for name in (
         *("NormSubscriber", "MeanSubscriber", "VarianceSubscriber", "SumSubscriber", "MinMaxSubscriber"),
@@ -90,5 +106,22 @@ add(
     forward=outputs_of_any_model,
 )
 
-NEEDS = {}
+add("LayerSaturationSubscriber", labelled_rows(), batch_size=4, every=3, forward=outputs_of_any_model)
+add("SVCCASubscriber", labelled_rows(64), pool=True, every=3, forward=outputs_of_any_model)
+add("CKASubscriber", labelled_rows(9), batch_size=5, every=2, forward=outputs_of_any_model)
+add(
+    "HessianSubscriber",
+    curvature_of_any_model,
+    labelled_rows(),
+    top=1,
+    steps=2,
+    trace=1,
+    density=1,
+    every=3,
+    forward=smooth_outputs_of_any_model,
+)
+add("AttentionSubscriber", labelled_rows(), batch_size=4, every=3, forward=outputs_beside_attention)
+add("FreezeSubscriber", "cka_to_previous", threshold=2.0, patience=1)
+
+NEEDS = {"FreezeSubscriber": [EVERY_SUBSCRIBER["CKASubscriber"]]}
 """For those that take other subscribers' results: name → the factories of these."""

@@ -1,7 +1,7 @@
 """What a person adds to a training script."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -100,6 +100,11 @@ class Exporter:
     # -- what to look at ------------------------------------------------------------------------------------------
 
     @property
+    def model(self) -> nn.Module | None:
+        """The one module that is the model; ``None`` where several were added and it was not told."""
+        return self._attachment.roots.whole
+
+    @property
     def modules(self) -> tuple[NamedModule, ...]:
         """The modules looked at, under their names."""
         return self._observer.model.taps.modules
@@ -188,7 +193,7 @@ class Exporter:
     def evaluate(
         self,
         batches: Iterable[Any],
-        name: str = "testing",
+        name: str | None = "testing",
         *,
         visit: Callable[[Any, Any], object] | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -201,8 +206,8 @@ class Exporter:
         ----------
         batches : iterable of pairs (inputs, labels), or of inputs alone
             Moved to the model's device.  The loss module, if one was set, is called with outputs and labels.
-        name : str
-            The pass; subscribers listen to it with ``tag=name``.
+        name : str, optional
+            The pass; subscribers listen to it with ``tag=name``.  Nobody looks at one without a name.
         visit : callable, optional
             Called with the outputs and labels of each batch.
         forward : callable, optional
@@ -214,8 +219,9 @@ class Exporter:
             If it is not known which module the model is.
         """
         self._require_open()
-        model, loss = self._attachment.the_model(), self._attachment.loss
-        with self.message_bus.faults.looking(), self._observer.in_pass(name):
+        model = self._attachment.the_model()
+        look, loss = (self.paused(), None) if name is None else (self._observer.in_pass(name), self._attachment.loss)
+        with self.message_bus.faults.looking(), look:
             evaluation.run(model, loss, batches, visit, forward)
 
     def epoch(self, batches: Iterable[B]) -> Iterator[B]:
@@ -241,14 +247,9 @@ class Exporter:
         self._require_open()
         self._observer.clock.load_state_dict(state)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Look away for the time of a ``with`` block."""
-        was, self._observer.blind = self._observer.blind, True
-        try:
-            yield
-        finally:
-            self._observer.blind = was
+        return self._observer.looking_away()
 
     @contextmanager
     def detached(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ikkuna.export.clock import TRAINING
 from ikkuna.export.demand import Plan
 from ikkuna.export.stance import Stance
 from ikkuna.export.taps import ModuleTap, Switch, Undo, tap_module, was_compiled
@@ -83,7 +84,9 @@ class ForwardTaps:
         self.is_compiled = self.is_compiled or is_compiled
         if not self._is_settled:
             self._is_settled = True
-            if not self._observer.clock.is_open:  # in an open step what is there is there for it
+            clock = self._observer.clock
+            in_use = clock.is_open or clock.pass_name != TRAINING  # what is there is there for the step or pass
+            if not in_use:
                 self.remove()
 
     def was_traced(self, module: str | None) -> None:

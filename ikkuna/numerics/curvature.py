@@ -62,6 +62,7 @@ class HessianProduct:
             if value.numel() != 1:
                 raise ConfigError(f"a Hessian needs a loss of one number, got the shape {tuple(value.shape)}")
             self._gradients = self._differentiate([value.reshape(())], None, create_graph=True)
+        _require_second_derivative(self._gradients)
         self.size = sum(p.numel() for p in self.parameters)
         self.loss = value.detach()
         self.gradient = _concatenate(self._gradients)
@@ -92,6 +93,22 @@ class HessianProduct:
         # The vector enters as the gradient of the gradients: their inner product need not be formed.
         vectors = [part.reshape(g.shape).to(g) for part, g in zip(parts, self._gradients, strict=True)]
         return _concatenate(self._differentiate(self._gradients, vectors)).to(vector)
+
+
+def _require_second_derivative(gradients: Sequence[Tensor]) -> None:
+    """Refuse what a ``once_differentiable`` function has made.
+
+    Autograd finds no way from there to the parameters, does not go there, and would leave its part out without a word.
+    """
+    waiting = [gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.name().endswith("autograd::Error"):
+            raise ConfigError("the loss cannot be differentiated twice: a function in it is marked once_differentiable")
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        waiting += new
 
 
 def _concatenate(tensors: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,9 @@ from ikkuna.errors import ConfigError
 __all__ = [
     "centred",
     "cka_of_hsic",
+    "gram_matrix",
     "hsic_matrix",
+    "hsic_of_grams",
     "linear_cka",
     "to_rows",
 ]
@@ -51,6 +53,30 @@ def centred(x: Tensor) -> Tensor:
     """Return `x` detached, in float64, with the mean of each column subtracted."""
     x = x.detach().double()
     return x - x.mean(0) if x.shape[0] else x
+
+
+def gram_matrix(x: Tensor) -> Tensor:
+    r"""Return :math:`X X^\top` of the centred `x`, with a diagonal of zeros: what :func:`hsic_of_grams` compares.
+
+    Parameters
+    ----------
+    x : Tensor
+        ``(n, d)``.
+
+    Returns
+    -------
+    Tensor
+        ``(n, n)``, float64, symmetric, in units of :math:`x^2`; :math:`n^2 d` operations.
+
+    Examples
+    --------
+    >>> gram_matrix(torch.tensor([[1.0], [3.0], [5.0]]))
+    tensor([[ 0., -0., -4.],
+            [-0.,  0.,  0.],
+            [-4.,  0.,  0.]], dtype=torch.float64)
+    """
+    x = centred(x)
+    return (x @ x.mT).fill_diagonal_(0.0)
 
 
 def hsic_matrix(representations: Sequence[Tensor]) -> Tensor:
@@ -94,14 +120,39 @@ def hsic_matrix(representations: Sequence[Tensor]) -> Tensor:
     n = representations[0].shape[0]
     if any(x.shape[0] != n for x in representations):
         raise ConfigError(f"representations need the same rows, got {[len(x) for x in representations]} of them")
-    size = len(representations)
-    if n < 4:
-        return torch.full((size, size), torch.nan, dtype=torch.float64)
-    grams = torch.stack([(x @ x.mT).fill_diagonal_(0.0) for x in map(centred, representations)])
+    return hsic_of_grams(torch.stack([gram_matrix(x) for x in representations]))
+
+
+def hsic_of_grams(grams: Tensor, others: Tensor | None = None) -> Tensor:
+    r"""Return what :func:`hsic_matrix` does, for results of :func:`gram_matrix` that may have been kept from before.
+
+    Parameters
+    ----------
+    grams : Tensor
+        ``(layers, n, n)``, of n inputs.
+    others : Tensor, optional
+        ``(others, n, n)``, of the same inputs: what to compare with; by default each other.
+
+    Returns
+    -------
+    Tensor
+        ``(layers, others)``, float64; NaN for fewer than 4 inputs.
+
+    Examples
+    --------
+    >>> x = torch.arange(12.0).reshape(6, 2)
+    >>> torch.equal(hsic_of_grams(torch.stack([gram_matrix(x)])), hsic_matrix([x]))
+    True
+    """
+    n = grams.shape[-1]
     sums = grams.sum(2)
-    totals = sums.sum(1)
-    traces = grams.flatten(1) @ grams.flatten(1).mT
-    parts = traces + torch.outer(totals, totals) / ((n - 1) * (n - 2)) - 2 / (n - 2) * (sums @ sums.mT)
+    other_sums = sums if others is None else others.sum(2)
+    others = grams if others is None else others
+    if n < 4:
+        return torch.full((len(grams), len(others)), torch.nan, dtype=torch.float64)
+    traces = grams.flatten(1) @ others.flatten(1).mT
+    totals = torch.outer(sums.sum(1), other_sums.sum(1))
+    parts = traces + totals / ((n - 1) * (n - 2)) - 2 / (n - 2) * (sums @ other_sums.mT)
     return parts / (n * (n - 3))
 
 

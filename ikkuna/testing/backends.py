@@ -5,7 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.matrix import Matrix
 
 __all__ = ["check_backend"]
 
@@ -39,7 +42,7 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
     """Raise `AssertionError` if the backends that `make` returns break the contract of backends.
 
     - Making one, and closing one that was never opened, touches no file.
-    - It takes any number as a value, any text as a name, a histogram, and a page of Markdown.
+    - It takes any number as a value, any text as a name, a histogram, a matrix, and a page of Markdown.
     - It writes nothing outside the directory it was given.
     - After ``flush()`` everything committed is stored, nothing was dropped, and ``acked_step`` is the last step (or ``None``).
     - ``close()`` says so, and does nothing the second time.
@@ -70,6 +73,7 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
         for series in _SERIES:
             backend.add_scalar(series, value, step)
         backend.add_histogram(_SERIES[2], _Histogram(), step)
+        backend.add_matrix(_SERIES[3], Matrix(("a", "b"), ("x", "y\0"), np.array([[0.5, value], [-1.0, 1.0]])), step)
         backend.add_text("Model", "| a | b |\n|---|---|\n| 1 | 2 |", step)
         backend.commit(step)
     last = len(_VALUES) - 1

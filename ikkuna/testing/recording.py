@@ -3,6 +3,7 @@
 from typing import Any
 
 from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.matrix import Matrix
 
 __all__ = ["RecordingBackend"]
 
@@ -12,7 +13,7 @@ class RecordingBackend(Backend):
 
     Attributes
     ----------
-    values : ``(series, value, step)`` for each number and histogram, in order
+    values : ``(series, value, step)`` for each number, histogram and matrix, in order
     texts : ``(title, text, step)``
     commits : the committed steps
 
@@ -37,6 +38,10 @@ class RecordingBackend(Backend):
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
         """Keep a histogram."""
         self.values.append((series, histogram, step))
+
+    def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
+        """Keep a matrix."""
+        self.values.append((series, matrix, step))
 
     def add_text(self, title: str, text: str, step: int) -> None:
         """Keep a text."""

@@ -22,6 +22,7 @@ from ikkuna.testing.recording import RecordingBackend
 from ikkuna.testing.training import small_model, train
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.histogram import HistogramLike
+from ikkuna.visualization.matrix import Matrix
 
 __all__ = ["check_subscriber", "special_tensors"]
 
@@ -62,7 +63,7 @@ def check_subscriber(make: Make, needs: Sequence[Make] = ()) -> None:
     - One made without a bus has no effect outside itself.
     - Training is bit-identical with and without it: losses, weights, gradients, optimizer state, random states, modes.
     - No tensor of `special_tensors` makes it fail, is changed by it, or is kept alive by it.
-    - What it shows is a float, a histogram or a text, what it publishes is a float.
+    - What it shows is a float, a histogram, a matrix or a text, what it publishes is a float.
     - Both have the step of their inputs, and a kind that it announces (or takes, for what it only shows).
 
     Parameters
@@ -199,5 +200,5 @@ def _check_published(subscriber: Subscriber, published: list[Message], stamp: St
 def _check_shown(subscriber: Subscriber, series: Series, value: Any, step: int, stamp: Stamp) -> None:
     known = {*subscriber.publishes, *subscriber.kinds}
     assert series.kind in known, f"{subscriber!r} shows {series.kind!r}, which it does not announce"
-    assert isinstance(value, float | str | HistogramLike), f"{subscriber!r} shows a {type(value).__name__}"
+    assert isinstance(value, float | str | HistogramLike | Matrix), f"{subscriber!r} shows a {type(value).__name__}"
     assert step == stamp.global_step, f"{subscriber!r} shows step {step}, its inputs are of step {stamp.global_step}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.plugins import load_plugin, plugin_names
+from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
 
 __all__ = ["GROUP", "Backend", "Series", "get_backend"]
@@ -63,6 +64,9 @@ class Backend(ABC):
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:  # noqa: B027 - optional
         """Take one :class:`~ikkuna.visualization.histogram.HistogramLike` of a series."""
+
+    def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:  # noqa: B027 - optional
+        """Take one :class:`~ikkuna.visualization.matrix.Matrix` of a series."""
 
     def add_text(self, title: str, text: str, step: int) -> None:  # noqa: B027 - optional
         """Take a page of Markdown."""

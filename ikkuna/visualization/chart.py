@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.curve import Curve
 from ikkuna.visualization.margins import Band, Margins
+from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.ridge import Ridge, Row
 
-__all__ = ["Chart", "ChartView", "Line", "RidgeChart", "RidgeView", "heading"]
+__all__ = ["Chart", "ChartView", "Line", "MatrixChart", "MatrixView", "RidgeChart", "RidgeView", "heading"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,15 @@ class RidgeView:
     ylims: tuple[float, float] | None
     modules: int
     ridges: tuple[tuple[str | None, list[Row]], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixView:
+    """The latest matrix of a kind, and its step."""
+
+    title: str
+    step: int
+    matrix: Matrix
 
 
 class Chart:
@@ -114,6 +124,23 @@ class RidgeChart:
         """Return a copy of what is to be drawn."""
         ridges = tuple((name, rows) for name, ridge in self._ridges.items() if (rows := ridge.rows()))
         return RidgeView(heading(self._series), self._series.kind, self._series.ylims, len(self._names), ridges)
+
+
+class MatrixChart:
+    """Keeps the latest matrix of a kind."""
+
+    def __init__(self, series: Series) -> None:
+        self._series = series
+        self._latest: tuple[int, Matrix] | None = None
+
+    def add(self, step: int, values: Mapping[str | None, Matrix]) -> None:
+        """Take the matrices of a step, the last of which is shown."""
+        self._latest = step, list(values.values())[-1]
+
+    def view(self) -> MatrixView:
+        """Return what is to be drawn; there is something."""
+        assert self._latest is not None
+        return MatrixView(heading(self._series), *self._latest)
 
 
 def heading(series: Series) -> str:

@@ -15,12 +15,13 @@ from ikkuna.plot.curves import draw_curves
 from ikkuna.plot.fan import FanSeries, draw_fan
 from ikkuna.plot.grid import grid_shape, panels
 from ikkuna.plot.histograms import draw_ridge
+from ikkuna.plot.images import draw_image
 from ikkuna.plot.look import Look, curve_colors
 from ikkuna.plot.marks import remark
 from ikkuna.plot.picture import Picture, count_nonfinite
-from ikkuna.visualization.chart import ChartView, RidgeView
+from ikkuna.visualization.chart import ChartView, MatrixView, RidgeView
 
-__all__ = ["draw_chart", "draw_ridges", "plain"]
+__all__ = ["draw_chart", "draw_matrix", "draw_ridges", "plain"]
 
 Array = NDArray[np.float64]
 Order = Callable[[str], object]
@@ -116,6 +117,21 @@ def draw_ridges(view: RidgeView, order: Order = str) -> Picture:
         ax.set_ylabel("step")
     style.entitle(picture, "")
     assert isinstance(picture, Picture)
+    return picture
+
+
+def draw_matrix(view: MatrixView) -> Picture:
+    """Return a picture of a matrix, its first row on top, with the names of rows and columns."""
+    matrix = view.matrix
+    style = Look(title=f"{plain(view.title)}, step {view.step}")
+    picture = style.figure(8.0, 4.5)
+    ax = picture.subplots()
+    low, high = matrix.limits or (None, None)
+    image = draw_image(ax, matrix.values, low, high, cmap="viridis", aspect="equal")
+    picture.colorbar(image, ax=ax)
+    ax.set_xticks(range(len(matrix.columns)), map(plain, matrix.columns), rotation=90, fontsize=8)
+    ax.set_yticks(range(len(matrix.rows)), map(plain, matrix.rows), fontsize=8)
+    style.entitle(picture, "")
     return picture
 
 

@@ -1,4 +1,4 @@
-"""Draws a heatmap: a row for each module, a column for each step."""
+"""Draws a heatmap, a row for each module and a column for each step, and a matrix of modules by modules."""
 
 import io
 import math
@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.visualization.heatmap import Cells
+from ikkuna.visualization.matrix import Matrix
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
-__all__ = ["draw", "scaled"]
+__all__ = ["draw", "draw_matrix", "scaled"]
 
 _VIRIDIS = (0x440154, 0x482878, 0x3E4A89, 0x31688E, 0x26828E, 0x1F9E89, 0x35B779, 0x6DCD59, 0xB4DE2C, 0xFDE725)
 _BROKEN = (230, 0, 60)  # NaN and infinities: a colour that the scale does not have
@@ -31,14 +32,41 @@ def draw(cells: Cells) -> tuple[bytes, int, int]:
     Values that are not finite are red, steps without a value grey.
     A scale is logarithmic where values are positive and span more than a factor of 30.
     """
+    shares, ends = scaled(cells)
+    height = max(1, min(18, 420 // len(cells.names)))
+    return _drawn(
+        _coloured(shares, cells.known), cells.names, (f"step {cells.steps[0]}", str(cells.steps[-1])), ends, height
+    )
+
+
+def draw_matrix(matrix: Matrix) -> tuple[bytes, int, int]:
+    """Return the picture of a matrix as a PNG, with its height and width; of columns only the outermost are named.
+
+    The scale is linear; values that are not finite are red.
+    """
+    finite = matrix.values[np.isfinite(matrix.values)]
+    ends = matrix.limits or ((float(finite.min()), float(finite.max())) if finite.size else None)
+    low, high = ends or (0.0, 1.0)
+    values = np.where(np.isfinite(matrix.values), matrix.values, np.nan)
+    colours = _coloured((values - low) / (high - low or 1.0), np.ones(values.shape, bool))
+    height = max(1, min(40, 420 // len(matrix.rows)))
+    return _drawn(colours, matrix.rows, (matrix.columns[0], matrix.columns[-1]), ends, height)
+
+
+def _drawn(
+    colours: NDArray[np.uint8],
+    labels: Sequence[str],
+    below: tuple[str, str],
+    ends: tuple[float, float] | None,
+    height: int,
+) -> tuple[bytes, int, int]:
+    """Return a picture of cells that are `height` pixels high, with `labels` at its rows and two words below it."""
     from PIL import Image, ImageDraw  # comes with matplotlib; nobody waits for its import but the thread that draws
 
-    shares, ends = scaled(cells)
-    rows, columns = shares.shape
-    height = max(1, min(18, 420 // rows))
+    rows, columns, _ = colours.shape
     width = max(1, max(512, rows * height * 5 // 4) // columns)  # a card of TensorBoard is wider than high
-    body = Image.fromarray(_coloured(shares, cells.known)).resize((columns * width, rows * height), Image.Resampling(0))
-    names = _shortened(cells.names)
+    body = Image.fromarray(colours).resize((columns * width, rows * height), Image.Resampling(0))
+    names = _shortened(labels)
     shown = range(0, rows, math.ceil(_LINE / height))
     margin = max(_measure(names[row]) for row in shown) + 8
     size = (margin + body.width + 96, max(body.height, 4 * _LINE) + 2 * _LINE + _TOP)
@@ -48,9 +76,9 @@ def draw(cells: Cells) -> tuple[bytes, int, int]:
     for row in shown:
         middle = _TOP + row * height + height // 2
         pen.text((margin - 5, middle), names[row], _TEXT, _font(), anchor="rm")
-    below = _TOP + body.height + 4
-    pen.text((margin, below), f"step {cells.steps[0]}", _TEXT, _font())
-    pen.text((margin + body.width, below), str(cells.steps[-1]), _TEXT, _font(), anchor="ra")
+    foot = _TOP + body.height + 4
+    pen.text((margin, foot), below[0], _TEXT, _font())
+    pen.text((margin + body.width, foot), below[1], _TEXT, _font(), anchor="ra")
     _add_scale(picture, pen, margin + body.width + 14, ends)
     return _png(picture), picture.height, picture.width
 

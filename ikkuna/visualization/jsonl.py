@@ -14,6 +14,7 @@ from typing import Any
 
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.file_backend import FileBackend
+from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.wall_clock import WallClock
 
 __all__ = ["JSONLinesBackend", "read"]
@@ -54,7 +55,8 @@ class JSONLinesBackend(FileBackend):
     """Write ``values.*.jsonl``: a line per value, with ``kind``, ``module``, ``pass``, ``step``, ``time``, ``value``.
 
     ``module`` is ``null`` for the whole network.
-    A histogram has ``histogram`` in place of ``value``; a page of text is ``title``, ``text``, ``step`` and ``time``.
+    A histogram has ``histogram`` in place of ``value``; a matrix has ``matrix``, with ``rows``, ``columns`` and ``values``;
+    a page of text is ``title``, ``text``, ``step`` and ``time``.
     A line with ``lost`` says how many values the disk did not take.
     """
 
@@ -88,6 +90,12 @@ class JSONLinesBackend(FileBackend):
         fields += [f'"{name}": {_numbers(getattr(histogram, name))}' for name in _LISTS]
         self._add(self._head(series), step, f'"histogram": {{{", ".join(fields)}}}')
 
+    def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
+        """Add a line with the names and values of a matrix."""
+        names = f'"rows": {json.dumps(matrix.rows)}, "columns": {json.dumps(matrix.columns)}'
+        values = ", ".join(map(_numbers, matrix.values))
+        self._add(self._head(series), step, f'"matrix": {{{names}, "values": [{values}]}}')
+
     def add_text(self, title: str, text: str, step: int) -> None:
         """Add a line with the page."""
         self._add(json.dumps({"title": title})[:-1], step, f'"text": {json.dumps(text)}')
@@ -102,8 +110,14 @@ def _revive(entry: dict[str, Any]) -> dict[str, Any]:
         if key in ("value", *_NUMBERS) and isinstance(value, str):
             entry[key] = _SPECIAL.get(value, value)
         elif key in _LISTS:
-            entry[key] = [_SPECIAL.get(item, item) if isinstance(item, str) else item for item in value]
+            entry[key] = _revived(value)
+        elif key == "matrix" and isinstance(value, dict):
+            value["values"] = [_revived(row) for row in value["values"]]
     return entry
+
+
+def _revived(items: list[Any]) -> list[Any]:
+    return [_SPECIAL.get(item, item) if isinstance(item, str) else item for item in items]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

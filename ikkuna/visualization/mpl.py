@@ -11,8 +11,9 @@ from typing import Any
 from ikkuna.errors import ConfigError
 from ikkuna.plot.picture import Picture
 from ikkuna.visualization.backend import Backend, Series
-from ikkuna.visualization.chart import Chart, RidgeChart
-from ikkuna.visualization.chart_picture import draw_chart, draw_ridges
+from ikkuna.visualization.chart import Chart, MatrixChart, RidgeChart
+from ikkuna.visualization.chart_picture import draw_chart, draw_matrix, draw_ridges
+from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.notebook import Screen, Sheet, in_notebook
@@ -83,6 +84,7 @@ class MPLBackend(Backend):
     There is one picture for each kind, with a line for each module.
     Of more than `lines` modules it shows the least value, quartiles and the greatest.
     Histograms stand behind one another, in a panel for each module: ``pictures/{kind}_histograms.png``.
+    Of matrices the latest is drawn: ``pictures/{kind}_matrix.png``.
     Values of another pass than training are in ``{kind}.{pass}.png``.  Pages of text are not drawn.
 
     Pictures are drawn in a thread of its own, without a display and without pyplot; a subscriber's ``title=`` and ``ylims=`` are honoured.
@@ -128,7 +130,7 @@ class MPLBackend(Backend):
         self._directory: Path | None = None
         self._order = ModuleOrder()
         self._frames: dict[str, _Frame] = {}
-        self._of_series: dict[tuple[Series, bool], _Frame] = {}
+        self._of_series: dict[tuple[Series, str], _Frame] = {}
         self._studio = Studio(lambda: list(self._frames.values()), interval)
 
     def open(self, directory: Path) -> None:
@@ -143,23 +145,34 @@ class MPLBackend(Backend):
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
         """Add a point to a line."""
-        self._frame(series, False).take(series.name, value, step)
+        self._frame(series, "").take(series.name, value, step)
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
         """Add a histogram to a panel."""
-        self._frame(series, True).take(series.name, histogram, step)
+        self._frame(series, "_histograms").take(series.name, histogram, step)
 
-    def _frame(self, series: Series, is_ridge: bool) -> _Frame:
-        if (frame := self._of_series.get((series, is_ridge))) is None:
-            name = picture_name(series) + ("_histograms" if is_ridge else "")
-            frame = self._frames.get(name) or self._new_frame(series, name, is_ridge)
-            self._of_series[series, is_ridge] = frame
+    def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
+        """Put a matrix in the place of the one before."""
+        if matrix.values.size:
+            self._frame(series, "_matrix").take(series.name, matrix, step)
+
+    def _frame(self, series: Series, ending: str) -> _Frame:
+        if (frame := self._of_series.get((series, ending))) is None:
+            name = picture_name(series) + ending
+            frame = self._frames.get(name) or self._new_frame(series, name, ending)
+            self._of_series[series, ending] = frame
         return frame
 
-    def _new_frame(self, series: Series, name: str, is_ridge: bool) -> _Frame:
-        chart = RidgeChart(series) if is_ridge else Chart(series, self._lines)
-        draw: Any = draw_ridges if is_ridge else draw_chart
-        frame = _Frame(name, chart, lambda view: draw(view, self._order.key), self._dpi)
+    def _new_frame(self, series: Series, name: str, ending: str) -> _Frame:
+        chart: Any
+        draw: Callable[[Any], Picture]
+        if ending == "_matrix":
+            chart, draw = MatrixChart(series), draw_matrix
+        elif ending:
+            chart, draw = RidgeChart(series), lambda view: draw_ridges(view, self._order.key)
+        else:
+            chart, draw = Chart(series, self._lines), lambda view: draw_chart(view, self._order.key)
+        frame = _Frame(name, chart, draw, self._dpi)
         frame.directory = self._directory
         self._frames = {**self._frames, name: frame}  # a new one, since a thread may be reading the old
         return frame

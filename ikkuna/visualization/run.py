@@ -9,6 +9,7 @@ from typing import Any
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
 from ikkuna.visualization.backend import Backend, Series, get_backend
 from ikkuna.visualization.histogram import HistogramLike
+from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.null import NullBackend
 from ikkuna.visualization.outlet import Outlet
@@ -79,7 +80,7 @@ class Run:
         self._outlets = made | self._outlets
 
     def show(self, series: Series, value: Any, step: int, backends: Sequence[str | Backend] = ("tb",)) -> None:
-        """Hand a value of a series to `backends`: a number, a histogram, or a text (a page of Markdown).
+        """Hand a value of a series to `backends`: a number, a histogram, a matrix, or a text (a page of Markdown).
 
         Raises
         ------
@@ -173,12 +174,14 @@ def _call(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
         return "add_scalar", (series, value, step)
     if isinstance(value, str):
         return "add_text", (series.title or _title(series), value, step)
+    if isinstance(value, Matrix):
+        return "add_matrix", (series, value, step)
     if isinstance(value, HistogramLike):
         return "add_histogram", (series, value, step)
     try:
         return "add_scalar", (series, float(value), step)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        what = f"{series.kind!r} shows a number, a histogram or a text, got {type(value).__name__}"
+        what = f"{series.kind!r} shows a number, a histogram, a matrix or a text, got {type(value).__name__}"
         raise ConfigTypeError(what) from error
 
 

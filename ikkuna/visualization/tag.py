@@ -9,6 +9,7 @@ __all__ = [
     "encode",
     "heatmap_title",
     "image_tag",
+    "matrix_tag",
     "natural_key",
     "overview_tag",
     "picture_name",
@@ -17,7 +18,7 @@ __all__ = [
 ]
 
 _LIMIT = 250  # bytes
-_RESERVED = ("Network", "Overview", "Heatmaps", "Text")  # groups of ours; a kind of such a name is escaped
+_RESERVED = ("Network", "Overview", "Heatmaps", "Matrices", "Text")  # groups of ours; a kind of such a name is escaped
 # What has a meaning in paths and is not needed in names, and every character that some tool would replace.
 _UNSAFE = re.compile(r"[^\w./ :-]|^/|/\Z|(?<=/)/|(?<=\.)\.|^\.(?=/|\Z)|(?<=/)\.(?=/|\Z)")
 
@@ -118,6 +119,18 @@ def image_tag(title: str) -> str:
     'Heatmaps/weights_norm2'
     """
     return _cut(f"Heatmaps/{encode(title)}")
+
+
+def matrix_tag(series: Series) -> str:
+    """Return the tag of a series of matrices.
+
+    Examples
+    --------
+    >>> matrix_tag(Series("cka_between_layers")), matrix_tag(Series("cosine", "fc", "testing"))
+    ('Matrices/cka_between_layers', 'Matrices/cosine.testing/fc')
+    """
+    own = "" if series.name is None else f"/{encode(series.name)}"
+    return _cut(f"Matrices/{_group(series.kind, series.pass_name)}{own}")
 
 
 def text_tag(title: str) -> str:

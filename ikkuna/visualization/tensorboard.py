@@ -18,10 +18,12 @@ from ikkuna.visualization.event_file import (
 )
 from ikkuna.visualization.file_backend import FileBackend
 from ikkuna.visualization.gallery import Gallery, Picture
+from ikkuna.visualization.heatmap_picture import draw_matrix
+from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
 from ikkuna.visualization.overview import STATISTICS, overview
-from ikkuna.visualization.tag import heatmap_title, image_tag, overview_tag, series_tag, text_tag
+from ikkuna.visualization.tag import heatmap_title, image_tag, matrix_tag, overview_tag, series_tag, text_tag
 from ikkuna.visualization.wall_clock import WallClock
 
 __all__ = ["TensorBoardBackend"]
@@ -44,7 +46,7 @@ class TensorBoardBackend(FileBackend):
     """Write an event file with the tags ``{kind}/{module}``, ``Network/{kind}`` and ``Overview/{kind}_min|median|max``.
 
     ``Heatmaps/{kind}`` has a row for each module and a column for each step, and is drawn now and then in a thread of its own;
-    ``Text/Modules`` lists the modules.
+    ``Matrices/{kind}`` are pictures of matrices, and ``Text/Modules`` lists the modules.
     Values of another pass than training are found under ``{kind}.{pass}``.
     A value is rounded to single precision, as everywhere in TensorBoard.
     All values of a step share one event and one time.
@@ -84,6 +86,12 @@ class TensorBoardBackend(FileBackend):
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
         """Add a histogram (see :class:`~ikkuna.visualization.histogram.HistogramLike`) to the step's event."""
         self._entries.append(histogram_value(series_tag(series), histogram))
+        self._values += 1
+
+    def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
+        """Add a picture of a matrix to the step's event; it is drawn at once, in some milliseconds."""
+        if matrix.values.size:
+            self._entries.append(image_value(matrix_tag(series), *draw_matrix(matrix)))
         self._values += 1
 
     def add_text(self, title: str, text: str, step: int) -> None:

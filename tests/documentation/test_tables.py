@@ -81,16 +81,16 @@ def test_every_loop_of_the_tests_is_in_the_table(tables):
 
 
 def test_the_gallery_shows_each_picture_above_the_code_that_draws_it(gallery, tmp_path, monkeypatch):
-    assert [path.name[:4] for path in gallery.examples()] == [f"ex{i:02}" for i in range(1, 14)]
-    [example] = [path for path in gallery.examples() if path.stem == "ex12_nan"]
-    monkeypatch.setattr(gallery, "examples", lambda: [example])
+    assert [path.name[:4] for path in gallery.examples("inspection")] == [f"ex{i:02}" for i in range(1, 14)]
+    [example] = [path for path in gallery.examples("inspection") if path.stem == "ex12_nan"]
+    monkeypatch.setattr(gallery, "examples", lambda topic: [example])
     state = torch.get_rng_state()
-    pictures = gallery.draw(tmp_path)
+    pictures = gallery.draw("inspection", tmp_path)
     assert pictures == {"ex12_nan": [tmp_path / "nan_histogram.png", tmp_path / "nan_heatmap.png"]}
     assert torch.equal(torch.get_rng_state(), state)
     text = gallery.section(example, pictures["ex12_nan"])
     order = [
-        text.index(part) for part in ("NaN\n---", "yellow", "nan_histogram.png", "nan_heatmap.png", ":pyobject: main")
+        text.index(part) for part in ("NaN\n~~~", "yellow", "nan_histogram.png", "nan_heatmap.png", ":pyobject: main")
     ]
     assert order == sorted(order)
 
@@ -98,4 +98,4 @@ def test_the_gallery_shows_each_picture_above_the_code_that_draws_it(gallery, tm
 def test_a_gallery_that_is_up_to_date_is_not_drawn_again(gallery, tmp_path, monkeypatch):
     (tmp_path / "pictures.txt").write_text("ex07_last_state last_state.png")
     monkeypatch.setattr(gallery, "_draw", None)
-    assert gallery.draw(tmp_path) == {"ex07_last_state": [tmp_path / "last_state.png"]}
+    assert gallery.draw("inspection", tmp_path) == {"ex07_last_state": [tmp_path / "last_state.png"]}

@@ -166,3 +166,24 @@ def test_products_cost_less_than_two_gradients():
     product = HessianProduct(loss, [w])
     lanczos(product, 4, 4, dtype=DOUBLE)
     assert len(calls) == 1
+
+
+class Once(torch.autograd.Function):
+    """A function without a second derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_a_function_that_is_differentiable_once_is_refused_where_it_matters():
+    """Autograd itself would leave its part of the Hessian out without an error."""
+    w = random(3).requires_grad_()
+    with pytest.raises(ConfigError, match="once_differentiable"):
+        HessianProduct(lambda: Once.apply(w).square().sum(), [w])
+    assert torch.equal(dense(HessianProduct(lambda: Once.apply(w.square()).sum(), [w])), 4 * torch.eye(3, dtype=DOUBLE))

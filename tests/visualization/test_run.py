@@ -118,7 +118,7 @@ def test_values_are_told_apart(tmp_path):
 
 @pytest.mark.parametrize("value", [None, [1.0], object(), 10**400])
 def test_a_value_of_no_kind_is_the_callers_mistake(tmp_path, value):
-    with pytest.raises(errors.ConfigTypeError, match="'loss' shows a number, a histogram or a text, got"):
+    with pytest.raises(errors.ConfigTypeError, match="'loss' shows a number, a histogram, a matrix or a text, got"):
         Run(tmp_path).show(LOSS, value, 0, [RecordingBackend()])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from torch import nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.description import described
@@ -40,6 +41,10 @@ class Source(Protocol):
     @property
     def module_names(self) -> frozenset[str]:
         """Their names."""
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The whole network, if it is known."""
 
     def demand_changed(self) -> None:
         """Take a change of what subscribers want."""
@@ -118,7 +123,12 @@ class MessageBus:
     @property
     def network(self) -> tuple[ModuleEntry, ...]:
         """What there is to tell of the modules that are looked at, in their order in the network."""
-        return described(named for source in self.sources for named in source.modules)
+        return described(self.modules)
+
+    @property
+    def modules(self) -> tuple[NamedModule, ...]:
+        """The modules that are looked at."""
+        return tuple(named for source in self.sources for named in source.modules)
 
     def register_subscriber(self, subscriber: Subscriber) -> Handle:
         """Let `subscriber` take part from the next step on; return what undoes it.
@@ -126,8 +136,8 @@ class MessageBus:
         Raises
         ------
         ConfigError
-            For a kind nobody publishes, a result somebody else publishes already, a circle of results, or a class that cannot work.
-            The bus is unchanged then.
+            For a kind nobody publishes, a result somebody else publishes already, a circle of results, or a class that cannot work,
+            in itself or with this model.  The bus is unchanged then.
         """
         if not isinstance(subscriber, Subscriber):
             raise ConfigTypeError(f"register_subscriber() needs a Subscriber, got {type(subscriber).__name__}")
@@ -138,9 +148,20 @@ class MessageBus:
         check_registration(subscriber, self.subscriptions, names)
         Run(self.log_dir or "run").prepare(subscriber.backends)
         subscriber._bus = self
-        subscriber.evaluate = self._evaluate if subscriber.needs_model else None
+        if subscriber.needs_model:
+            self._lend_model(subscriber)
         self._set_subscriptions((*self.subscriptions, subscriber.subscription))
         return Handle(lambda: self._unregister(subscriber))
+
+    def _lend_model(self, subscriber: Subscriber) -> None:
+        subscriber.evaluate = self._evaluate
+        if len(self.sources) != 1 or self.sources[0].model is None:
+            return  # modules may be added later
+        try:
+            subscriber.begin()
+        except BaseException:
+            subscriber._bus = subscriber.evaluate = None
+            raise
 
     def _unregister(self, subscriber: Subscriber) -> None:
         subscriber._bus = None
@@ -153,7 +174,7 @@ class MessageBus:
         for source in self.sources:
             source.demand_changed()
 
-    def _evaluate(self, batches: Iterable[Any], name: str = "testing", **options: Any) -> None:
+    def _evaluate(self, batches: Iterable[Any], name: str | None = "testing", **options: Any) -> None:
         if len(self.sources) != 1:
             raise ConfigError(f"a subscriber can evaluate the model of one exporter, this bus has {len(self.sources)}")
         self.sources[0].evaluate(batches, name, **options)

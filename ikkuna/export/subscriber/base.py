@@ -11,6 +11,7 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, Stamp
 from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
+from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics import closure
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.module_table import ModuleEntry
@@ -77,7 +78,8 @@ class Subscriber(metaclass=_Registering):
     sees_skipped : bool
         Whether it also gets what was measured in a step that a gradient scaler skipped.
     needs_model : bool
-        Whether it runs the model over data of its own; then ``self.evaluate`` is the exporter's, from registration on.
+        Whether it runs the model over data of its own; then ``self.evaluate`` is the exporter's, from registration on,
+        and `modules` are the modules themselves.
     of_network : bool
         Whether what it makes of modules' messages belongs to the whole network.
 
@@ -148,6 +150,19 @@ class Subscriber(metaclass=_Registering):
     def network(self) -> tuple[ModuleEntry, ...]:
         """The modules that are looked at, with their classes and the shapes of their parameters; none before registration."""
         return self._bus.network if self._bus is not None else ()
+
+    @property
+    def modules(self) -> tuple[NamedModule, ...]:
+        """The modules it wants, for one that needs the model; none before registration.  To be read, not to be changed."""
+        if self._bus is None or not self.needs_model:
+            return ()
+        return tuple(named for named in self._bus.modules if self.subscription.matches(named.name))
+
+    def begin(self) -> None:
+        """Look at the model before training goes on; called at registration of one that needs it, if it is known by then.
+
+        What this raises is raised by the registration.
+        """
 
     def measure(self, message: Any) -> Tensor | None:
         """Return the row of a message, a small tensor of fixed size and type, or ``None``.

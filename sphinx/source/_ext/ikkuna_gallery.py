@@ -1,6 +1,6 @@
 """The gallery: pictures of the examples, drawn when the site is built, above the code that draws them.
 
-``.. ikkuna-gallery::`` puts all of ``examples/inspection`` in its place.
+``.. ikkuna-gallery:: inspection`` puts all of ``examples/inspection`` in its place.
 """
 
 import ast
@@ -19,23 +19,23 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parents[3]
-EXAMPLES = ROOT / "examples" / "inspection"
+EXAMPLES = ROOT / "examples"
 PLACE = "generated/gallery"  # below the pages, and not under version control
 
 
-def examples() -> list[Path]:
-    """Return the files of the examples, in order."""
-    return sorted(EXAMPLES.glob("ex*.py"))
+def examples(topic: str) -> list[Path]:
+    """Return the files of the examples of a topic, in order."""
+    return sorted((EXAMPLES / topic).glob("ex*.py"))
 
 
-def draw(directory: Path) -> dict[str, list[Path]]:
+def draw(topic: str, directory: Path) -> dict[str, list[Path]]:
     """Draw what is not up to date in `directory`; return the pictures of each example by its name."""
     directory.mkdir(parents=True, exist_ok=True)
     record = directory / "pictures.txt"
-    sources = (*EXAMPLES.glob("*.py"), *(ROOT / "ikkuna" / "plot").glob("*.py"), Path(__file__))
+    sources = (*(EXAMPLES / topic).glob("*.py"), *(ROOT / "ikkuna" / "plot").glob("*.py"), Path(__file__))
     if not record.exists() or record.stat().st_mtime < max(path.stat().st_mtime for path in sources):
-        with _importable():
-            lines = [" ".join(_draw(path.stem, directory)) for path in examples()]
+        with _importable(EXAMPLES / topic):
+            lines = [" ".join(_draw(path.stem, directory)) for path in examples(topic)]
         record.write_text("\n".join(lines), encoding="utf-8")
     found = (line.split() for line in record.read_text(encoding="utf-8").splitlines())
     return {name: [directory / file for file in files] for name, *files in found}
@@ -47,18 +47,18 @@ def _draw(name: str, directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _importable() -> Iterator[None]:
+def _importable(folder: Path) -> Iterator[None]:
     """Let the examples be imported, keep their remarks from the build's, and run them on one thread, which is faster for small networks."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
     logging.getLogger("ikkuna").setLevel(logging.CRITICAL)
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        sys.path.remove(str(EXAMPLES))
-        for name in ("networks", *(path.stem for path in examples())):
-            sys.modules.pop(name, None)
+        sys.path.remove(str(folder))
+        for path in folder.glob("*.py"):
+            sys.modules.pop(path.stem, None)
         logging.getLogger("ikkuna").setLevel(logging.NOTSET)
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
@@ -69,20 +69,23 @@ def section(path: Path, pictures: list[Path]) -> str:
     told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     title = path.stem.split("_", 1)[1].replace("_", " ").capitalize()
     title = title.replace("Lstm", "LSTM").replace("Nan", "NaN")
-    lines = [title, "-" * len(title), "", told, ""]
+    lines = [title, "~" * len(title), "", told, ""]
     for picture in pictures:
         alt = re.sub(r"[_\d]+", " ", picture.stem).strip()
-        lines += [f".. image:: /{PLACE}/{picture.name}", f"   :alt: {alt}", "   :width: 90%", ""]
-    lines += [f".. literalinclude:: /../../examples/inspection/{path.name}", "   :pyobject: main", ""]
+        lines += [f".. image:: /{PLACE}/{path.parent.name}/{picture.name}", f"   :alt: {alt}", "   :width: 90%", ""]
+    lines += [f".. literalinclude:: /../../{path.relative_to(ROOT)}", "   :pyobject: main", ""]
     return "\n".join(lines)
 
 
 class IkkunaGallery(SphinxDirective):
-    """Puts the gallery into a page."""
+    """Puts the examples of a topic into a page."""
+
+    required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        pictures = draw(Path(self.env.srcdir) / PLACE)
-        text = "\n".join(section(path, pictures[path.stem]) for path in examples())
+        [topic] = self.arguments
+        pictures = draw(topic, Path(self.env.srcdir) / PLACE / topic)
+        text = "\n".join(section(path, pictures[path.stem]) for path in examples(topic))
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 

@@ -1,0 +1,205 @@
+"""What looks at a probe set cost: products of the Hessian in gradients, and one CKA as a share of an epoch.
+
+    python benchmarks/probes.py
+
+Process CPU time of one thread, interleaved; the median of the ratio over rounds.  With PyHessian on the path its eigenvalues
+are found beside ours: the same network, the same batch.
+"""
+
+import importlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from overhead import conv, transformer
+from torch import nn
+
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CKASubscriber
+from ikkuna.numerics.curvature import HessianProduct
+from ikkuna.numerics.lanczos import lanczos
+from ikkuna.visualization.null import NullBackend
+
+ROUNDS = 15
+TOP, STEPS = 5, 25
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)[:1500] / 16, torch.tensor(data.target[:1500])
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor) -> None:
+    for x, y in zip(images.split(50), labels.split(50), strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def trained(epochs: int = 5) -> nn.Module:
+    torch.manual_seed(0)
+    model, (images, labels) = convnet(), digits()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(epochs):
+        epoch(model, optimizer, images, labels)
+    return model
+
+
+# -- products of the Hessian ------------------------------------------------------------------------------------------
+
+
+def dense(*widths: int) -> nn.Module:
+    layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def product_ratio(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+    """Return what a product costs in gradients, each a forward and a backward pass."""
+    model.eval()
+    parameters = list(model.parameters())
+
+    def loss() -> torch.Tensor:
+        return nn.functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+
+    product = HessianProduct(loss, parameters)
+    vector = torch.randn(product.size)
+
+    def gradient() -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            torch.autograd.grad(loss(), parameters)
+
+    ratios = [seconds(lambda: product(vector)) / seconds(gradient) for _ in range(ROUNDS + 3)]
+    return statistics.median(ratios[3:])
+
+
+def print_products() -> None:
+    images, labels = digits()
+    work = transformer()
+    cases = {
+        "digits ConvNet, 500 images": (trained(), images[:500], labels[:500]),
+        "MLP 256-512-10, 256 rows": (dense(256, 512, 10), torch.randn(256, 256), torch.randint(10, (256,))),
+        "MLP 256-512²-10": (dense(256, 512, 512, 10), torch.randn(256, 256), torch.randint(10, (256,))),
+        "MLP 512⁸-10": (dense(*[512] * 8, 10), torch.randn(256, 512), torch.randint(10, (256,))),
+        "6×256 transformer": (work.model, work.inputs, work.labels),
+    }
+    for name, case in cases.items():
+        print(f"a product of {name:28} {product_ratio(*case):5.2f} gradients")
+
+
+# -- eigenvalues ------------------------------------------------------------------------------------------------------
+
+
+def hessian(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> HessianProduct:
+    return HessianProduct(lambda: nn.functional.cross_entropy(model(inputs), labels), model.parameters())
+
+
+def print_eigenvalues() -> None:
+    images, labels = digits()
+    batch = images[:500], labels[:500]
+    precise = hessian(trained().eval().double(), batch[0].double(), batch[1])
+    exact = lanczos(precise, precise.size, 100, dtype=torch.float64).values.flip(0)[:TOP]
+    product = hessian(trained().eval(), *batch)
+    calls: list[int] = []
+
+    def counted(vector: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return product(vector)
+
+    spent = seconds(lambda: lanczos(counted, product.size, STEPS))
+    found = lanczos(product, product.size, STEPS)
+    _print_found("Lanczos", len(calls), spent, found.values.flip(0)[:TOP], exact)
+    print(f"{'':10} bounds {[f'{v:.1g}' for v in found.bounds.flip(0)[:TOP].tolist()]}")
+    if importlib.util.find_spec("pyhessian"):
+        _print_pyhessian(*batch, exact)
+    else:
+        print("PyHessian  is not installed")
+
+
+def _print_found(name: str, products: int, spent: float, values: torch.Tensor, exact: torch.Tensor) -> None:
+    errors = ((values - exact) / exact).abs().tolist()
+    print(f"{name:10} {products:4} products, {spent:.2f} s, relative errors {[f'{e:.1g}' for e in errors]}")
+
+
+def _print_pyhessian(images: torch.Tensor, labels: torch.Tensor, exact: torch.Tensor) -> None:
+    theirs = importlib.import_module("pyhessian.hessian")  # the package has a class of that name
+    calls: list[int] = []
+    product = theirs.hessian_vector_product
+    theirs.hessian_vector_product = lambda *arguments: (calls.append(1), product(*arguments))[1]
+    made = theirs.hessian(trained(), nn.CrossEntropyLoss(), data=(images, labels), cuda=False)
+    found: list[float] = []
+    spent = seconds(lambda: found.extend(made.eigenvalues(top_n=TOP)[0]))
+    _print_found("PyHessian", len(calls), spent, torch.tensor(found, dtype=torch.float64), exact)
+
+
+# -- representations --------------------------------------------------------------------------------------------------
+
+
+def look_seconds(model: nn.Module, probe: torch.Tensor, looks: int = 7) -> float:
+    """Return what one look of CKA costs, to the last look, to the first one and between all layers."""
+    spent: list[float] = []
+
+    class Timed(CKASubscriber):
+        def compute(self, message: object) -> None:
+            spent.append(seconds(lambda: super(Timed, self).compute(message)))  # type: ignore[arg-type]
+
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(Timed(probe, batch_size=128, every=1, backend=NullBackend()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        for _ in range(looks):
+            optimizer.zero_grad()
+            model(probe[:4]).sum().backward()
+            optimizer.step()
+    return statistics.median(spent)
+
+
+def print_representations() -> None:
+    images, labels = digits()
+    model = trained(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    whole = statistics.median(seconds(lambda: epoch(model, optimizer, images, labels)) for _ in range(5))
+    for n in (32, 128, 256):
+        look = look_seconds(model, images[:n])
+        print(
+            f"CKA of the digits ConvNet, {n:3} images: {look * 1e3:6.1f} ms, {look / whole:6.2%} of an epoch of {whole:.2f} s"
+        )
+    work = conv()
+    step = statistics.median(seconds(work.step) for _ in range(15))
+    whole = step * 50_000 / len(work.inputs)
+    for n in (128, 512):
+        look = look_seconds(work.model, torch.randn(n, 3, 32, 32))
+        print(
+            f"CKA of the six-block ConvNet, {n} images: {look * 1e3:6.1f} ms, {look / whole:6.2%} of an epoch of {whole:.0f} s"
+        )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print_products()
+    print_eigenvalues()
+    print_representations()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""How alike a layer is to what it was, and to other layers."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.export.messages import NetworkMessage
+from ikkuna.numerics.similarity import cka_of_hsic, gram_matrix, hsic_of_grams, to_rows
+from ikkuna.visualization.matrix import Matrix
+from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers.probe import ProbeSubscriber
+from ikkuna_subscribers.references import References
+
+__all__ = ["CKASubscriber"]
+
+_LEAST = 4  # inputs of a batch for which the debiased estimate exists
+Grams = list[Tensor]
+"""Of one layer, for each batch."""
+
+
+class _Kept(NamedTuple):
+    """A layer as it was: its Gram matrices, and its independence of itself."""
+
+    grams: Grams
+    own: float
+
+
+class CKASubscriber(ProbeSubscriber):
+    r"""The linear centred kernel alignment of a layer's outputs with those it had before, and with those of other layers.
+
+    With :math:`H_{xy}` the unbiased Hilbert-Schmidt independence of the outputs x and y for a fixed probe set,
+    summed over its batches, :math:`\mathrm{CKA} = H_{xy} / \sqrt{H_{xx} H_{yy}}`.
+    It does not change under rotations and scales of a layer's outputs.
+    Every input is one row, channels, positions and time steps are its features.
+
+    Takes ``epoch_finished`` or ``batch_finished``; publishes ``cka_to_previous`` and ``cka_to_init``, at most about 1 and by chance
+    about 0, with the last look before and with the state at registration (or at the first look, if the model was not known then),
+    and, with `between_layers`, ``cka_between_layers``: for each layer the mean of its CKA with all others.
+    All pairs are shown as a picture of a matrix under that name.
+    Being debiased, a value can lie slightly outside [0, 1]; it is NaN for outputs that are constant or not finite, or whose
+    :math:`H_{xx}` is not positive.
+    A batch of b inputs costs :math:`b^2 d` operations for each layer with d features, and for n inputs 8 n b bytes
+    are kept for each layer and reference.
+
+    Look for: layers close to 1 for several looks in a row have converged, mostly those near the input first;
+    in the matrix, a block of layers that all do the same.
+
+    Parameters
+    ----------
+    dataset : map-style data set or tensor
+        Inputs, or pairs (input, label); see `ProbeSubscriber`.
+    to : iterable of {'previous', 'init'}
+        What to compare with; may be empty.
+    between_layers : bool
+        Compare layers with each other as well.
+    pool : bool
+        Average over positions or time steps first.
+    batch_size : int
+        Inputs per batch, at least 4; some hundred are best.
+    **options
+        ``samples``, ``every``, ``forward`` as for `ProbeSubscriber`, and those of `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        For arguments out of range, a probe set that is empty or has fewer than 4 inputs, or a model that cannot be run over it.
+
+    References
+    ----------
+    S. Kornblith et al., Similarity of neural network representations revisited, 2019.
+    T. Nguyen, M. Raghu and S. Kornblith, Do wide and deep networks learn the same things?, 2021 (mini-batches).
+
+    Examples
+    --------
+    >>> CKASubscriber(torch.randn(100, 4), to=["init"]).publishes
+    ('cka_to_init', 'cka_between_layers')
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        to: Iterable[str] = ("previous", "init"),
+        between_layers: bool = True,
+        pool: bool = False,
+        batch_size: int = 256,
+        **options: Any,
+    ) -> None:
+        self.references: References[_Kept] = References("CKASubscriber", to)
+        kinds = [f"cka_to_{what}" for what in self.references.names]
+        kinds += ["cka_between_layers"] if between_layers else []
+        if not kinds:
+            raise ConfigError("CKASubscriber needs something to compare to: to=, between_layers= or both")
+        name_results(options, *kinds)
+        super().__init__(dataset, batch_size=batch_size, **options)
+        if min(batch_size, len(self.data)) < _LEAST:
+            raise ConfigError(
+                f"CKASubscriber needs batches of at least {_LEAST} inputs, got batch_size={batch_size!r} "
+                f"and {len(self.data)} inputs"
+            )
+        self.between_layers = between_layers
+        self.pool = pool
+
+    def look(self, message: NetworkMessage | None) -> None:
+        """Compare every layer with what is kept of it, and with the others."""
+        batches: list[dict[str, Tensor]] = []
+
+        def take(batch: dict[str, Tensor]) -> None:
+            rows = {name: self._rows(output) for name, output in batch.items()}
+            if len(sizes := {len(x) for x in rows.values()}) > 1:
+                each = ", ".join(f"{name}: {len(x)}" for name, x in rows.items())
+                raise ConfigError(
+                    f"CKASubscriber needs layers whose first axis is the batch, got rows {each}; see modules="
+                )
+            if sizes and min(sizes) >= _LEAST:  # a smaller last batch has no estimate
+                batches.append({name: gram_matrix(x) for name, x in rows.items()})
+
+        self.outputs(take)
+        names = [name for name in (batches[0] if batches else ()) if all(name in batch for batch in batches)]
+        layers = [[batch[name] for batch in batches] for name in names]
+        if names:
+            own = _independence(layers)
+            if message is not None:
+                self._compare(message, names, layers, own)
+            found = zip(names, layers, own.diagonal().tolist(), strict=True)
+            self.references.keep({name: _Kept(grams, value) for name, grams, value in found})
+
+    def _rows(self, output: Tensor) -> Tensor:
+        return to_rows(output, pool=True) if self.pool or output.ndim < 2 else output.detach().flatten(1).double()
+
+    def _compare(self, message: NetworkMessage, names: list[str], layers: list[Grams], own: Tensor) -> None:
+        why = "its outputs are constant or not finite, or their number has changed"
+        for i, kind in enumerate(self.publishes[: len(self.references.names)]):
+            kept = {j: known for j, name in enumerate(names) if (known := self.references.of(name)[i]) is not None}
+            fitting = [j for j, known in kept.items() if _fit(layers[j], known.grams)]
+            values = dict.fromkeys(kept, math.nan)
+            if fitting:
+                both = _independence([layers[j] for j in fitting], [kept[j].grams for j in fitting]).diagonal()
+                for j, value in zip(fitting, both.tolist(), strict=True):
+                    values[j] = _ratio(value, own[j, j].item(), kept[j].own)
+            for j, value in values.items():
+                self.emit_of(message, names[j], value, kind, why=why)
+        if self.between_layers and len(names) > 1:
+            self._show_all(message, names, cka_of_hsic(own))
+
+    def _show_all(self, message: NetworkMessage, names: list[str], matrix: Tensor) -> None:
+        kind = self.publishes[-1]
+        others = (matrix.sum(1) - matrix.diagonal()) / (len(matrix) - 1)
+        for name, value in zip(names, others.tolist(), strict=True):
+            self.emit_of(message, name, value, kind)
+        shown = Matrix(tuple(names), tuple(names), matrix.cpu().numpy(), (0.0, 1.0))
+        self.show(message.carrying(None, kind=kind), shown)
+
+
+def _independence(layers: list[Grams], others: list[Grams] | None = None) -> Tensor:
+    """Return the independence of all pairs, from the Gram matrices of each batch; larger batches weigh more."""
+    sides = (layers,) if others is None else (layers, others)
+    parts = []
+    for i, first in enumerate(layers[0]):
+        stacks = [torch.stack([grams[i] for grams in side]) for side in sides]
+        parts.append(len(first) * hsic_of_grams(*stacks))
+    return torch.stack(parts).sum(0)
+
+
+def _ratio(both: float, one: float, other: float) -> float:
+    return both / math.sqrt(one) / math.sqrt(other) if one > 0 and other > 0 else math.nan
+
+
+def _fit(one: Grams, other: Grams) -> bool:
+    return [x.shape for x in one] == [x.shape for x in other]

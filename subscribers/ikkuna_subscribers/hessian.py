@@ -1,0 +1,204 @@
+"""How sharply the loss curves at the weights."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.messages import NetworkMessage
+from ikkuna.numerics.curvature import HessianProduct, hutchinson_trace
+from ikkuna.numerics.histogram import Buckets
+from ikkuna.numerics.lanczos import Density, lanczos, spectral_density
+from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers.probe import ProbeSubscriber
+
+__all__ = ["HessianSubscriber"]
+
+
+class HessianSubscriber(ProbeSubscriber):
+    r"""The largest eigenvalues, the trace and the spectral density of the Hessian of the loss, on one fixed batch.
+
+    The Hessian :math:`H = \nabla^2_\theta L` by all parameters that require a gradient (of the modules that ``modules=`` names) is
+    never formed: products :math:`H v` go into a Lanczos iteration with full re-orthogonalisation for the eigenvalues,
+    into Hutchinson's estimator with random signs for the trace, and into stochastic Lanczos quadrature for the density.
+    The batch, the random starts and evaluation mode (statistics of batch norms frozen, no dropout) are the same at every look.
+    No ``.grad`` is touched.  Attention runs in its plain form, for the fused ones have no second derivative.
+    Hooks of yours on parameters and modules are called.
+
+    Takes ``epoch_finished`` or ``batch_finished``; publishes ``hessian_eigenvalue_1`` (the largest) to ``hessian_eigenvalue_{top}`` and
+    ``hessian_smallest`` (the most negative), in loss / parameter², each eigenvalue with its error bound ``hessian_residual_{i}``:
+    an eigenvalue of H lies that close; with `trace`, ``hessian_trace`` and its standard error ``hessian_stderr``.
+    With `density` the spectrum is shown as a histogram ``hessian_density`` of all eigenvalues, and not published.
+    Values are NaN where the loss or a derivative is not finite, and those beyond the number of distinct eigenvalues.
+    An eigenvalue that occurs more than once is found once.
+
+    Costs one gradient with its graph and `steps` products for the eigenvalues, about two gradients each, `trace` for the trace, and
+    ``density * steps`` for the density.  Memory: the graph of a forward and a backward pass over the whole batch,
+    and ``steps + 5`` vectors of all parameters.
+
+    Look for: under gradient descent with the full batch and learning rate :math:`\eta` the largest eigenvalue rises to
+    :math:`2 / \eta` and stays there, with small batches below; well beyond it training is unstable.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(outputs, labels)``, one number, twice differentiable.
+    dataset : map-style data set
+        Pairs (input, label); all of them, or `samples` of them, are the batch.
+    top : int
+        How many eigenvalues.
+    steps : int, optional
+        Lanczos iterations, ``4 * top + 5`` by default; take more if residuals are large.
+    trace : int
+        Random vectors for the trace; none by default.
+    density : int
+        Random starts for the density; none by default.
+    bins : int
+        Of the histogram.
+    **options
+        ``samples``, ``seed``, ``every``, ``forward`` as for `ProbeSubscriber`, and those of `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        For arguments out of range, an empty probe set, or a loss that is not one number or not twice differentiable.
+
+    References
+    ----------
+    J. Cohen et al., Gradient descent on neural networks typically occurs at the edge of stability, 2021.
+    B. Ghorbani, S. Krishnan and Y. Xiao, An investigation into neural net optimization via Hessian eigenvalue density, 2019.
+
+    Examples
+    --------
+    >>> from ikkuna.testing import run
+    >>> pairs = torch.utils.data.TensorDataset(torch.eye(4), torch.tensor([0, 1, 2, 0]))
+    >>> values = run(HessianSubscriber(nn.CrossEntropyLoss(), pairs, top=1, every=1), steps=1)
+    >>> [v.kind for v in values]
+    ['hessian_eigenvalue_1', 'hessian_residual_1', 'hessian_smallest']
+    """
+
+    of_network = True
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Tensor],
+        dataset: Any,
+        *,
+        top: int = 5,
+        steps: int | None = None,
+        trace: int = 0,
+        density: int = 0,
+        bins: int = 50,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        if not callable(loss):
+            raise ConfigTypeError(f"HessianSubscriber needs a loss of outputs and labels, got {type(loss).__name__}")
+        steps = 4 * top + 5 if steps is None and isinstance(top, int) else steps
+        for name, number, least in (
+            *(("top", top, 1), ("trace", trace, 0), ("density", density, 0), ("bins", bins, 1)),
+            ("steps", steps, top),
+        ):
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ConfigError(f"HessianSubscriber needs {name} >= {least}, got {number!r}")
+        if "batch_size" in options:
+            raise ConfigError("HessianSubscriber takes all of its data as one batch; choose its size with samples=")
+        kinds = [f"hessian_{what}_{i + 1}" for i in range(top) for what in ("eigenvalue", "residual")]
+        kinds += ["hessian_smallest"]
+        kinds += ["hessian_trace", "hessian_stderr"] if trace else []
+        name_results(options, *kinds, *(["hessian_density"] if density else []))
+        super().__init__(dataset, seed=seed, batch_size=_length(dataset), **options)
+        self.loss = loss
+        self._numbers = self.publishes[: len(kinds)]
+        self.top, self.steps, self.trace, self.density, self.bins, self.seed = (
+            top,
+            steps or 0,
+            trace,
+            density,
+            bins,
+            seed,
+        )
+
+    def look(self, message: NetworkMessage | None) -> None:
+        """Make the products and emit what they say; at registration, one product."""
+
+        def visit(outputs: Any, labels: Any) -> None:
+            # While the model is in evaluation mode: what restores it afterwards writes to buffers that the graph refers to.
+            product = HessianProduct(lambda: self.loss(outputs, labels), self._parameters())
+            if message is None:
+                product(torch.zeros_like(product.gradient))
+            else:
+                self._emit_all(message, product)
+
+        self.evaluate_probe(visit=visit, around=_twice_differentiable)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        found = [p for named in self.modules for p in named.module.parameters() if p.requires_grad]
+        return list(dict.fromkeys(found))
+
+    def _emit_all(self, message: NetworkMessage, product: HessianProduct) -> None:
+        healthy = bool(product.loss.isfinite().all() and product.gradient.isfinite().all())
+        values = (
+            [*self._eigenvalues(product), *self._trace_of(product)] if healthy else [math.nan] * len(self.publishes)
+        )
+        why = "the loss or a derivative is not finite, or there are fewer distinct eigenvalues"
+        for kind, value in zip(self._numbers, values, strict=False):
+            self.emit_whole(message, value, kind, why)
+        if self.density and healthy:
+            options = self._options(product)
+            density = spectral_density(product, product.size, self.steps, self.density, **options)
+            if (buckets := _buckets(density, self.bins, product.size)) is not None:
+                self.show(message.carrying(None, kind=self.publishes[-1]), buckets)
+
+    def _options(self, product: HessianProduct) -> dict[str, Any]:
+        gradient = product.gradient
+        return {
+            "generator": torch.Generator().manual_seed(self.seed),
+            "dtype": gradient.dtype,
+            "device": gradient.device,
+        }
+
+    def _eigenvalues(self, product: HessianProduct) -> list[float]:
+        ritz = lanczos(product, product.size, self.steps, **self._options(product))
+        found = [
+            number
+            for pair in zip(ritz.values.flip(0).tolist(), ritz.bounds.flip(0).tolist(), strict=True)
+            for number in pair
+        ][: 2 * self.top]
+        missing = 2 * self.top - len(found)
+        return [*found, *[math.nan] * missing, ritz.values[0].item() if len(ritz.values) else math.nan]
+
+    def _trace_of(self, product: HessianProduct) -> list[float]:
+        if not self.trace:
+            return []
+        value, stderr, _ = hutchinson_trace(product, product.size, self.trace, **self._options(product))
+        return [value, stderr]
+
+
+@contextmanager
+def _twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Run the model in forms whose second derivatives exist."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        yield
+
+
+def _buckets(density: Density, bins: int, size: int) -> Buckets | None:
+    shares, edges = density.histogram(bins)
+    if not len(shares):
+        return None
+    limits, counts = edges.tolist(), [0.0, *(shares * size).tolist()]
+    total, squares = (size * density.moment(power) for power in (1, 2))
+    return Buckets(limits[0], limits[-1], size, total, squares, limits, counts)
+
+
+def _length(dataset: Any) -> int:
+    return max(1, len(dataset)) if hasattr(dataset, "__len__") else 1

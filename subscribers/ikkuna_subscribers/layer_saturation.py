@@ -1,0 +1,91 @@
+"""How much of its width a layer uses."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.export.messages import NetworkMessage
+from ikkuna.numerics.layer_saturation import Scatter, intrinsic_dimension
+from ikkuna.numerics.similarity import to_rows
+from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers.probe import ProbeSubscriber
+
+__all__ = ["LayerSaturationSubscriber"]
+
+
+class LayerSaturationSubscriber(ProbeSubscriber):
+    r"""The share of a layer's directions that hold most of the variance of its outputs, :math:`k / d`.
+
+    k is the least number of eigenvalues of the outputs' covariance ``(d, d)`` that hold `threshold` of their sum.
+    Channels of a convolution are its directions, positions are rows; so are the time steps of a sequence.
+    The covariance is summed over batches of a fixed probe set, in float64, in evaluation mode.
+    Not to be confused with `SaturationSubscriber`, on the flat ends of activation functions.
+
+    Takes ``epoch_finished`` or ``batch_finished``; publishes ``layer_saturation`` between 0 and 1, and ``intrinsic_dimension``, that is k.
+    Both are NaN for outputs that are constant or not finite.  Of n rows k is at most n - 1, and the log says so if n is below d + 1.
+    Costs :math:`2 n d^2` operations, an eigendecomposition and two times :math:`8 d^2` bytes for each layer.
+
+    Look for: layers of low saturation at the end of a network, which is capacity it does not use;
+    above a half everywhere, it is too narrow.
+
+    Parameters
+    ----------
+    dataset : map-style data set or tensor
+        Inputs, or pairs (input, label); see `ProbeSubscriber`.
+    threshold : float
+        The share of the variance, in (0, 1].
+    compat : {None, 'delve'}
+        By default the definition; ``'delve'`` counts as that library does, mostly one less.
+    **options
+        ``samples``, ``batch_size``, ``every``, ``forward`` as for `ProbeSubscriber`, and those of `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        For arguments out of range, an empty probe set, or a model that cannot be run over it.
+
+    References
+    ----------
+    M. Richter et al., Feature space saturation during training, 2021.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from ikkuna.testing import run
+    >>> values = run(LayerSaturationSubscriber(torch.eye(4).repeat(2, 1), every=1), steps=1)
+    >>> {(v.kind, v.name): v.value for v in values}["intrinsic_dimension", "first"]
+    3.0
+    """
+
+    def __init__(self, dataset: Any, *, threshold: float = 0.99, compat: str | None = None, **options: Any) -> None:
+        if not 0 < threshold <= 1 or compat not in (None, "delve"):
+            raise ConfigError(
+                f"LayerSaturationSubscriber needs a threshold in (0, 1] and compat None or 'delve', "
+                f"got {threshold!r}, {compat!r}"
+            )
+        name_results(options, "layer_saturation", "intrinsic_dimension")
+        super().__init__(dataset, **options)
+        self.threshold = threshold
+        self.compat = compat
+
+    def look(self, message: NetworkMessage | None) -> None:
+        """Sum the covariances and emit what they say."""
+        scatters: dict[str, Scatter] = {}
+
+        def take(batch: dict[str, Tensor]) -> None:
+            for name, output in batch.items():
+                part = Scatter.of(to_rows(output))
+                scatters[name] = scatters[name] + part if name in scatters else part
+
+        self.outputs(take)
+        for name, scatter in scatters.items() if message is not None else ():
+            assert message is not None
+            width = len(scatter.mean)
+            if scatter.n <= width:
+                self.tell(name, f"{scatter.n} rows of {width} features have at most {scatter.n - 1} directions")
+            dimension = intrinsic_dimension(scatter.covariance(), self.threshold, self.compat)
+            why = "its outputs are constant or not finite"
+            self.emit_of(message, name, dimension / width if width else math.nan, self.publishes[0], why=why)
+            self.emit_of(message, name, dimension, self.publishes[1])
