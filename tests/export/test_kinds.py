@@ -336,3 +336,22 @@ def test_batch_finished_carries_the_learning_rates_of_the_step(bus):
             loop.run(1)
             scheduler.step()
     assert rates == [{"0": 0.1}, {"0": 0.05}, {"0": 0.025}]
+
+
+def test_groups_of_two_optimizers_that_share_a_name_are_numbered(bus):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    named = [
+        torch.optim.SGD([{"params": [*part.parameters()], "name": "decay"}], lr=lr)
+        for part, lr in zip(model[:2], (0.5, 0.25), strict=True)
+    ]
+    last = [{"params": [model[2].weight], "name": "3"}, {"params": [model[2].bias], "lr": 0.75}]
+    numbered = torch.optim.SGD(last, lr=0.125)
+    rates = []
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        see = CallbackSubscriber("batch_finished", lambda m: rates.append(m.data["learning_rates"]), backend="null")
+        bus.register_subscriber(see)
+        model(torch.ones(1, 2)).sum().backward()
+        for optimizer in (*named, numbered):
+            optimizer.step()
+    assert rates == [{"decay": 0.5, "decay_1": 0.25, "3": 0.125, "3_1": 0.75}]
