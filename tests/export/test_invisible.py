@@ -47,6 +47,7 @@ def trained(case: Case, bus=None, subscribers=()):
     return {"losses": losses, **loop.state()}
 
 
+@pytest.mark.fault(58)
 @pytest.mark.parametrize("name", CASES)
 def test_training_with_every_subscriber_is_bit_identical(name, bus):
     recording = RecordingBackend()
@@ -207,6 +208,7 @@ def test_the_comparison_notices_a_bad_subscriber(deed, bus):
         same(trained(case), trained(case, bus, [Bad(deed)]))
 
 
+@pytest.mark.fault(40)
 def test_a_write_to_a_borrowed_tensor_is_noticed_and_ends_the_subscriber(bus, caplog):
     case = Case(mlp, vectors)
     bad = Bad(lambda x: x.add_(0.0))
