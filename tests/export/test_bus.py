@@ -169,6 +169,16 @@ SETUP_ERRORS = {
         ConfigTypeError,
         r"pair \(name, module\), got \(ReLU, str\)",
     ),
+    "pair with a number": (
+        lambda bus: Exporter(message_bus=bus).add_modules((3, nn.ReLU())),
+        ConfigTypeError,
+        r"pair \(name, module\), got \(int, ReLU\)",
+    ),
+    "pair of three": (
+        lambda bus: Exporter(message_bus=bus).add_modules(("a", nn.ReLU(), "b")),
+        ConfigTypeError,
+        r"pair \(name, module\), got \(str, ReLU, str\)",
+    ),
     "filter": (
         lambda bus: Exporter(module_filter=[nn.Conv2d], message_bus=bus).add_modules(mlp()),
         ConfigError,
