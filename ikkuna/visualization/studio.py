@@ -112,8 +112,8 @@ class Studio:
         else:
             self.draw()
         if late := [easel.name for easel in self._easels() if easel.changed and not self._is_given_up(easel)]:
-            what = "%d pictures are not drawn yet, or without their last values: %s; they will be if this process lives on"
-            log.warning(what, len(late), ", ".join(late))
+            what = "pictures that are not drawn yet, or not with their last values: %s; they will be if this process lives on"
+            log.warning(what, ", ".join(late))
         return self.is_up_to_date()
 
     def _is_given_up(self, easel: Easel) -> bool:

@@ -271,7 +271,7 @@ def test_neither_training_nor_closing_waits_for_a_drawing(tmp_path, slow, caplog
     assert not caplog.records
     assert not backend.close(0.2)
     assert [record.message for record in caplog.records] == [
-        "1 pictures are not drawn yet, or without their last values: weights_norm2; they will be if this process lives on"
+        "pictures that are not drawn yet, or not with their last values: weights_norm2; they will be if this process lives on"
     ]
     assert time.monotonic() - begin < 10
     [thread] = set(drawn)
