@@ -88,7 +88,8 @@ def main(steps=100_000, *way):
         tracemalloc.start()
         return not report("tracemalloc", steps, allocated)
     runs = [
-        subprocess.run([sys.executable, __file__, str(steps), name], check=False) for name in ("resident", "tracemalloc")
+        subprocess.run([sys.executable, __file__, str(steps), name], check=False)
+        for name in ("resident", "tracemalloc")
     ]
     return int(any(run.returncode for run in runs))
 

@@ -1,5 +1,7 @@
 """P5: every kind carries what autograd and arithmetic give, with the step that made it."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -254,6 +256,61 @@ def test_names_of_nested_outputs_and_parameters(bus):
         got = {key[2] for key in seen if key[1] == "weights"}
         assert got >= weights, name
         assert not any(part in n for n in got for part in ("parametrizations", "bias")), name
+
+
+@dataclasses.dataclass
+class Nested:
+    """An output of an odd shape."""
+
+    logits: torch.Tensor
+    hidden: dict
+    nothing: None = None
+
+
+@pytest.mark.fault(53)
+def test_every_tensor_of_an_output_of_any_shape_has_its_place(bus):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return Nested(x * 2, {"last": (x, 3, [x + 1]), "again": x})
+
+    class Silent(nn.Module):
+        def forward(self, x):
+            return None
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.odd, self.silent = nn.Linear(2, 2), Odd(), Silent()
+
+        def forward(self, x):
+            self.silent(x)
+            return self.odd(self.fc(x))
+
+    model = Model()
+    exporter, seen = record(bus, model, ("activations", "layer_gradients"))
+    out = model(torch.ones(1, 2))
+    (out.logits.sum() + out.hidden["last"][2][0].sum()).backward()
+    exporter.close()
+    places = {"fc", "odd:logits", "odd:hidden.last.0", "odd:hidden.last.2.0"}
+    assert {name for _, kind, name in seen if kind == "activations"} == places
+    assert {name for _, kind, name in seen if kind == "layer_gradients"} == places
+
+
+@pytest.mark.fault(54)
+def test_an_output_without_a_gradient_has_an_activation_and_no_layer_gradient(bus):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    exporter, seen = record(bus, model, ("activations", "layer_gradients"))
+    model(torch.ones(1, 2)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    exporter.close()
+    assert {name: len(found) for (_, kind, name), found in seen.items() if kind == "activations"} == {
+        "0": 1,
+        "1": 1,
+        "2": 1,
+    }
+    assert {name for _, kind, name in seen if kind == "layer_gradients"} == {"2"}
 
 
 @pytest.mark.fault(56)
