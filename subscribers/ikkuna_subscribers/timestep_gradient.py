@@ -100,10 +100,9 @@ class TimestepGradientSubscriber(PlotSubscriber):
         squares = x.double().square()
         if sizes is not None:
             rows = squares.flatten(1).sum(1)
-            return tuple(  # type: ignore[return-value]
-                rows.new_zeros(len(sizes)).index_add_(0, at.to(rows.device, non_blocking=True), rows)
-                for at in _timesteps_of_rows(sizes)
-            )
+            forward, backward = (at.to(rows.device, non_blocking=True) for at in _timesteps_of_rows(sizes))
+            none = rows.new_zeros(len(sizes))
+            return none.index_add(0, forward, rows), none.index_add(0, backward, rows)
         if x.ndim == 3:
             summed = squares.sum((0, 2) if self.batch_first else (1, 2))
         elif x.ndim == 2 and self._layers.is_sequential(message.module):
