@@ -223,9 +223,9 @@ def test_an_error_of_fsync_is_an_answer(tmp_path, plain, monkeypatch):
 @pytest.mark.fault(70)
 def test_a_disk_that_never_answers_does_not_delay_training(tmp_path, plain, gate, caplog):
     writer = FileWriter(tmp_path, plain, capacity=100_000)
-    began = time.process_time()
+    began = time.monotonic()
     submit(writer, range(10_000))
-    assert time.process_time() - began < 5  # measured 0.05
+    assert time.monotonic() - began < 10  # measured 0.05; a wait of a millisecond for each would be more
     assert not writer.flush(0.05)
     began = time.monotonic()
     assert not writer.close(0.2)
