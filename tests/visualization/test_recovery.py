@@ -49,6 +49,16 @@ def test_a_flipped_bit_costs_the_record_it_is_in_and_no_other(file, bit):
 
 
 @pytest.mark.fault(79)
+def test_a_missing_byte_costs_one_record(file):
+    """Where the byte equals its neighbour in the next record, nobody can say which of the two is missing."""
+    data = file.read_bytes()
+    sound = list(whole_records(data))
+    for position in range(len(data)):
+        found = list(whole_records(data[:position] + data[position + 1 :]))
+        assert any(found == sound[:i] + sound[i + 1 :] for i in range(len(sound))), position
+
+
+@pytest.mark.fault(79)
 def test_tensorboard_shows_what_was_recovered(file, tmp_path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 255

@@ -206,6 +206,7 @@ def test_an_error_at_any_write_costs_nothing(tmp_path, plain, monkeypatch, fault
         assert lines(writer) == expected(0, 1, 2, 3, 4)
 
 
+@pytest.mark.fault(84)
 def test_an_error_of_fsync_is_an_answer(tmp_path, plain, monkeypatch):
     writer = FileWriter(tmp_path, plain)
     submit(writer, [0])
