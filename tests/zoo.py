@@ -49,11 +49,12 @@ class Loop:
         self.model.train(was)
 
     def state(self) -> dict[str, Any]:
-        """Everything training consists of."""
+        """Everything training consists of; a step may have made optimizers of its own."""
         grads = {n: p.grad for n, p in self.model.named_parameters()}
+        optimizers = {name: o.state_dict() for name, o in vars(self).items() if isinstance(o, torch.optim.Optimizer)}
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **optimizers,
             "grads": grads,
             "rng": torch.get_rng_state(),
         }

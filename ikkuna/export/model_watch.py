@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from ikkuna.export.forward_taps import ForwardTaps
 from ikkuna.export.messages.kinds import FORWARD_KINDS, NETWORK_KINDS
-from ikkuna.export.outputs import leaves
+from ikkuna.export.outputs import batch_sizes, leaves
 from ikkuna.export.slots import observe
 from ikkuna.export.taps import Hook, in_backward, watch_gradient
 
@@ -136,11 +137,13 @@ class ModelWatch:
         if self.is_rootless and not recomputing:
             clock.close_pending()
             clock.open()
+        sizes = batch_sizes(output)
         for path, tensor in leaves(output):
+            see = observe if sizes is None or path else partial(observe, batch_sizes=sizes)
             if activations is not None and not recomputing:
-                observe(tensor, activations, path)
+                see(tensor, activations, path)
             if gradients is not None and tensor.requires_grad:
-                self._lasting += watch_gradient(tensor, gradients, path)
+                self._lasting += watch_gradient(tensor, gradients, path, see)
 
     @property
     def _is_expected(self) -> bool:

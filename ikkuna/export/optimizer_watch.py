@@ -1,6 +1,7 @@
 """Hears the hooks of optimizers: weights, gradients, updates."""
 
 from collections.abc import Iterable
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -29,7 +30,8 @@ class OptimizerWatch:
 
     Attributes
     ----------
-    rates : learning rates of the open step, by the name or the number of the parameter group
+    rates : learning rates of the open step, by the name or the number of the parameter group; of two that share a name,
+        the second is numbered, as modules are: ``decay``, ``decay_1``
     in_closure : whether an optimizer is stepping that evaluates the model itself
     skipped_updates : updates that went unseen because there was no memory for a copy
     """
@@ -105,7 +107,7 @@ class OptimizerWatch:
         for group in optimizer.param_groups:
             rate = group.get("lr")
             name = str(group.get("name", len(self.rates)))
-            self.rates[name] = rate.detach().clone() if isinstance(rate, Tensor) else rate
+            self.rates[_free(name, self.rates)] = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def _see(self, tensor: Tensor, kind: str, named: NamedParameter) -> None:
         observe(tensor, self._observer.slot(kind, named.module), named.path)
@@ -148,3 +150,9 @@ class OptimizerWatch:
         wants = self._observer.recorder.wants
         with_kind = ((named, biases if named.is_bias else weights) for named in parameters)
         return [(named, kind) for named, kind in with_kind if wants(kind, named.module)]
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    """Return `name`, or with the first number behind it that makes it one of its own."""
+    numbered = (f"{name}_{i}" for i in count(1))
+    return name if name not in taken else next(free for free in numbered if free not in taken)

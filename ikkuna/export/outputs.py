@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["leaves"]
+__all__ = ["batch_sizes", "leaves"]
 
 _DEPTH = 8
 
@@ -53,3 +53,18 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     return []
+
+
+def batch_sizes(value: Any) -> Tensor | None:
+    """Return how many sequences there are at each timestep, if what a module returns (first) is a packed sequence.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import ones
+    >>> batch_sizes((torch.nn.utils.rnn.pack_sequence([ones(3, 1), ones(1, 1)]), "hidden"))
+    tensor([2, 1, 1])
+    """
+    while isinstance(value, tuple | list) and value and not isinstance(value, PackedSequence):
+        value = value[0]
+    return value.batch_sizes if isinstance(value, PackedSequence) else None

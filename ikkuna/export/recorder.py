@@ -146,7 +146,9 @@ class Recorder:
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
             row = self.faults.call(subscription, "measure", subscription.subscriber.measure, message)
         if isinstance(row, Tensor):
-            self.faults.call(subscription, "merge", partial(entry.add_measured, subscription), row)
+            is_first = not entry.measured or subscription not in entry.measured
+            stage = "keep" if is_first else "merge"  # what has nothing to merge with pardons no failure to merge
+            self.faults.call(subscription, stage, partial(entry.add_measured, subscription), row)
         if version is not None and tensor._version != version:
             self.faults.blame(
                 subscription, f"it changed {entry.message.kind!r} of {entry.message.series_name} in place"

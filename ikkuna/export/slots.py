@@ -54,6 +54,12 @@ class Slots:
 SLOTS = Slots()
 
 
-def observe(tensor: Tensor, slot: int, path: str) -> None:
-    """Show a tensor to whoever owns the slot: the one door from torch into ikkuna."""
-    SLOTS.receive(slot, tensor.detach(), path)
+def observe(tensor: Tensor, slot: int, path: str, batch_sizes: Tensor | None = None) -> None:
+    """Show a tensor to whoever owns the slot: the one door from torch into ikkuna.
+
+    What belongs to a packed sequence has its `batch_sizes` as an attribute, as the sequence had: its rows tell nothing of time without.
+    """
+    seen = tensor.detach()
+    if batch_sizes is not None:
+        seen.batch_sizes = batch_sizes  # type: ignore[attr-defined]
+    SLOTS.receive(slot, seen, path)

@@ -17,7 +17,7 @@ __all__ = ["Arithmetic"]
 
 
 class Arithmetic:
-    """The operators of a :class:`~ikkuna.netdict.NetDict`: elementwise, and never in place."""
+    """The operators of a :class:`~ikkuna.netdict.net_dict.NetDict`: elementwise, and never in place."""
 
     def paired(self, other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Return both values for each name.

@@ -134,7 +134,7 @@ def compute_stats(
 ) -> dict[str, Description]:
     """Describe weights, gradients and the optimizer's states `keys`, under ``weight``, ``grad`` and each key.
 
-    `options` are those of :meth:`NetDict.describe`.  Without gradients, their description is empty.
+    `options` are those of :meth:`~ikkuna.netdict.net_dict.NetDict.describe`.  Without gradients, their description is empty.
 
     Raises
     ------

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.numerics.elements import CHUNK
+from ikkuna.numerics.powers import measure_around_zero
 from ikkuna.numerics.statistics import Record, merge
 
 __all__ = ["measure_eagerly"]
@@ -34,6 +35,8 @@ def measure_eagerly(flat: Tensor, fields: frozenset[str]) -> Record:
             if math.isfinite(total)
             else _measure_exactly(flat, fields)
         )
+    if flat.numel() and (record := measure_around_zero(flat, fields)) is not None:
+        return record
     record = _measure_chunks(flat, fields)
     if "nans" in fields and not _is_finite(record):
         record = _measure_exactly(flat, fields)

@@ -75,7 +75,7 @@ def gradient_flow(
     Parameters
     ----------
     gradients : nn.Module or mapping of str to tensor
-        A model after ``backward()``, or its gradients by name (such as :func:`ikkuna.netdict.get_grad` returns).
+        A model after ``backward()``, or its gradients by name (such as :func:`ikkuna.netdict.snapshots.get_grad` returns).
     include_bias : bool
         Draw the biases too.
     log : bool

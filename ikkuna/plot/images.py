@@ -84,7 +84,7 @@ def features_2d(
     channel_axis : int
         Which axis of the data counts the channels, if not the last.
     n_rows, share_xy, labels, fig
-        As for :func:`~ikkuna.plot.features_1d`.
+        As for :func:`~ikkuna.plot.curves.features_1d`.
     colorbar : bool, optional
         By default, where there is room for it.
     **look

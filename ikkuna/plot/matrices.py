@@ -43,7 +43,7 @@ def layer_step_heatmap(
     log : bool
         A logarithmic colour scale; values that are not positive count as missing.
     norm : 'auto', None or (float, float)
-        As for :func:`~ikkuna.plot.features_2d`.
+        As for :func:`~ikkuna.plot.images.features_2d`.
     label : str
         What the value is.
     ax : Axes, optional
@@ -109,7 +109,7 @@ def similarity_matrix(
     Parameters
     ----------
     matrix : (row, column)
-        Such as centred kernel alignment between layers, or :func:`~ikkuna.probe.channel_correlation`.
+        Such as centred kernel alignment between layers, or :func:`~ikkuna.probe.health.channel_correlation`.
     labels, columns : sequence of str, optional
         Names of the rows, and of the columns if they are others.
     norm : 'auto', None or (float, float)

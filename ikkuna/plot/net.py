@@ -62,7 +62,7 @@ def net_histogram(
 def net_heatmap(net: Mapping[str, Any], *, norm: Any = None, cmap: Any = DIVERGING, **look: Any) -> Picture:
     """Draw an image of each tensor: its first axis downwards, all others flattened; a vector is one row.
 
-    `norm` is as for :func:`~ikkuna.plot.features_2d`; ``None`` is each tensor's largest magnitude to either side of 0.
+    `norm` is as for :func:`~ikkuna.plot.images.features_2d`; ``None`` is each tensor's largest magnitude to either side of 0.
     """
     arrays = {name: to_array(value) for name, value in net.items()}
     if not arrays:

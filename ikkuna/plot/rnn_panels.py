@@ -71,10 +71,10 @@ def rnn_panels(
     Parameters
     ----------
     rnn, layer, mode, **loss
-        See :func:`~ikkuna.probe.get_rnn_weights`.
+        See :func:`~ikkuna.probe.rnn_weights.get_rnn_weights`.
     data : sequence, optional
         To be drawn in place of the RNN's own: kernel, recurrent and bias for each direction in turn,
-        or :class:`~ikkuna.probe.RNNWeights`.
+        or :class:`~ikkuna.probe.rnn_weights.RNNWeights`.
     rnn_layers : 'all', int or sequence of int
         Which layers of an RNN of several.
     absolute, normalize : bool

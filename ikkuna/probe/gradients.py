@@ -75,7 +75,7 @@ def get_gradients(
     Returns
     -------
     Tensor, list or dict
-        Shaped as :func:`~ikkuna.probe.get_outputs` returns the value; of weights, a dictionary by parameter name.
+        Shaped as :func:`~ikkuna.probe.outputs.get_outputs` returns the value; of weights, a dictionary by parameter name.
         Zero where the loss does not depend on it.
 
     Raises

@@ -128,7 +128,7 @@ def get_rnn_weights(
     layer : int, str or nn.Module, optional
         Which one of the model; the first by default.
     mode : {'weights', 'grads'}
-        Weights, or gradients of a loss given by `x`, `y`, `loss_fn`, … (see :func:`~ikkuna.probe.get_gradients`).
+        Weights, or gradients of a loss given by `x`, `y`, `loss_fn`, … (see :func:`~ikkuna.probe.gradients.get_gradients`).
         Without one, the gradients stored in the model.
     **loss
         Those arguments.

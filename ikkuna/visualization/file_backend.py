@@ -4,7 +4,8 @@ from abc import abstractmethod
 from pathlib import Path
 
 from ikkuna.visualization.backend import Backend
-from ikkuna.visualization.writer import FileFormat, FileWriter
+from ikkuna.visualization.file_format import FileFormat
+from ikkuna.visualization.writer import FileWriter
 
 __all__ = ["FileBackend"]
 
@@ -14,12 +15,20 @@ class FileBackend(Backend):
 
     Parameters
     ----------
-    capacity, retry_seconds, sync_seconds : see the writer
+    capacity, retry_seconds, sync_seconds, fallback : see the writer
     """
 
-    def __init__(self, *, capacity: int = 8 * 2**20, retry_seconds: float = 10.0, sync_seconds: float = 30.0) -> None:
-        self._options = {"retry_seconds": retry_seconds, "sync_seconds": sync_seconds}
+    def __init__(
+        self,
+        *,
+        capacity: int = 8 * 2**20,
+        retry_seconds: float = 10.0,
+        sync_seconds: float = 30.0,
+        fallback: bool = False,
+    ) -> None:
+        self._pauses = {"retry_seconds": retry_seconds, "sync_seconds": sync_seconds}
         self._capacity = capacity
+        self._fallback = fallback
         self._writer: FileWriter | None = None
         self._values = 0
 
@@ -33,7 +42,9 @@ class FileBackend(Backend):
 
     def open(self, directory: Path) -> None:
         """Make the file."""
-        self._writer = FileWriter(directory, self._format(), capacity=self._capacity, **self._options)
+        self._writer = FileWriter(
+            directory, self._format(), capacity=self._capacity, fallback=self._fallback, **self._pauses
+        )
 
     def commit(self, step: int) -> None:
         """Queue the step's block for the writer's thread."""

@@ -203,7 +203,7 @@ class MPLBackend(Backend):
         return self._studio.flush(timeout)
 
     def close(self, timeout: float | None = 2.0) -> bool:
-        """Draw everything; what takes longer than `timeout` goes on in the background, as long as the process lives."""
+        """Draw everything; what takes longer than `timeout` goes on in the background and is named in the log."""
         return self._studio.close(timeout)
 
 

@@ -102,13 +102,22 @@ class Studio:
         return self.is_up_to_date()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Draw what has changed, and end; what takes longer than `timeout` seconds goes on as long as the process does."""
+        """Draw what has changed, and end; what takes longer than `timeout` seconds goes on as long as the process does.
+
+        The log then says which pictures these are.
+        """
         self._bell.end(None if timeout is None else time.monotonic() + timeout)
         if self._thread is not None:
             self._thread.join(timeout)
         else:
             self.draw()
+        if late := [easel.name for easel in self._easels() if easel.changed and not self._is_given_up(easel)]:
+            what = "pictures that are not drawn yet, or not with their last values: %s; they will be if this process lives on"
+            log.warning(what, ", ".join(late))
         return self.is_up_to_date()
+
+    def _is_given_up(self, easel: Easel) -> bool:
+        return self._failures.get(easel.name, 0) >= _PATIENCE
 
     def is_up_to_date(self) -> bool:
         """Whether all is drawn as it is now."""
@@ -118,7 +127,7 @@ class Studio:
         """Draw what has changed, and return how long to pause after it."""
         begin, wanted = time.monotonic(), self._bell.asked
         for easel in self._easels():
-            if easel.changed and self._bell.has_time() and self._failures.get(easel.name, 0) < _PATIENCE:
+            if easel.changed and self._bell.has_time() and not self._is_given_up(easel):
                 self._try(easel)
         with self._bell.state:
             self._bell.done = max(self._bell.done, wanted)

@@ -3,34 +3,22 @@
 import contextlib
 import logging
 import os
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from ikkuna.visualization.append_file import AppendFile
 from ikkuna.visualization.block_queue import Block, BlockQueue
+from ikkuna.visualization.file_format import FileFormat
 
-__all__ = ["FileFormat", "FileWriter"]
+__all__ = ["FileWriter"]
 
 log = logging.getLogger("ikkuna")
 
 _BATCH = 2**20  # bytes
-
-
-class FileFormat(Protocol):
-    """What a writer must know of the format of its file."""
-
-    def name(self, stem: str) -> str:
-        """Return the file's name; `stem` differs for every writer."""
-
-    def header(self) -> bytes:
-        """Return the bytes every file begins with."""
-
-    def loss(self, values: int, first: int, last: int) -> bytes:
-        """Return the block that says that `values` values of the steps `first` to `last` are missing."""
 
 
 class FileWriter:
@@ -50,6 +38,7 @@ class FileWriter:
     capacity : bytes that may wait to be written
     retry_seconds : pause after a failed write
     sync_seconds : at most this much time is lost by a power failure
+    fallback : go on in a directory for temporary files when the disk reports an error, rather than only try again
 
     Raises
     ------
@@ -65,7 +54,9 @@ class FileWriter:
         capacity: int = 8 * 2**20,
         retry_seconds: float = 10.0,
         sync_seconds: float = 30.0,
+        fallback: bool = False,
     ) -> None:
+        self._fallback = fallback
         self._directory = directory
         self._format = file_format
         self._retry_seconds = retry_seconds
@@ -283,6 +274,22 @@ class FileWriter:
         if first:
             what = "'%s' cannot be written: %s; values wait in memory, trying again every %g s"
             log.error(what, self.path, error, self._retry_seconds)
+        if self._fallback and isinstance(error, OSError):
+            self._go_elsewhere()
+
+    def _go_elsewhere(self) -> None:
+        """Go on in a new file among the temporary ones; what waits is written there."""
+        self._fallback, gone, home = False, self._file, self._directory
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix=f"ikkuna-{home.name}-"))
+            self._file, self._header = self._new_file()
+        except OSError:  # then it is only tried again
+            self._directory = home
+            return
+        self._retry_at = 0.0
+        with contextlib.suppress(OSError):
+            gone.close()
+        log.error("'%s' is given up; going on in '%s'", gone.path, self.path)
 
     def _finish(self) -> None:
         if not self._finished:

@@ -26,7 +26,9 @@ class GateSubscriber(PlotSubscriber):
 
     Takes kinds of parameters; publishes ``{kind}_gate_norm2``, in the unit of the parameter, with a series for each gate:
     ``lstm.weight_ih_l0.f``, for layers, directions, cells and both matrices.
-    Other modules, projections, and weights that are computed from others, publish nothing.
+    Of a weight that is computed from others, by ``weight_norm`` or another parametrisation, these are seen, gate by gate, as
+    ``rnn.weight_hh_l0.original0.f``: they are what is trained.  By ``weight_norm``, the norms of ``original0`` (``weight_hh_l0_g``)
+    are those of the weight itself.  One with another number of rows publishes nothing, nor do projections and other modules.
     A gate with a NaN or Inf has norm NaN.
 
     Look for: gradients of one gate far below those of the others, a gate that has saturated and no longer learns;
@@ -65,7 +67,7 @@ class GateSubscriber(PlotSubscriber):
         """Return the sum of squares of each gate, in float64."""
         gates = self._layers.gates(message.module, message.path)
         x = message.data
-        if not gates or not x.numel() or x.shape[0] % len(gates):
+        if not gates or not x.numel():
             return None
         squares = x.double().reshape(len(gates), -1).square().sum(1)
         return torch.where(torch.isfinite(squares), squares, math.nan)

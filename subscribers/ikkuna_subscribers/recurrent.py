@@ -7,14 +7,19 @@ from ikkuna.visualization.module_table import ModuleEntry
 
 __all__ = ["RecurrentLayers"]
 
-_PARAMETER = re.compile(r"(?:weight|bias)_(?:ih|hh)((?:_l\d+)?(?:_reverse)?)")
+_PARAMETER = re.compile(
+    r"(?P<part>(?:weight|bias)_(?:ih|hh))(?P<ending>(?:_l\d+)?(?:_reverse)?)(?:_[gv]|\.original\d+)?"
+)
 _GATES = {1: ("h",), 3: ("r", "z", "n"), 4: ("i", "f", "g", "o")}
+_OF_CLASS = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
 class RecurrentLayers:
-    """Knows recurrent layers by the shape of their weights, so that subclasses and layers of others are known too.
+    """Knows recurrent layers by the names and shapes of their weights, so that subclasses and layers of others are known too.
 
     Of ``weight_hh`` (gates * H, H) an LSTM has 4 gates (more rows still, if its outputs are projected), a GRU 3, an RNN 1.
+    The parts that such a weight is computed from, by ``weight_norm`` or another parametrisation, stack gates as it does
+    if they have as many rows; then the class decides, since their other axis tells nothing.
 
     Parameters
     ----------
@@ -34,12 +39,15 @@ class RecurrentLayers:
 
     def gates(self, module: str, path: str) -> tuple[str, ...]:
         """Return the names of the gates whose rows a parameter stacks; none for a parameter of another kind."""
-        found = _PARAMETER.fullmatch(path)
-        return self._of(module).get(found[1], ()) if found else ()
+        return self._of(module).get(path, ())
 
     def is_recurrent(self, module: str) -> bool:
-        """Whether a module is a recurrent layer."""
+        """Whether a module is a recurrent layer or cell."""
         return bool(self._of(module))
+
+    def is_sequential(self, module: str) -> bool:
+        """Whether a module is a recurrent layer, which returns a sequence; a cell returns one timestep."""
+        return any("_l0" in path for path in self._of(module))
 
     def _of(self, module: str) -> dict[str, tuple[str, ...]]:
         if module not in self._gates:
@@ -48,10 +56,33 @@ class RecurrentLayers:
 
 
 def _gates_of(entry: ModuleEntry) -> dict[str, tuple[str, ...]]:
-    """Return the gates by layer and direction, as the endings of names tell them."""
-    gates: dict[str, tuple[str, ...]] = {}
-    for path, shape in entry.parameters:
-        found = _PARAMETER.fullmatch(path)
-        if found and path.startswith("weight_hh") and shape is not None and len(shape) == 2 and shape[1]:
-            gates[found[1]] = _GATES.get(min(shape[0] // shape[1], 4), ())
-    return {ending: names for ending, names in gates.items() if names}
+    """Return the gates that each parameter stacks, by its name."""
+    stacked = [
+        (path, found, shape) for path, shape in entry.parameters if shape and (found := _PARAMETER.fullmatch(path))
+    ]
+    rows = {found["ending"]: _rows(stacked, found["ending"]) for _, found, _ in stacked}
+    gates = {ending: _GATES.get(_count(entry, stacked, ending), ()) for ending in rows}
+    return {
+        path: gates[found["ending"]]
+        for path, found, shape in stacked
+        if gates[found["ending"]] and shape[0] == rows[found["ending"]]
+    }
+
+
+_Stacked = list[tuple[str, re.Match[str], tuple[int, ...]]]
+
+
+def _rows(stacked: _Stacked, ending: str) -> int:
+    """Return how many rows the parameters of a layer and direction have: as one that is used as it is, or else the most."""
+    of_this = [
+        (path == found["part"] + ending, shape[0]) for path, found, shape in stacked if found["ending"] == ending
+    ]
+    return max(of_this)[1]
+
+
+def _count(entry: ModuleEntry, stacked: _Stacked, ending: str) -> int:
+    """Return the number of gates, 0 if it cannot be told."""
+    for path, _, shape in stacked:
+        if path == f"weight_hh{ending}" and len(shape) == 2 and shape[1]:
+            return min(shape[0] // shape[1], 4)
+    return _OF_CLASS.get(entry.class_name.removesuffix("Cell"), 0)

@@ -32,7 +32,9 @@ class TimestepGradientSubscriber(PlotSubscriber):
     (``lstm.t-1`` for the last one), and ``layer_gradients_timestep_reach``, between 0 and 1.
     Over several calls and micro-batches norms are those of all elements together, and the reach is the mean.
     Looks at the first output of recurrent layers, or of the modules given, if that has a batch, timesteps and channels;
-    packed and unbatched sequences publish nothing, nor does a timestep that a sequence does not have.
+    a recurrent layer's may also be without a batch.  A timestep that no sequence has publishes nothing.
+    Of a packed sequence, timesteps from the end count from the end of each sequence, and so does the reach;
+    it is seen where the layer is not compiled.
     A gradient that is 0 everywhere has no reach, it is NaN; one with a NaN or Inf has NaN.
 
     Look for: does the network learn long-term dependencies?  If ``t-64`` lies orders of magnitude below ``t-1``, what was 64 steps ago
@@ -75,20 +77,39 @@ class TimestepGradientSubscriber(PlotSubscriber):
 
     def measure(self, message: Any) -> Tensor | None:
         """Return sums of squares by timestep, how many calls have that timestep, the sum of reaches and the number of calls."""
-        x = message.data
-        if x.ndim != 3 or not x.numel() or message.path or not self._is_wanted(message.module):
+        if not message.data.numel() or message.path or not self._is_wanted(message.module):
             return None
-        squares = x.double().square().sum((0, 2) if self.batch_first else (1, 2))
-        squares = torch.where(torch.isfinite(squares), squares, math.nan)
-        length = len(squares)
+        if (squares := self._squares(message)) is None:
+            return None
+        forward, backward = (torch.where(torch.isfinite(s), s, math.nan) for s in squares)
+        length = len(forward)
         there = [-length <= t < length for t in self.timesteps]
         picked = [
-            squares[t] if has else torch.zeros_like(squares[0]) for t, has in zip(self.timesteps, there, strict=True)
+            (forward if t >= 0 else backward)[t] if has else torch.zeros_like(forward[0])
+            for t, has in zip(self.timesteps, there, strict=True)
         ]
-        reach = (squares >= squares.max() * _SMALL**2).double().mean()
-        reach = torch.where(squares.max() > 0, reach, math.nan)
+        reach = (backward >= backward.max() * _SMALL**2).double().mean()
+        reach = torch.where(backward.max() > 0, reach, math.nan)
         one, none = torch.ones_like(reach), torch.zeros_like(reach)  # made where the data is: nothing is copied there
         return torch.stack([*picked, *(one if has else none for has in there), reach, one])
+
+    def _squares(self, message: Any) -> tuple[Tensor, Tensor] | None:
+        """Return sums of squares by timestep, (T,), counted from the beginnings of sequences and from their ends."""
+        x = message.data
+        sizes = getattr(x, "batch_sizes", None)
+        squares = x.double().square()
+        if sizes is not None:
+            rows = squares.flatten(1).sum(1)
+            forward, backward = (at.to(rows.device, non_blocking=True) for at in _timesteps_of_rows(sizes))
+            none = rows.new_zeros(len(sizes))
+            return none.index_add(0, forward, rows), none.index_add(0, backward, rows)
+        if x.ndim == 3:
+            summed = squares.sum((0, 2) if self.batch_first else (1, 2))
+        elif x.ndim == 2 and self._layers.is_sequential(message.module):
+            summed = squares.sum(1)
+        else:
+            return None
+        return summed, summed
 
     def _is_wanted(self, module: str) -> bool:
         return self._takes_any or self._layers.is_recurrent(module)
@@ -103,3 +124,23 @@ class TimestepGradientSubscriber(PlotSubscriber):
                 part = replace(message, path=f"t{timestep}", name=f"{message.name}.t{timestep}")
                 self.emit(part, math.sqrt(square), norm)
         self.emit(message, total / calls, reach)
+
+
+def _timesteps_of_rows(sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the timestep of each row of a packed sequence, from the beginning, and so that all sequences end with the last one.
+
+    Parameters
+    ----------
+    sizes : Tensor, (T,)
+        How many sequences there are at each timestep, the longest ones first.
+
+    Examples
+    --------
+    >>> forward, backward = _timesteps_of_rows(torch.tensor([2, 1, 1]))     # lengths 3 and 1
+    >>> forward.tolist(), backward.tolist()
+    ([0, 0, 1, 2], [0, 2, 1, 2])
+    """
+    forward = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    sequence = torch.arange(len(forward)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    lengths = (sizes > torch.arange(int(sizes[0])).unsqueeze(1)).sum(1)
+    return forward, forward + len(sizes) - lengths[sequence]

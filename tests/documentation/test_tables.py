@@ -10,6 +10,7 @@ from ikkuna.export import subscriber
 from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.plugins import plugin_names
 from ikkuna.visualization.backend import GROUP as BACKENDS
+from tests.faults import FAULTS, LEFT_OUT, SECTIONS
 from tests.plugins.children import ROOT
 
 
@@ -78,6 +79,22 @@ def test_every_loop_of_the_tests_is_in_the_table(tables):
     situations = {row[0]: row for row in rows(tables.loops())}
     assert situations["siamese forwards"][2] == "``test_siamese_forwards``"
     assert len(situations) > 20
+
+
+def test_every_fault_is_told_and_has_a_test(tables):
+    catalogue = {*range(1, 61), *range(67, 91)}
+    assert FAULTS.keys() | LEFT_OUT.keys() == catalogue
+    assert not FAULTS.keys() & LEFT_OUT.keys()
+    assert tables.marked_tests().keys() == FAULTS.keys()
+    told = [row for section in SECTIONS for row in rows(tables.faults(section))]
+    assert [what for what, _, _ in told] == [fault.what for fault in FAULTS.values()]
+    assert all("``test_" in tests for _, _, tests in told)
+
+
+def test_a_fault_without_a_test_is_an_error(tables, monkeypatch):
+    monkeypatch.setitem(tables.FAULTS, 999, FAULTS[1])
+    with pytest.raises(ValueError, match="999"):
+        tables.faults("arguments")
 
 
 def test_the_gallery_shows_each_picture_above_the_code_that_draws_it(gallery, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Registration is checked as a whole, delivery is in order, and a failing subscriber harms nobody."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -60,6 +61,11 @@ SETUP_ERRORS = {
         lambda bus: NormSubscriber("weights", subsample=0),
         ConfigError,
         "subsample must be an int >= 1, got 0",
+    ),
+    "subsample -1": (
+        lambda bus: NormSubscriber("weights", subsample=-1),
+        ConfigError,
+        "subsample must be an int >= 1, got -1",
     ),
     "subsample bool": (
         lambda bus: NormSubscriber("weights", subsample=True),
@@ -163,6 +169,16 @@ SETUP_ERRORS = {
         ConfigTypeError,
         r"pair \(name, module\), got \(ReLU, str\)",
     ),
+    "pair with a number": (
+        lambda bus: Exporter(message_bus=bus).add_modules((3, nn.ReLU())),
+        ConfigTypeError,
+        r"pair \(name, module\), got \(int, ReLU\)",
+    ),
+    "pair of three": (
+        lambda bus: Exporter(message_bus=bus).add_modules(("a", nn.ReLU(), "b")),
+        ConfigTypeError,
+        r"pair \(name, module\), got \(str, ReLU, str\)",
+    ),
     "filter": (
         lambda bus: Exporter(module_filter=[nn.Conv2d], message_bus=bus).add_modules(mlp()),
         ConfigError,
@@ -190,6 +206,7 @@ def _with(**attributes):
     return type("Made", (Minimal,), attributes)("weights", backend="null")
 
 
+@pytest.mark.fault(1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 20)
 @pytest.mark.parametrize("name", SETUP_ERRORS)
 def test_wrong_arguments_are_told_at_once_and_leave_nothing_half_done(name, bus):
     act, error, text = SETUP_ERRORS[name]
@@ -207,6 +224,7 @@ def test_every_error_is_also_the_python_one():
     assert issubclass(UnknownKindError, ValueError)
 
 
+@pytest.mark.fault(20)
 def test_two_models_are_refused(bus):
     with Exporter(message_bus=bus) as exporter:
         exporter.set_model(nn.Linear(2, 2))
@@ -214,6 +232,7 @@ def test_two_models_are_refused(bus):
             exporter.set_model(nn.ReLU())
 
 
+@pytest.mark.fault(19)
 def test_a_closed_exporter_says_so(bus):
     exporter = Exporter(message_bus=bus)
     exporter.close()
@@ -255,6 +274,7 @@ class LossLike(Minimal):
     fields = ("mean",)
 
 
+@pytest.mark.fault(33)
 def test_a_circle_of_results_is_refused(bus):
     bus.register_subscriber(Doubling("weights", publishes="a", backend="null"))
     bus.register_subscriber(Doubling("a", publishes="b", backend="null"))
@@ -299,6 +319,7 @@ def test_constructing_without_a_bus_touches_nothing(bus):
     assert get_default_bus().subscriptions == ()
 
 
+@pytest.mark.fault(28)
 def test_a_constructor_that_raises_after_the_base_leaves_nothing_on_the_bus(bus):
     class Raising(Minimal):
         def __init__(self):
@@ -310,6 +331,7 @@ def test_a_constructor_that_raises_after_the_base_leaves_nothing_on_the_bus(bus)
     assert bus.subscriptions == ()
 
 
+@pytest.mark.fault(36)
 def test_delivery_is_in_order_of_registration(bus):
     order = []
     run(
@@ -338,6 +360,7 @@ class Failing(Subscriber):
         raise self.exception("on purpose")
 
 
+@pytest.mark.fault(29)
 @pytest.mark.parametrize("where", ["measure", "compute"])
 def test_a_failing_subscriber_is_logged_then_disabled_and_training_is_untouched(where, bus, caplog):
     recording = RecordingBackend()
@@ -363,17 +386,20 @@ def test_with_on_error_raise_it_raises(bus):
         run(bus, Failing("compute"), on_error="raise")
 
 
+@pytest.mark.fault(32)
 def test_running_out_of_memory_disables_at_once(bus):
     bad = Failing("measure", torch.OutOfMemoryError)
     run(bus, bad)
     assert bad.calls == 1
 
 
+@pytest.mark.fault(31)
 def test_keyboard_interrupt_passes(bus):
     with pytest.raises(KeyboardInterrupt):
         run(bus, Failing("measure", KeyboardInterrupt))
 
 
+@pytest.mark.fault(43)
 def test_a_subscriber_whose_repr_raises_is_still_told(bus, caplog):
     class Mute(Failing):
         def __repr__(self):
@@ -383,6 +409,7 @@ def test_a_subscriber_whose_repr_raises_is_still_told(bus, caplog):
     assert "subscriber Mute (weights) failed in compute" in caplog.text
 
 
+@pytest.mark.fault(34)
 def test_an_emission_that_was_not_announced_is_the_subscribers_failure(bus, caplog):
     class Wrong(Doubling):
         def compute(self, message):
@@ -392,6 +419,7 @@ def test_an_emission_that_was_not_announced_is_the_subscribers_failure(bus, capl
     assert "emits 'other' but publishes ['right']" in caplog.text
 
 
+@pytest.mark.fault(46)
 def test_a_bundle_without_company_is_dropped_and_counted(bus):
     """A frozen weight has no update: nothing to join it with, and nothing to fail about."""
     recording = RecordingBackend()
@@ -413,6 +441,25 @@ def test_a_ratio_is_the_quotient_of_the_norms(bus):
     for series, value, step in recording.values:
         assert value == norm["weight_updates_norm2", series.name, step] / norm["weights_norm2", series.name, step]
     assert len(recording.values) == 9
+
+
+@pytest.mark.fault(52)
+def test_a_ratio_to_nothing_is_nan(bus):
+    """Both are norms: 0/0 of the layer that stands still, x/0 of the one whose weights were 0."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[1].weight)
+    nn.init.ones_(model[0].bias)
+    recording = RecordingBackend()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        bus.register_subscriber(RatioSubscriber(["weight_updates", "weights"], backend=recording))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert model[0].weight.eq(0).all()
+    assert model[1].weight.ne(0).all()
+    assert [(series.name, math.isnan(value)) for series, value, _ in recording.values] == [("0", True), ("1", True)]
 
 
 def test_accuracy_counts_right_answers(bus):
@@ -459,6 +506,7 @@ def test_another_log_dir_on_one_bus_is_refused(bus, tmp_path):
     Exporter(message_bus=bus, log_dir=tmp_path / "b").close()
 
 
+@pytest.mark.fault(9)
 def test_adding_a_module_twice_is_one_look(bus, caplog):
     model = mlp()
     got = []
@@ -514,6 +562,7 @@ def test_results_of_an_optimizers_state_are_results(bus):
     assert next(v for s, v, _ in recording.values if s.name == "0") == pytest.approx(state.norm().item(), rel=1e-6)
 
 
+@pytest.mark.fault(16)
 def test_a_scripted_module_is_refused(bus):
     scripted = torch.jit.script(nn.Linear(2, 2))
     with Exporter(message_bus=bus) as exporter:
@@ -524,6 +573,7 @@ def test_a_scripted_module_is_refused(bus):
         assert exporter.modules == ()
 
 
+@pytest.mark.fault(14)
 @pytest.mark.parametrize(
     ("log_dir", "text"),
     [("", "is a path, got ''"), (5, "int"), ("a\0b", "is a path, got"), (b"run", "bytes")],
@@ -536,6 +586,7 @@ def test_a_log_dir_that_is_none_is_refused(log_dir, text, bus):
     assert bus.log_dir is None
 
 
+@pytest.mark.fault(67)
 def test_a_log_dir_that_is_a_file_is_refused(bus, tmp_path):
     file = tmp_path / "file"
     file.touch()
@@ -544,6 +595,7 @@ def test_a_log_dir_that_is_a_file_is_refused(bus, tmp_path):
     assert bus.sources == ()
 
 
+@pytest.mark.fault(30)
 def test_a_success_in_between_forgives_failures(bus):
     class Moody(Minimal):
         calls = 0
@@ -561,6 +613,7 @@ def test_a_success_in_between_forgives_failures(bus):
     assert health.errors == 24
 
 
+@pytest.mark.fault(35)
 def test_who_registers_or_leaves_while_messages_are_delivered_does_so_with_the_next(bus):
     got = []
     handles = []
@@ -586,6 +639,7 @@ def test_who_registers_or_leaves_while_messages_are_delivered_does_so_with_the_n
     assert [g for g in got if g[0] == "late"] == [("late", 1), ("late", 2)]
 
 
+@pytest.mark.fault(54, 55)
 def test_inference_mode_is_passed_over_and_breaks_nothing(bus):
     loop = Loop(CASES["mlp"])
     recording = RecordingBackend()

@@ -1,5 +1,7 @@
 """P5: every kind carries what autograd and arithmetic give, with the step that made it."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -106,6 +108,7 @@ def test_layer_gradients_equal_those_of_retained_outputs(name, bus):
     assert len(set(mine) & set(kept)) >= len(mine) - 1
 
 
+@pytest.mark.fault(56)
 def test_a_checkpointed_module_is_seen_once(bus):
     for name in ("checkpointed", "checkpointed-reentrant"):
         loop = Loop(CASES[name])
@@ -164,6 +167,7 @@ def test_three_micro_batches_are_one_step_and_merge_to_the_value_over_all(bus):
     assert values["loss_mean", 1] == pytest.approx(weighted, rel=1e-6)
 
 
+@pytest.mark.fault(57)
 def test_gradients_are_what_the_optimizer_uses_after_accumulation_and_clipping(bus):
     loop = Loop(CASES["mlp-accumulated"])
     exporter, seen = record(bus, loop.model, ("weight_gradients", "bias_gradients"))
@@ -174,6 +178,7 @@ def test_gradients_are_what_the_optimizer_uses_after_accumulation_and_clipping(b
     assert torch.equal(seen[1, "weight_gradients", "0"][0], loop.model[0].weight.grad)
 
 
+@pytest.mark.fault(57)
 @pytest.mark.parametrize("name", ["mlp-closure", "mlp-lbfgs"])
 def test_with_a_closure_gradients_are_those_of_the_last_evaluation(name, bus):
     loop = Loop(CASES[name])
@@ -229,6 +234,7 @@ def test_keyword_inputs_have_paths(bus):
     assert {key[1:] for key in seen} == {("input_data", None), ("input_data", "1.scale"), ("network_output", "logits")}
 
 
+@pytest.mark.fault(53)
 def test_names_of_nested_outputs_and_parameters(bus):
     for name, activations, weights in (
         (
@@ -252,6 +258,62 @@ def test_names_of_nested_outputs_and_parameters(bus):
         assert not any(part in n for n in got for part in ("parametrizations", "bias")), name
 
 
+@dataclasses.dataclass
+class Nested:
+    """An output of an odd shape."""
+
+    logits: torch.Tensor
+    hidden: dict
+    nothing: None = None
+
+
+@pytest.mark.fault(53)
+def test_every_tensor_of_an_output_of_any_shape_has_its_place(bus):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return Nested(x * 2, {"last": (x, 3, [x + 1]), "again": x})
+
+    class Silent(nn.Module):
+        def forward(self, x):
+            return None
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.odd, self.silent = nn.Linear(2, 2), Odd(), Silent()
+
+        def forward(self, x):
+            self.silent(x)
+            return self.odd(self.fc(x))
+
+    model = Model()
+    exporter, seen = record(bus, model, ("activations", "layer_gradients"))
+    out = model(torch.ones(1, 2))
+    (out.logits.sum() + out.hidden["last"][2][0].sum()).backward()
+    exporter.close()
+    places = {"fc", "odd:logits", "odd:hidden.last.0", "odd:hidden.last.2.0"}
+    assert {name for _, kind, name in seen if kind == "activations"} == places
+    assert {name for _, kind, name in seen if kind == "layer_gradients"} == places
+
+
+@pytest.mark.fault(54)
+def test_an_output_without_a_gradient_has_an_activation_and_no_layer_gradient(bus):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    exporter, seen = record(bus, model, ("activations", "layer_gradients"))
+    model(torch.ones(1, 2)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    exporter.close()
+    assert {name: len(found) for (_, kind, name), found in seen.items() if kind == "activations"} == {
+        "0": 1,
+        "1": 1,
+        "2": 1,
+    }
+    assert {name for _, kind, name in seen if kind == "layer_gradients"} == {"2"}
+
+
+@pytest.mark.fault(56)
 def test_a_tied_weight_is_one_series_with_its_aliases(bus):
     loop = Loop(CASES["tied"])
     exporter, seen = record(bus, loop.model, ("weights",))
@@ -262,6 +324,7 @@ def test_a_tied_weight_is_one_series_with_its_aliases(bus):
     assert {key[2] for key in seen} == {"first", "head"}
 
 
+@pytest.mark.fault(56)
 def test_a_module_called_three_times_is_one_row_over_all_calls(bus):
     loop = Loop(CASES["tied"])
     recording = RecordingBackend()
@@ -336,3 +399,22 @@ def test_batch_finished_carries_the_learning_rates_of_the_step(bus):
             loop.run(1)
             scheduler.step()
     assert rates == [{"0": 0.1}, {"0": 0.05}, {"0": 0.025}]
+
+
+def test_groups_of_two_optimizers_that_share_a_name_are_numbered(bus):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    named = [
+        torch.optim.SGD([{"params": [*part.parameters()], "name": "decay"}], lr=lr)
+        for part, lr in zip(model[:2], (0.5, 0.25), strict=True)
+    ]
+    last = [{"params": [model[2].weight], "name": "3"}, {"params": [model[2].bias], "lr": 0.75}]
+    numbered = torch.optim.SGD(last, lr=0.125)
+    rates = []
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        see = CallbackSubscriber("batch_finished", lambda m: rates.append(m.data["learning_rates"]), backend="null")
+        bus.register_subscriber(see)
+        model(torch.ones(1, 2)).sum().backward()
+        for optimizer in (*named, numbered):
+            optimizer.step()
+    assert rates == [{"decay": 0.5, "decay_1": 0.25, "3": 0.125, "3_1": 0.75}]

@@ -386,6 +386,7 @@ def test_jit_trace(bus, model):
     assert torch.equal(traced(torch.ones(2, 3)), model(torch.ones(2, 3)))
 
 
+@pytest.mark.fault(18)
 def test_lazy_parameters(bus):
     """everything once they are there, the first step included"""
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
@@ -400,6 +401,7 @@ def test_lazy_parameters(bus):
     assert watched.seen("weight_updates") == {"0": [0], "2": [0]}
 
 
+@pytest.mark.fault(50)
 def test_sparse_embedding_gradients(bus):
     """the gradient over all rows of the table, stored or not"""
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
@@ -414,6 +416,7 @@ def test_sparse_embedding_gradients(bus):
     assert watched.tensors[0, "weight_gradients", "0"][0].shape == (10, 3)
 
 
+@pytest.mark.fault(59)
 def test_parameters_replaced_between_steps(bus, model):
     """the new ones, from the next step on"""
     watched = Watched(bus, model)
@@ -428,6 +431,7 @@ def test_parameters_replaced_between_steps(bus, model):
     torch.testing.assert_close(weight + update, model[0].weight.detach())
 
 
+@pytest.mark.fault(59)
 def test_a_module_replaced_between_epochs(bus, model):
     """the new one, from the next epoch on"""
     watched = Watched(bus, model)
@@ -649,6 +653,7 @@ def test_steps_per_epoch_is_checked(bus, steps):
         exporter.steps_per_epoch = steps
 
 
+@pytest.mark.fault(90)
 def test_a_resumed_run_goes_on_counting(bus, model):
     """steps and epochs from where the checkpoint left them"""
     watched = Watched(bus, model)
@@ -675,6 +680,7 @@ def test_a_resumed_run_goes_on_counting(bus, model):
     assert stamps == [(2, 0, 1)]
 
 
+@pytest.mark.fault(81)
 @pytest.mark.parametrize(
     "state",
     [None, {}, {"global_step": -1, "train_step": 0, "epoch": 0}, {"global_step": "1", "train_step": 0, "epoch": 0}],

@@ -165,6 +165,7 @@ def test_paused_looks_away(watched):
     assert exporter.health().steps == 1
 
 
+@pytest.mark.fault(10)
 def test_two_exporters_on_one_model_are_independent(bus):
     from ikkuna.export.messages import MessageBus
 
@@ -185,6 +186,7 @@ def test_two_exporters_on_one_model_are_independent(bus):
     assert counts == {"one": 2, "two": 4}
 
 
+@pytest.mark.fault(50)
 def test_torch_func_passes_unseen(bus):
     model = nn.Linear(2, 2)
     got = []

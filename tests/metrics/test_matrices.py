@@ -47,6 +47,7 @@ def test_ranks_do_not_know_scale_or_rotation():
         assert values[0] == pytest.approx(values[1])
 
 
+@pytest.mark.fault(48)
 @pytest.mark.parametrize(
     ("x", "condition", "stable"),
     [

@@ -262,6 +262,7 @@ class Unlabelled(Dataset):
         return torch.ones(3)
 
 
+@pytest.mark.fault(6, 15)
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

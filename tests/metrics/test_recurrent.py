@@ -112,6 +112,39 @@ def test_a_model_without_recurrent_layers_publishes_no_gate_and_no_timestep():
     assert trained(nn.Linear(3, 2), makers)[0] == {}
 
 
+@pytest.mark.parametrize("name", ["weight_hh_l0", "weight_ih_l0"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_gates_of_a_weight_that_is_computed_from_others_are_those_of_its_parts(kind, name):
+    model = Model(kind(2, 5, batch_first=True))
+    nn.utils.parametrizations.weight_norm(model.rnn, name)
+    kinds = ["weights", "weight_gradients", "weight_updates"]
+    effective = getattr(model.rnn, name).detach().double().numpy().copy()
+    found, seen = trained(model, [lambda **o: GateSubscriber(kinds, **o)], steps=2)
+    gates = GATES[kind.__name__]
+    other = "weight_ih_l0" if name == "weight_hh_l0" else "weight_hh_l0"
+    parts = [f"rnn.{part}" for part in (f"{name}.original0", f"{name}.original1", other)]
+    assert {key for _, key in found} == {f"{part}.{gate}" for part in parts for gate in gates}
+    for what in kinds:
+        for part in parts:
+            for i, gate in enumerate(gates):
+                norms = [np.linalg.norm(np.split(x, len(gates))[i]) for (x,) in seen[what, part].values()]
+                assert found[f"{what}_gate_norm2", f"{part}.{gate}"] == pytest.approx(norms, rel=1e-12)
+    for i, gate in enumerate(gates):
+        norm = np.linalg.norm(np.split(effective, len(gates))[i])
+        assert found["weights_gate_norm2", f"rnn.{name}.original0.{gate}"][0] == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_gates_of_parts_of_another_shape():
+    """A norm of columns has one row, which belongs to all gates; the old ``weight_norm`` has names of its own."""
+    model = Model(nn.GRU(2, 4, batch_first=True))
+    nn.utils.parametrizations.weight_norm(model.rnn, "weight_hh_l0", dim=1)
+    nn.utils.weight_norm(model.rnn, "weight_ih_l0")
+    found, _ = trained(model, [lambda **o: GateSubscriber("weights", **o)], steps=1)
+    parts = ("weight_hh_l0.original1", "weight_ih_l0_g", "weight_ih_l0_v")
+    assert {name for _, name in found} == {f"rnn.{part}.{gate}" for part in parts for gate in "rzn"}
+
+
 # -- timesteps --------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +163,102 @@ def test_norms_of_timesteps_and_their_reach(kind, batch_first):
         assert found["layer_gradients_timestep_norm2", f"rnn.t{t}"] == pytest.approx(expected, rel=1e-12)
     reach = [np.mean([np.mean(call >= call.max() / 1e4) for call in step]) for step in squares]
     assert found["layer_gradients_timestep_reach", "rnn"] == pytest.approx(reach)
+
+
+def unrolled(rnn, sequences):
+    """Run a recurrent layer by hand, a cell and a timestep at a time; return inputs and outputs of each sequence, by timestep."""
+    cell = getattr(nn, f"{type(rnn).__name__}Cell")(rnn.input_size, rnn.hidden_size)
+    cell.load_state_dict({name: getattr(rnn, f"{name}_l0").detach() for name in cell.state_dict()})
+    inputs, outputs = [], []
+    for sequence in sequences:
+        inputs.append([x.detach().clone().requires_grad_() for x in sequence])
+        outputs.append([])
+        state = None
+        for x in inputs[-1]:
+            state = cell(x, state)
+            outputs[-1].append((state[0] if isinstance(state, tuple) else state).clone())  # what leaves the layer
+            outputs[-1][-1].retain_grad()
+    return inputs, outputs
+
+
+def share_of_reached(norms):
+    return np.mean(np.array(norms) >= max(norms) / 100)
+
+
+TIMES = (0, 1, 6, -1, -2, -7, 9, -9)
+
+
+class Packed(nn.Module):
+    """A recurrent layer between two that hand packed sequences on; the loss sees every timestep."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.below = nn.Identity()
+        self.rnn = kind(3, 4)
+
+    def forward(self, sequences):
+        out, _ = self.rnn(self.below(nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)))
+        return nn.utils.rnn.unpack_sequence(out)
+
+
+def weighed(outputs):
+    """Return a loss of lists of timesteps that gives each one another gradient, from either end."""
+    return sum(
+        (y * (1 + t + 10.0 ** (t - len(steps)))).square().sum() for steps in outputs for t, y in enumerate(steps)
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_timesteps_of_packed_sequences_are_those_of_a_network_unrolled_by_hand(kind):
+    """At the layer itself, and below it, where gradients have travelled through time."""
+    torch.manual_seed(1)
+    sequences = [torch.randn(n, 3, requires_grad=True) for n in (3, 7, 5, 1)]
+    model, recording, bus = Packed(kind), RecordingBackend(), MessageBus("packed")
+    by_hand = dict(zip(("below", "rnn"), unrolled(model.rnn, sequences), strict=True))
+    weighed(by_hand["rnn"]).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        for name in by_hand:
+            options = {} if name == "rnn" else {"modules": name, "publishes": ["n", "r"]}
+            bus.register_subscriber(TimestepGradientSubscriber(TIMES, backend=recording, **options))
+        weighed(model(sequences)).backward()
+        optimizer.step()
+    found = {(series.kind[-5:], series.name): value for series, value, _ in recording.values}
+    expected = {}
+    for name, norm, reach in (("rnn", "norm2", "reach"), ("below", "n", "r")):
+        grads = [[y.grad.double().numpy() for y in steps] for steps in by_hand[name]]
+        norms = {
+            t: math.sqrt(sum((steps[t] ** 2).sum() for steps in grads if -len(steps) <= t < len(steps)))
+            for t in range(-7, 7)
+        }
+        expected |= {(norm, f"{name}.t{t}"): norms[t] for t in TIMES if t in norms}
+        expected[reach, name] = share_of_reached([norms[t] for t in range(-7, 0)])
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_timesteps_of_an_unbatched_sequence_are_those_of_a_network_unrolled_by_hand(kind):
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"rnn": kind(3, 4), "cell": nn.RNNCell(3, 4), "fc": nn.Linear(3, 4)})
+    sequence, recording, bus = torch.randn(6, 3), RecordingBackend(), MessageBus("unbatched")
+    _, [by_hand] = unrolled(model["rnn"], [sequence])
+    weighed([by_hand]).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        bus.register_subscriber(TimestepGradientSubscriber((0, 2, -1, -6, 6), backend=recording))
+        for _ in range(2):  # the root is never called: its parts are seen from the second step on
+            optimizer.zero_grad()
+            out, _ = model["rnn"](sequence)
+            rest = model["cell"](sequence).sum() + model["fc"](sequence).sum()
+            (rest + weighed([out])).backward()
+            optimizer.step()
+    norms = [np.linalg.norm(y.grad.double().numpy()) for y in by_hand]
+    expected = {("layer_gradients_timestep_norm2", f"rnn.t{t}"): norms[t] for t in (0, 2, -1, -6)}
+    expected["layer_gradients_timestep_reach", "rnn"] = share_of_reached(norms)
+    found = {(series.kind, series.name): value for series, value, step in recording.values if step == 1}
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_layer_below_tells_what_a_loss_of_the_last_output_does_not():

@@ -66,6 +66,7 @@ def test_known_norms(x, expected):
     assert found["activations_spectral_norm"] == pytest.approx([expected] * 2, rel=1e-5, nan_ok=True)
 
 
+@pytest.mark.fault(48)
 def test_a_broken_matrix_does_not_spoil_what_comes_after():
     x = torch.randn(10, 8)
     broken = x.clone()

@@ -91,6 +91,7 @@ def trained(training):
     return nn.utils.parameters_to_vector(training.model.parameters())
 
 
+@pytest.mark.fault(39)
 @pytest.mark.parametrize("gradient", [True, False])
 def test_a_model_that_a_subscriber_calls_is_not_seen(training, where, gradient):
     """It would be seen by the very subscriber that calls it, for ever."""
@@ -136,6 +137,7 @@ def test_what_is_seen_again_after_a_subscriber_has_failed(training, where):
     assert torch.equal(trained(training), unwatched())
 
 
+@pytest.mark.fault(30)
 def test_a_failure_now_and_then_disables_nobody(training, where):
     calls = iter(range(1000))
 
@@ -153,6 +155,7 @@ def test_a_failure_now_and_then_disables_nobody(training, where):
     assert training.exporter.health().errors == 14
 
 
+@pytest.mark.fault(35)
 def test_who_unregisters_in_the_middle_says_nothing_more(training, where):
     training.watch(where, lambda: training.handle.remove())
     training.run()
@@ -182,6 +185,7 @@ def test_who_registers_in_the_middle_takes_part_from_the_next_step_on(training, 
     assert training.exporter.health().errors == 0
 
 
+@pytest.mark.fault(35)
 def test_a_subscriber_may_close_the_exporter(training, where):
     training.watch(where, lambda: training.exporter.close())
     training.run()
@@ -190,6 +194,7 @@ def test_a_subscriber_may_close_the_exporter(training, where):
     assert torch.equal(trained(training), unwatched())
 
 
+@pytest.mark.fault(45)
 def test_what_a_subscriber_returns_changes_nothing(training):
     training.watch("measure", lambda: None)
     returned = CallbackSubscriber("activations", lambda message: torch.zeros(7), backend="null")
@@ -203,6 +208,7 @@ class Unprintable(Exception):
         raise RuntimeError("no words")
 
 
+@pytest.mark.fault(43)
 def test_an_error_that_cannot_be_printed_is_told_all_the_same(training, where, caplog):
     def fail():
         raise Unprintable
@@ -214,6 +220,7 @@ def test_an_error_that_cannot_be_printed_is_told_all_the_same(training, where, c
     assert torch.equal(trained(training), unwatched())
 
 
+@pytest.mark.fault(44)
 def test_a_handler_of_the_users_that_raises_does_not_reach_training(training, where):
     class Broken(logging.Handler):
         def emit(self, record):
@@ -233,6 +240,7 @@ def test_a_handler_of_the_users_that_raises_does_not_reach_training(training, wh
     assert torch.equal(trained(training), unwatched())
 
 
+@pytest.mark.fault(29)
 def test_rows_that_do_not_merge_are_the_fault_of_who_made_them(training, caplog):
     class Growing(Acting):
         def measure(self, message):
@@ -244,10 +252,13 @@ def test_rows_that_do_not_merge_are_the_fault_of_who_made_them(training, caplog)
         for _ in range(2):  # micro-batches
             training.forward().backward()
         training.optimizer.step()
-    assert training.exporter.health().errors == 3 * STEPS
+    assert training.exporter.health().errors == 10
     assert "subscriber Growing (activations) failed in merge" in caplog.text
+    assert training.exporter.health().disabled == ("Growing",)
+    assert "disabled after 10 consecutive failures; last: RuntimeError" in caplog.text
 
 
+@pytest.mark.fault(31)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_what_ends_a_process_passes(training, where, error):
     def leave():
@@ -258,6 +269,7 @@ def test_what_ends_a_process_passes(training, where, error):
         training.run()
 
 
+@pytest.mark.fault(31)
 @pytest.mark.parametrize("error", [MemoryError, RecursionError, StopIteration, AssertionError])
 def test_every_other_error_is_kept_from_training(training, where, error):
     def fail():

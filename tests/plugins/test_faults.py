@@ -134,6 +134,7 @@ def seen(tmp_path_factory):
     return ask([site], names, [*modules, "good", "interrupted"])
 
 
+@pytest.mark.fault(21, 22, 24)
 @pytest.mark.parametrize("plugin", FAULTS)
 def test_a_broken_plugin_is_named_with_its_distribution_and_the_cause(seen, plugin):
     answer = seen["answers"][plugin]
@@ -141,6 +142,7 @@ def test_a_broken_plugin_is_named_with_its_distribution_and_the_cause(seen, plug
     assert re.search(FAULTS[plugin][1], answer), answer
 
 
+@pytest.mark.fault(21)
 def test_the_others_live(seen):
     assert seen["works"] == ["weights_norm2"]
     assert seen["answers"]["GoodSubscriber"] == "<class 'good.GoodSubscriber'>"
@@ -155,6 +157,7 @@ def test_importing_and_listing_load_no_plugin(seen):
     assert {"GoodSubscriber", "ImportingSubscriber", "NormSubscriber", "Subscriber"} <= set(seen["listed"])
 
 
+@pytest.mark.fault(23)
 def test_a_keyboard_interrupt_passes(seen):
     assert seen["answers"]["InterruptedSubscriber"] == "KeyboardInterrupt: "
 
@@ -196,6 +199,7 @@ def crowded(tmp_path_factory):
     return ask([site, elsewhere], [f"{name}Subscriber" for name in names], backends=["exiting", "wrong", "missing"])
 
 
+@pytest.mark.fault(25)
 def test_two_distributions_with_one_name_are_refused_by_name(crowded):
     message = crowded["answers"]["TwinSubscriber"]
     assert message.startswith("PluginError: 'TwinSubscriber' is offered more than once: ")
@@ -204,6 +208,7 @@ def test_two_distributions_with_one_name_are_refused_by_name(crowded):
     assert message.endswith("; uninstall all but one")
 
 
+@pytest.mark.fault(25)
 def test_nobody_takes_the_name_of_a_built_in(crowded):
     message = crowded["answers"]["MeanSubscriber"]
     assert "thief 1.0 (thief:MeanSubscriber)" in message
@@ -211,6 +216,7 @@ def test_nobody_takes_the_name_of_a_built_in(crowded):
     assert crowded["works"] == ["weights_norm2"]
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("name", ["Not-A-Name", "__path__", "2Subscriber"])
 def test_a_name_that_cannot_be_imported_is_ignored_and_said(crowded, name):
     assert f"the plugin name {name!r} of odd 1.0 is no public identifier; ignored" in crowded["logged"]
@@ -218,6 +224,7 @@ def test_a_name_that_cannot_be_imported_is_ignored_and_said(crowded, name):
     assert crowded["answers"]["EvenSubscriber"] == "<class 'good.GoodSubscriber'>"
 
 
+@pytest.mark.fault(27)
 def test_malformed_entry_points_are_passed_over_and_said(crowded):
     said = [line for line in crowded["logged"] if line.startswith("the entry points of no-value cannot be read")]
     assert said
@@ -225,6 +232,7 @@ def test_malformed_entry_points_are_passed_over_and_said(crowded):
     assert "no installed distribution offers a subscriber 'LostSubscriber'" in crowded["answers"]["LostSubscriber"]
 
 
+@pytest.mark.fault(27)
 def test_undecodable_entry_points_of_an_unrelated_package_are_passed_over_and_said(crowded):
     [said] = {line for line in crowded["logged"] if "latin" in line}
     assert said.startswith("the entry points of latin cannot be read, its plugins are ignored: UnicodeDecodeError: ")
@@ -252,6 +260,7 @@ def test_an_entry_point_that_is_no_reference_is_told(crowded):
     )
 
 
+@pytest.mark.fault(4, 13)
 def test_a_broken_backend_is_refused_when_a_subscriber_names_it(crowded):
     refused = crowded["answers"]
     assert "plugin 'exiting' from distribution exiting 1.0 (exiting:exiting) called sys.exit(no)" in refused["exiting"]

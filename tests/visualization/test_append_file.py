@@ -8,6 +8,7 @@ from ikkuna.errors import LogDirError
 from ikkuna.visualization.append_file import AppendFile
 
 
+@pytest.mark.fault(72, 78)
 def test_two_files_of_one_second_have_two_names(tmp_path):
     files = [AppendFile(tmp_path, "x.{}".format) for _ in range(3)]
     for number, file in enumerate(files):
@@ -38,6 +39,7 @@ def test_a_symbolic_link_is_not_followed(tmp_path, monkeypatch):
     assert not target.exists()
 
 
+@pytest.mark.fault(68)
 @pytest.mark.parametrize("short", range(6))
 def test_a_short_write_leaves_no_trace(tmp_path, monkeypatch, short):
     """`short` bytes of the second block reach the disk, and are cut off again."""
@@ -84,17 +86,20 @@ def test_a_file_in_the_way_of_the_directory_is_named(tmp_path):
         AppendFile(tmp_path / "log", str)
 
 
+@pytest.mark.fault(67)
 def test_a_directory_below_a_file_is_refused_with_the_reason(tmp_path):
     (tmp_path / "log").write_text("")
     with pytest.raises(LogDirError, match="Not a directory"):
         AppendFile(tmp_path / "log" / "run", str)
 
 
+@pytest.mark.fault(67)
 def test_a_name_that_is_too_long_is_refused_with_the_reason(tmp_path):
     with pytest.raises(LogDirError, match="File name too long"):
         AppendFile(tmp_path / ("x" * 300), str)
 
 
+@pytest.mark.fault(67)
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_without_rights_is_refused_with_the_reason(tmp_path):
     tmp_path.chmod(0o555)

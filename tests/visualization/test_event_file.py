@@ -40,6 +40,7 @@ def test_many_values_share_one_event():
     assert (event.step, event.wall_time) == (5, 1.5)
 
 
+@pytest.mark.fault(80)
 @pytest.mark.parametrize(
     ("value", "stored"),
     [(1e40, math.inf), (-1e40, -math.inf), (1e-50, 0.0), (2**24 + 1, 2.0**24), (math.inf, math.inf)],
@@ -85,6 +86,7 @@ def test_a_file_begins_with_its_version():
     assert event.file_version == "brain.Event:2"
 
 
+@pytest.mark.fault(82)
 def test_the_clock_never_runs_backwards(monkeypatch):
     clock = WallClock()
     monkeypatch.setattr("time.time", lambda: 0.0)

@@ -27,6 +27,7 @@ def reread(backend, *additions):
     return read(backend.path)
 
 
+@pytest.mark.fault(80)
 @given(st.lists(st.floats(), min_size=1, max_size=20), st.text())
 def test_every_bit_of_a_value_survives(tmp_path_factory, values, name):
     backend = JSONLinesBackend()
@@ -70,6 +71,7 @@ def test_histograms_and_texts_are_entries(backend):
     assert (second["title"], second["text"]) == ("Model", "NaN")
 
 
+@pytest.mark.fault(78)
 def test_a_file_cut_anywhere_is_read_up_to_there(backend, tmp_path):
     values = [1.5, -2.25, math.inf, 1e-300]
     whole = reread(backend, *(lambda b, v=value: b.add_scalar(Series("loss"), v, 0) for value in values))
@@ -85,6 +87,7 @@ def test_a_file_cut_anywhere_is_read_up_to_there(backend, tmp_path):
     assert counts[-1] == 4
 
 
+@pytest.mark.fault(79)
 def test_a_damaged_line_costs_itself_only(backend, tmp_path, caplog):
     reread(backend, *(lambda b, v=value: b.add_scalar(Series("loss"), v, 0) for value in (1.0, 2.0, 3.0)))
     lines = backend.path.read_bytes().splitlines(keepends=True)

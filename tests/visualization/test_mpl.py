@@ -261,14 +261,18 @@ def slow(monkeypatch):
     gate.set()
 
 
-def test_neither_training_nor_closing_waits_for_a_drawing(tmp_path, slow):
+def test_neither_training_nor_closing_waits_for_a_drawing(tmp_path, slow, caplog):
     gate, drawn = slow
     backend = opened(tmp_path)
     begin = time.monotonic()
     fill(backend, 100)
     assert not backend.flush(0.2)
     fill(backend, 100)
+    assert not caplog.records
     assert not backend.close(0.2)
+    assert [record.message for record in caplog.records] == [
+        "pictures that are not drawn yet, or not with their last values: weights_norm2; they will be if this process lives on"
+    ]
     assert time.monotonic() - begin < 10
     [thread] = set(drawn)
     assert thread.daemon
@@ -276,6 +280,7 @@ def test_neither_training_nor_closing_waits_for_a_drawing(tmp_path, slow):
     gate.set()
     thread.join(60)
     assert backend.close()  # it was drawn after all
+    assert len(caplog.records) == 1
 
 
 def test_many_drawings_do_not_grow_memory(tmp_path):

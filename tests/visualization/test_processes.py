@@ -70,6 +70,7 @@ def result(process, seconds=60):
     return json.loads(process.output.read_text().splitlines()[-1])
 
 
+@pytest.mark.fault(83)
 @pytest.mark.parametrize("round_", range(5))
 def test_a_killed_process_loses_nothing_that_was_acknowledged(tmp_path, child, round_):
     process = child(KILLED, tmp_path / "log")
@@ -102,6 +103,7 @@ print(json.dumps([first, run.close(10), run.acked_step, run.dropped]))
 )
 
 
+@pytest.mark.fault(68)
 def test_a_full_disk_leaves_readable_files_and_exact_counts(tmp_path, child):
     flushed, closed, acked, dropped = result(child(FULL, tmp_path / "log", "full"))
     steps, lines = event_steps(tmp_path / "log" / "run0001"), line_steps(tmp_path / "log" / "run0001")
@@ -193,6 +195,7 @@ sys.stdout.flush()
 )
 
 
+@pytest.mark.fault(89)
 @pytest.mark.parametrize("way", ["never closed", "atexit", "thread"])
 def test_a_disk_that_never_answers_does_not_keep_the_interpreter(tmp_path, child, way):
     process = child(STUCK, tmp_path / "log", way)

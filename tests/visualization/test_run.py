@@ -193,6 +193,7 @@ def test_what_was_not_committed_is_committed_by_close(tmp_path):
     assert [entry["step"] for entry in read(run.directory)] == [7]
 
 
+@pytest.mark.fault(73)
 def test_a_closed_run_takes_nothing_and_says_so(tmp_path):
     run, backend = Run(tmp_path), RecordingBackend()
     run.close()
@@ -261,6 +262,7 @@ def test_what_is_no_path_is_refused(log_dir):
         Run(log_dir)
 
 
+@pytest.mark.fault(67)
 def test_a_log_directory_is_checked_by_writing(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.LogDirError, match="Not a directory"):
@@ -271,6 +273,7 @@ def test_a_log_directory_is_checked_by_writing(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.fault(74)
 def test_a_run_never_gets_the_directory_of_another(tmp_path):
     found = []
     threads = [threading.Thread(target=lambda: found.append(make_run_directory(tmp_path))) for _ in range(8)]
@@ -281,6 +284,7 @@ def test_a_run_never_gets_the_directory_of_another(tmp_path):
     assert sorted(path.name for path in found) == [f"run{number:04d}" for number in range(1, 9)]
 
 
+@pytest.mark.fault(74)
 def test_a_directory_that_appears_meanwhile_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "run0001").mkdir()
     monkeypatch.setattr(os, "listdir", lambda path: [])

@@ -119,6 +119,7 @@ def test_nan_and_infinities_arrive(backend, tmp_path):
     assert values[1:] == [math.inf, -math.inf]
 
 
+@pytest.mark.fault(90)
 def test_a_run_that_goes_on_replaces_what_came_after_its_checkpoint(tmp_path):
     """The second file begins at step 50; the first one's later steps are hidden."""
     for begin, end, value in ((0, 100, 1.0), (50, 80, 2.0)):
@@ -141,6 +142,7 @@ def test_a_value_that_cannot_be_stored_leaves_the_step_whole(backend, tmp_path):
     assert load(tmp_path).Tags()["scalars"] == ["Network/a"]
 
 
+@pytest.mark.fault(78)
 def test_a_file_cut_anywhere_is_read_up_to_there(backend, tmp_path):
     for step in range(5):
         backend.add_scalar(Series("loss"), 1.0, step)

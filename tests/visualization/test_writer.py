@@ -2,6 +2,7 @@ import errno
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import time
 
@@ -56,6 +57,7 @@ def test_a_step_is_never_split_and_what_waits_is_written_together(tmp_path, plai
     assert written == [b"header\nstep 0\n", b"step 1\nstep 2\n"]
 
 
+@pytest.mark.fault(84)
 def test_flush_says_when_everything_is_on_the_disk(tmp_path, plain, monkeypatch):
     synced, sync = [], os.fsync
     writer = FileWriter(tmp_path, plain)
@@ -80,6 +82,7 @@ def test_the_acknowledged_step_advances_by_itself(tmp_path, plain):
     assert writer.close()
 
 
+@pytest.mark.fault(88)
 def test_values_are_synced_in_the_background_after_a_while(tmp_path, plain):
     writer = FileWriter(tmp_path, plain, sync_seconds=0.0)
     submit(writer, [0])
@@ -96,6 +99,7 @@ def test_a_writer_that_has_nothing_to_write_starts_no_thread(tmp_path, plain):
     assert writer.close()
 
 
+@pytest.mark.fault(73)
 def test_closing_ends_the_thread_and_releases_the_descriptor(tmp_path, plain):
     writer = FileWriter(tmp_path, plain)
     submit(writer, [0])
@@ -108,6 +112,7 @@ def test_closing_ends_the_thread_and_releases_the_descriptor(tmp_path, plain):
     assert writer.dropped == 3
 
 
+@pytest.mark.fault(68)
 def test_a_full_disk_loses_nothing_if_it_recovers_in_time(tmp_path, plain, failing, caplog):
     writer = FileWriter(tmp_path, plain)
     failing.set()
@@ -145,6 +150,7 @@ def test_the_error_is_said_once_however_often_it_happens(tmp_path, plain, failin
     assert "closed before 3 values could be written" in caplog.text
 
 
+@pytest.mark.fault(68)
 def test_what_does_not_fit_is_counted_said_and_written_down(tmp_path, plain, failing, caplog):
     writer = FileWriter(tmp_path, plain, capacity=3000)
     failing.set()
@@ -200,6 +206,7 @@ def test_an_error_at_any_write_costs_nothing(tmp_path, plain, monkeypatch, fault
         assert lines(writer) == expected(0, 1, 2, 3, 4)
 
 
+@pytest.mark.fault(84)
 def test_an_error_of_fsync_is_an_answer(tmp_path, plain, monkeypatch):
     writer = FileWriter(tmp_path, plain)
     submit(writer, [0])
@@ -214,11 +221,12 @@ def test_an_error_of_fsync_is_an_answer(tmp_path, plain, monkeypatch):
     assert writer.close()
 
 
+@pytest.mark.fault(70)
 def test_a_disk_that_never_answers_does_not_delay_training(tmp_path, plain, gate, caplog):
     writer = FileWriter(tmp_path, plain, capacity=100_000)
-    began = time.process_time()
+    began = time.monotonic()
     submit(writer, range(10_000))
-    assert time.process_time() - began < 5  # measured 0.05
+    assert time.monotonic() - began < 10  # measured 0.05; a wait of a millisecond for each would be more
     assert not writer.flush(0.05)
     began = time.monotonic()
     assert not writer.close(0.2)
@@ -231,6 +239,7 @@ def test_a_disk_that_never_answers_does_not_delay_training(tmp_path, plain, gate
     assert not writer._thread.is_alive()
 
 
+@pytest.mark.fault(71)
 def test_a_deleted_directory_is_made_again_with_a_new_file(tmp_path, plain, caplog):
     directory = tmp_path / "log"
     writer = FileWriter(directory, plain)
@@ -291,3 +300,52 @@ def test_several_threads_lose_nothing_and_keep_their_order(tmp_path, plain):
     assert writer.close(30)
     found = [tuple(map(int, line.split())) for line in lines(writer)[1:]]
     assert [[number for name, number in found if name == wanted] for wanted in range(8)] == [list(range(200))] * 8
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Where temporary files go."""
+    directory = tmp_path / "elsewhere"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
+@pytest.mark.fault(69)
+@pytest.mark.parametrize("error", [errno.EIO, errno.EROFS, errno.ESTALE, errno.EDQUOT], ids=errno.errorcode.get)
+def test_a_disk_that_fails_is_left_for_another_if_asked(tmp_path, plain, monkeypatch, elsewhere, caplog, error):
+    writer = FileWriter(tmp_path / "run0007", plain, fallback=True)
+    submit(writer, [0])
+    assert writer.flush(30)
+    home, write = writer._file._descriptor, os.write
+
+    def faulty(descriptor, data):
+        if descriptor == home and writer.path.parent != elsewhere:
+            raise OSError(error, os.strerror(error))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(writer._file, "append", lambda data: faulty(home, data))
+    begun = writer.path
+    submit(writer, [1, 2])
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer.acked_step == 2, 30)
+    assert writer.path.parent.parent == elsewhere
+    assert writer.path.parent.name.startswith("ikkuna-run0007-")
+    assert writer.close(30)
+    assert begun.read_bytes().splitlines() == expected(0)
+    assert lines(writer) == expected(1, 2)
+    assert [r.message.count(f"going on in '{writer.path}'") for r in caplog.records] == [0, 1, 0]
+
+
+@pytest.mark.fault(69)
+def test_without_a_place_to_go_a_disk_that_fails_is_tried_again(tmp_path, plain, failing, elsewhere):
+    elsewhere.rmdir()
+    writer = FileWriter(tmp_path, plain, fallback=True, retry_seconds=0.01)
+    failing.set()
+    submit(writer, [0])
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer._failures > 2, 30)
+        failing.clear()
+        assert writer._changed.wait_for(lambda: writer.acked_step == 0, 30)
+    assert writer.close()
+    assert writer.path.parent == tmp_path

@@ -6,7 +6,9 @@
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from ikkuna.visualization.backend import GROUP as BACKENDS
 from ikkuna.visualization.backend import Backend
 
 ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT))  # the tests are not installed
+from tests.faults import FAULTS, LEFT_OUT, SECTIONS  # noqa: E402
 
 KINDS = {  # kind → what it is, and when it is seen
     "activations": ("what a module returned", "at its call"),
@@ -123,11 +127,50 @@ def loops() -> str:
     return table(("situation", "what is published", "test"), rows)
 
 
+def marked_tests() -> dict[int, list[str]]:
+    """Return the tests that hold each fault, as their marks tell: by its number, sorted by file."""
+    found: dict[int, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for mark in getattr(node, "decorator_list", ()):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.fault":
+                    for number in mark.args:
+                        found.setdefault(ast.literal_eval(number), []).append(f"{path.stem}::{node.name}")
+    return found
+
+
+def faults(section: str) -> str:
+    """Return the table of what can go wrong, what happens then, and the tests that show it; one without a test is an error."""
+    tests = marked_tests()
+    if missing := FAULTS.keys() ^ tests.keys():
+        raise ValueError(f"faults without a test, or tests of no fault: {sorted(missing)}")
+    rows = [
+        (
+            fault.what,
+            f"{fault.then}. {_sentence(fault.aside)}".strip(),
+            " ".join(f"``{name}``" for name in tests[number]),
+        )
+        for number, fault in SECTIONS[section].items()
+    ]
+    return table(("what goes wrong", "what happens", "tests"), rows, widths="28 42 30")
+
+
+def _sentence(aside: str) -> str:
+    return f"*{aside[0].upper()}{aside[1:]}.*" if aside else ""
+
+
+def left_out() -> str:
+    """Return the list of faults that are left to the user."""
+    return "\n".join(f"* {why}" for why in LEFT_OUT.values())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "metrics": metrics,
     "backends": backends,
     "loops": loops,
+    **{f"faults-{section}": partial(faults, section) for section in SECTIONS},
+    "faults-left-out": left_out,
     "metric-pages": metric_pages,
     "backend-pages": backend_pages,
 }

@@ -1,0 +1,102 @@
+"""What a subscriber is handed is borrowed: keeping it costs little, and what it made of it is its own."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.export import Exporter
+from ikkuna.export.messages.kinds import MODULE_KINDS
+from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, MinMaxSubscriber, NormSubscriber, Subscriber
+from ikkuna.testing import RecordingBackend
+
+
+def train(bus, model, *subscribers, steps=2, log_dir=None):
+    """Train a model under an exporter; return its health at the end."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Exporter(message_bus=bus, on_error="raise", log_dir=log_dir) as exporter:
+        exporter.add_modules(model)
+        for subscriber in subscribers:
+            bus.register_subscriber(subscriber)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3, dtype=next(model.parameters()).dtype)).square().sum().backward()
+            optimizer.step()
+        return exporter.health()
+
+
+@pytest.mark.fault(41)
+def test_a_message_that_is_kept_keeps_no_graph_alive(bus):
+    kept = []
+    train(bus, nn.Sequential(nn.Linear(3, 4), nn.ReLU()), CallbackSubscriber(MODULE_KINDS, kept.append, backend="null"))
+    assert {message.kind for message in kept} == set(MODULE_KINDS)
+    assert not [message.kind for message in kept if message.data.requires_grad or message.data.grad_fn is not None]
+
+
+class First(Subscriber):
+    """The first element, as a view of the tensor it was handed."""
+
+    def __init__(self, kind, **options):
+        super().__init__(kind, publishes=f"{kind}_first", **options)
+
+    def measure(self, message):
+        return message.data.reshape(-1)[:1]
+
+    def compute(self, message):
+        self.emit(message, message.data[0])
+
+
+@pytest.mark.fault(42)
+def test_a_row_does_not_change_with_the_tensor_it_was_made_of(bus):
+    """An in-place activation, the optimizer and ``zero_grad`` overwrite what a tap has seen."""
+    model = nn.Sequential(
+        nn.Linear(3, 1), nn.ReLU(inplace=True)
+    ).double()  # a row is float64 already: nothing converts it
+    nn.init.constant_(model[0].weight, -1.0)
+    nn.init.zeros_(model[0].bias)
+    recording = RecordingBackend()
+    kinds = ("activations", "weights")
+    train(bus, model, *(First(kind, modules="0", backend=recording) for kind in kinds), steps=1)
+    assert {series.kind: value for series, value, _ in recording.values} == {
+        "activations_first": -3.0,
+        "weights_first": -1.0,
+    }
+
+
+@pytest.mark.fault(60)
+def test_an_update_there_is_no_memory_for_goes_unseen_and_is_counted(bus, monkeypatch):
+    clone, model = torch.Tensor.clone, nn.Linear(3, 4)
+
+    def out_of_memory(tensor, **options):
+        if tensor.data_ptr() == model.weight.data_ptr():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return clone(tensor, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", out_of_memory)
+    recording = RecordingBackend()
+    kinds = ("weight_updates", "bias_updates", "weights")
+    health = train(bus, model, *(NormSubscriber(kind, backend=recording) for kind in kinds))
+    assert health.skipped == 2
+    assert {series.kind for series, _, _ in recording.values} == {"bias_updates_norm2", "weights_norm2"}
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+@pytest.mark.fault(75, 76)
+def test_any_number_of_modules_and_metrics_is_one_file_and_one_thread(bus, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), *(nn.Linear(3, 3) for _ in range(60)))
+    makers = (NormSubscriber, MeanSubscriber, MinMaxSubscriber)
+    before = descriptors(), threading.active_count()
+    during = []
+
+    def look(message):
+        during.append((descriptors() - before[0], threading.active_count() - before[1]))
+
+    shown = [make("weights", backend="jsonl") for make in makers]
+    train(bus, model, *shown, CallbackSubscriber("batch_started", look), log_dir=tmp_path)
+    assert max(during) <= (1, 1)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1

@@ -1,0 +1,97 @@
+"""What is left of a damaged event file is found, and nothing is invented."""
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from ikkuna.errors import ConfigError
+from ikkuna.visualization.backend import Series
+from ikkuna.visualization.checksum import masked_crc32c
+from ikkuna.visualization.event_file import record
+from ikkuna.visualization.recovery import recover, whole_records
+from ikkuna.visualization.tensorboard import TensorBoardBackend
+
+accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+STEPS = 8
+
+
+@pytest.fixture
+def file(tmp_path):
+    backend = TensorBoardBackend()
+    backend.open(tmp_path / "run")
+    for step in range(STEPS):
+        backend.add_scalar(Series("loss"), step / 2, step)
+        backend.commit(step)
+    assert backend.close()
+    return backend.path
+
+
+def scalars(directory):
+    found = accumulators.EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in found.Scalars("Network/loss")]
+
+
+def test_a_sound_file_is_read_as_it_is(file):
+    assert b"".join(whole_records(file.read_bytes())) == file.read_bytes()
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("bit", [0, 3, 7])
+def test_a_flipped_bit_costs_the_record_it_is_in_and_no_other(file, bit):
+    data = file.read_bytes()
+    sound = list(whole_records(data))
+    assert len(sound) == STEPS + 1
+    ends = [sum(map(len, sound[: i + 1])) for i in range(len(sound))]
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << bit
+        hit = next(i for i, end in enumerate(ends) if position < end)
+        assert list(whole_records(bytes(damaged))) == sound[:hit] + sound[hit + 1 :], position
+
+
+@pytest.mark.fault(79)
+def test_a_missing_byte_costs_one_record(file):
+    """Where the byte equals its neighbour in the next record, nobody can say which of the two is missing."""
+    data = file.read_bytes()
+    sound = list(whole_records(data))
+    for position in range(len(data)):
+        found = list(whole_records(data[:position] + data[position + 1 :]))
+        assert any(found == sound[:i] + sound[i + 1 :] for i in range(len(sound))), position
+
+
+@pytest.mark.fault(79)
+def test_tensorboard_shows_what_was_recovered(file, tmp_path):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.write_bytes(data)
+    before = scalars(file.parent)
+    (tmp_path / "clean").mkdir()
+    path, records, lost = recover(file, tmp_path / "clean" / file.name)
+    after = scalars(path.parent)
+    assert len(before) < len(after) == STEPS - 1
+    assert set(after) < {(step, step / 2) for step in range(STEPS)}
+    assert records == STEPS  # the version is a record, too
+    assert 0 < lost < 200
+
+
+def test_the_new_file_stands_beside_the_old_one_and_replaces_none(file):
+    found = recover(file)
+    assert found.path == file.with_name(f"{file.name}.recovered")
+    assert found.path.read_bytes() == file.read_bytes()
+    assert found.lost == 0
+    with pytest.raises(ConfigError, match="recovered' exists; say another name with to="):
+        recover(file)
+
+
+def test_what_is_no_event_file_is_refused(tmp_path):
+    path = tmp_path / "events"
+    path.write_bytes(b"\0" * 100 + b"no event")
+    with pytest.raises(ConfigError, match="there is no whole record in it"):
+        recover(path)
+
+
+def test_a_length_beyond_the_file_is_not_believed():
+    sound = record(Event(step=3).SerializeToString())
+    for length in (2**31, 2**62):
+        hostile = length.to_bytes(8, "little")
+        hostile += masked_crc32c(hostile).to_bytes(4, "little")
+        assert list(whole_records(hostile + sound)) == [sound]
