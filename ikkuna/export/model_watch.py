@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.export.forward_taps import ForwardTaps
-from ikkuna.export.messages.kinds import FORWARD_KINDS, NETWORK_KINDS
+from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import leaves
 from ikkuna.export.slots import observe
 from ikkuna.export.taps import Hook, in_backward, watch_gradient
@@ -20,7 +20,7 @@ __all__ = ["ModelWatch"]
 
 log = logging.getLogger("ikkuna")
 
-_REEVALUATED = frozenset((*FORWARD_KINDS, *NETWORK_KINDS))
+_REEVALUATED = frozenset((*FORWARD_KINDS, *MICRO_KINDS, *NETWORK_KINDS))
 
 
 class ModelWatch:

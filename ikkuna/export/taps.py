@@ -27,6 +27,7 @@ __all__ = [
     "blind_after_fork",
     "in_backward",
     "in_transform",
+    "tap_gradient",
     "tap_loss",
     "tap_module",
     "tap_optimizers",
@@ -240,6 +241,14 @@ def tap_root(module: nn.Module, owner: Any, switch: Switch | None) -> Undo:
 def tap_loss(module: nn.Module, owner: Any) -> Undo:
     """Tell `owner` of each call of the loss module (``loss_called(module, args, kwargs, output)``)."""
     return _removing((module.register_forward_hook(Hook(owner, "loss_called"), with_kwargs=True),))
+
+
+def tap_gradient(node: Any, owner: Any, *bound: Any) -> Undo:
+    """Tell `owner` of each gradient that autograd's node is about to add to its parameter (``gradient_comes(*bound, grads)``).
+
+    A hook on the parameter itself would also hear of gradients that are only asked for, and leave a trace there.
+    """
+    return _removing((node.register_prehook(Hook(owner, "gradient_comes", *bound)),))
 
 
 def tap_optimizers(owner: Any) -> Undo:

@@ -30,6 +30,8 @@ KINDS = {  # kind → what it is, and when it is seen
     "biases": ("its biases, as the step used them", "before the optimizer's step"),
     "bias_gradients": ("gradients of its biases, as the optimizer uses them", "before the optimizer's step"),
     "bias_updates": ("biases after the step minus biases before it", "after the optimizer's step"),
+    "weight_micro_gradients": ("what one backward pass adds to the gradients of its weights", "in the backward pass"),
+    "bias_micro_gradients": ("what one backward pass adds to the gradients of its biases", "in the backward pass"),
     "input_data": ("what the network was called with", "at its call"),
     "network_output": ("what the network returned; measured beside labels, what the loss received", "at that call"),
     "input_labels": ("the labels the loss received", "at the loss module's call"),
