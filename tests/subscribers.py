@@ -78,6 +78,7 @@ for name in ("ConditionNumberSubscriber", "RankSubscriber", "AlphaSubscriber"):
 add("RankSubscriber", "activations", subsample=2, label="activations")
 add("PerplexitySubscriber")
 add("LearningRateSubscriber")
+add("SpeedSubscriber")
 add("StatisticsSubscriber")
 add("StatisticsSubscriber", ["weight_updates", "bias_updates"], exact=True, label="exact")
 add("GateSubscriber")
@@ -86,6 +87,7 @@ add("TimestepGradientSubscriber", (0, -1, -3), batch_first=True)
 add("TimestepGradientSubscriber", modules="*", publishes=["a", "b"], label="any")
 add("LossSubscriber")
 add("TrainAccuracySubscriber")
+add("TrainAccuracySubscriber", k=2, beta=0.9, label="running")
 add(
     "TestAccuracySubscriber",
     labelled_rows(),

@@ -11,7 +11,7 @@ from ikkuna.export.forward_taps import ForwardTaps
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import leaves
 from ikkuna.export.slots import observe
-from ikkuna.export.taps import Hook, in_backward, watch_gradient
+from ikkuna.export.taps import Hook, ModuleSlots, in_backward, received, watch_gradient
 
 if TYPE_CHECKING:
     from ikkuna.export.observer import Observer
@@ -125,10 +125,8 @@ class ModelWatch:
             for path, tensor in leaves(value):
                 observe(tensor, self._observer.slot(kind), path)
 
-    def module_called(
-        self, activations: int | None, gradients: int | None, module: nn.Module, args: Any, output: Any
-    ) -> None:
-        """Take one call of a module: look at what it returned, and arm the look at its gradient."""
+    def module_called(self, slots: ModuleSlots, module: nn.Module, args: Any, output: Any) -> None:
+        """Take one call of a module: look at what it received and returned, and arm the look at its gradient."""
         recomputing = in_backward()
         clock = self._observer.clock
         if self._observer.blind or not (recomputing or (self._is_expected and clock.counts(module))):
@@ -136,11 +134,15 @@ class ModelWatch:
         if self.is_rootless and not recomputing:
             clock.close_pending()
             clock.open()
-        for path, tensor in leaves(output):
-            if activations is not None and not recomputing:
-                observe(tensor, activations, path)
-            if gradients is not None and tensor.requires_grad:
-                self._lasting += watch_gradient(tensor, gradients, path)
+        outputs = leaves(output)
+        if slots.inputs is not None and not recomputing:
+            for path, tensor in received(args, outputs):
+                observe(tensor, slots.inputs, path)
+        for path, tensor in outputs:
+            if slots.activations is not None and not recomputing:
+                observe(tensor, slots.activations, path)
+            if slots.gradients is not None and tensor.requires_grad:
+                self._lasting += watch_gradient(tensor, slots.gradients, path)
 
     @property
     def _is_expected(self) -> bool:

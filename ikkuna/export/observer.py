@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +175,7 @@ class Observer:
         """Hand what was recorded to the bus."""
         self.model.step_over()
         self.gradients.step_closed()
-        finished = NetworkMessage(stamp, "batch_finished", {"learning_rates": self.optimizers.rates})
+        finished = NetworkMessage(stamp, "batch_finished", self._report())
         self.optimizers.step_closed()
         self.steps += not skipped
         self.model.warn_of_missing_loss()
@@ -193,6 +194,13 @@ class Observer:
         self.stopwatch.step_over()
         if not skipped and self.clock.epoch_is_full:
             self.epoch_finished()
+
+    def _report(self) -> dict[str, Any]:
+        """Return what there is to tell of a step that is over."""
+        report: dict[str, Any] = {"learning_rates": self.optimizers.rates}
+        if (lap := self.stopwatch.lap()) is not None:
+            report["seconds"], report["own_seconds"] = lap
+        return report
 
     def _tap(self) -> None:
         plan = self.recorder.plan

@@ -14,8 +14,8 @@ __all__ = [
     "is_of_module",
 ]
 
-FORWARD_KINDS = ("activations", "layer_gradients")
-"""Seen at a module's call: what it returned, and the gradient of the loss with respect to that."""
+FORWARD_KINDS = ("layer_inputs", "activations", "layer_gradients")
+"""Seen at a module's call: what it received, what it returned, and the gradient of the loss with respect to that."""
 
 PARAMETER_KINDS = ("weights", "weight_gradients", "weight_updates", "biases", "bias_gradients", "bias_updates")
 """Seen at the optimizer's step."""

@@ -22,6 +22,7 @@ from ikkuna.visualization.backend import Backend
 ROOT = Path(__file__).parents[3]
 
 KINDS = {  # kind → what it is, and when it is seen
+    "layer_inputs": ("what a module was called with, but for what it wrote its output over", "at its call"),
     "activations": ("what a module returned", "at its call"),
     "layer_gradients": ("gradient of the loss with respect to what it returned", "in the backward pass"),
     "weights": ("its weights, as the step used them", "before the optimizer's step"),
