@@ -52,6 +52,7 @@ for kind in ("activations", "weight_gradients"):
     add("PercentileSubscriber", kind, label=kind)
     add("MessageMeanSubscriber", kind, label=kind)
 add("NormSubscriber", "weights", p=3, label="p3")
+add("NonFiniteSubscriber")
 add("HistogramSubscriber", "weights", subsample=1, exact=True, label="exact")
 add("PercentileSubscriber", "weights", percentiles=50, exact=True, label="exact")
 add("SpectralNormSubscriber")

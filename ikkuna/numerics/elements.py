@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "flatten", "readable"]
+__all__ = ["CHUNK", "all_finite", "flatten", "readable"]
 
 CHUNK = 131_072
 """Elements that stay in cache while several reductions look at them."""
@@ -39,6 +39,25 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
     elif x.element_size() == 1:
         x = x.float()
     return x, implied
+
+
+def all_finite(x: Tensor) -> Tensor | None:
+    """Return whether no element is NaN or infinite, 0-d and on the device of `x`; ``None`` for a tensor without numbers.
+
+    The extremes tell: one pass and no copy, where ``isfinite().all()`` costs as much as twenty sums.
+    True for no element.
+
+    Examples
+    --------
+    >>> all_finite(torch.tensor([1.0, 3e38])), all_finite(torch.tensor([1.0, torch.nan]))
+    (tensor(True), tensor(False))
+    """
+    if (read := readable(x.detach())) is None:
+        return None
+    if not read[0].numel():
+        return torch.ones((), dtype=torch.bool, device=read[0].device)
+    low, high = torch.aminmax(read[0])
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def _values(x: Tensor) -> Tensor:
