@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "all_finite", "flatten", "readable"]
+__all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "readable"]
 
 CHUNK = 131_072
 """Elements that stay in cache while several reductions look at them."""
@@ -11,19 +11,30 @@ CHUNK = 131_072
 _PLAIN = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
-def readable(x: Tensor) -> tuple[Tensor, int] | None:
-    """Return the stored numbers of `x` as a real strided tensor, with the number of zeros it does not store.
+def has_numbers(x: Tensor) -> bool:
+    """Whether there are numbers to read: not in a meta, fake, nested or functorch-wrapped tensor.
 
-    Sparse tensors give their coalesced values, quantised ones are dequantised, complex ones give magnitudes,
-    integers and booleans become float64, fp8 becomes float32.  ``None`` means that there are no numbers to read: a meta, fake, nested or
-    functorch-wrapped tensor.
+    Examples
+    --------
+    >>> has_numbers(torch.ones(2)), has_numbers(torch.ones(2, device="meta"))
+    (True, False)
     """
-    if (
+    return not (
         x.is_meta
         or x.is_nested
         or type(x).__name__ == "FakeTensor"
         or torch._C._functorch.is_functorch_wrapped_tensor(x)
-    ):
+    )
+
+
+def readable(x: Tensor) -> tuple[Tensor, int] | None:
+    """Return the stored numbers of `x` as a real strided tensor, with the number of zeros it does not store.
+
+    Sparse tensors give their coalesced values, quantised ones are dequantised, complex ones give magnitudes,
+    integers and booleans become float64, fp8 becomes float32.  ``None`` means that there are no numbers to read, see
+    :func:`has_numbers`.
+    """
+    if not has_numbers(x):
         return None
     implied = 0
     if x.layout is not torch.strided:

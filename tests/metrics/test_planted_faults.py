@@ -1,5 +1,6 @@
 """A fault planted somewhere in some network is told by the metric meant for it, and by no other."""
 
+import itertools
 import math
 import random
 import statistics
@@ -29,7 +30,7 @@ def network(draw):
     is_conv, depth = draw.random() < 0.5, draw.randint(5, 8)
     widths = [draw.randint(6, 12) if is_conv else draw.randint(24, 64) for _ in range(depth + 1)]
     layers = OrderedDict()
-    for i, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (before, after) in enumerate(itertools.pairwise(widths)):
         layers[f"layer{i}"] = nn.Conv2d(before, after, 3, padding=1) if is_conv else nn.Linear(before, after)
         layers[f"relu{i}"] = nn.ReLU()
     layers["flat"] = nn.Flatten()
