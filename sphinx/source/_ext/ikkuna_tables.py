@@ -126,11 +126,25 @@ def loops() -> str:
     return table(("situation", "what is published", "test"), rows)
 
 
+def costs() -> str:
+    """Return the table of what metrics cost, as it was measured; a metric that was not is an error."""
+    lines = (ROOT / "benchmarks" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    head, _, *rows = (
+        [cell.strip().replace("`", "``") for cell in line.strip("|").split("|")] for line in lines if line
+    )
+    measured = {row[0].strip("`") for row in rows}
+    unmeasured = {"CallbackSubscriber", "TestAccuracySubscriber"}
+    if missing := set(plugins(subscriber.GROUP)) - measured - unmeasured:
+        raise ValueError(f"metrics whose cost was not measured: {sorted(missing)}")
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "metrics": metrics,
     "backends": backends,
     "loops": loops,
+    "costs": costs,
     "metric-pages": metric_pages,
     "backend-pages": backend_pages,
 }
