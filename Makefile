@@ -32,6 +32,7 @@ docs: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/metrics.py
 
 clean:
 	rm -rf .venv sphinx/build
