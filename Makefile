@@ -35,6 +35,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py --compiled
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/probes.py
+	$(BIN)/python benchmarks/metrics.py
 
 clean:
 	rm -rf .venv sphinx/build

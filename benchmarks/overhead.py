@@ -17,11 +17,10 @@ from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
-from ikkuna.export.messages.kinds import FORWARD_KINDS
 from ikkuna.export.subscriber import NormSubscriber, Subscriber
 from ikkuna.visualization.null import NullBackend
 
-KINDS = ("weights", "weight_gradients", "weight_updates", *FORWARD_KINDS)
+KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
 FULL = ("n", "mean", "m2", "min", "max", "l1", "sumsq", "zeros", "nans", "infs")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ikkuna.export.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS, STATE_PREFIXES
+from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS, STATE_PREFIXES
 from ikkuna.export.messages.message import Stamp
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics.statistics import closure
@@ -39,6 +39,7 @@ class Plan:
         self.forward = bool(kinds & set(FORWARD_KINDS))
         self.states = tuple(sorted(kind for kind in kinds if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
+        self.micro_gradients = bool(kinds & set(MICRO_KINDS))
 
     @property
     def is_in_graph(self) -> bool:

@@ -6,8 +6,9 @@ from torch import nn
 
 from ikkuna.export.clock import TRAINING
 from ikkuna.export.demand import Plan
+from ikkuna.export.messages.kinds import FORWARD_KINDS
 from ikkuna.export.stance import Stance
-from ikkuna.export.taps import ModuleTap, Switch, Undo, tap_module, was_compiled
+from ikkuna.export.taps import ModuleSlots, ModuleTap, Switch, Undo, tap_module, was_compiled
 from ikkuna.modules import NamedModule
 
 if TYPE_CHECKING:
@@ -102,8 +103,10 @@ class ForwardTaps:
         found = False
         for named in self.modules if plan.forward else ():
             known = self._taps.get(named.name)
-            had = (known[0].activations, known[0].layer_gradients) if known else (None, None)
-            slots = (self._slot(plan, "activations", named, had[0]), self._slot(plan, "layer_gradients", named, had[1]))
+            had = known[0].slots if known else ModuleSlots()
+            slots = ModuleSlots(
+                *(self._slot(plan, kind, named, slot) for kind, slot in zip(FORWARD_KINDS, had, strict=True))
+            )
             if slots == had:
                 continue
             if known:

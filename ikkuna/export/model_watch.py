@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.export.forward_taps import ForwardTaps
-from ikkuna.export.messages.kinds import FORWARD_KINDS, NETWORK_KINDS
+from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import batch_sizes, leaves
 from ikkuna.export.slots import observe
-from ikkuna.export.taps import Hook, in_backward, watch_gradient
+from ikkuna.export.taps import Hook, ModuleSlots, in_backward, received, watch_gradient
 
 if TYPE_CHECKING:
     from ikkuna.export.observer import Observer
@@ -21,7 +21,7 @@ __all__ = ["ModelWatch"]
 
 log = logging.getLogger("ikkuna")
 
-_REEVALUATED = frozenset((*FORWARD_KINDS, *NETWORK_KINDS))
+_REEVALUATED = frozenset((*FORWARD_KINDS, *MICRO_KINDS, *NETWORK_KINDS))
 
 
 class ModelWatch:
@@ -126,10 +126,8 @@ class ModelWatch:
             for path, tensor in leaves(value):
                 observe(tensor, self._observer.slot(kind), path)
 
-    def module_called(
-        self, activations: int | None, gradients: int | None, module: nn.Module, args: Any, output: Any
-    ) -> None:
-        """Take one call of a module: look at what it returned, and arm the look at its gradient."""
+    def module_called(self, slots: ModuleSlots, module: nn.Module, args: Any, output: Any) -> None:
+        """Take one call of a module: look at what it received and returned, and arm the look at its gradient."""
         recomputing = in_backward()
         clock = self._observer.clock
         if self._observer.blind or not (recomputing or (self._is_expected and clock.counts(module))):
@@ -137,13 +135,17 @@ class ModelWatch:
         if self.is_rootless and not recomputing:
             clock.close_pending()
             clock.open()
+        outputs = leaves(output)
+        if slots.inputs is not None and not recomputing:
+            for path, tensor in received(args, outputs):
+                observe(tensor, slots.inputs, path)
         sizes = batch_sizes(output)
-        for path, tensor in leaves(output):
+        for path, tensor in outputs:
             see = observe if sizes is None or path else partial(observe, batch_sizes=sizes)
-            if activations is not None and not recomputing:
-                see(tensor, activations, path)
-            if gradients is not None and tensor.requires_grad:
-                self._lasting += watch_gradient(tensor, gradients, path, see)
+            if slots.activations is not None and not recomputing:
+                see(tensor, slots.activations, path)
+            if slots.gradients is not None and tensor.requires_grad:
+                self._lasting += watch_gradient(tensor, slots.gradients, path, see)
 
     @property
     def _is_expected(self) -> bool:

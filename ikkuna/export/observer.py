@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ikkuna.export.clock import TRAINING, Clock
 from ikkuna.export.demand import Demand, Plan
+from ikkuna.export.gradient_watch import GradientWatch
 from ikkuna.export.messages.bus import Finished, MessageBus
 from ikkuna.export.messages.message import NetworkMessage, Stamp
 from ikkuna.export.model_watch import ModelWatch
@@ -33,7 +35,7 @@ class Observer:
 
     Attributes
     ----------
-    model, optimizers : what hears the hooks of modules, and those of optimizers
+    model, gradients, optimizers : what hears the hooks of modules, of parameters' gradients, and of optimizers
     steps : number of training steps seen
     """
 
@@ -45,6 +47,7 @@ class Observer:
         self.recorder = Recorder(bus.faults, kernels)
         self.stopwatch = Stopwatch()
         self.model = ModelWatch(self, in_graph)
+        self.gradients = GradientWatch(self)
         self.optimizers = OptimizerWatch(self)
         self._blind = False
         self.steps = 0
@@ -170,15 +173,18 @@ class Observer:
             self.bus.post(NetworkMessage(stamp, "epoch_started"))
         self.bus.post(NetworkMessage(stamp, "batch_started"))
         self.recorder.open(stamp, self._demand.plan(self.bus.subscriptions, stamp))
-        if self.recorder.plan.parameters:
+        plan = self.recorder.plan
+        if plan.parameters or plan.micro_gradients:
             self.parameters.refresh()
+        self.gradients.step_opened()
         self.optimizers.step_opened()
         self._tap()
 
     def step_closed(self, stamp: Stamp, skipped: bool) -> None:
         """Hand what was recorded to the bus."""
         self.model.step_over()
-        finished = NetworkMessage(stamp, "batch_finished", {"learning_rates": self.optimizers.rates})
+        self.gradients.step_closed()
+        finished = NetworkMessage(stamp, "batch_finished", self._report())
         self.optimizers.step_closed()
         self.steps += not skipped
         self.model.warn_of_missing_loss()
@@ -197,6 +203,13 @@ class Observer:
         self.stopwatch.step_over()
         if not skipped and self.clock.epoch_is_full:
             self.epoch_finished()
+
+    def _report(self) -> dict[str, Any]:
+        """Return what there is to tell of a step that is over."""
+        report: dict[str, Any] = {"learning_rates": self.optimizers.rates}
+        if (lap := self.stopwatch.lap()) is not None:
+            report["seconds"], report["own_seconds"] = lap
+        return report
 
     def _tap(self) -> None:
         plan = self.recorder.plan
@@ -267,5 +280,6 @@ class Observer:
         self.end_pass()
         self.clock.close_pending()
         self.model.step_over()
+        self.gradients.step_closed()
         self.model.taps.remove(everything=True)
         self.recorder.close()

@@ -25,7 +25,7 @@ class TrackedParameters:
         self.all: tuple[NamedParameter, ...] = ()
         self._modules: tuple[NamedModule, ...] = ()
         self._by_id: dict[int, NamedParameter] = {}
-        self._nodes: dict[int, Any] = {}
+        self._nodes: dict[int, tuple[torch.dtype, torch.device, Any]] = {}
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, tuple[NamedParameter, ...]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -39,7 +39,7 @@ class TrackedParameters:
         self._nodes.clear()
         for named in self.all:
             if named.parameter.requires_grad:
-                self._node(named.parameter)  # now, since a compiled graph's operators cannot ask for it
+                self.node(named.parameter)  # now, since a compiled graph's operators cannot ask for it
 
     def refresh(self) -> None:
         """Find the parameters again if the user has put others in their place, as ``load_state_dict(assign=True)`` does."""
@@ -54,16 +54,22 @@ class TrackedParameters:
 
     def any_reached_by_backward(self) -> bool:
         """Whether the backward that runs now accumulates into one of them; call it from a hook on a gradient."""
-        nodes = (self._node(named.parameter) for named in self.all if named.parameter.requires_grad)
+        nodes = (self.node(named.parameter) for named in self.all if named.parameter.requires_grad)
         return any(node is None or torch._C._will_engine_execute_node(node) for node in nodes)
 
-    def _node(self, parameter: torch.nn.Parameter) -> Any:
+    def node(self, parameter: torch.nn.Parameter) -> Any:
         """Return the node of autograd that adds to a parameter's gradient; ``None`` where it cannot be had, inside an operator."""
-        if (node := self._nodes.get(id(parameter))) is None and not torch.nn.parameter.is_lazy(parameter):
+        dtype, device = parameter.dtype, parameter.device
+        known = self._nodes.get(id(parameter))
+        if known is not None and known[:2] == (dtype, device):  # another dtype or device has another node
+            return known[2]
+        node = None
+        if not torch.nn.parameter.is_lazy(parameter):
             with torch.enable_grad():
                 function = parameter.view_as(parameter).grad_fn
             if function is not None:
-                node = self._nodes[id(parameter)] = function.next_functions[0][0]
+                node = function.next_functions[0][0]
+                self._nodes[id(parameter)] = dtype, device, node
         return node
 
     def of(self, optimizer: Optimizer) -> tuple[NamedParameter, ...]:

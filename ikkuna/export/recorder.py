@@ -16,6 +16,7 @@ from ikkuna.export.rows import Entry, Rows
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics import native
 from ikkuna.numerics.device import measure_vectors
+from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.measure import measure, measure_difference
 from ikkuna.numerics.statistics import Record
 
@@ -77,6 +78,9 @@ class Recorder:
     def receive(self, place: Place, tensor: Tensor, path: str, weight: int | Tensor = 1) -> None:
         """Measure a tensor; `weight` is how many elements of a mean each of its elements stands for."""
         if self.rows is None or (task := self.plan.task(place.kind, place.module)) is None:
+            return
+        if not has_numbers(tensor):
+            self.unreadable += 1
             return
         entry = self._entry(self.rows, place, path, task)
         if task.fields:
@@ -156,7 +160,7 @@ class Recorder:
 
     def receive_together(self, tensors: Mapping[str, Tensor]) -> None:
         """Hand the tensors of one call of the loss module to those who measure them side by side."""
-        if self.rows is None:
+        if self.rows is None or not all(map(has_numbers, tensors.values())):
             return
         for subscription in self.plan.together:
             messages = {

@@ -1,7 +1,7 @@
 """What was measured in one step, merged as it comes and copied to the host once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,7 +88,11 @@ class Rows:
         self._copies: list[tuple[list[_Part], Tensor, torch.cuda.Event | None]] = []
 
     def drop(self, kinds: frozenset[str]) -> None:
-        """Forget what was seen of some kinds: a closure is evaluated again."""
+        """Forget what was seen of some kinds: a closure is evaluated again.
+
+        From then on the stamp is another one, though equal: by that a metric knows that it has to forget what it kept, too.
+        """
+        self.stamp = replace(self.stamp)
         self.entries = {key: entry for key, entry in self.entries.items() if entry.message.kind not in kinds}
 
     def note_overflow(self, found_inf: Tensor | None) -> None:

@@ -29,6 +29,7 @@ class Stopwatch:
         self._began: float | None = None
         self._spent_before = 0.0
         self._ended = 0.0
+        self._lap: tuple[float, float] | None = None
 
     def start(self) -> None:
         """Begin to count."""
@@ -41,6 +42,13 @@ class Stopwatch:
         self._depth -= 1
         if self._depth == 0:
             self.spent += time.perf_counter() - self._since
+
+    def lap(self) -> tuple[float, float] | None:
+        """Return the seconds since the last lap and how many of them were ours; ``None`` for the first."""
+        now = time.perf_counter()
+        spent = self.spent + (now - self._since if self._depth else 0.0)
+        before, self._lap = self._lap, (now, spent)
+        return None if before is None else (now - before[0], spent - before[1])
 
     def step_over(self) -> None:
         """Note that a step is over; the first is left out, since it makes what the others use."""

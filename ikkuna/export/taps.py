@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ikkuna.export.slots import BASE, VIEW, observe
 
 __all__ = [
     "Hook",
+    "ModuleSlots",
     "ModuleTap",
     "RootEntered",
     "RootLeft",
@@ -27,6 +28,8 @@ __all__ = [
     "blind_after_fork",
     "in_backward",
     "in_transform",
+    "received",
+    "tap_gradient",
     "tap_loss",
     "tap_module",
     "tap_optimizers",
@@ -103,21 +106,27 @@ class Switch:
     outputs: int = -1
 
 
+class ModuleSlots(NamedTuple):
+    """Where one module's tensors go, ``None`` for what is not wanted."""
+
+    inputs: int | None = None
+    activations: int | None = None
+    gradients: int | None = None
+
+
+def received(args: Any, outputs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return the tensors a module was called with, but for those it wrote its outputs over."""
+    return [(path, tensor) for path, tensor in leaves(args) if not any(tensor is output for _, output in outputs)]
+
+
 class ModuleTap(Hook):
     """The hook of one module: in a traced call it leaves the operators that will look, in an eager one it looks."""
 
-    __slots__ = ("activations", "layer_gradients", "switch")
+    __slots__ = ("slots", "switch")
 
-    def __init__(
-        self,
-        owner: Any = None,
-        activations: int | None = None,
-        layer_gradients: int | None = None,
-        switch: Switch | None = None,
-    ) -> None:
-        super().__init__(owner, "module_called", activations, layer_gradients)
-        self.activations = activations
-        self.layer_gradients = layer_gradients
+    def __init__(self, owner: Any = None, slots: ModuleSlots | None = None, switch: Switch | None = None) -> None:
+        self.slots = slots or ModuleSlots()
+        super().__init__(owner, "module_called", self.slots)
         self.switch = switch
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -127,11 +136,16 @@ class ModuleTap(Hook):
         elif (
             torch.is_grad_enabled() and self.switch is not None and self.switch.on and not torch.compiler.is_exporting()
         ):
-            for path, tensor in leaves(args[2]):
-                if self.activations is not None:
-                    traced.observe(tensor.detach(), self.activations, path)
-                if self.layer_gradients is not None and tensor.requires_grad:
-                    watch_gradient(tensor, self.layer_gradients, path, traced.observe)
+            inputs, activations, gradients = self.slots
+            outputs = leaves(args[2])
+            if inputs is not None:
+                for path, tensor in received(args[1], outputs):
+                    traced.observe(tensor.detach(), inputs, path)
+            for path, tensor in outputs:
+                if activations is not None:
+                    traced.observe(tensor.detach(), activations, path)
+                if gradients is not None and tensor.requires_grad:
+                    watch_gradient(tensor, gradients, path, traced.observe)
 
 
 class RootEntered(Hook):
@@ -214,19 +228,19 @@ def watch_gradient(
 
 
 def tap_module(
-    module: nn.Module, owner: Any, slots: tuple[int | None, int | None], switch: Switch | None, first: bool
+    module: nn.Module, owner: Any, slots: ModuleSlots, switch: Switch | None, first: bool
 ) -> tuple[ModuleTap, Undo]:
-    """Tell `owner` of each call of a module: ``module_called(*slots, module, args, output)``.
+    """Tell `owner` of each call of a module: ``module_called(slots, module, args, output)``.
 
     Parameters
     ----------
     module : whose
     owner : who is told
-    slots : of its activations and of their gradients, ``None`` for what is not wanted
+    slots : what is wanted of it
     switch : what a traced call asks; without one it leaves nothing in the graph
     first : put the hook before others, which the root needs: its hook is installed from within its own call
     """
-    tap = ModuleTap(owner, *slots, switch)
+    tap = ModuleTap(owner, slots, switch)
     return tap, _removing((module.register_forward_hook(tap, prepend=first),))
 
 
@@ -240,6 +254,14 @@ def tap_root(module: nn.Module, owner: Any, switch: Switch | None) -> Undo:
 def tap_loss(module: nn.Module, owner: Any) -> Undo:
     """Tell `owner` of each call of the loss module (``loss_called(module, args, kwargs, output)``)."""
     return _removing((module.register_forward_hook(Hook(owner, "loss_called"), with_kwargs=True),))
+
+
+def tap_gradient(node: Any, owner: Any, *bound: Any) -> Undo:
+    """Tell `owner` of each gradient that autograd's node is about to add to its parameter (``gradient_comes(*bound, grads)``).
+
+    A hook on the parameter itself would also hear of gradients that are only asked for, and leave a trace there.
+    """
+    return _removing((node.register_prehook(Hook(owner, "gradient_comes", *bound)),))
 
 
 def tap_optimizers(owner: Any) -> Undo:

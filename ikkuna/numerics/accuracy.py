@@ -39,7 +39,7 @@ def count_correct(
         (:math:`-\infty` is a masked class.)  Sums of it belong to all data together; accuracy is the first over the
         second.
         Labels outside of the classes are valid and wrong.  All zero for shapes that do not fit, for no label, and for
-        meta tensors.
+        meta and complex tensors.
 
     Notes
     -----
@@ -51,9 +51,10 @@ def count_correct(
     >>> count_correct(logits, torch.tensor([1, 1, -100])).tolist()
     [1, 2, 0]
     """
-    logits, labels = logits.detach(), labels.detach()
+    logits, labels = logits.detach().to_dense(), labels.detach()
+    logits = logits if logits.dtype.itemsize > 1 else logits.float()
     axis = _class_axis(logits, labels) if class_axis is None else class_axis
-    if axis is None or logits.is_meta or not logits.numel() or k < 1:
+    if axis is None or logits.is_meta or logits.is_complex() or not logits.numel() or k < 1:
         return torch.zeros(3, dtype=torch.int64, device="cpu" if logits.is_meta else logits.device)
     logits = logits.movedim(axis, -1)
     if labels.is_floating_point():

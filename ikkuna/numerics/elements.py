@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "flatten", "readable"]
+__all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "readable"]
 
 CHUNK = 131_072
 """Elements that stay in cache while several reductions look at them."""
@@ -11,19 +11,30 @@ CHUNK = 131_072
 _PLAIN = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
-def readable(x: Tensor) -> tuple[Tensor, int] | None:
-    """Return the stored numbers of `x` as a real strided tensor, with the number of zeros it does not store.
+def has_numbers(x: Tensor) -> bool:
+    """Whether there are numbers to read: not in a meta, fake, nested or functorch-wrapped tensor.
 
-    Sparse tensors give their coalesced values, quantised ones are dequantised, complex ones give magnitudes,
-    integers and booleans become float64, fp8 becomes float32.  ``None`` means that there are no numbers to read: a meta, fake, nested or
-    functorch-wrapped tensor.
+    Examples
+    --------
+    >>> has_numbers(torch.ones(2)), has_numbers(torch.ones(2, device="meta"))
+    (True, False)
     """
-    if (
+    return not (
         x.is_meta
         or x.is_nested
         or type(x).__name__ == "FakeTensor"
         or torch._C._functorch.is_functorch_wrapped_tensor(x)
-    ):
+    )
+
+
+def readable(x: Tensor) -> tuple[Tensor, int] | None:
+    """Return the stored numbers of `x` as a real strided tensor, with the number of zeros it does not store.
+
+    Sparse tensors give their coalesced values, quantised ones are dequantised, complex ones give magnitudes,
+    integers and booleans become float64, fp8 becomes float32.  ``None`` means that there are no numbers to read, see
+    :func:`has_numbers`.
+    """
+    if not has_numbers(x):
         return None
     implied = 0
     if x.layout is not torch.strided:
@@ -39,6 +50,25 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
     elif x.element_size() == 1:
         x = x.float()
     return x, implied
+
+
+def all_finite(x: Tensor) -> Tensor | None:
+    """Return whether no element is NaN or infinite, 0-d and on the device of `x`; ``None`` for a tensor without numbers.
+
+    The extremes tell: one pass and no copy, where ``isfinite().all()`` costs as much as twenty sums.
+    True for no element.
+
+    Examples
+    --------
+    >>> all_finite(torch.tensor([1.0, 3e38])), all_finite(torch.tensor([1.0, torch.nan]))
+    (tensor(True), tensor(False))
+    """
+    if (read := readable(x.detach())) is None:
+        return None
+    if not read[0].numel():
+        return torch.ones((), dtype=torch.bool, device=read[0].device)
+    low, high = torch.aminmax(read[0])
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def _values(x: Tensor) -> Tensor:

@@ -14,20 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from ikkuna.errors import ConfigError
 
 __all__ = [
     "NoiseScale",
     "RunningMean",
     "RunningNoise",
-    "adam_snr",
-    "gradient_diversity",
-    "gradient_snr",
     "micro_batch_noise_scale",
     "noise_scale",
+    "pairwise_noise_scale",
 ]
 
 
@@ -124,6 +119,40 @@ def micro_batch_noise_scale(squares: Sequence[float], mean_square: float, sizes:
     return _scale(trace, mean_square - trace / total)
 
 
+def pairwise_noise_scale(mean_square: float, mean_product: float, batch: float) -> NoiseScale:
+    r"""Estimate the gradient noise scale from the products of gradients of independent batches of one size.
+
+    .. math::
+        |G|^2 = E \langle g_i, g_j \rangle, \quad i \ne j, \qquad
+        \operatorname{tr} \Sigma = b \, (E |g_i|^2 - |G|^2)
+
+    Over all pairs of K batches it is :func:`micro_batch_noise_scale`, without the difference of large numbers.
+    Batches are micro-batches, ranks, or steps between which the weights hardly move; sums over any of them add up.
+
+    Parameters
+    ----------
+    mean_square : float
+        Mean of :math:`|g_i|^2`, of *mean* gradients over `batch` samples.
+    mean_product : float
+        Mean of :math:`\langle g_i, g_j \rangle` over pairs.
+    batch : float
+        :math:`b`, in samples, or in tokens if the noise is to be that of a token.
+
+    Returns
+    -------
+    NoiseScale
+        As :func:`noise_scale`; all NaN for a batch that is not positive and for terms that are not finite.
+
+    Examples
+    --------
+    >>> pairwise_noise_scale(mean_square=5.0, mean_product=1.0, batch=1)
+    NoiseScale(trace=4.0, grad_sq=1.0, ratio=4.0)
+    """
+    if not (math.isfinite(mean_square) and math.isfinite(mean_product) and batch > 0):
+        return NoiseScale(math.nan, math.nan, math.nan)
+    return _scale(batch * (mean_square - mean_product), mean_product)
+
+
 @dataclass
 class RunningMean:
     r"""An exponential mean without the bias of its start: :math:`\sum_i \beta^{t-i} x_i / \sum_i \beta^{t-i}`.
@@ -200,95 +229,3 @@ class RunningNoise:
     def value(self) -> NoiseScale:
         """The estimate so far."""
         return _scale(self._trace.value, self._grad_sq.value)
-
-
-def gradient_snr(mean: Tensor, m2: Tensor, count: int, reduction: str = "mean") -> Tensor:
-    r"""Return the signal-to-noise ratio of a gradient, :math:`\bar g_j^2 / \operatorname{var}(g_j)`, over its
-    elements :math:`j`.
-
-    Parameters
-    ----------
-    mean, m2 : Tensor
-        The same shape: mean of each element over :math:`K` micro-batches, and sum of squared deviations from it.
-    count : int
-        :math:`K`; the variance is ``m2 / (K - 1)``.
-    reduction : {'mean', 'median'}
-        Over elements; the ratio has heavy tails, so the median is steadier.
-
-    Returns
-    -------
-    Tensor
-        0-d, float64, dimensionless, at least 0.  Elements without variance are left out; NaN if none is left or K < 2.
-        Pure noise reads ``1 / K`` and more.
-
-    References
-    ----------
-    J. Liu et al., Understanding why neural networks generalize well through GSNR of parameters, 2020.
-
-    Examples
-    --------
-    >>> gradient_snr(torch.tensor([2.0, 1.0]), torch.tensor([2.0, 2.0]), count=3).item()      # of 4 / 1 and 1 / 1
-    2.5
-    """
-    if reduction not in ("mean", "median"):
-        raise ConfigError(f"reduction of gradient_snr is 'mean' or 'median', got {reduction!r}")
-    variance = m2.detach().double() / (count - 1 if count > 1 else math.nan)
-    ratio = torch.where(variance > 0, mean.detach().double().square() / variance, torch.nan)
-    if not ratio.numel():
-        return torch.tensor(torch.nan, dtype=torch.float64)
-    return ratio.nanmean() if reduction == "mean" else ratio.nanmedian()
-
-
-def adam_snr(exp_avg: Tensor, exp_avg_sq: Tensor, step: float, betas: tuple[float, float] = (0.9, 0.999)) -> Tensor:
-    r"""Return the mean of :math:`|\hat m| / \sqrt{\hat v}` over elements: how of one mind Adam's gradients are.
-
-    It costs no pass over gradients.  Near 1 they agree, near :math:`\sqrt{(1 - \beta_1) / (1 + \beta_1)} \approx
-    0.23` they are noise.
-
-    Parameters
-    ----------
-    exp_avg, exp_avg_sq : Tensor
-        The same shape, Adam's state of one parameter.
-    step : float
-        Number of steps taken, for the correction of the start.
-    betas : tuple of two floats
-        As given to the optimizer.
-
-    Returns
-    -------
-    Tensor
-        0-d, float64, dimensionless, at least 0.  Elements with :math:`v = 0` are left out; NaN if none is left, or
-        before a step.
-
-    Examples
-    --------
-    >>> round(adam_snr(torch.tensor([0.1, 0.0]), torch.tensor([0.001, 0.0]), step=1).item(), 6)
-    1.0
-    """
-    if step < 1 or not exp_avg.numel():
-        return torch.tensor(torch.nan, dtype=torch.float64)
-    m = exp_avg.detach().double().abs() / (1 - betas[0] ** step)
-    v = exp_avg_sq.detach().double() / (1 - betas[1] ** step)
-    return torch.where(v > 0, m / v.sqrt(), torch.nan).nanmean()
-
-
-def gradient_diversity(squares: Sequence[float], mean_square: float) -> float:
-    r"""Return :math:`\sum_i |g_i|^2 / |\sum_i g_i|^2` over :math:`K` micro-batches of one size (Yin et al. 2018).
-
-    ``1 / K`` if all gradients are the same, 1 if they are orthogonal, more if they are in conflict.  NaN if their sum
-    is 0.
-
-    Parameters
-    ----------
-    squares : sequence of float
-        ``(K,)``, :math:`|g_i|^2`.
-    mean_square : float
-        :math:`|\frac 1 K \sum_i g_i|^2`.
-
-    Examples
-    --------
-    >>> gradient_diversity([4.0, 4.0], mean_square=4.0)
-    0.5
-    """
-    whole = len(squares) ** 2 * mean_square
-    return math.fsum(squares) / whole if whole > 0 else math.nan

@@ -172,7 +172,8 @@ def histogram_shares(histogram: Histogram, name: str, scale: float = 1.0) -> Pre
         histogram.share_below(t / scale) * finite for t in (form.flush, form.min_normal, form.overflow)
     )
     nonzero = finite - zeros
-    underflow, subnormal = _share(flushed - zeros, nonzero), _share(below_normal - flushed, nonzero)
+    below = max(flushed - zeros, 0.0)  # a share times a count may round to less than the count it came from
+    underflow, subnormal = _share(below, nonzero), _share(below_normal - flushed, nonzero)
     return PrecisionShares(underflow, subnormal, _share(finite - held, finite))
 
 

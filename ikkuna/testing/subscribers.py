@@ -57,12 +57,12 @@ def special_tensors() -> dict[str, Tensor]:
     }
 
 
-def check_subscriber(make: Make, needs: Sequence[Make] = ()) -> None:
+def check_subscriber(make: Make, needs: Sequence[Make] = (), tensors: Mapping[str, Tensor] | None = None) -> None:
     """Raise `AssertionError` if the subscribers that `make` returns break the contract of subscribers.
 
     - One made without a bus has no effect outside itself.
     - Training is bit-identical with and without it: losses, weights, gradients, optimizer state, random states, modes.
-    - No tensor of `special_tensors` makes it fail, is changed by it, or is kept alive by it.
+    - No tensor of `special_tensors`, or of `tensors`, makes it fail, is changed by it, or is kept alive by it.
     - What it shows is a float, a histogram, a matrix or a text, what it publishes is a float.
     - Both have the step of their inputs, and a kind that it announces (or takes, for what it only shows).
 
@@ -73,6 +73,8 @@ def check_subscriber(make: Make, needs: Sequence[Make] = ()) -> None:
         It takes modules that `small_model` has, and labels from 0 to 2.
     needs : sequence of callables
         The same for the subscribers whose results it takes.
+    tensors : mapping, optional
+        Others to show it in place of `special_tensors`, by what is special about them.
 
     Examples
     --------
@@ -84,7 +86,7 @@ def check_subscriber(make: Make, needs: Sequence[Make] = ()) -> None:
     ... )
     """
     _check_is_invisible(make, needs)
-    for what, tensor in special_tensors().items():
+    for what, tensor in (special_tensors() if tensors is None else tensors).items():
         try:
             _check_tensor(make, needs, tensor)
         except Exception as error:
@@ -133,6 +135,7 @@ def _require_same(a: Any, b: Any, claim: str, where: str = "") -> None:
 
 def _bytes(x: Any) -> bytes:
     if isinstance(x, Tensor):
+        x = torch.empty(0) if x.is_meta else x.to_dense() if x.layout is not torch.strided else x
         x = x.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
     return np.asarray(x).tobytes()
 
@@ -154,7 +157,7 @@ def _check_tensor(make: Make, needs: Sequence[Make], tensor: Tensor) -> None:
         if subscriber.publishes:
             bus.register_subscriber(CallbackSubscriber(subscriber.publishes, published.append, tag=None))
         _feed(bus, stamp, tensor)
-        storage = StorageWeakRef(_feed(bus, stamp, tensor.clone()).untyped_storage())
+        storage = StorageWeakRef(_storage_of(_feed(bus, stamp, tensor.clone())))
     assert _bytes(tensor) == content, f"{subscriber!r} changed it"
     if not storage.expired():
         gc.collect()
@@ -164,13 +167,17 @@ def _check_tensor(make: Make, needs: Sequence[Make], tensor: Tensor) -> None:
         _check_shown(subscriber, series, value, step, stamp)
 
 
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor if tensor.layout is torch.strided else tensor.coalesce().values()).untyped_storage()
+
+
 def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
     """Show a tensor as if it were of every kind, twice as in a step of two micro-batches; return it."""
     shape = (
         tensor.shape[:1] + tensor.shape[2:] if tensor.ndim > 1 else ()
     )  # classes are on the second axis, or the only one
     labels = torch.zeros(shape, dtype=torch.long)
-    loss = tensor.float().mean()
+    loss = (tensor.abs() if tensor.is_complex() else tensor.to_dense()).float().mean()
     together = dict(zip(MEASURED_TOGETHER, (tensor, labels, loss), strict=True))
     seen = {Place(kind, "first"): tensor for kind in MODULE_KINDS}
     seen |= {Place(kind): value for kind, value in {"input_data": tensor, **together}.items()}
@@ -182,9 +189,8 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
             recorder.receive(place, value, "")
         recorder.receive_together(together)
     if (rows := recorder.close()) is not None:
-        bus.post(
-            Finished(rows, recorder.remember, NetworkMessage(stamp, "batch_finished", {"learning_rates": {"0": 0.1}}))
-        )
+        report = {"learning_rates": {"0": 0.1}, "seconds": 0.5, "own_seconds": 0.1}
+        bus.post(Finished(rows, recorder.remember, NetworkMessage(stamp, "batch_finished", report)))
     for kind in ("epoch_finished", "epoch_started"):
         bus.post(NetworkMessage(stamp, kind))
     bus.drain(wait=True)

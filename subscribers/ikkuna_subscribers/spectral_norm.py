@@ -46,6 +46,7 @@ class SpectralNormSubscriber(PlotSubscriber):
         has pixels, and waits for a device: choose a large `subsample`.
     input_size : int or tuple of int
         With ``conv="operator"``: width of the input along each axis of the kernel.
+        A kernel with more axes publishes nothing.
     groups : int
         With ``conv="operator"``: groups of the convolutions.
     **options
@@ -96,6 +97,8 @@ class SpectralNormSubscriber(PlotSubscriber):
         weight = read[0]
         if self.input_size is not None and 3 <= weight.ndim <= 5:
             size = self.input_size if isinstance(self.input_size, int) else self.input_size[: weight.ndim - 2]
+            if not isinstance(size, int) and len(size) < weight.ndim - 2:
+                return None
             norm = conv_operator_norm(weight, size, self.groups)
             return torch.stack([norm, torch.zeros_like(norm)])
         identity = (message.kind, message.series_name)

@@ -27,6 +27,7 @@ class TestAccuracySubscriber(PlotSubscriber):
     publishes ``test_accuracy`` (``test_accuracy_top{k}`` for k > 1), between 0 and 1, with the stamp of the step after which it was taken.
     What subscribers with ``tag="testing"`` see is this pass.
     Labels equal to `ignore_index` do not count; a row with a NaN or +Inf among its outputs is wrong; with no valid label it is NaN.
+    How many such rows there are is published as ``test_nonfinite_rows``, with the same ending, unless `publishes` is one name alone.
     All labels count the same, also those of a last batch that is smaller.
 
     Look for: where it stops to rise while the training accuracy goes on.
@@ -59,7 +60,7 @@ class TestAccuracySubscriber(PlotSubscriber):
     --------
     >>> data = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.zeros(20, dtype=torch.long))
     >>> TestAccuracySubscriber(data, batch_size=10, every=100).publishes
-    ('test_accuracy',)
+    ('test_accuracy', 'test_nonfinite_rows')
     """
 
     __test__ = False  # pytest takes a class of this name for tests
@@ -83,7 +84,8 @@ class TestAccuracySubscriber(PlotSubscriber):
                 raise ConfigError(f"TestAccuracySubscriber needs {name} >= 1, got {number!r}")
         if every is not None and "subsample" in options:
             raise ConfigError("TestAccuracySubscriber takes every=, in steps, or subsample=, in epochs, got both")
-        options.setdefault("publishes", "test_accuracy" if k == 1 else f"test_accuracy_top{k}")
+        ending = "" if k == 1 else f"_top{k}"
+        options.setdefault("publishes", (f"test_accuracy{ending}", f"test_nonfinite_rows{ending}"))
         if every is not None:
             options["subsample"] = every
         super().__init__("epoch_finished" if every is None else "batch_finished", **options)
@@ -94,7 +96,7 @@ class TestAccuracySubscriber(PlotSubscriber):
         self.loader = DataLoader(dataset, batch_size, generator=torch.Generator().manual_seed(0))
 
     def compute(self, message: NetworkMessage) -> None:
-        """Run the model over the data and emit the share."""
+        """Run the model over the data and emit the share, and how many rows are not finite."""
         if message.skipped or self.evaluate is None:
             return
         counts: list[Tensor] = []
@@ -103,8 +105,10 @@ class TestAccuracySubscriber(PlotSubscriber):
             counts.append(count_correct(outputs, labels, self.k, self.ignore_index))
 
         self.evaluate(self.loader, visit=count, forward=self.forward)
-        correct, valid, _ = torch.stack(counts).sum(0).tolist()
-        self.emit(message, correct / valid if valid else math.nan)
+        correct, valid, broken = torch.stack(counts).sum(0).tolist()
+        self.emit(message, correct / valid if valid else math.nan, self.publishes[0])
+        if len(self.publishes) > 1:
+            self.emit(message, broken, self.publishes[1])
 
 
 def _check_dataset(dataset: Any) -> None:

@@ -9,6 +9,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import MessageBundle
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.accuracy import count_correct
+from ikkuna.numerics.noise import RunningMean
 
 __all__ = ["TrainAccuracySubscriber"]
 
@@ -20,8 +21,11 @@ class TrainAccuracySubscriber(PlotSubscriber):
     or class probabilities (N, C, …).
     Publishes ``train_accuracy`` (``train_accuracy_top{k}`` for k > 1), between 0 and 1;
     over micro-batches it is the share of all labels together.
+    With `beta` it is ``running_accuracy``, of the labels of about the last ``1 / (1 - beta)`` sampled steps:
+    right and valid labels are averaged each by itself, so that a small batch counts little.
     Labels equal to `ignore_index` do not count; a row with a NaN or +Inf among its outputs is wrong.
-    With no valid label, or shapes that do not fit each other, it is NaN.
+    How many of these the step has is published as well, as ``nonfinite_rows`` with the same ending, unless `publishes` is one name alone.
+    With no valid label, or shapes that do not fit each other, accuracy is NaN.
 
     Look for: the distance to the test accuracy, which is what the network knows by heart.
 
@@ -31,34 +35,46 @@ class TrainAccuracySubscriber(PlotSubscriber):
         How many of the largest outputs may hold the right one.
     ignore_index : int
         The label that stands for none.
+    beta : float, optional
+        Of a running accuracy, in [0, 1); by default each step has its own.
     **options
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        If `k` is not a whole number at least 1.
+        If `k` is not a whole number at least 1, or `beta` out of range.
 
     Examples
     --------
-    >>> TrainAccuracySubscriber().publishes, TrainAccuracySubscriber(k=5).publishes
-    (('train_accuracy',), ('train_accuracy_top5',))
+    >>> TrainAccuracySubscriber().publishes, TrainAccuracySubscriber(k=5, beta=0.99).publishes
+    (('train_accuracy', 'nonfinite_rows'), ('running_accuracy_top5', 'nonfinite_rows_running_top5'))
     """
 
-    def __init__(self, *, k: int = 1, ignore_index: int = -100, **options: Any) -> None:
+    def __init__(self, *, k: int = 1, ignore_index: int = -100, beta: float | None = None, **options: Any) -> None:
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ConfigError(f"TrainAccuracySubscriber needs k >= 1, got {k!r}")
-        options.setdefault("publishes", "train_accuracy" if k == 1 else f"train_accuracy_top{k}")
+        ending = "" if k == 1 else f"_top{k}"
+        if beta is None:
+            options.setdefault("publishes", (f"train_accuracy{ending}", f"nonfinite_rows{ending}"))
+        else:
+            options.setdefault("publishes", (f"running_accuracy{ending}", f"nonfinite_rows_running{ending}"))
         super().__init__(["network_output", "input_labels"], join=True, **options)
         self.k = k
         self.ignore_index = ignore_index
+        self._correct, self._valid = RunningMean(beta or 0.0), RunningMean(beta or 0.0)
 
     def measure(self, bundle: MessageBundle) -> Tensor | None:
-        """Return the numbers of right and of valid labels."""
+        """Return the numbers of right and of valid labels, and of valid ones whose outputs are not finite."""
         outputs, labels = bundle["network_output"].data, bundle["input_labels"].data
-        return count_correct(outputs, labels, self.k, self.ignore_index)[:2]
+        return count_correct(outputs, labels, self.k, self.ignore_index)
 
     def compute(self, bundle: MessageBundle) -> None:
-        """Emit the share."""
-        correct, valid = bundle.data
-        self.emit(bundle, correct / valid if valid else math.nan)
+        """Emit the share, and how many rows are not finite."""
+        correct, valid, broken = bundle.data
+        self._correct.update(correct)
+        self._valid.update(valid)
+        share = self._correct.value / self._valid.value if self._valid.value else math.nan
+        self.emit(bundle, share, self.publishes[0])
+        if len(self.publishes) > 1:
+            self.emit(bundle, broken, self.publishes[1])

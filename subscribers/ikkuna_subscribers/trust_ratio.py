@@ -43,7 +43,9 @@ class TrustRatioSubscriber(UpdateSubscriber):
 
     def measure_update(self, before: Tensor, update: Tensor) -> Tensor:
         """Return both norms."""
-        return torch.stack([norm(before.add_(update)), norm(update)])
+        is_wide = before.dtype.itemsize > 1  # there is no arithmetic for fp8
+        after = before.add_(update) if is_wide else before.float().add_(update.float())
+        return torch.stack([norm(after), norm(update)])
 
     def compute(self, message: ModuleMessage) -> None:
         """Emit the ratio."""

@@ -116,3 +116,15 @@ def test_a_gallery_that_is_up_to_date_is_not_drawn_again(gallery, tmp_path, monk
     (tmp_path / "pictures.txt").write_text("ex07_last_state last_state.png")
     monkeypatch.setattr(gallery, "_draw", None)
     assert gallery.draw("inspection", tmp_path) == {"ex07_last_state": [tmp_path / "last_state.png"]}
+
+
+def test_every_metric_has_its_cost_or_a_reason_why_not(tables):
+    told = {row[0].strip("`") for row in rows(tables.costs())}
+    assert told >= {name for name in plugin_names(subscriber.GROUP) if not name.startswith("Example")}
+
+
+def test_a_metric_that_was_not_measured_is_an_error(tables, monkeypatch):
+    known = tables.plugins(subscriber.GROUP)
+    monkeypatch.setattr(tables, "plugins", lambda group: {**known, "NewSubscriber": None})
+    with pytest.raises(ValueError, match="NewSubscriber"):
+        tables.costs()

@@ -58,6 +58,7 @@ def test_every_module_kind_equals_the_hand_computed_one(bus):
         (model(x) ** 2).sum().backward()
         optimizer.step()
         after = [p.detach().clone() for p in model.parameters()]
+        reference |= {(step, "layer_inputs", "up"): x, (step, "layer_inputs", "down"): act}
         for name, value, grad in zip(("up", "act", "down"), (up, act, down), grads[:3], strict=True):
             reference[step, "activations", name] = value
             reference[step, "layer_gradients", name] = grad
@@ -66,7 +67,8 @@ def test_every_module_kind_equals_the_hand_computed_one(bus):
             ("down", down_w, down_b, grads[5], grads[6], after[2], after[3]),
         ):
             reference |= {(step, "weights", name): w, (step, "biases", name): b}
-            reference |= {(step, "weight_gradients", name): gw, (step, "bias_gradients", name): gb}
+            for kind in ("gradients", "micro_gradients"):
+                reference |= {(step, f"weight_{kind}", name): gw, (step, f"bias_{kind}", name): gb}
             reference |= {(step, "weight_updates", name): new_w - w, (step, "bias_updates", name): new_b - b}
     exporter.close()
     assert seen.keys() == reference.keys()
@@ -345,7 +347,7 @@ def test_a_frozen_parameter_has_a_weight_but_no_gradient_and_no_update(bus):
     loop.run(2)
     exporter.close()
     kinds = {key[1] for key in seen if key[2] == "body"}
-    assert kinds == {"activations", "weights", "biases"}
+    assert kinds == {"layer_inputs", "activations", "weights", "biases"}
 
 
 def test_a_module_that_returns_a_parameter_is_seen_once_a_step(bus):

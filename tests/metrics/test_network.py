@@ -250,8 +250,80 @@ def test_train_accuracy_over_micro_batches(k):
         bus.register_subscriber(TrainAccuracySubscriber(k=k, backend=recording))
         loop.run(1)
     assert len(hits) == 3
-    [values] = curves(recording).values()
-    assert values == pytest.approx([torch.cat(hits).double().mean().item()])
+    share, broken = curves(recording).values()
+    assert share == pytest.approx([torch.cat(hits).double().mean().item()])
+    assert broken == [0.0]
+
+
+class Told(nn.Module):
+    """Returns the logits it is called with, and has a weight for the optimizer to step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, logits):
+        return logits + 0 * self.layer.weight.sum()
+
+
+def classified(make, *batches):
+    """Show a metric of accuracy the logits and labels of each step."""
+    recording, bus, model = RecordingBackend(), MessageBus(), Told()
+    loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.set_loss(loss)
+        bus.register_subscriber(make(backend=recording))
+        for logits, labels in batches:
+            loss(model(logits), labels).backward()
+            optimizer.step()
+    return {kind: values for (kind, _), values in curves(recording).items()}
+
+
+def test_the_running_accuracy_averages_counts():
+    """Uneven batches and ignored labels: the mean of shares would be another."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, beta = [40, 3, 17, 1], 0.7
+    batches = [(torch.randn(n, 4, generator=generator), torch.randint(4, (n,), generator=generator)) for n in sizes]
+    batches[0][1][:20] = -100
+    found = classified(lambda **o: TrainAccuracySubscriber(beta=beta, **o), *batches)
+    right = valid = 0.0
+    for value, (logits, labels) in zip(found["running_accuracy"], batches, strict=True):
+        right = beta * right + (logits.argmax(1) == labels).sum().item()
+        valid = beta * valid + (labels != -100).sum().item()
+        assert value == pytest.approx(right / valid)
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.9}, {"k": 3}])
+def test_rows_that_are_not_finite_are_wrong_and_told(options):
+    logits = torch.zeros(6, 3)
+    logits[:, 0] = 1.0
+    logits[1, 0], logits[2, 2], logits[3, 1], logits[4] = math.nan, math.inf, -math.inf, math.nan
+    labels = torch.tensor([0, 0, 0, 0, -100, 0])
+    share, broken = classified(lambda **o: TrainAccuracySubscriber(**options, **o), (logits, labels)).values()
+    assert share == [3 / 5]
+    assert broken == [2]
+
+
+def test_the_test_accuracy_tells_rows_that_are_not_finite():
+    loop, recording = Loop(CASES["mlp"]), RecordingBackend()
+    inputs = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
+    inputs[[2, 5]] = math.nan
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        data = TensorDataset(inputs, torch.zeros(9, dtype=torch.long))
+        exporter.message_bus.register_subscriber(TestAccuracySubscriber(data, every=1, k=5, backend=recording))
+        loop.run(1)
+    found = curves(recording)
+    assert found["test_accuracy_top5", None] == [7 / 9]
+    assert found["test_nonfinite_rows_top5", None] == [2]
+
+
+def test_one_name_is_that_of_the_accuracy():
+    [(kind, values)] = classified(
+        lambda **o: TrainAccuracySubscriber(publishes="share", **o), (torch.eye(3), torch.tensor([0, 1, 0]))
+    ).items()
+    assert (kind, values) == ("share", [2 / 3])
 
 
 class Unlabelled(Dataset):
@@ -284,6 +356,7 @@ class Unlabelled(Dataset):
         (lambda: TestAccuracySubscriber(classification(3), k=True), ConfigError, "k >= 1, got True"),
         (lambda: TestAccuracySubscriber(classification(3), every=2, subsample=2), ConfigError, "got both"),
         (lambda: TrainAccuracySubscriber(k=0), ConfigError, "k >= 1, got 0"),
+        (lambda: TrainAccuracySubscriber(beta=1.0), ConfigError, r"in \[0, 1\), got 1.0"),
         (lambda: OptimizerStateSubscriber(""), ConfigError, "a field such as 'exp_avg', got ''"),
         (lambda: OptimizerStateSubscriber("step", "median"), ConfigError, "'norm' or the 'mean', got 'median'"),
         (lambda: GlobalNormSubscriber([]), ConfigError, "at least one kind, got an empty list"),

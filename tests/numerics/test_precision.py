@@ -135,6 +135,12 @@ def test_no_tensor_is_refused(x):
     assert count_losses(torch.eye(3).to_sparse(), "fp16").tolist() == [0, 0, 0, 3, 9]
 
 
+@pytest.mark.parametrize(("zeros", "n"), [(13, 23), (31, 39), (1, 49)])
+def test_no_share_is_below_zero_by_rounding(zeros, n):
+    x = torch.cat([torch.zeros(zeros), torch.ones(n - zeros)])
+    assert histogram_shares(Histogram.of(x), "bf16").underflow == 0
+
+
 def test_an_unknown_format_is_refused():
     with pytest.raises(ConfigError, match="known: fp16, bf16, e4m3, e5m2"):
         count_losses(torch.ones(1), "fp4")

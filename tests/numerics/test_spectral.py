@@ -172,6 +172,29 @@ def test_products_with_the_matrix_are_counted():
     assert touched == [torch.ops.aten.mv] * 8
 
 
+def test_the_metric_takes_two_pairs_of_products_of_a_warm_matrix():
+    """A pair is one product with the matrix and one with its transpose; four are what a step may cost."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from ikkuna.export.messages import ModuleMessage, Stamp
+    from ikkuna.export.subscriber import SpectralNormSubscriber
+
+    w, products = random(1024, 1024), []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.mv, torch.ops.aten.mm):
+                products.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    metric, message = SpectralNormSubscriber(), ModuleMessage(Stamp(0, 0, 0), "weights", w, module="fc", name="fc")
+    metric.measure(message)
+    with Count():
+        row = metric.measure(message)
+    assert products == [torch.ops.aten.mv] * 4
+    assert row[0].item() == pytest.approx(torch.linalg.matrix_norm(w.double(), 2).item(), rel=1e-3)
+
+
 def explicit_conv(weight, n, circular):
     ci = weight.shape[1]
     eye = torch.eye(ci * n * n, dtype=torch.float64).reshape(-1, ci, n, n)

@@ -5,6 +5,7 @@ __all__ = [
     "EVENT_KINDS",
     "FORWARD_KINDS",
     "MEASURED_TOGETHER",
+    "MICRO_KINDS",
     "MODULE_KINDS",
     "NETWORK_KINDS",
     "PARAMETER_KINDS",
@@ -13,13 +14,16 @@ __all__ = [
     "is_of_module",
 ]
 
-FORWARD_KINDS = ("activations", "layer_gradients")
-"""Seen at a module's call: what it returned, and the gradient of the loss with respect to that."""
+FORWARD_KINDS = ("layer_inputs", "activations", "layer_gradients")
+"""Seen at a module's call: what it received, what it returned, and the gradient of the loss with respect to that."""
 
 PARAMETER_KINDS = ("weights", "weight_gradients", "weight_updates", "biases", "bias_gradients", "bias_updates")
 """Seen at the optimizer's step."""
 
-MODULE_KINDS = (*FORWARD_KINDS, *PARAMETER_KINDS)
+MICRO_KINDS = ("weight_micro_gradients", "bias_micro_gradients")
+"""Seen in each backward pass: what it adds to the gradient of a parameter, as autograd computed it."""
+
+MODULE_KINDS = (*FORWARD_KINDS, *PARAMETER_KINDS, *MICRO_KINDS)
 """What every module has."""
 
 EVENT_KINDS = ("batch_started", "batch_finished", "epoch_started", "epoch_finished")

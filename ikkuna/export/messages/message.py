@@ -35,7 +35,8 @@ class Message:  # not frozen, which would cost 3 µs a message; each subscriber 
     stamp : when
     kind : what it is, such as ``"weights"``
     data : the borrowed tensor in ``measure``; the merged row, a float64 array, in ``compute``; a float for a result;
-        for ``batch_finished`` a dict with the ``learning_rates`` by parameter group
+        for ``batch_finished`` a dict with the ``learning_rates`` by parameter group and, from the second step on,
+        the ``seconds`` since the step before was over and how many of them were ikkuna's, ``own_seconds``
     record : the merged statistics in ``compute``, if the subscriber asked for fields
     """
 

@@ -26,6 +26,7 @@ sys.path.append(str(ROOT))  # the tests are not installed
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS  # noqa: E402
 
 KINDS = {  # kind → what it is, and when it is seen
+    "layer_inputs": ("what a module was called with, but for what it wrote its output over", "at its call"),
     "activations": ("what a module returned", "at its call"),
     "layer_gradients": ("gradient of the loss with respect to what it returned", "in the backward pass"),
     "weights": ("its weights, as the step used them", "before the optimizer's step"),
@@ -34,6 +35,8 @@ KINDS = {  # kind → what it is, and when it is seen
     "biases": ("its biases, as the step used them", "before the optimizer's step"),
     "bias_gradients": ("gradients of its biases, as the optimizer uses them", "before the optimizer's step"),
     "bias_updates": ("biases after the step minus biases before it", "after the optimizer's step"),
+    "weight_micro_gradients": ("what one backward pass adds to the gradients of its weights", "in the backward pass"),
+    "bias_micro_gradients": ("what one backward pass adds to the gradients of its biases", "in the backward pass"),
     "input_data": ("what the network was called with", "at its call"),
     "network_output": ("what the network returned; measured beside labels, what the loss received", "at that call"),
     "input_labels": ("the labels the loss received", "at the loss module's call"),
@@ -164,6 +167,18 @@ def left_out() -> str:
     return "\n".join(f"* {why}" for why in LEFT_OUT.values())
 
 
+def costs() -> str:
+    """Return the table of what metrics cost, as it was measured; a metric that was not is an error."""
+    lines = (ROOT / "benchmarks" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    head, _, *rows = (
+        [re.sub("`+", "``", cell.strip()) for cell in line.strip("|").split("|")] for line in lines if line
+    )
+    measured = {row[0].strip("`") for row in rows}
+    if missing := set(plugins(subscriber.GROUP)) - measured:
+        raise ValueError(f"metrics whose cost is not told: {sorted(missing)}")
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "metrics": metrics,
@@ -171,6 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loops": loops,
     **{f"faults-{section}": partial(faults, section) for section in SECTIONS},
     "faults-left-out": left_out,
+    "costs": costs,
     "metric-pages": metric_pages,
     "backend-pages": backend_pages,
 }

@@ -1,0 +1,59 @@
+"""Hears what each backward pass adds to the gradients of parameters."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ikkuna.export.clock import TRAINING
+from ikkuna.export.slots import observe
+from ikkuna.export.taps import Undo, tap_gradient
+from ikkuna.modules import NamedParameter
+
+if TYPE_CHECKING:
+    from ikkuna.export.observer import Observer
+
+__all__ = ["GradientWatch"]
+
+
+class GradientWatch:
+    """Looks at the gradients of one micro-batch, before they are added to those of the others.
+
+    They are as autograd computed them: scaled as the loss was, not clipped, of this process alone.
+
+    Parameters
+    ----------
+    observer : who keeps the step
+    """
+
+    def __init__(self, observer: "Observer") -> None:
+        self._observer = observer
+        self.stopwatch = observer.stopwatch
+        self._undo: list[Undo] = []
+
+    def fault(self, where: str, error: Exception) -> None:
+        """Take an error of our own."""
+        self._observer.fault(where, error)
+
+    def step_opened(self) -> None:
+        """Look at the parameters whose gradients somebody wants."""
+        observer = self._observer
+        if not observer.recorder.plan.micro_gradients:
+            return
+        for named in observer.parameters.all:
+            kind = "bias_micro_gradients" if named.is_bias else "weight_micro_gradients"
+            if not (named.parameter.requires_grad and observer.recorder.wants(kind, named.module)):
+                continue
+            if (node := observer.parameters.node(named.parameter)) is not None:
+                self._undo.append(tap_gradient(node, self, kind, named))
+
+    def gradient_comes(self, kind: str, named: NamedParameter, grads: tuple[Tensor | None, ...]) -> None:
+        """Take a gradient that is about to be added."""
+        observer = self._observer
+        if grads[0] is not None and observer.clock.pass_name == TRAINING:
+            observe(grads[0], observer.slot(kind, named.module), named.path)
+
+    def step_closed(self) -> None:
+        """Look no more."""
+        undo, self._undo = self._undo, []
+        for remove in undo:
+            remove()

@@ -1,0 +1,193 @@
+"""How large a batch the gradient is worth."""
+
+import logging
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.export.messages import Message, NetworkMessage, Stamp
+from ikkuna.export.messages.kinds import MICRO_KINDS
+from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.numerics.elements import readable
+from ikkuna.numerics.inner import dot, squared_norm
+from ikkuna.numerics.noise import RunningNoise, pairwise_noise_scale
+from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers.sample_count import SampleCount
+
+__all__ = ["GradientNoiseScaleSubscriber"]
+
+log = logging.getLogger("ikkuna")
+
+SQUARES, COUNT, PRODUCTS, PAIRS = range(4)
+"""What a row holds; all four add up over micro-batches, and would over ranks."""
+
+
+@dataclass(slots=True)
+class _Total:
+    """The sum of the gradients of one parameter so far in a window."""
+
+    window: int
+    stamp: Stamp
+    value: Tensor
+    count: int = 1
+
+
+class GradientNoiseScaleSubscriber(PlotSubscriber):
+    r"""The batch size at which the noise of the gradient is as large as the gradient, :math:`B = \operatorname{tr} \Sigma / |G|^2`.
+
+    With :math:`g_i` the mean gradient of micro-batch i of b samples, :math:`|G|^2` is the mean of
+    :math:`\langle g_i, g_j \rangle` over pairs of micro-batches, and :math:`\operatorname{tr} \Sigma = b \, (E |g_i|^2 - |G|^2)`.
+    Both terms are without bias and averaged over steps; they are divided last, since the mean of their ratios is wrong by a factor.
+    Where gradients are not accumulated there is one in a step, and no pair:
+    then let a window of `steps` stand for one, over which the weights should hardly move.
+
+    Takes ``weight_micro_gradients`` and ``bias_micro_gradients``, and the number of samples from ``input_data``;
+    publishes ``gradient_noise_scale``, in samples.
+    It also publishes its terms ``gradient_covariance_trace`` and ``gradient_square``, in the square of the unit of the gradient,
+    and the flag ``noise_hides_gradient``, 1 where the mean of :math:`|G|^2` is not positive, else 0.
+    There the scale is NaN: average longer, or accumulate more micro-batches.
+    All are once for each window, of the whole network.
+    They are NaN with one gradient in a window (said once in the log) and before the first window without a NaN or Inf; those are left out.
+
+    Gradients are those of this process, before clipping; each backward pass counts as one micro-batch, and all as of one size.
+    Terms are those of the loss that is differentiated: under a gradient scaler they have the square of its scale, the noise scale has none.
+    Layers that mix samples, such as batch norm, bias it.
+
+    It keeps a sum of the gradients of each parameter during a window, and costs two passes over each gradient.
+
+    Look for: growth over training.  A batch far below it can be made larger at almost no loss of data efficiency;
+    one far above it is wasted.
+
+    Parameters
+    ----------
+    batch_size : float, optional
+        Samples (or tokens, for the noise of a token) in a micro-batch; by default what ``input_data`` has.
+    steps : int
+        Number of sampled steps in a window.
+    beta : float
+        Of the running means, in [0, 1): they reach back over about ``1 / (1 - beta)`` windows.
+    **options
+        See `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        For a number out of range.
+
+    References
+    ----------
+    S. McCandlish et al., An empirical model of large-batch training, 2018.
+
+    Examples
+    --------
+    >>> GradientNoiseScaleSubscriber(steps=2).publishes
+    ('gradient_noise_scale', 'gradient_covariance_trace', 'gradient_square', 'noise_hides_gradient')
+    """
+
+    of_network = True
+
+    def __init__(self, batch_size: float | None = None, *, steps: int = 1, beta: float = 0.99, **options: Any) -> None:
+        if batch_size is not None and not 0 < batch_size < math.inf:
+            raise ConfigError(f"GradientNoiseScaleSubscriber needs batch_size > 0 in samples, got {batch_size!r}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"GradientNoiseScaleSubscriber needs steps >= 1, got {steps!r}")
+        names = ("gradient_noise_scale", "gradient_covariance_trace", "gradient_square", "noise_hides_gradient")
+        name_results(options, *names)
+        super().__init__([*MICRO_KINDS, "input_data"] if batch_size is None else MICRO_KINDS, **options)
+        self.batch_size = batch_size
+        self.steps = steps
+        self._noise = RunningNoise(beta)
+        self._totals: dict[tuple[str, str | None], _Total] = {}
+        self._samples = SampleCount()
+        self._sizes: list[tuple[float, float]] = []
+        self._rows: defaultdict[tuple[str, str | None], NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
+        self._warned = False
+
+    # -- in the hook ----------------------------------------------------------------------------------------------
+
+    def measure(self, message: Any) -> Tensor | None:
+        """Return the square of a gradient, 1, its product with the sum of those before it, and how many these are."""
+        if message.kind == "input_data":
+            return self._samples.measure(message)
+        if (read := readable(message.data)) is None:
+            return None
+        gradient = read[0]
+        square = squared_norm(gradient)
+        before = self._take_total(message, gradient)
+        product = torch.zeros_like(square) if before is None else dot(before.value, gradient)
+        pairs = torch.full_like(square, 0 if before is None else before.count)
+        self._add(message, gradient, before)
+        return torch.stack([square, torch.ones_like(square), product, pairs])
+
+    def _take_total(self, message: Message, gradient: Tensor) -> _Total | None:
+        known = self._totals.get((message.kind, message.series_name))
+        if known is None or known.window != self._window(message.stamp) or known.value.shape != gradient.shape:
+            return None
+        is_made_again = known.stamp == message.stamp and known.stamp is not message.stamp
+        return None if is_made_again or known.value.device != gradient.device else known
+
+    def _add(self, message: Message, gradient: Tensor, before: _Total | None) -> None:
+        if before is None:
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+            total = _Total(self._window(message.stamp), message.stamp, wide)
+            self._totals[message.kind, message.series_name] = total
+        else:
+            before.value.add_(gradient)
+            before.count += 1
+            before.stamp = message.stamp
+
+    def _window(self, stamp: Stamp) -> int:
+        return stamp.global_step // self.subscription.subsample // self.steps
+
+    # -- when the step is over ------------------------------------------------------------------------------------
+
+    def compute(self, message: Any) -> None:
+        """Keep the rows until the window is over."""
+        if message.kind == "input_data":
+            self._samples.add(message)
+        else:
+            self._rows[message.kind, message.series_name] += message.data
+
+    def finish(self, stamp: Stamp) -> None:
+        """Emit the scale, its terms and the flag, if this is the last step of a window."""
+        self._sizes.append(self._samples.take())
+        if (stamp.global_step // self.subscription.subsample + 1) % self.steps:
+            return
+        self._totals = {key: total for key, total in self._totals.items() if total.window > self._window(stamp)}
+        rows, self._rows = np.array(list(self._rows.values())).reshape(-1, 4).T, defaultdict(lambda: np.zeros(4))
+        sizes, self._sizes = self._sizes, []
+        if not rows.size:
+            return
+        if not rows[PAIRS].any():
+            self._warn()
+        # The loss of a micro-batch is divided by their number, so that their gradients add up to the mean.
+        divisor = rows[COUNT].max() / len(sizes)
+        square, product = (rows[SQUARES] / rows[COUNT]).sum(), (rows[PRODUCTS] / rows[PAIRS]).sum()
+        self._noise.update(pairwise_noise_scale(divisor**2 * square, divisor**2 * product, self._batch(sizes)))
+        self._emit_all(NetworkMessage(stamp, self.publishes[0]))
+
+    def _batch(self, sizes: list[tuple[float, float]]) -> float:
+        if self.batch_size is not None:
+            return self.batch_size
+        samples, calls = (sum(numbers) for numbers in zip(*sizes, strict=True))
+        return samples / calls if calls else math.nan
+
+    def _emit_all(self, message: NetworkMessage) -> None:
+        trace, grad_sq, ratio = self._noise.value
+        hidden = math.nan if math.isnan(grad_sq) else float(grad_sq <= 0)
+        for kind, value in zip(self.publishes, (ratio, trace, grad_sq, hidden), strict=True):
+            self.emit(message, value, kind)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "GradientNoiseScaleSubscriber has one gradient in a window and needs two; accumulate micro-batches, or give steps=2"
+            )

@@ -1,0 +1,125 @@
+"""Whatever a hook may meet, every installed metric copes with: a documented value or NaN, never an exception."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.export import Exporter
+from ikkuna.export import subscriber as installed
+from ikkuna.export.messages import MessageBus
+from ikkuna.numerics.measure import measure
+from ikkuna.numerics.statistics import merge
+from ikkuna.testing import RecordingBackend, check_subscriber, small_model
+from tests.metrics.running import watched
+from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
+
+
+def odd_tensors():
+    """What `special_tensors` leaves out, since not every metric of a third party has to cope with it."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    duplicate = x.clone()
+    duplicate[:, 1], duplicate[:, 2] = duplicate[:, 0], 0.0
+    return {
+        "one element": x[:1, :1].clone(),
+        "one row": x[:1].clone(),
+        "one column": x[:, :1].clone(),
+        "no column": x[:, :0].clone(),
+        "signed zeros": torch.tensor([[0.0, -0.0], [-0.0, 0.0]]),
+        "one infinity": torch.where(x == x[0, 0], math.inf, x),
+        "all infinite": torch.full_like(x, -math.inf),
+        "huge": torch.full_like(x, 1e30),
+        "duplicate and dead columns": duplicate,
+        "fewer rows than columns": x[:2].clone(),
+        "float8": x.to(torch.float8_e5m2),
+        "booleans": x > 0,
+        "small integers": (10 * x).to(torch.int8),
+        "bytes": (10 * x.abs()).to(torch.uint8),
+        "complex": torch.complex(x, -x),
+        "sparse": (x * (x > 0)).to_sparse(),
+        "channels last": x.reshape(1, 6, 2, 2).contiguous(memory_format=torch.channels_last),
+        "five axes": x.reshape(2, 3, 2, 2, 1),
+        "without data": x.to("meta"),
+    }
+
+
+@pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
+def test_every_subscriber_copes_with_odd_tensors(name):
+    check_subscriber(EVERY_SUBSCRIBER[name], NEEDS.get(name, ()), odd_tensors())
+
+
+class Varying(nn.Module):
+    """Takes batches of every size and shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, x):
+        return self.inner(x).flatten(0, -2)
+
+
+@pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
+def test_every_subscriber_copes_with_shapes_that_change(name):
+    """Batches of another size, with another number of axes, none at all, and weights of another shape and dtype."""
+    recording, bus, model = RecordingBackend(), MessageBus(), Varying()
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.set_loss(loss)
+        for make in (*NEEDS.get(name, ()), EVERY_SUBSCRIBER[name]):
+            if name.startswith("TestAccuracy"):
+                continue  # which has a model of its own to call
+            bus.register_subscriber(make(backend=recording))
+        for step, shape in enumerate([(8, 4), (1, 4), (2, 3, 4), (0, 4), (5, 4), (5, 4)]):
+            if step == 4:
+                model.inner.last = nn.Linear(8, 7)
+                exporter.epoch_finished()
+            if step == 5:
+                model.to(torch.float64)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            x = torch.ones(shape, dtype=next(model.parameters()).dtype)
+            rows = x.numel() // 4
+            loss(model(x), torch.zeros(rows, dtype=torch.long)).backward()
+            optimizer.step()
+        assert not exporter.health().errors
+    assert all(isinstance(value, (float, str)) or value.num for _, value, _ in recording.values)
+
+
+NAN = math.nan
+SICK = {  # what each metric says of activations that are no numbers, or none; None for nothing
+    "NormSubscriber": (NAN, NAN, None),
+    "MeanSubscriber": (NAN, NAN, None),
+    "SumSubscriber": (NAN, NAN, None),
+    "VarianceSubscriber": (NAN, NAN, None),
+    "MinMaxSubscriber": (NAN, math.inf, None),
+    "MomentsSubscriber": (NAN, NAN, None),
+    "SpectralNormSubscriber": (NAN, NAN, NAN),
+    "ConditionNumberSubscriber": (NAN, NAN, None),
+    "RankSubscriber": (NAN, NAN, None),
+    "AlphaSubscriber": (NAN, NAN, None),
+    "NonFiniteSubscriber": (1.0, 1.0, None),
+}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_what_a_metric_says_of_a_nan_of_an_infinity_and_of_nothing(name):
+    x = torch.arange(1.0, 13.0).reshape(4, 3)
+    with_nan, with_inf = x.clone(), x.clone()
+    with_nan[1, 1], with_inf[1, 1] = NAN, math.inf
+    for tensor, expected in zip((with_nan, with_inf, x[:0]), SICK[name], strict=True):
+        found = watched(lambda **o: getattr(installed, name)("activations", **o), tensor)
+        values = [value for kind in found.values() for value in kind]
+        assert values if expected is not None else not values
+        if name == "MinMaxSubscriber" and values:
+            values = values[1:]  # an infinity has no part in the minimum
+        assert all(value == expected or (math.isnan(value) and math.isnan(expected)) for value in values), values
+
+
+def test_counts_go_beyond_32_bits():
+    x = torch.tensor([0.0, math.nan, math.inf, 2.0])
+    record = measure(x, frozenset(("n", "zeros", "nans", "infs")))
+    assert record is not None
+    many = merge(record.repeated(2**33 + 1), record)
+    assert (many.n, many.zeros, many.nans, many.infs) == (4 * (2**33 + 2), 2**33 + 2, 2**33 + 2, 2**33 + 2)

@@ -1,0 +1,277 @@
+"""The producer of the first NaN or Inf is named, and not those that pass it on."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NonFiniteSubscriber
+from ikkuna.testing import RecordingBackend
+from tests.metrics.running import curves
+
+DEPTH = 12
+
+
+class Fault(torch.autograd.Function):
+    """Passes on what it is given, but for one element, in one direction."""
+
+    @staticmethod
+    def forward(ctx, x, value, direction):
+        ctx.value, ctx.direction = value, direction
+        return spoilt(x, value) if direction == "forward" else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (spoilt(grad, ctx.value) if ctx.direction == "backward" else grad), None, None
+
+
+def spoilt(x, value):
+    x = x.clone()
+    x.view(-1)[0] = value
+    return x
+
+
+class Layer(nn.Module):
+    """A linear layer that may have a fault."""
+
+    def __init__(self, width, residual):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.residual = residual
+        self.fault = nn.Identity()
+
+    def forward(self, x):
+        y = self.fault(torch.tanh(self.linear(x)))
+        return x + y if self.residual else y
+
+
+class Faulty(nn.Module):
+    def __init__(self, value, direction):
+        super().__init__()
+        self.value, self.direction = value, direction
+        self.on = False
+
+    def forward(self, x):
+        return Fault.apply(x, self.value, self.direction) if self.on else x.clone()
+
+
+class LogOfNegative(nn.Module):
+    def forward(self, x):
+        return torch.log(-x.abs())
+
+
+def network(draw):
+    width = draw.randint(3, 9)
+    return nn.Sequential(*(Layer(width, draw.random() < 0.5) for _ in range(DEPTH))), width
+
+
+def trained(model, width, steps=3, before=lambda step: None, before_step=None, step_of=None, compiled=False, **options):
+    """Train; return what was named, (name, step), and how many tensors were not finite in each step."""
+    recording, loss = RecordingBackend(), options.pop("loss", nn.MSELoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(call)
+        exporter.set_loss(loss)
+        exporter.message_bus.register_subscriber(NonFiniteSubscriber(backend=recording, **options))
+        for step in range(steps):
+            optimizer.zero_grad()
+            x = torch.randn(4, width, generator=generator)
+            changed = before(step)
+            x = x if changed is None else changed
+            loss(call(x), torch.zeros(4, width)).backward()
+            if before_step is not None:
+                before_step(step)
+            (step_of or optimizer.step)()
+    named = [(s.name, step) for s, value, step in recording.values if s.kind == "nonfinite_producer" and value == 1.0]
+    return named, curves(recording)["nonfinite_tensors", None], recording
+
+
+def seeded(seed):
+    """Return what draws the network; the seed is part of the test's name."""
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+@pytest.mark.parametrize("seed", random.sample(range(10**6), 4))
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_layer_that_makes_one_is_named(seed, direction, caplog):
+    draw = seeded(seed)
+    model, width = network(draw)
+    place, value = draw.randrange(DEPTH), draw.choice([math.nan, math.inf, -math.inf])
+    model[place].fault = fault = Faulty(value, direction)
+
+    def before(step):
+        fault.on = step == 1
+
+    named, counts, _ = trained(model, width, before=before)
+    assert named == [(f"{place}.fault", 1)]
+    assert counts[0] == 0
+    assert counts[1] > 1, "it was passed on"
+    assert caplog.text.count("the first NaN or Inf was made by") == 1
+    assert f"step 1: the first NaN or Inf was made by the {direction} pass of '{place}.fault'" in caplog.text
+
+
+def test_in_a_compiled_model_as_well():
+    torch.compiler.reset()
+    model, width = network(seeded(1))
+    model[7].fault = LogOfNegative()
+    assert trained(model, width, compiled=True, steps=2)[0] == [("7.fault", 0)]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("seed", random.sample(range(10**6), 3))
+def test_a_weight_that_was_set_to_nan_is_named(seed, caplog):
+    draw = seeded(seed)
+    model, width = network(draw)
+    place = draw.randrange(DEPTH)
+
+    def before(step):
+        if step == 2:
+            with torch.no_grad():
+                model[place].linear.weight.view(-1)[0] = math.nan
+
+    named, counts, _ = trained(model, width, 4, before)
+    assert named == [(f"{place}.linear", 2)]
+    assert counts[:2] == [0, 0]
+    assert f"weights of '{place}.linear' was not finite before it" in caplog.text
+
+
+def test_data_is_named(caplog):
+    model, width = network(seeded(0))
+    named, _, _ = trained(model, width, before=lambda step: torch.full((4, width), math.nan) if step else None)
+    assert named == [(None, 1)]
+    assert "made by the data the network was called with" in caplog.text
+
+
+def test_a_function_between_modules_is_not_a_module(caplog):
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.other(torch.log(-self.one(x).abs()))
+
+    named, _, _ = trained(Between(), 5, 1)
+    assert named == [("other", 0)]
+    assert "made by no module: it came between 'one' and the call of 'other'" in caplog.text
+
+
+def test_a_loss_is_named(caplog):
+    class Loss(nn.Module):
+        def forward(self, output, target):
+            return (output - output.detach()).sum() / 0.0
+
+    named, _, _ = trained(*network(seeded(0)), 1, loss=Loss())
+    assert named == [(None, 0)]
+    assert "made by the loss function" in caplog.text
+
+
+def test_the_backward_pass_of_a_loss_is_told_from_that_of_a_layer(caplog):
+    class Loss(nn.Module):
+        def forward(self, output, target):
+            return (output - output.detach()).abs().sqrt().sum()
+
+    named, _, _ = trained(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 3, 1, loss=Loss())
+    assert named == [("1", 0)]
+    assert "made by the backward pass of the loss, or of what comes after '1'" in caplog.text
+
+
+def test_a_gradient_of_a_parameter_alone(caplog):
+    """What flows on is finite: only the weight's own gradient overflows."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.register_hook(lambda grad: grad * math.inf)
+    named, _, _ = trained(model, 3, 1)
+    assert named == [("1", 0)]
+    assert "made by the backward pass of '1', in the gradient of its parameter" in caplog.text
+
+
+def test_clipping_is_named_where_it_is_to_blame(caplog):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    def clip(step):
+        for parameter in model.parameters():
+            parameter.grad.mul_(math.nan if step == 1 else 1.0)
+
+    named, _, _ = trained(model, 3, before_step=clip)
+    assert named == [("0", 1)]
+    assert "adding up, unscaling or clipping of gradients, at weight_gradients of '0'" in caplog.text
+
+
+def test_an_optimizer_is_named(caplog):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    class Broken(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            model[2].bias.div_(0.0)
+
+    optimizer = Broken(model.parameters(), lr=0.1)
+    named, _, _ = trained(model, 3, 2, step_of=lambda: optimizer.step())
+    assert named == [("2", 0)]
+    assert "made by the optimizer, in its step of bias_updates of '2'" in caplog.text
+
+
+def test_after_a_finite_step_another_can_be_named():
+    model, width = network(seeded(3))
+    model[2].fault, model[9].fault = Faulty(math.nan, "forward"), Faulty(math.inf, "forward")
+    spare = [p.detach().clone() for p in model.parameters()]
+
+    def before(step):
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), spare, strict=True):
+                parameter.copy_(value)
+        model[2].fault.on, model[9].fault.on = step in (1, 2), step == 4
+
+    assert trained(model, width, 6, before)[0] == [("2.fault", 1), ("9.fault", 4)]
+
+
+def test_a_gradient_scaler_that_looks_for_a_scale_names_nobody(caplog):
+    recording, model = RecordingBackend(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.set_loss(loss)
+        exporter.message_bus.register_subscriber(NonFiniteSubscriber(backend=recording))
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss(model(1e3 * torch.ones(2, 3)), torch.zeros(2, 1))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = curves(recording)
+    assert any(found["nonfinite_tensors", None])
+    assert not [name for kind, name in found if kind == "nonfinite_producer"]
+    assert not caplog.text
+
+
+def test_the_text_is_shown_and_the_flag_can_be_subscribed_to():
+    from ikkuna.export.subscriber import MessageMeanSubscriber
+
+    model, width = network(seeded(5))
+    model[4].fault = fault = Faulty(math.nan, "forward")
+    fault.on = True
+    _, _, recording = trained(model, width, 1)
+    [(_, text, _)] = recording.texts
+    assert text == "Step 0: the first NaN or Inf was made by the forward pass of '4.fault'."
+    bus = MessageBus()
+    bus.register_subscriber(NonFiniteSubscriber(backend="null"))
+    bus.register_subscriber(MessageMeanSubscriber("nonfinite_producer", backend="null"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_finiteness_of_every_dtype(dtype):
+    from ikkuna.numerics.elements import all_finite
+
+    for value in (math.nan, math.inf, -math.inf):
+        x = torch.ones(3, 4, dtype=dtype)
+        assert all_finite(x).item() is True
+        assert all_finite(spoilt(x, value)).item() is False
+    assert all_finite(torch.empty(0, dtype=dtype)).item() is True
+    assert all_finite(torch.ones(2, dtype=dtype, device="meta")) is None
