@@ -11,6 +11,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.numerics.elements import readable
 from ikkuna_subscribers.naming import name_results
 from ikkuna_subscribers.recurrent import RecurrentLayers
 
@@ -96,8 +97,10 @@ class TimestepGradientSubscriber(PlotSubscriber):
     def _squares(self, message: Any) -> tuple[Tensor, Tensor] | None:
         """Return sums of squares by timestep, (T,), counted from the beginnings of sequences and from their ends."""
         x = message.data
+        if (read := readable(x)) is None:
+            return None
         sizes = getattr(x, "batch_sizes", None)
-        squares = x.double().square()
+        squares = read[0].double().square()
         if sizes is not None:
             rows = squares.flatten(1).sum(1)
             forward, backward = (at.to(rows.device, non_blocking=True) for at in _timesteps_of_rows(sizes))

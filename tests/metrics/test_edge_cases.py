@@ -12,6 +12,7 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.numerics.measure import measure
 from ikkuna.numerics.statistics import merge
 from ikkuna.testing import RecordingBackend, check_subscriber, small_model
+from ikkuna.visualization.matrix import Matrix
 from tests.metrics.running import watched
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
 
@@ -84,7 +85,7 @@ def test_every_subscriber_copes_with_shapes_that_change(name):
             loss(model(x), torch.zeros(rows, dtype=torch.long)).backward()
             optimizer.step()
         assert not exporter.health().errors
-    assert all(isinstance(value, (float, str)) or value.num for _, value, _ in recording.values)
+    assert all(isinstance(value, (float, str, Matrix)) or value.num for _, value, _ in recording.values)
 
 
 NAN = math.nan
