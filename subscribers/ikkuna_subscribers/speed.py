@@ -2,7 +2,9 @@
 
 import math
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,12 +75,16 @@ class SpeedSubscriber(PlotSubscriber):
 
 
 def _resident_peak() -> float:
+    """Return the largest resident size of this process; Linux's getrusage() would begin with that of the process it was forked from."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
     try:
         import resource
     except ImportError:  # Windows does not have it
         return math.nan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)  # Linux counts in KiB
+    return float(peak if sys.platform == "darwin" else peak * 1024)  # where it is not bytes it is KiB
 
 
 def _device_peaks() -> list[tuple[str, float]]:

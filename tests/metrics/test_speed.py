@@ -2,6 +2,8 @@
 
 import math
 import resource
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -76,6 +78,13 @@ def test_peak_memory_is_that_of_the_process(clock):
     found = timed(clock, 1)["peak_memory"]
     now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert found == [pytest.approx(now, rel=0.05)]
+
+
+def test_peak_memory_is_not_that_of_the_process_that_started_it():
+    ballast = b"\1" * (1 << 30)
+    asked = "from ikkuna_subscribers.speed import _resident_peak; print(_resident_peak())"
+    answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    assert 1 << 26 < float(answer) < len(ballast)
 
 
 def test_devices_have_series_of_their_own(clock, monkeypatch):
