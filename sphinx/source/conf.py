@@ -42,7 +42,7 @@ napoleon_use_rtype = False
 
 # What belongs to others is not in our inventory; every reference of our own must resolve.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|nn|np|numpy|matplotlib|collections|pathlib|typing|types|re|os|abc|importlib)(\..*)?"),
+    ("py:.*", r"(torch|nn|np|numpy|matplotlib|collections|pathlib|typing|types|re|os|abc|importlib|contextlib)(\..*)?"),
     (
         "py:class",
         r"Tensor|Path|Any|Self|Callable|Iterable|Iterator|Sequence|Mapping|Collection|Pattern|Parameter|Module|Figure",
