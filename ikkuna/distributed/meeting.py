@@ -32,16 +32,14 @@ class Verdict:
     reason : why nothing is shared; empty if it is
     present : the ranks that came
     store : where they met
-    group : what they share through; ``None`` with a reason
     """
 
     reason: str
     present: tuple[int, ...]
-    store: Any = None
-    group: Any = None
+    store: Any
 
 
-def hold(world: World, signature: Sequence[str], patience: float = PATIENCE) -> Verdict:
+def hold(world: World, signature: Sequence[str], patience: float = PATIENCE) -> tuple[Verdict, Any]:
     """Meet all ranks: compare what each wants to measure, and make a group of our own.
 
     Every rank announces itself in the store.  The last one to come compares, and writes the verdict; one that has waited too long
@@ -50,6 +48,9 @@ def hold(world: World, signature: Sequence[str], patience: float = PATIENCE) -> 
 
     Meetings are numbered.  A rank that finds one over to which it was not waited for goes on to the next number,
     so an exporter that only one rank had leaves no trace in the meetings after it.
+
+    The group is returned beside the verdict (``None`` if nothing is shared) and not kept in it: its end can take long,
+    so there must be one place that lets it go.
 
     Parameters
     ----------
@@ -68,12 +69,12 @@ def hold(world: World, signature: Sequence[str], patience: float = PATIENCE) -> 
         told = _await(store, world, patience)
     reason, present = told["reason"], tuple(told["present"])
     if reason or world.rank not in present:
-        return Verdict(reason or "the other ranks did not wait for this one", present, store)
+        return Verdict(reason or "the other ranks did not wait for this one", present, store), None
     group = _torch.ProcessGroupGloo(
         _torch.PrefixStore("group", store), world.rank, world.size, timedelta(seconds=patience)
     )
     group.set_timeout(_OPERATION)
-    return Verdict("", present, store, group)
+    return Verdict("", present, store), group
 
 
 def _compare(store: Any, world: World) -> tuple[str, list[int]]:

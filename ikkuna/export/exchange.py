@@ -114,16 +114,16 @@ class Exchange:
     def _meet(self, world: World) -> None:
         self._bus.is_silent = world.rank != 0
         try:
-            self._verdict = meeting.hold(world, signature_of(self._bus.subscriptions))
+            self._verdict, group = meeting.hold(world, signature_of(self._bus.subscriptions))
             self._group = min((model_parallel_group(root, world.rank) for root in self._roots()), default=world.rank)
         except Exception as error:
             self._go_alone(f"they could not meet: {error}")
             return
-        if self._verdict.group is None:
+        if group is None:
             self._bus.is_silent = world.rank != min(self._verdict.present)
             self._go_alone(self._verdict.reason)
         else:
-            self._gather = Gather(self._verdict.group, world.size)
+            self._gather = Gather(group, world.size)
 
     def must_wait(self, stamp: Stamp | None) -> bool:
         """Whether what was measured has to be delivered now: a subscriber calls the model, which ranks may have to do together.

@@ -16,7 +16,7 @@ from ikkuna.export.subscriber import CallbackSubscriber
 from ikkuna.testing import small_model
 from tests.distributed import loops
 from tests.distributed.loops import data, local, network
-from tests.subscribers import EVERY_SUBSCRIBER
+from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
 
 
 def rows(steps=3):
@@ -24,10 +24,11 @@ def rows(steps=3):
     return torch.randn(steps, 8, 4, generator=generator), torch.randint(3, (steps, 8), generator=generator)
 
 
-def published_by(make, model, inputs, labels):
-    """Return what one subscriber publishes of the small model."""
+def published_by(name, model, inputs, labels):
+    """Return what one subscriber publishes of the small model, and what those publish that it needs."""
     loss = nn.CrossEntropyLoss()
-    with loops.watching(model, loss, [make(backend="null")]) as (exporter, published):
+    made = [make(backend="null") for make in (*NEEDS.get(name, ()), EVERY_SUBSCRIBER[name])]
+    with loops.watching(model, loss, made) as (exporter, published):
         loops.steps(model, loss, loops.sgd(model), inputs, labels)
         exporter.epoch_finished()
     return published
@@ -36,7 +37,7 @@ def published_by(make, model, inputs, labels):
 def every_subscriber(rank, size):
     inputs, labels = local(*rows(), rank, size)
     model = {name: DistributedDataParallel(small_model()) for name in EVERY_SUBSCRIBER}
-    return {name: published_by(make, model[name], inputs, labels) for name, make in EVERY_SUBSCRIBER.items()}
+    return {name: published_by(name, model[name], inputs, labels) for name in EVERY_SUBSCRIBER}
 
 
 def held_out(n=9):

@@ -38,7 +38,7 @@ OF_RANKS = ("RankSpreadSubscriber", "RankSpreadSubscriber-gradients")
 def test_every_subscriber_says_the_same_on_every_rank_and_in_one_process(two, name):
     first, second = (outcome["every_subscriber"][name] for outcome in two)
     assert same(first, second)
-    expected = special.published_by(EVERY_SUBSCRIBER[name], small_model(), *special.rows())
+    expected = special.published_by(name, small_model(), *special.rows())
     if name in OF_RANKS:
         assert first.keys() == expected.keys()
     elif name in OF_ONE_RANK:
