@@ -101,7 +101,7 @@ class MessageBus:
     faults : Faults
         What went wrong.
     is_silent : bool
-        Whether values are shown nowhere: of several ranks one writes.
+        Whether no run is opened: of several ranks one writes.
     """
 
     def __init__(self, name: str = "bus", log_dir: str | Path | None = None) -> None:
@@ -277,11 +277,10 @@ class MessageBus:
 
     def show(self, series: Series, value: Any, step: int, backends: tuple[Any, ...]) -> None:
         """Send a value to backends; the run is opened by the first."""
-        if self.is_silent:
-            return
-        if self._run is None:
+        if self._run is None and not self.is_silent:
             self._run = Run(self.log_dir or "run", self.network)
-        self._run.show(series, value, step, backends)
+        if self._run is not None:
+            self._run.show(series, value, step, backends)
 
     def close(self) -> None:
         """Deliver what waits, close the run, and unregister every subscriber."""
