@@ -9,7 +9,7 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
 from ikkuna.export.messages import MessageBus
-from ikkuna.export.messages.kinds import MODULE_KINDS
+from ikkuna.export.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber
 
 STEPS = 3
@@ -43,7 +43,7 @@ def data(steps=STEPS, batch=BATCH):
     return inputs, torch.randint(3, (steps, batch), generator=generator)
 
 
-def every_metric(kinds=MODULE_KINDS):
+def every_metric(kinds=(*FORWARD_KINDS, *PARAMETER_KINDS)):
     """Return subscribers of every kind, and a list of what they publish."""
     names = ("Norm", "Mean", "Variance", "MinMax", "Sparsity", "Percentile")
     made = [_make(name, kind) for kind in kinds for name in names]
