@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, tuple[tuple, dict]] = {
     },
     "HistogramSubscriber": (("weights",), {}),
     "MessageMeanSubscriber": (("weights",), {}),
+    "RankSpreadSubscriber": (("weights",), {}),
     "RatioSubscriber": ((["weight_updates", "weights"],), {}),
     "SaturationSubscriber": (("activations", "tanh"), {}),
     "OptimizerStateSubscriber": (("exp_avg",), {}),

@@ -93,6 +93,8 @@ add("GradientSNRSubscriber", "bias_gradients", window=3, reduction="mean", label
 for name in ("ConditionNumberSubscriber", "RankSubscriber", "AlphaSubscriber"):
     add(name, subsample=1)
 add("RankSubscriber", "activations", subsample=2, label="activations")
+add("RankSpreadSubscriber", "activations")
+add("RankSpreadSubscriber", "weight_gradients", "nonfinite", label="gradients")
 add("PerplexitySubscriber")
 add("LearningRateSubscriber")
 add("SpeedSubscriber")

@@ -23,7 +23,8 @@ LAYERS = {
     "probe": ("errors", "arrays", "numerics", "probe"),
     "plot": ("errors", "arrays", "numerics", "probe", "plot"),
     "visualization": ("errors", "plugins", "numerics", "plot", "visualization"),
-    "export": ("errors", "plugins", "modules", "numerics", "visualization", "export"),
+    "distributed": ("errors", "numerics", "distributed"),
+    "export": ("errors", "plugins", "modules", "numerics", "distributed", "visualization", "export"),
 }
 # What a metric may import of ikkuna: what any third party may.
 DOORS = (

@@ -3,7 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS, STATE_PREFIXES
+from ikkuna.export.messages.kinds import (
+    EVENT_KINDS,
+    FORWARD_KINDS,
+    MICRO_KINDS,
+    PARAMETER_KINDS,
+    STATE_PREFIXES,
+    is_built_in,
+)
 from ikkuna.export.messages.message import Stamp
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics.statistics import closure
@@ -40,6 +47,11 @@ class Plan:
         self.states = tuple(sorted(kind for kind in kinds if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
+
+    @property
+    def takes_data(self) -> bool:
+        """Whether it wants anything measured, rather than events and results alone."""
+        return bool(self.together) or any(is_built_in(kind) and kind not in EVENT_KINDS for kind in self.kinds)
 
     @property
     def is_in_graph(self) -> bool:

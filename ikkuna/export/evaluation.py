@@ -35,6 +35,9 @@ def undisturbed(model: nn.Module, batches: Iterable[Any]) -> Iterator[None]:
                 generator.set_state(state)
             for module, training in flags:
                 module.training = training
+            for module in model.modules():
+                if (reshard := getattr(module, "reshard", None)) is not None:
+                    reshard()  # what FSDP keeps together for a backward that will not come
             for buffer, version, copy in buffers:
                 if buffer._version != version:
                     buffer.copy_(copy)

@@ -276,10 +276,11 @@ class Exporter:
         if self._closed:
             return
         try:
-            self._observer.finish()
+            self._observer.finish(for_good=True)
             self.message_bus.drain(wait=True)  # while a subscriber can still evaluate the model
         finally:
             self._closed = True
+            self._observer.exchange.close()
             self._attachment.remove()
             self.message_bus.detach(self)
 

@@ -16,7 +16,7 @@ class Health:
     acked_step : the last step whose values the operating system has; -1 before
     steps : training steps seen
     errors : errors caught, of subscribers and our own
-    dropped : values that were lost on their way to a file, and bundles that never met
+    dropped : values that were lost on their way to a file, bundles that never met, and rows that other ranks could not keep up with
     disabled : subscribers that are not called any more
     skipped : tensors without numbers and updates there was no memory for
     overhead : time that was ours on the training thread, as a share of the time that was not, from the second step on
@@ -40,7 +40,9 @@ def health_of(observer: Observer) -> Health:
         acked_step=run.acked_step if run is not None else -1,
         steps=observer.steps,
         errors=bus.faults.errors,
-        dropped=(run.dropped if run is not None else 0) + sum(s.dropped for s in bus.subscriptions),
+        dropped=(run.dropped if run is not None else 0)
+        + sum(s.dropped for s in bus.subscriptions)
+        + observer.exchange.dropped,
         disabled=tuple(bus.faults.disabled),
         skipped=observer.skipped,
         overhead=observer.stopwatch.overhead,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ikkuna.distributed.placement import holds_gradients
 from ikkuna.export.forward_taps import ForwardTaps
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import batch_sizes, leaves
@@ -90,9 +91,12 @@ class ModelWatch:
             if observer.recorder.rows is not None:
                 observer.recorder.rows.drop(_REEVALUATED)  # only the last evaluation counts
             self._backward_seen = False
-        elif observer.clock.awaits_optimizer and not observer.parameters.any_has_gradient():
+        elif observer.clock.awaits_optimizer and not self._any_gradient_waits():
             self._backward_seen = False
             observer.clock.abandon()  # gradients were thrown away: a gradient scaler skipped the step
+
+    def _any_gradient_waits(self) -> bool:
+        return self._observer.parameters.any_has_gradient() or any(map(holds_gradients, self.taps.roots))
 
     def root_left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Take the return of a root."""

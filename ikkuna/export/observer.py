@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ikkuna.export.clock import TRAINING, Clock
 from ikkuna.export.demand import Demand, Plan
+from ikkuna.export.exchange import Exchange
 from ikkuna.export.gradient_watch import GradientWatch
 from ikkuna.export.messages.bus import Finished, MessageBus
 from ikkuna.export.messages.message import NetworkMessage, Stamp
@@ -36,6 +37,7 @@ class Observer:
     Attributes
     ----------
     model, gradients, optimizers : what hears the hooks of modules, of parameters' gradients, and of optimizers
+    exchange : what makes one of the rows of all ranks
     steps : number of training steps seen
     """
 
@@ -49,6 +51,7 @@ class Observer:
         self.model = ModelWatch(self, in_graph)
         self.gradients = GradientWatch(self)
         self.optimizers = OptimizerWatch(self)
+        self.exchange = Exchange(bus, self.place, lambda: self.model.taps.roots)
         self._blind = False
         self.steps = 0
         self._interrupted: Recorder | None = None
@@ -109,6 +112,8 @@ class Observer:
             if traced:
                 self.model.taps.was_traced(place.module)
             if not self.blind and self._is_due(place, path, role, traced):
+                if place.kind == "layer_gradients" and self.exchange.replicas > 1:
+                    tensor = tensor / self.exchange.replicas  # the loss of all is the mean of each rank's
                 self.recorder.receive(place, tensor, path)
         except Exception as error:
             self.fault(f"measuring {place.kind} of {place.module}", error)
@@ -172,9 +177,9 @@ class Observer:
             self._epoch_announced = True
             self.bus.post(NetworkMessage(stamp, "epoch_started"))
         self.bus.post(NetworkMessage(stamp, "batch_started"))
-        self.recorder.open(stamp, self._demand.plan(self.bus.subscriptions, stamp))
+        self._record(stamp)
         plan = self.recorder.plan
-        if plan.parameters or plan.micro_gradients:
+        if plan.parameters or plan.micro_gradients or self.exchange.replicas > 1:
             self.parameters.refresh()
         self.gradients.step_opened()
         self.optimizers.step_opened()
@@ -188,9 +193,10 @@ class Observer:
         self.optimizers.step_closed()
         self.steps += not skipped
         self.model.warn_of_missing_loss()
-        rows = self.recorder.close()
+        plan, rows = self.recorder.plan, self.recorder.close()
         if rows is not None:
             rows.skipped = rows.skipped or skipped
+            self.exchange.take(rows, plan)
             self.bus.post(Finished(rows, self.recorder.remember, finished))
         if self.model.taps.is_found_compiled():
             self.model.reconsider()
@@ -199,7 +205,7 @@ class Observer:
         self.model.taps.turn(next_plan)
         if self.model.is_rootless:
             self.model.taps.install(next_plan)  # no root will tell that the next step begins
-        self.bus.drain()
+        self.bus.drain(wait=self.exchange.must_wait(stamp))
         self.stopwatch.step_over()
         if not skipped and self.clock.epoch_is_full:
             self.epoch_finished()
@@ -210,6 +216,11 @@ class Observer:
         if (lap := self.stopwatch.lap()) is not None:
             report["seconds"], report["own_seconds"] = lap
         return report
+
+    def _record(self, stamp: Stamp) -> None:
+        self.exchange.step_opened()
+        self.recorder.is_agreed = self.exchange.is_shared
+        self.recorder.open(stamp, self._demand.plan(self.bus.subscriptions, stamp))
 
     def _tap(self) -> None:
         plan = self.recorder.plan
@@ -226,7 +237,7 @@ class Observer:
         self.clock.next_epoch()
         self.model.resolve()
         self._epoch_announced = False
-        self.bus.drain()
+        self.bus.drain(wait=self.exchange.must_wait(None))
 
     # -- other passes ---------------------------------------------------------------------------------------------
 
@@ -241,8 +252,7 @@ class Observer:
         self._leave_pass()
         self.clock.pass_name = name
         self._interrupted, self.recorder = self.recorder, Recorder(self.bus.faults, self.recorder.compiled)
-        stamp = self.clock.pass_stamp(name)
-        self.recorder.open(stamp, self._demand.plan(self.bus.subscriptions, stamp))
+        self._record(self.clock.pass_stamp(name))
         self._tap()
         self.model.taps.turn_for_pass(self.recorder.plan)
 
@@ -251,7 +261,9 @@ class Observer:
         if self._interrupted is None:
             return
         self._leave_pass()
+        plan = self.recorder.plan
         if (rows := self.recorder.close()) is not None:
+            self.exchange.take(rows, plan)
             self.bus.post(Finished(rows, self.recorder.remember, None))
         self._interrupted.unreadable += self.recorder.unreadable
         self.recorder, self._interrupted = self._interrupted, None
@@ -275,8 +287,10 @@ class Observer:
         finally:
             self.begin_pass(before)
 
-    def finish(self) -> None:
+    def finish(self, for_good: bool = False) -> None:
         """Close whatever is open."""
+        if for_good:
+            self.exchange.prepare_close()
         self.end_pass()
         self.clock.close_pending()
         self.model.step_over()

@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ikkuna.distributed.placement import is_spread, local_tensor, spread_like
 from ikkuna.export.slots import observe
 from ikkuna.modules import NamedParameter
 
@@ -53,6 +55,7 @@ class OptimizerWatch:
         """Take the moment before an optimizer's step."""
         observer = self._observer
         was_open = observer.clock.is_open
+        observer.parameters.find_shards(optimizer)
         if observer.blind or not observer.clock.optimizer_starts(optimizer):
             return
         self._see_rates(optimizer)
@@ -119,13 +122,18 @@ class OptimizerWatch:
     def _see_gradients(self, parameters: Iterable[NamedParameter], scale: Tensor | None = None) -> None:
         for named, kind in self._wanted("weight_gradients", "bias_gradients", parameters):
             if (grad := named.parameter.grad) is not None:
-                self._see(grad if scale is None else grad / scale, kind, named)
+                self._see(grad if scale is None else spread_like(local_tensor(grad) / scale, grad), kind, named)
 
     def _see_updates(self) -> None:
         before, self._before = self._before, []
         for named, copy in before:
-            place = self._observer.place("bias_updates" if named.is_bias else "weight_updates", named.module)
-            self._observer.receive_difference(place, named.parameter.detach(), copy, named.path)
+            kind = "bias_updates" if named.is_bias else "weight_updates"
+            after = local_tensor(named.parameter.detach())
+            if is_spread(named.parameter):
+                self._see(spread_like(torch.sub(after, copy, out=copy), named.parameter), kind, named)
+            else:
+                place = self._observer.place(kind, named.module)
+                self._observer.receive_difference(place, after, copy, named.path)
 
     def _see_states(self, optimizer: Optimizer) -> None:
         for kind in self._observer.recorder.plan.states:
@@ -140,7 +148,7 @@ class OptimizerWatch:
             if not named.parameter.requires_grad:
                 continue
             try:
-                self._before.append((named, named.parameter.detach().clone()))
+                self._before.append((named, local_tensor(named.parameter.detach()).clone()))
             except RuntimeError:  # no memory: the update goes unseen, training goes on
                 self.skipped_updates += 1
 

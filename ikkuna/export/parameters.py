@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ikkuna.distributed.placement import is_spread
 from ikkuna.modules import NamedModule, NamedParameter, parameters_of
 
 __all__ = ["TrackedParameters"]
@@ -43,10 +44,18 @@ class TrackedParameters:
 
     def refresh(self) -> None:
         """Find the parameters again if the user has put others in their place, as ``load_state_dict(assign=True)`` does."""
-        held = {id(p) for named in self._modules for p in named.module.parameters(recurse=False)}
-        if not held <= self._by_id.keys():
+        held = [p for named in self._modules for p in named.module.parameters(recurse=False)]
+        unknown = [p for p in held if id(p) not in self._by_id]
+        if any(is_spread(named.parameter) for named in self.all) and not any(map(is_spread, unknown)):
+            return  # FSDP has put shards that are known together for a forward
+        if unknown:
             log.info("parameters were replaced; the new ones are looked at")
             self.track(self._modules)
+
+    def find_shards(self, optimizer: Optimizer) -> None:
+        """Look again before the step of an optimizer that owns shards, of which none is known: models can be sharded at any time."""
+        if not self.of(optimizer) and any(is_spread(p) for group in optimizer.param_groups for p in group["params"]):
+            self.refresh()
 
     def any_has_gradient(self) -> bool:
         """Whether a gradient is waiting for an optimizer."""
@@ -58,7 +67,12 @@ class TrackedParameters:
         return any(node is None or torch._C._will_engine_execute_node(node) for node in nodes)
 
     def node(self, parameter: torch.nn.Parameter) -> Any:
-        """Return the node of autograd that adds to a parameter's gradient; ``None`` where it cannot be had, inside an operator."""
+        """Return the node of autograd that adds to a parameter's gradient.
+
+        ``None`` where it cannot be had, inside an operator, and for a shard: autograd adds to what FSDP puts together of it.
+        """
+        if is_spread(parameter):
+            return None
         dtype, device = parameter.dtype, parameter.device
         known = self._nodes.get(id(parameter))
         if known is not None and known[:2] == (dtype, device):  # another dtype or device has another node

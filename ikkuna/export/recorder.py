@@ -1,12 +1,14 @@
 """Measures what the taps hand over, for whoever asked, into the rows of the open step."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ikkuna.distributed.placement import is_spread, local_part, whole
 from ikkuna.export.demand import Plan, Task
 from ikkuna.export.faults import Faults
 from ikkuna.export.messages.bundle import MessageBundle
@@ -21,6 +23,8 @@ from ikkuna.numerics.measure import measure, measure_difference
 from ikkuna.numerics.statistics import Record
 
 __all__ = ["Place", "Recorder"]
+
+log = logging.getLogger("ikkuna")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +53,11 @@ class Recorder:
     ----------
     faults : where errors go
     compiled : whether compiled kernels measure, where they are to be had
+
+    Attributes
+    ----------
+    unreadable : number of tensors that have no numbers to read
+    is_agreed : whether other ranks do the same, so that they can be asked for what they have of a tensor
     """
 
     def __init__(self, faults: Faults, compiled: bool = True) -> None:
@@ -57,8 +66,10 @@ class Recorder:
         self.plan = Plan(())
         self.rows: Rows | None = None
         self.unreadable = 0
+        self.is_agreed = False
         self._generators: dict[torch.device, torch.Generator] = {}
         self._pivots: dict[tuple[object, ...], float] = {}
+        self._told: set[Subscription] = set()
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
         """Begin the rows of a step."""
@@ -83,16 +94,54 @@ class Recorder:
             self.unreadable += 1
             return
         entry = self._entry(self.rows, place, path, task)
+        if type(tensor) is not Tensor and is_spread(tensor):
+            self._receive_part(self.rows, entry, tensor, weight)
+            return
         if task.fields:
-            if place.kind == "loss" and tensor.numel() == 1:
-                entry.is_mean = True
-            if tensor.is_cpu and isinstance(weight, int):
-                random = self._random(tensor, task)
-                self._add(entry, measure(tensor, task.fields, random, compiled=self.compiled), weight)
-            else:
-                self._add_on_device(entry, tensor, weight)
+            self._measure_fields(entry, tensor, weight)
         if task.measurers:
-            self._measure_all(entry, tensor)
+            self._measure_all(entry, task.measurers, tensor)
+
+    def _receive_part(self, rows: Rows, entry: Entry, tensor: Tensor, weight: int | Tensor) -> None:
+        """Measure what lies here of a tensor that is spread over ranks."""
+        if (found := local_part(tensor, self.is_agreed)) is None:
+            self.unreadable += 1
+            return
+        local, part = found
+        if part is not None:
+            rows.parts[entry.key] = part
+        if entry.task.fields:
+            self._measure_fields(entry, local, weight)
+        is_shard = part is not None and part.is_shard
+        for subscription in entry.task.measurers:
+            if is_shard and subscription.subscriber.needs_whole:
+                self._measure_whole(entry, subscription, tensor)
+            else:
+                self._measure_all(entry, (subscription,), local)
+
+    def _measure_whole(self, entry: Entry, subscription: Subscription, tensor: Tensor) -> None:
+        """Measure what says nothing of a shard: NaN, unless all of the tensor may be gathered."""
+        subscriber = subscription.subscriber
+        if subscriber.gather and self.is_agreed:
+            self._measure_all(entry, (subscription,), whole(tensor))
+            return
+        if subscription not in self._told:
+            self._told.add(subscription)
+            log.warning(
+                "%r needs whole tensors, and %s of %s is spread over ranks: it publishes NaN; "
+                "gather=True lets it gather them at the steps it samples",
+                *(subscriber, entry.message.kind, entry.message.series_name),
+            )
+        self._add_own(entry, subscription, self.faults.call(subscription, "measure", subscriber.unknown, entry.message))
+
+    def _measure_fields(self, entry: Entry, tensor: Tensor, weight: int | Tensor) -> None:
+        task = entry.task
+        if entry.message.kind == "loss" and tensor.numel() == 1:
+            entry.is_mean = True
+        if tensor.is_cpu and isinstance(weight, int):
+            self._add(entry, measure(tensor, task.fields, self._random(tensor, task), compiled=self.compiled), weight)
+        else:
+            self._add_on_device(entry, tensor, weight)
 
     def receive_difference(self, place: Place, after: Tensor, before: Tensor, path: str) -> None:
         """Measure ``after - before``; it is not made where nobody has to see it, and otherwise takes the place of `before`."""
@@ -134,11 +183,11 @@ class Recorder:
             self._generators[device] = torch.Generator(device).manual_seed(0)
         return self._generators[device]
 
-    def _measure_all(self, entry: Entry, tensor: Tensor) -> None:
+    def _measure_all(self, entry: Entry, measurers: Iterable[Subscription], tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
         message = entry.message.carrying(tensor)
-        for subscription in entry.task.measurers:
+        for subscription in measurers:
             self._measure_own(entry, subscription, message, tensor)
 
     def _measure_own(
@@ -149,19 +198,24 @@ class Recorder:
         version = None if tensor.is_inference() else tensor._version
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
             row = self.faults.call(subscription, "measure", subscription.subscriber.measure, message)
-        if isinstance(row, Tensor):
-            is_first = not entry.measured or subscription not in entry.measured
-            stage = "keep" if is_first else "merge"  # what has nothing to merge with pardons no failure to merge
-            self.faults.call(subscription, stage, partial(entry.add_measured, subscription), row)
+        self._add_own(entry, subscription, row)
         if version is not None and tensor._version != version:
             self.faults.blame(
                 subscription, f"it changed {entry.message.kind!r} of {entry.message.series_name} in place"
             )
 
+    def _add_own(self, entry: Entry, subscription: Subscription, row: Tensor | None) -> None:
+        if isinstance(row, Tensor):
+            is_first = not entry.measured or subscription not in entry.measured
+            stage = "keep" if is_first else "merge"  # what has nothing to merge with pardons no failure to merge
+            self.faults.call(subscription, stage, partial(entry.add_measured, subscription), row)
+
     def receive_together(self, tensors: Mapping[str, Tensor]) -> None:
         """Hand the tensors of one call of the loss module to those who measure them side by side."""
         if self.rows is None or not all(map(has_numbers, tensors.values())):
             return
+        if self.plan.together and (self.is_agreed or not any(map(is_spread, tensors.values()))):
+            tensors = {kind: whole(tensor) if is_spread(tensor) else tensor for kind, tensor in tensors.items()}
         for subscription in self.plan.together:
             messages = {
                 kind: NetworkMessage(self.rows.stamp, kind, tensors[kind])

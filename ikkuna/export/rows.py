@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ikkuna.distributed.placement import Part
 from ikkuna.export.demand import Task
 from ikkuna.export.messages.message import Message, Stamp
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics.device import from_vectors, merge_vectors
 from ikkuna.numerics.statistics import Record, merge
 
-__all__ = ["Entry", "Rows"]
+__all__ = ["Entry", "Rows", "Sharing"]
 
 _MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -70,20 +71,41 @@ class Entry:
         if self.on_device:
             self.add_record(from_vectors(self.on_device, self.task.fields, self.pivot))
             self.on_device = None
+
+    def average(self) -> None:
+        """Make one number of what was the mean of many."""
         if self.is_mean and self.record is not None and self.record.n:
             self.record = Record.of(self.record.mean)
+
+
+class Sharing(Protocol):
+    """What makes one of the rows of all ranks."""
+
+    def arrived(self, rows: "Rows") -> bool:
+        """Whether the rows of all ranks are here; called once this rank's are on the host."""
+
+    def merge_into(self, rows: "Rows") -> None:
+        """Put what all ranks have in the place of what this one has, waiting if need be."""
 
 
 _Part = tuple[dict[Any, Tensor], Any, Tensor]
 
 
 class Rows:
-    """The entries of one step in the order they were first seen, and their one copy to the host."""
+    """The entries of one step in the order they were first seen, and their one copy to the host.
+
+    Attributes
+    ----------
+    parts : for tensors that are spread over ranks, what lies here of them, by the key of the entry
+    sharing : what makes one of the rows of all ranks; ``None`` in one process
+    """
 
     def __init__(self, stamp: Stamp) -> None:
         self.stamp = stamp
         self.entries: dict[tuple[object, ...], Entry] = {}
         self.skipped = False
+        self.parts: dict[tuple[object, ...], Part] = {}
+        self.sharing: Sharing | None = None
         self._overflows: list[Tensor] = []
         self._copies: list[tuple[list[_Part], Tensor, torch.cuda.Event | None]] = []
 
@@ -113,11 +135,23 @@ class Rows:
             self._copies.append((parts, *_to_host(packed)))
 
     def arrived(self) -> bool:
-        """Whether all copies have reached the host."""
-        return all(event is None or event.query() for _, _, event in self._copies)
+        """Whether all copies have reached the host, and the rows of other ranks are here."""
+        if not all(event is None or event.query() for _, _, event in self._copies):
+            return False
+        return self.sharing is None or self.sharing.arrived(self)
 
     def unpack(self) -> list[Entry]:
-        """Return the entries with everything on the host, waiting for the copies if need be."""
+        """Return the entries with everything on the host and of all ranks, waiting if need be."""
+        if self.sharing is not None:
+            self.sharing.merge_into(self)
+        self.land()
+        for entry in self.entries.values():
+            if entry.is_mean:
+                entry.average()
+        return list(self.entries.values())
+
+    def land(self) -> None:
+        """Take what was copied to the host, waiting for it if need be; a second call does nothing."""
         for parts, packed, event in self._copies:
             if event is not None:
                 event.synchronize()
@@ -127,10 +161,10 @@ class Rows:
                 offset += tensor.numel()
         self._copies = []
         self.skipped = self.skipped or any(bool(flag.item()) for flag in self._overflows)
+        self._overflows = []
         for entry in self.entries.values():
-            if entry.on_device is not None or entry.is_mean:
+            if entry.on_device is not None:
                 entry.settle()
-        return list(self.entries.values())
 
 
 def _to_host(packed: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:

@@ -65,6 +65,8 @@ class Record:
     nans, infs : number of elements that are NaN, or infinite
     codes : float-code histogram, an int64 array
     sampled_codes : the same of a random sample, scaled to all elements
+    ranks : in training on several ranks, the record of each before they became one, ``None`` for a rank without;
+        empty in one process, and unless a subscriber asks with ``per_rank``
     finite_only : whether properties speak of the finite elements alone.
         Otherwise a mean, variance or norm of data with a NaN or Inf is NaN, so that an exploded layer never draws a healthy curve.
 
@@ -90,6 +92,7 @@ class Record:
     codes: Any = None
     sampled_codes: Any = None
     finite_only: bool = False
+    ranks: "tuple[Record | None, ...]" = ()
 
     @classmethod
     def of(cls, value: float) -> "Record":

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna.numerics.geometry import distance
-from ikkuna.numerics.inner import norm
+from ikkuna.numerics.inner import squared_distance, squared_norm
 from ikkuna_subscribers.kept import Kept, require_parameter_kind
 from ikkuna_subscribers.naming import name_results
 
@@ -45,8 +44,6 @@ class DistanceFromInitSubscriber(PlotSubscriber):
     ('weights_distance_from_init', 'weights_relative_distance')
     """
 
-    merge = "last"
-
     def __init__(self, kind: str = "weights", **options: Any) -> None:
         require_parameter_kind("DistanceFromInitSubscriber", kind)
         name_results(options, f"{kind}_distance_from_init", f"{kind}_relative_distance")
@@ -54,15 +51,15 @@ class DistanceFromInitSubscriber(PlotSubscriber):
         self._first = Kept()
 
     def measure(self, message: ModuleMessage) -> Tensor | None:
-        """Return the distance and the norm it began with."""
+        """Return the squares of the distance and of the norm it began with, which add over the parts of a weight."""
         first = self._first.find(message)
         if first is None:
             self._first.keep(message)
             first = message.data
-        return torch.stack([distance(message.data, first), norm(first)])
+        return torch.stack([squared_distance(message.data, first), squared_norm(first)])
 
     def compute(self, message: ModuleMessage) -> None:
         """Emit both."""
-        moved, begin = message.data
+        moved, begin = map(math.sqrt, message.data)
         self.emit(message, moved, self.publishes[0])
         self.emit(message, moved / begin if begin else math.nan, self.publishes[1])

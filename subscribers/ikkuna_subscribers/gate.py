@@ -52,6 +52,8 @@ class GateSubscriber(PlotSubscriber):
     ('weights_gate_norm2', 'bias_gradients_gate_norm2')
     """
 
+    needs_whole = True  # where a gate begins cannot be told of a part of the rows
+
     def __init__(
         self, kinds: str | Sequence[str] = ("weights", "weight_gradients", "weight_updates"), **options: Any
     ) -> None:
@@ -71,6 +73,10 @@ class GateSubscriber(PlotSubscriber):
             return None
         squares = x.double().reshape(len(gates), -1).square().sum(1)
         return torch.where(torch.isfinite(squares), squares, math.nan)
+
+    def unknown(self, message: Any) -> Tensor:
+        """Return a row of NaN, one for each gate."""
+        return torch.full((len(self._layers.gates(message.module, message.path)),), math.nan)
 
     def compute(self, message: ModuleMessage) -> None:
         """Emit the norm of each gate."""

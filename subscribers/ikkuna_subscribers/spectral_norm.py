@@ -69,6 +69,7 @@ class SpectralNormSubscriber(PlotSubscriber):
     """
 
     merge = "last"
+    needs_whole = True
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class SpectrumSubscriber(PlotSubscriber):
     """
 
     merge = "last"
+    needs_whole = True
 
     def __init__(self, kind: str, *results: str, **options: Any) -> None:
         name_results(options, *(f"{kind}_{result}" for result in results))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.numerics.inner import norm
+from ikkuna.numerics.inner import squared_norm
 from ikkuna_subscribers.update import UpdateSubscriber
 
 __all__ = ["TrustRatioSubscriber"]
@@ -42,12 +42,12 @@ class TrustRatioSubscriber(UpdateSubscriber):
         super().__init__(**options)
 
     def measure_update(self, before: Tensor, update: Tensor) -> Tensor:
-        """Return both norms."""
+        """Return the squares of both norms, which add over the parts of a weight."""
         is_wide = before.dtype.itemsize > 1  # there is no arithmetic for fp8
         after = before.add_(update) if is_wide else before.float().add_(update.float())
-        return torch.stack([norm(after), norm(update)])
+        return torch.stack([squared_norm(after), squared_norm(update)])
 
     def compute(self, message: ModuleMessage) -> None:
         """Emit the ratio."""
-        weight, update = message.data
+        weight, update = map(math.sqrt, message.data)
         self.emit(message, weight / update if update else math.nan)

@@ -100,6 +100,8 @@ class MessageBus:
         In the order of registration.
     faults : Faults
         What went wrong.
+    is_silent : bool
+        Whether no run is opened: of several ranks one writes.
     """
 
     def __init__(self, name: str = "bus", log_dir: str | Path | None = None) -> None:
@@ -109,6 +111,7 @@ class MessageBus:
         self._by_kind: dict[str, tuple[Subscription, ...]] = {}
         self.sources: tuple[Source, ...] = ()
         self.faults = Faults()
+        self.is_silent = False
         self._queue: deque[Message | Finished] = deque()
         self._draining = False
         self._run: Run | None = None
@@ -274,9 +277,10 @@ class MessageBus:
 
     def show(self, series: Series, value: Any, step: int, backends: tuple[Any, ...]) -> None:
         """Send a value to backends; the run is opened by the first."""
-        if self._run is None:
+        if self._run is None and not self.is_silent:
             self._run = Run(self.log_dir or "run", self.network)
-        self._run.show(series, value, step, backends)
+        if self._run is not None:
+            self._run.show(series, value, step, backends)
 
     def close(self) -> None:
         """Deliver what waits, close the run, and unregister every subscriber."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
@@ -62,6 +63,8 @@ class Subscriber(metaclass=_Registering):
         Where values are shown: an installed backend's name (``"tb"``, ``"jsonl"``, ``"null"``) or an object.
     message_bus : MessageBus, optional
         A bus to register with at once; by default nothing outside this object is touched.
+    gather : bool
+        Let a metric that says nothing of a part of a tensor have tensors that are spread over ranks put together, at every step it samples.
     title, ylims
         What a person should read in place of the kind, and limits for backends that draw axes.
 
@@ -82,6 +85,11 @@ class Subscriber(metaclass=_Registering):
         and `modules` are the modules themselves.
     of_network : bool
         Whether what it makes of modules' messages belongs to the whole network.
+    needs_whole : bool
+        Whether its row says nothing if it is measured of a part of a tensor, as a spectrum does.
+        Of a tensor that is spread over ranks its row is then :meth:`unknown`, or is measured of all elements with ``gather=True``.
+    per_rank : bool
+        Whether it also wants the records of each rank, as ``message.record.ranks``.
 
     Examples
     --------
@@ -108,6 +116,8 @@ class Subscriber(metaclass=_Registering):
     sees_skipped: bool = False
     needs_model: bool = False
     of_network: bool = False
+    needs_whole: bool = False
+    per_rank: bool = False
 
     def __init__(
         self,
@@ -120,6 +130,7 @@ class Subscriber(metaclass=_Registering):
         tag: str | None = "training",
         backend: "str | Backend | list[str | Backend]" = "tb",
         message_bus: "MessageBus | None" = None,
+        gather: bool = False,
         title: str | None = None,
         ylims: tuple[float, float] | None = None,
     ) -> None:
@@ -130,6 +141,7 @@ class Subscriber(metaclass=_Registering):
         if wrong := [b for b in self.backends if not isinstance(b, str | Backend)]:
             raise ConfigTypeError(f"backend needs a name or a Backend, got {type(wrong[0]).__name__} {wrong[0]!r}")
         self.message_bus = message_bus
+        self.gather = gather
         self.title = title
         self.ylims = ylims
         self._bus: MessageBus | None = None
@@ -171,6 +183,10 @@ class Subscriber(metaclass=_Registering):
         It must not synchronise with the device, keep the tensor, write to it, or draw from a global random generator.
         """
         raise NotImplementedError
+
+    def unknown(self, message: Any) -> Tensor:
+        """Return the row that stands for a tensor of which only a part is here: NaN for each kind that is published."""
+        return torch.full((max(len(self.publishes), 1),), torch.nan)
 
     @abstractmethod
     def compute(self, message: Any) -> None:

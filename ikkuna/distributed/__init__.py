@@ -1,0 +1,1 @@
+"""Training in several processes: who there is, what each of them measured, and how it becomes one."""

@@ -1,0 +1,184 @@
+"""What goes wrong between ranks; no training of these is wrapped, so that nothing but us could make a rank wait for another."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ikkuna.distributed import meeting
+from ikkuna.export import exchange
+from ikkuna.export import subscriber as installed
+from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
+from tests.distributed import loops
+from tests.distributed.loops import data, local, network
+from tests.distributed.special import held_out
+
+STEPS = 12
+
+
+def norms():
+    return [
+        installed.NormSubscriber("weights", backend="null"),
+        installed.NormSubscriber("activations", backend="null"),
+    ]
+
+
+def train(subscribers, before=lambda step: None, model=None, count=STEPS, before_close=lambda: None, **options):
+    """Train this rank's own model; return what was published, how long each step and close() took, and how it went."""
+    model, loss = model or network(), nn.CrossEntropyLoss()
+    optimizer, seconds = loops.sgd(model), []
+    with loops.watching(model, loss, subscribers, **{"on_error": "disable", **options}) as (exporter, published):
+        for step, (x, y) in enumerate(zip(*data(count), strict=True)):
+            before(step)
+            began = time.monotonic()
+            loops.steps(model, loss, optimizer, x[None], y[None])
+            seconds.append(time.monotonic() - began)
+        before_close()
+        began = time.monotonic()
+        exporter.close()
+        closing = time.monotonic() - began
+    return {"published": published, "seconds": seconds, "closing": closing, "health": exporter.health()}
+
+
+def patient(seconds):
+    meeting.hold.__defaults__ = (seconds,)
+
+
+def attached_on_one_rank(rank, size):
+    patient(1.0)
+    found = train(norms()) if rank == 0 else None
+    patient(meeting.PATIENCE)
+    dist.barrier()
+    return found
+
+
+def attached_on_both_again(rank, size):
+    """The next exporter of both finds its counterpart, though one rank had one more."""
+    return train(norms(), before_close=dist.barrier)
+
+
+def different_subscribers(rank, size):
+    return train([*norms(), installed.MeanSubscriber("weights" if rank else "biases", backend="null")])
+
+
+def different_arguments(rank, size):
+    return train([installed.NormSubscriber("weights", p=3 + rank, publishes="norm", backend="null")])
+
+
+def late(rank, size):
+    """Rank 1 rests for two seconds; nobody waits for it."""
+    return train(norms(), lambda step: time.sleep(2.0 * (rank == 1 and step == 4)), before_close=dist.barrier)
+
+
+def far_behind(rank, size):
+    """Rank 1 rests while rank 0 makes more steps than may wait."""
+    exchange.WAITING = 5
+    try:
+        return train(norms(), lambda step: time.sleep(2.0 * (rank == 1 and step == 4)), before_close=dist.barrier)
+    finally:
+        exchange.WAITING = 64
+
+
+def closed_early(rank, size):
+    """Rank 1 makes fewer steps and leaves."""
+    found = train(norms(), count=STEPS - 4 * rank)
+    dist.barrier()
+    return found
+
+
+def silent_at_the_end(rank, size):
+    """Rank 1 makes fewer steps and says nothing, but does not leave either."""
+    return train(norms(), count=STEPS - 4 * rank, before_close=dist.barrier if rank else lambda: None) | _met(rank)
+
+
+def _met(rank):
+    if rank == 0:
+        dist.barrier()  # the other one closes now
+    return {}
+
+
+def attached_on_one_rank_of_shards(rank, size):
+    """Every collective of ours would hang: a test of the model, a matrix that is gathered, a sum that is still to be made."""
+    patient(1.0)
+    model, loss = fully_shard(network()), nn.CrossEntropyLoss()
+    inputs, labels = local(*data(), rank, size)
+    made = [
+        installed.TestAccuracySubscriber(held_out(), every=1, backend="null"),
+        installed.SpectralNormSubscriber("weights", gather=True, backend="null"),
+        installed.NormSubscriber("weights", backend="null"),
+    ]
+    optimizer, found = loops.sgd(model), None
+    if rank == 0:
+        with loops.watching(model, loss, made, on_error="disable") as (exporter, found):
+            loops.steps(model, loss, optimizer, inputs, labels)
+            health = exporter.health()
+        found = found, health.disabled
+    else:
+        loops.steps(model, loss, optimizer, inputs, labels)
+    patient(meeting.PATIENCE)
+    return found
+
+
+class Agreeing(Subscriber):
+    """Asks the other ranks in compute, which it may since it says that it needs the model."""
+
+    fields = ("sumsq",)
+    needs_model = True
+
+    def compute(self, message):
+        total = torch.tensor(message.record.l2_norm)
+        dist.all_reduce(total)
+        self.emit(message, total.item())
+
+
+def own_collective(rank, size):
+    inputs, labels = local(*data(), rank, size)
+    made = [Agreeing("weights", publishes="agreed", backend="null"), *norms()]
+    torch.manual_seed(0)
+    watched = DistributedDataParallel(network())
+    published = loops.published_of(watched, inputs, labels, made)
+    plain = DistributedDataParallel(network())
+    loops.steps(plain, nn.CrossEntropyLoss(), loops.sgd(plain), inputs, labels)
+    return published, loops.fingerprint(*watched.parameters()) == loops.fingerprint(*plain.parameters())
+
+
+def failing_subscriber(rank, size):
+    """A subscriber that fails on one rank only."""
+
+    def fail(message):
+        if rank == 1:
+            raise ValueError("on purpose")
+
+    return train([*norms(), CallbackSubscriber("activations", fail)], before_close=dist.barrier)
+
+
+def group_destroyed(rank, size):
+    """The default group is gone before close(); comes last."""
+
+    def destroy():
+        dist.barrier()
+        dist.destroy_process_group()
+
+    return train(norms(), before_close=destroy)
+
+
+def _killed(rank, victim):
+    def before(step):
+        if rank == victim and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+
+    return train(norms(), before)
+
+
+def killed_last(rank, size):
+    return _killed(rank, size - 1)
+
+
+def killed_first(rank, size):
+    return _killed(rank, 0)

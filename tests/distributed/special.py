@@ -1,0 +1,247 @@
+"""What else can be asked of several ranks: every subscriber, evaluation, whole matrices, the spread, files, modules of one rank only."""
+
+import itertools
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from ikkuna.export import subscriber as installed
+from ikkuna.export.subscriber import CallbackSubscriber
+from ikkuna.testing import small_model
+from tests.distributed import loops
+from tests.distributed.loops import data, local, network
+from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
+
+
+def rows(steps=3):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(steps, 8, 4, generator=generator), torch.randint(3, (steps, 8), generator=generator)
+
+
+def published_by(name, model, inputs, labels):
+    """Return what one subscriber publishes of the small model, and what those publish that it needs."""
+    loss = nn.CrossEntropyLoss()
+    made = [make(backend="null") for make in (*NEEDS.get(name, ()), EVERY_SUBSCRIBER[name])]
+    with loops.watching(model, loss, made) as (exporter, published):
+        loops.steps(model, loss, loops.sgd(model), inputs, labels)
+        exporter.epoch_finished()
+    return published
+
+
+def every_subscriber(rank, size):
+    inputs, labels = local(*rows(), rank, size)
+    model = {name: DistributedDataParallel(small_model()) for name in EVERY_SUBSCRIBER}
+    return {name: published_by(name, model[name], inputs, labels) for name in EVERY_SUBSCRIBER}
+
+
+def held_out(n=9):
+    inputs, labels = data(1, n)
+    return TensorDataset(inputs[0], labels[0])
+
+
+def tested(model, inputs, labels):
+    """Return what a test during training says, and what a subscriber of its pass sees."""
+    made = [
+        installed.TestAccuracySubscriber(held_out(), batch_size=4, every=2, backend="null"),
+        installed.TestAccuracySubscriber(held_out(), batch_size=4, publishes="by_epoch", backend="null"),
+        installed.MeanSubscriber("activations", tag="testing", backend="null"),
+        installed.NormSubscriber("activations", tag="testing", backend="null"),
+        installed.NormSubscriber("weights", backend="null"),
+    ]
+    loss = nn.CrossEntropyLoss()
+    with loops.watching(model, loss, made) as (exporter, published):
+        losses = loops.steps(model, loss, loops.sgd(model), inputs, labels)
+        exporter.epoch_finished()
+    return losses, published
+
+
+def evaluation_ddp(rank, size):
+    return tested(DistributedDataParallel(network()), *local(*data(), rank, size))
+
+
+def evaluation_fsdp(rank, size):
+    model = network()
+    fully_shard(model.block)
+    return tested(fully_shard(model), *local(*data(), rank, size))
+
+
+def matrix_metrics(**options):
+    return [
+        installed.SpectralNormSubscriber("weights", backend="null", **options),
+        installed.RankSubscriber("weights", subsample=1, backend="null", **options),
+        installed.CosineSubscriber("weights", backend="null", **options),
+        installed.TrustRatioSubscriber(backend="null"),
+        installed.DistanceFromInitSubscriber(backend="null"),
+        installed.GlobalNormSubscriber(backend="null"),
+        installed.OptimizerStateSubscriber("momentum_buffer", backend="null"),
+        installed.HistogramSubscriber("weights", subsample=1, backend="null"),
+    ]
+
+
+def matrices(rank, size):
+    inputs, labels = local(*data(), rank, size)
+    return [
+        loops.published_of(fully_shard(network()), inputs, labels, matrix_metrics(gather=gather))
+        for gather in (False, True)
+    ]
+
+
+def spread(rank, size):
+    model, loss = DistributedDataParallel(network()), nn.CrossEntropyLoss()
+    made = [installed.RankSpreadSubscriber(kind, backend="null") for kind in ("activations", "weights")]
+    inputs, labels = local(*data(), rank, size)
+    if rank == 1:
+        inputs = inputs * 100
+    with loops.watching(model, loss, made) as (_, published):
+        loops.steps(model, loss, loops.sgd(model), inputs, labels)
+    return published
+
+
+def nan_on_one_rank(rank, size):
+    """The last step's data hold a NaN on rank 1."""
+    inputs, labels = local(*data(), rank, size)
+    inputs = inputs.clone()
+    if rank == 1:
+        inputs[2, 0, 0] = math.nan
+    made = [
+        *(installed.MeanSubscriber(kind, backend="null") for kind in ("input_data", "activations")),
+        installed.MinMaxSubscriber("input_data", backend="null"),
+        installed.NonFiniteSubscriber("input_data", backend="null"),
+        installed.NormSubscriber("input_data", finite_only=True, backend="null"),
+        installed.RankSpreadSubscriber("input_data", "mean", backend="null"),
+    ]
+    return loops.published_of(DistributedDataParallel(network()), inputs, labels, made)
+
+
+def files(rank, size, directory="/tmp/ikkuna-test-files"):
+    import shutil
+    from pathlib import Path
+
+    if rank == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+    dist.barrier()
+    made = [installed.NormSubscriber("weights", backend=["tb", "jsonl"]), installed.LearningRateSubscriber()]
+    model, loss = DistributedDataParallel(network()), nn.CrossEntropyLoss()
+    with loops.watching(model, loss, made, log_dir=directory) as (_, _):
+        loops.steps(model, loss, loops.sgd(model), *local(*data(), rank, size))
+    dist.barrier()
+    found = sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file())
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    runs = EventMultiplexer().AddRunsFromDirectory(directory).Reload()
+    tags = {run: sorted(tags["scalars"]) for run, tags in runs.Runs().items()}
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(directory)
+    return found, tags
+
+
+def pipeline(rank, size):
+    """Each rank trains a stage of its own, and all publish the union."""
+    model = network()
+    stage = model.block if rank else model.first
+    loss = nn.CrossEntropyLoss()
+    made = [installed.NormSubscriber(kind, backend="null") for kind in ("weights", "activations", "layer_gradients")]
+    from ikkuna.export import Exporter
+    from ikkuna.export.messages import MessageBus
+
+    bus, published = MessageBus("stage"), {}
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(("block" if rank else "first", stage))
+        for subscriber in made:
+            bus.register_subscriber(subscriber)
+        names = [name for s in made for name in s.publishes]
+        bus.register_subscriber(
+            CallbackSubscriber(names, lambda m: published.update({(m.kind, m.series_name, m.global_step): m.data}))
+        )
+        optimizer = loops.sgd(stage)
+        for _ in range(3):
+            optimizer.zero_grad()
+            stage(torch.ones(2, 8 if rank else 6)).square().sum().backward()
+            optimizer.step()
+    assert loss is not None
+    return published
+
+
+def evaluation_on_rank_0(rank, size):
+    """A habit of many scripts: the test is rank 0's business alone."""
+    model, loss = DistributedDataParallel(network()), nn.CrossEntropyLoss()
+    made = [
+        installed.NormSubscriber("weights", backend="null"),
+        installed.NormSubscriber("activations", tag="testing", backend="null"),
+    ]
+    inputs, labels = local(*data(6), rank, size)
+    with loops.watching(model, loss, made) as (exporter, published):
+        optimizer = loops.sgd(model)
+        for part in (slice(0, 3), slice(3, 6)):
+            loops.steps(model, loss, optimizer, inputs[part], labels[part])
+            if rank == 0:
+                exporter.evaluate([held_out().tensors])
+                exporter.epoch_finished()
+        dist.barrier()
+    return published
+
+
+def two_exporters(rank, size):
+    """Two exporters share a bus, and after them comes another."""
+    from ikkuna.export import Exporter
+    from ikkuna.export.messages import MessageBus
+
+    inputs, labels = local(*data(), rank, size)
+    bus, published, loss = MessageBus("both"), {}, nn.CrossEntropyLoss()
+    models = {name: DistributedDataParallel(network()) for name in ("a", "b")}
+    exporters = [Exporter(message_bus=bus, on_error="raise") for _ in models]
+    for exporter, (name, model) in zip(exporters, models.items(), strict=True):
+        exporter.add_modules((name, model))
+    bus.register_subscriber(installed.NormSubscriber("activations", backend="null"))
+    bus.register_subscriber(
+        CallbackSubscriber(
+            "activations_norm2", lambda m: published.update({(m.kind, m.series_name, m.global_step): m.data})
+        )
+    )
+    optimizers = [loops.sgd(model) for model in models.values()]
+    for x, y in zip(inputs, labels, strict=True):
+        for model, optimizer in zip(models.values(), optimizers, strict=True):
+            loops.steps(model, loss, optimizer, x[None], y[None])
+    for exporter in exporters:
+        exporter.close()
+    return published, loops.published_of(DistributedDataParallel(network()), inputs, labels)
+
+
+def scaled_and_checkpointed(rank, size):
+    """A gradient scaler, of which the second step is skipped, and a checkpoint."""
+
+    class Checkpointed(loops.Network):
+        def forward(self, x):
+            x = self.relu(self.norm(self.first(x)))
+            return self.last(x + checkpoint(self.block, x, use_reentrant=False))
+
+    torch.manual_seed(1)
+    model = Checkpointed()
+    return _scaled(DistributedDataParallel(model) if size > 1 else model, *local(*data(4), rank, size))
+
+
+def _scaled(model, inputs, labels):
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    steps = itertools.count()
+
+    def train(model, loss, optimizer, inputs, labels):
+        for x, y in zip(inputs, labels, strict=True):
+            optimizer.zero_grad()
+            value = scaler.scale(loss(model(x), y))
+            (value * math.inf if next(steps) == 1 else value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    return loops.published_of(model, inputs, labels, train=train)
+
+
+def compiled(rank, size):
+    model = torch.compile(DistributedDataParallel(network()), backend="aot_eager")
+    return loops.published_of(model, *local(*data(), rank, size))

@@ -1,0 +1,189 @@
+"""Blocks and their merging, in one process: every number against numpy, and what is odd about ranks."""
+
+import math
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from scipy import stats
+
+from ikkuna.distributed.alignment import Alignments
+from ikkuna.distributed.block import Block, Row, build
+from ikkuna.distributed.gather import Gather
+from ikkuna.distributed.layout import OWN, Layouts
+from ikkuna.distributed.merge import merge_blocks
+from ikkuna.numerics.measure import measure
+from ikkuna.numerics.statistics import closure
+
+STAMP = (3, 1, 2, "training")
+EVERYTHING = closure(("m4", "min", "max", "l1", "sumsq", "zeros", "codes"))
+
+
+def row(values, name="fc", part=OWN, fields=EVERYTHING, own=(), kind="activations"):
+    return Row(
+        (kind, name, ""), part, measure(torch.as_tensor(values, dtype=torch.float64), fields), fields, False, own
+    )
+
+
+def merged(*ranks, groups=None, apart=()):
+    """Return what ranks that have these rows publish, by name, through bytes."""
+    groups = groups or range(len(ranks))
+    payloads = [
+        build(STAMP, rows, group, layouts := Layouts()).pack(layouts) for rows, group in zip(ranks, groups, strict=True)
+    ]
+    known = Layouts()
+    blocks = [Block.unpack(rank, payload, known) for rank, payload in enumerate(payloads)]
+    return {one.key[1]: one for one in merge_blocks(blocks, Alignments(), apart)}
+
+
+PARTS = {
+    "uneven": ([1.0, 2.5, -3.0], [4.0], [0.0, 0.5, 7.0, -1.0]),
+    "an empty one": ([1.0, 2.0], [], [5.0]),
+    "a large offset": ([1e6 + 1, 1e6 + 2], [1e6 + 3.5], [1e6]),
+    "one of one element": ([2.0], [2.0], [2.0]),
+    "all zero": ([0.0, 0.0], [0.0], [0.0]),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_what_is_merged_is_what_numpy_says_of_all(parts):
+    record = merged(*([row(part)] for part in parts))["fc"].record
+    x = np.concatenate([np.asarray(part, float) for part in parts])
+    assert record.n == len(x)
+    assert record.mean == pytest.approx(x.mean(), rel=1e-14)
+    assert record.variance() == pytest.approx(x.var(), rel=1e-9, abs=1e-300)
+    assert record.l2_norm == pytest.approx(np.linalg.norm(x), rel=1e-12)
+    assert (record.l1_norm, record.min, record.max) == (pytest.approx(np.abs(x).sum()), x.min(), x.max())
+    assert record.zeros == (x == 0).sum()
+    if x.var():
+        assert record.skewness == pytest.approx(stats.skew(x), rel=1e-6, abs=1e-9)
+        assert record.kurtosis == pytest.approx(stats.kurtosis(x), rel=1e-6)
+    assert np.array_equal(record.codes, measure(torch.from_numpy(x), EVERYTHING).codes)
+
+
+def test_nothing_at_all_is_no_element():
+    record = merged([row([])], [row([])])["fc"].record
+    assert record.n == 0
+    assert math.isnan(record.mean)
+    assert math.isnan(record.min)
+
+
+def test_what_is_not_finite_is_counted_and_shows():
+    record = merged([row([1.0, math.nan])], [row([3.0, -math.inf])], [row([math.nan])])["fc"].record
+    assert (record.n, record.nans, record.infs, record.count) == (5, 2, 1, 2)
+    assert math.isnan(record.mean)
+    record.finite_only = True
+    assert (record.mean, record.variance(), record.l2_norm) == (2.0, 1.0, pytest.approx(math.sqrt(10)))
+
+
+def test_counts_are_exact_where_floats_are_not():
+    big = row([1.0])
+    big.record.n = big.record.zeros = 2**52 + 1
+    record = merged([big], [row([0.0])])["fc"].record
+    assert (record.n, record.zeros) == (2**52 + 2, 2**52 + 2)
+
+
+def test_ranks_that_have_the_same_part_count_once():
+    """Replicas: the first rank's row alone; shards: each once, on however many ranks."""
+    ranks = [[row([1.0], part=0)], [row([9.0], part=1)], [row([1.5], part=0)], [row([8.0], part=1)]]
+    assert merged(*ranks)["fc"].record.mean == 5.0
+    assert merged(*ranks)["fc"].record.n == 2
+
+
+def test_equal_rows_of_a_group_are_replicas_and_others_slices():
+    same, other = row([1.0, 2.0]), row([1.0, 2.0, 3.0])
+    found = merged([same], [same], [other], [other], groups=(0, 0, 2, 2))["fc"]
+    assert found.record.n == 5
+    assert merged([same], [other], groups=(0, 0))["fc"].record.n == 5
+    assert merged([same], [same])["fc"].record.n == 4, "no group: data of its own"
+
+
+def test_histograms_tell_slices_apart_that_are_equal_in_number():
+    fields = closure(("codes",))
+    a, b = row([1.0, 2.0], fields=fields), row([3.0, 4.0], fields=fields)
+    assert merged([a], [b], groups=(0, 0))["fc"].record.codes.sum() == 4
+    assert merged([a], [a], groups=(0, 0))["fc"].record.codes.sum() == 2
+
+
+def test_ranks_may_have_different_rows():
+    found = merged([row([1.0], "a"), row([2.0], "b")], [row([3.0], "c"), row([4.0], "b")])
+    assert list(found) == ["a", "b", "c"], "those of rank 0 first"
+    assert [one.record.n for one in found.values()] == [1, 2, 1]
+    assert found["b"].record.mean == 3.0
+
+
+def test_rows_of_different_fields_lie_apart():
+    found = merged(
+        [row([1.0], "a"), row([2.0], "b", fields=closure(("sumsq",)))], [row([3.0], "b", fields=closure(("sumsq",)))]
+    )
+    assert found["a"].record.mean == 1.0
+    assert found["b"].record.sumsq == 13.0
+    assert found["b"].record.center is None
+
+
+@pytest.mark.parametrize(
+    ("merge", "expected"), {"sum": [6, 60], "min": [1, 10], "max": [3, 30], "last": [3, 30]}.items()
+)
+def test_rows_of_subscribers_merge_as_they_say(merge, expected):
+    rows = ([1.0, 10.0], [2.0, 20.0], [3.0, 30.0])
+    ranks = [[row([0.0], own=[("mine", merge, OWN, np.array(values))])] for values in rows]
+    assert merged(*ranks)["fc"].own["mine"].tolist() == expected
+    first = [[row([0.0], own=[("mine", merge, 0, np.array(values))])] for values in rows]
+    assert merged(*first)["fc"].own["mine"].tolist() == [1, 10], "replicas"
+
+
+def test_rows_of_another_shape_are_left_out():
+    ranks = [[row([0.0], own=[("mine", "sum", OWN, np.ones(shape))])] for shape in (2, 3, 2)]
+    assert merged(*ranks)["fc"].own["mine"].tolist() == [2, 2]
+
+
+def test_records_of_each_rank_are_kept_for_who_asks():
+    ranks = [row([1.0])], [row([2.0, 4.0], "other")], [row([5.0])]
+    key = ("activations", "fc", "")
+    first, second, third = merged(*ranks, apart=(key,))["fc"].ranks
+    assert (first.mean, second, third.mean) == (1.0, None, 5.0)
+    assert merged(*ranks)["fc"].ranks == ()
+
+
+def test_a_layout_is_sent_once_and_forgotten_on_both_sides():
+    ours, theirs = Layouts(), Layouts()
+    sizes = []
+    for i in [*range(40), 39, 0]:
+        block = build(STAMP, [row([float(i)], f"layer{i}")], 0, ours, skipped=True)
+        packed = block.pack(ours)
+        sizes.append(len(packed))
+        found = Block.unpack(5, packed, theirs)
+        assert (found.stamp, found.skipped, found.layout.keys[0][1]) == (STAMP, True, f"layer{i}")
+        assert found.values[0].tolist() == block.values[0].tolist()
+    assert sizes[40] < sizes[39], "known already"
+    assert sizes[41] > sizes[40], "forgotten"
+
+
+def test_a_layout_nobody_sent_is_an_error():
+    layouts = Layouts()
+    block = build(STAMP, [row([1.0])], 0, layouts)
+    block.pack(layouts)
+    with pytest.raises(KeyError):
+        Block.unpack(0, block.pack(layouts), Layouts())
+
+
+@pytest.fixture
+def alone():
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    gather = Gather(group, 1)
+    yield gather
+    gather.close()
+
+
+def test_blocks_grow_to_what_has_to_be_sent_and_shrink_again(alone):
+    assert alone.is_idle
+    for payload in (b"small", b"x" * 100_000):
+        alone.begin(payload)
+        assert [bytes(found) for found in alone.poll(5.0)] == [payload]
+    assert alone.block == 1 << 17
+    for _ in range(16):
+        alone.begin(b"small")
+        alone.poll(5.0)
+    assert alone.block == 1 << 12

@@ -1,0 +1,159 @@
+"""Whatever happens to one rank, the others train on unharmed, and one ERROR says what is missing."""
+
+import math
+
+import pytest
+
+from tests.distributed import faults, loops
+from tests.distributed.launch import launch
+from tests.distributed.test_strategies import differences
+
+NAMES = (
+    *("attached_on_one_rank", "attached_on_both_again", "different_subscribers", "different_arguments", "late"),
+    *(
+        "far_behind",
+        "closed_early",
+        "silent_at_the_end",
+        "attached_on_one_rank_of_shards",
+        "own_collective",
+        "failing_subscriber",
+        "group_destroyed",
+    ),
+)
+QUICK = 1.5
+"""Seconds within which a step ends that waits for nobody, on a busy machine."""
+
+
+def run(names, size, directory):
+    return launch([f"tests.distributed.faults:{name}" for name in names], size, directory)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run(NAMES, 2, tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return faults.train(faults.norms())["published"]
+
+
+def errors(outcome, scenario):
+    return [line for line in outcome.logs[scenario] if line.startswith("ERROR")]
+
+
+def test_an_exporter_on_one_rank_goes_on_alone(two, alone):
+    found = two[0]["attached_on_one_rank"]
+    assert not differences(found["published"], alone)
+    (told,) = errors(two[0], "attached_on_one_rank")
+    assert "rank 1 of 2 did not come within 1 s" in told
+    assert sum(second > QUICK + 1 for second in found["seconds"]) == 0, "the wait is bounded, and once"
+
+
+def test_one_exporter_more_does_not_keep_the_next_ones_apart(two, alone):
+    first, second = (outcome["attached_on_both_again"] for outcome in two)
+    assert first["published"] == second["published"]
+    assert not errors(two[0], "attached_on_both_again")
+    norm = first["published"]["activations_norm2", "first", 0]
+    assert norm == pytest.approx(2**0.5 * alone["activations_norm2", "first", 0], rel=1e-6), "of both ranks"
+
+
+def test_different_subscribers_are_named(two, alone):
+    for outcome in two:
+        (told,) = errors(outcome, "different_subscribers")
+        assert "rank 1, beside rank 0, lacks MeanSubscriber(biases;" in told
+        assert "has MeanSubscriber(weights;" in told
+        found = outcome["different_subscribers"]["published"]
+        assert not differences(found, alone, kinds=("weights_norm2", "activations_norm2"))
+        (told,) = errors(outcome, "different_arguments")
+        assert "p=3" in told
+        assert "p=4" in told
+
+
+def test_nobody_waits_for_a_rank_that_is_late(two):
+    first, second = (outcome["late"] for outcome in two)
+    assert max(first["seconds"]) < QUICK
+    assert first["published"] == second["published"]
+    assert len({key[2] for key in first["published"]}) == faults.STEPS, "nothing is lost"
+    assert not errors(two[0], "late")
+    assert first["health"].dropped == 0
+
+
+def test_what_waits_is_bounded_and_what_is_lost_is_counted_everywhere(two):
+    first, second = (outcome["far_behind"] for outcome in two)
+    assert max(first["seconds"]) < QUICK
+    assert first["published"] == second["published"]
+    there = {key[2] for key in first["published"]}
+    assert 0 < len(there) < faults.STEPS
+    rows = 4 + 7  # weights and activations
+    assert first["health"].dropped == second["health"].dropped == (faults.STEPS - len(there)) * (rows + 1)
+    assert len(errors(two[0], "far_behind")) == 1
+
+
+def test_a_rank_that_leaves_early_is_told(two):
+    first = two[0]["closed_early"]
+    assert len({key[2] for key in first["published"]}) == faults.STEPS
+    assert len(errors(two[0], "closed_early")) == 1
+    assert not errors(two[1], "closed_early")
+    assert max(first["seconds"]) < QUICK + 1
+    assert first["closing"] < 4
+
+
+def test_close_waits_two_seconds_for_a_rank_that_says_nothing(two):
+    first = two[0]["silent_at_the_end"]
+    assert 1.5 < first["closing"] < 4
+    assert len({key[2] for key in first["published"]}) == faults.STEPS
+    (told,) = errors(two[0], "silent_at_the_end")
+    assert "did not send theirs in time" in told
+
+
+def test_no_collective_of_ours_is_called_by_one_rank_alone(two):
+    published, disabled = two[0]["attached_on_one_rank_of_shards"]
+    assert disabled == ("TestAccuracySubscriber",)
+    assert {key[0] for key in published} == {"weights_norm2", "weights_spectral_norm", "weights_power_residual"}
+    assert all(math.isnan(value) == (key[0] != "weights_norm2") for key, value in published.items())
+
+
+def test_a_subscriber_that_needs_the_model_may_call_the_other_ranks(two):
+    first, second = (outcome["own_collective"] for outcome in two)
+    assert first == second
+    published, is_bit_identical = first
+    assert is_bit_identical
+    agreed = {key[1:]: value for key, value in published.items() if key[0] == "agreed"}
+    assert agreed
+    for key, value in agreed.items():
+        assert value == pytest.approx(2 * published["weights_norm2", *key], rel=1e-6)
+
+
+def test_a_subscriber_that_fails_on_one_rank_is_that_ranks_business(two):
+    first, second = (outcome["failing_subscriber"] for outcome in two)
+    assert first["published"] == second["published"]
+    assert first["health"].errors == 0
+    assert second["health"].errors > 0
+
+
+def test_the_group_may_be_destroyed_before_close(two):
+    first, second = (outcome["group_destroyed"] for outcome in two)
+    assert first["published"] == second["published"]
+    assert len({key[2] for key in first["published"]}) == faults.STEPS
+    assert not errors(two[0], "group_destroyed")
+    assert first["closing"] < 4
+
+
+@pytest.mark.parametrize("scenario", ["killed_last", "killed_first"])
+def test_a_rank_that_dies_takes_nobody_along(scenario, alone, tmp_path):
+    outcomes = run([scenario], 2, tmp_path)
+    victim = 1 if scenario == "killed_last" else 0
+    assert outcomes[victim].exitcode == -9
+    left = outcomes[1 - victim]
+    assert left.exitcode is not None
+    found = left[scenario]
+    (told,) = errors(left, scenario)
+    if victim:  # the other one kept the store, which died with it
+        assert "rank 1 does not answer" in told
+    assert len(found["seconds"]) == faults.STEPS
+    assert max(found["seconds"]) < QUICK + 1.5
+    assert found["closing"] < 4
+    last = {key: value for key, value in alone.items() if key[2] == faults.STEPS - 1}
+    assert not differences({key: found["published"][key] for key in last}, last), "alone, it tells what it sees"
+    assert loops.STEPS

@@ -1,0 +1,168 @@
+"""Beyond the numbers of a strategy: every subscriber, evaluation, whole matrices, the spread, files, stages."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.testing import small_model
+from tests.distributed import loops, special
+from tests.distributed.launch import launch
+from tests.distributed.test_strategies import differences
+from tests.subscribers import EVERY_SUBSCRIBER
+
+NAMES = (
+    *("every_subscriber", "evaluation_ddp", "evaluation_fsdp", "matrices", "spread", "nan_on_one_rank", "files"),
+    *("pipeline", "evaluation_on_rank_0", "two_exporters", "scaled_and_checkpointed", "compiled"),
+)
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory):
+    names = [f"tests.distributed.special:{name}" for name in NAMES]
+    return launch(names, 2, tmp_path_factory.mktemp("special"))
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[k] == b[k] or (math.isnan(a[k]) and math.isnan(b[k])) for k in a)
+
+
+# What a rank cannot know of the others' data: a spectrum of all activations, quantiles of one rank's sample of them.
+OF_ONE_RANK = ("RankSubscriber-activations",)
+# What each rank computes before it is reduced, which one process never has, and what is made of it.
+BEFORE_REDUCTION = ("micro_gradients", "GradientNoiseScale", "GradientSNR")
+# Each rank has a clock and a memory of its own.
+OF_ITS_OWN = ("SpeedSubscriber",)
+# Ranks are what they are about.
+OF_RANKS = ("RankSpreadSubscriber", "RankSpreadSubscriber-gradients")
+
+
+@pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
+def test_every_subscriber_says_the_same_on_every_rank_and_in_one_process(two, name):
+    first, second = (outcome["every_subscriber"][name] for outcome in two)
+    assert same(first, second) or (name in OF_ITS_OWN and first.keys() == second.keys())
+    expected = special.published_by(name, small_model(), *special.rows())
+    if name in (*OF_RANKS, *OF_ITS_OWN):
+        assert first.keys() == expected.keys()
+    elif name in OF_ONE_RANK or any(word in name for word in BEFORE_REDUCTION):
+        assert {key[0] for key in first} == {key[0] for key in expected}
+    else:
+        assert not differences(first, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["evaluation_ddp", "evaluation_fsdp"])
+def test_evaluation_is_that_of_one_process(two, strategy):
+    losses, expected = special.tested(loops.network(), *loops.data())
+    for outcome in two:
+        _, found = outcome[strategy]
+        assert not differences(found, expected)
+    assert any(key[0] == "test_accuracy" for key in expected)
+    assert any(key[0] == "by_epoch" for key in expected)
+    mean = [sum(x) / 2 for x in zip(*(outcome[strategy][0] for outcome in two), strict=True)]
+    assert mean == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_metric_of_whole_matrices_is_nan_on_shards_and_says_why_once(two):
+    expected = loops.published_of(loops.network(), *loops.data(), special.matrix_metrics())
+    for outcome in two:
+        found, gathered = outcome["matrices"]
+        assert not differences(gathered, expected, rtol=1e-3)
+        of_whole = ("weights_spectral_norm", "weights_stable_rank", "weights_effective_rank", "weights_cosine")
+        kinds = {key[0] for key, value in found.items() if math.isnan(value) and not math.isnan(expected.get(key, 0))}
+        assert kinds >= set(of_whole)
+        others = {k: v for k, v in found.items() if k[0] not in kinds}
+        assert len(others) > 20
+        assert not differences(others, {k: v for k, v in expected.items() if k[0] not in kinds})
+        told = [line for line in outcome.logs["matrices"] if "gather=True" in line]
+        assert len(told) == 3, "once by each of three subscribers"
+
+
+def test_the_spread_names_the_odd_rank(two):
+    for outcome in two:
+        found = outcome["spread"]
+        key = ("first", 0)
+        assert found["activations_ranks_rms_argmax", *key] == 1
+        assert found["activations_ranks_rms_argmin", *key] == 0
+        low, middle, high = (found[f"activations_ranks_rms_{what}", *key] for what in ("min", "median", "max"))
+        assert low < middle < high
+        assert high > 10 * low
+        assert middle == (low + high) / 2
+        assert found["weights_ranks_rms_min", *key] == found["weights_ranks_rms_max", *key]
+
+
+def test_a_spread_is_of_what_each_rank_sees(two):
+    inputs, labels = loops.local(*loops.data(), 0, 2)
+    alone = loops.published_of(
+        loops.network(), inputs[:1], labels[:1], [special.installed.RankSpreadSubscriber("activations", backend="null")]
+    )
+    key = ("activations_ranks_rms_min", "first", 0)
+    assert two[0]["spread"][key] == pytest.approx(alone[key], rel=1e-6)
+    assert alone["activations_ranks_rms_argmax", "first", 0] == 0
+
+
+def test_a_nan_of_one_rank_shows_and_names_it(two):
+    for outcome in two:
+        found = outcome["nan_on_one_rank"]
+        assert not math.isnan(found["input_data_mean", None, 1])
+        for kind in ("input_data_mean", "input_data_min", "input_data_max", "input_data_ranks_mean_median"):
+            assert math.isnan(found[kind, None, 2])
+        assert math.isnan(found["activations_mean", "first", 2])
+        assert found["input_data_nonfinite", None, 2] == 1
+        assert found["input_data_ranks_mean_argmax", None, 2] == 1
+        inputs = loops.data()[0][2].clone()
+        inputs[6, 0] = 0
+        assert found["input_data_norm2", None, 2] == pytest.approx(inputs.norm().item(), rel=1e-6)
+
+
+def test_there_is_one_run(two):
+    for outcome in two:
+        files, tags = outcome["files"]
+        assert {name.split("/")[0] for name in files} == {"run0001"}
+        assert sum("tfevents" in name for name in files) == 1
+        assert list(tags) == ["run0001"]
+        assert "weights_norm2/first" in tags["run0001"]
+
+
+def test_stages_of_a_pipeline_publish_their_union(two):
+    first, second = (outcome["pipeline"] for outcome in two)
+    assert first == second
+    assert {key[1] for key in first} == {"first", "block.0", "block.1", "block.2"}
+    torch.manual_seed(1)
+    model = loops.network()
+    expected = model.block[0].weight.norm().item()
+    assert first["weights_norm2", "block.0", 0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_test_on_rank_0_alone_harms_nobody(two):
+    ours, others = (outcome["evaluation_on_rank_0"] for outcome in two)
+    training = {key: value for key, value in ours.items() if key[0] == "weights_norm2"}
+    assert len(training) == 6 * 5
+    assert training == {key: value for key, value in others.items() if key[0] == "weights_norm2"}
+    assert {key[2] for key in ours if key[0] == "activations_norm2"} == {2, 5}
+    assert not any(key[0] == "activations_norm2" for key in others)
+
+
+def test_exporters_share_a_bus_and_follow_each_other(two):
+    one = loops.published_of(loops.network(), *loops.data())
+    for outcome in two:
+        both, after = outcome["two_exporters"]
+        assert not differences(after, one)
+        expected = {k: v for k, v in one.items() if k[0] == "activations_norm2"}
+        for name in ("a", "b"):
+            mine = {(kind, module[2:], step): v for (kind, module, step), v in both.items() if module[0] == name}
+            assert not differences(mine, expected)
+
+
+def test_a_gradient_scaler_and_a_checkpoint_change_nothing(two):
+    expected = special.scaled_and_checkpointed(0, 1)
+    for outcome in two:
+        assert not differences(outcome["scaled_and_checkpointed"], expected)
+    assert {key[2] for key in expected} == {0, 1, 2}
+
+
+def test_a_compiled_model_publishes_the_same(two):
+    one = loops.published_of(loops.network(), *loops.data())
+    for outcome in two:
+        assert not differences(outcome["compiled"], one)
+    assert isinstance(loops.network(), nn.Module)

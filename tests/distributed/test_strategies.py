@@ -1,0 +1,117 @@
+"""What is published on several ranks is what one process publishes of the whole batch, under every strategy."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.export.messages.kinds import FORWARD_KINDS
+from tests.distributed import loops
+from tests.distributed.launch import launch
+
+SAME_AS_ONE = ("ddp", "fsdp", "fsdp_after", "tp", "tp_sequence")
+ON_FOUR = ("ddp", "fsdp", "hsdp", "tp", "tp_and_data")
+ALSO = ("ddp_uneven", "fsdp_mixed", "ddp_no_sync", "fsdp_accumulated", "untouched_ddp", "untouched_fsdp")
+
+
+def run(names, size, directory):
+    return launch([f"tests.distributed.strategies:{name}" for name in names], size, directory)
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory):
+    return run((*SAME_AS_ONE, *ALSO), 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory):
+    return run(ON_FOUR, 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="session")
+def one():
+    return loops.published_of(loops.network(), *loops.data())
+
+
+def is_close(key, a, b, rtol=2e-4):
+    """Compare to float32 rounding; a percentile jumps by a bin where an element lies on its edge."""
+    if math.isnan(a) or math.isnan(b):
+        return math.isnan(a) and math.isnan(b)
+    return math.isclose(a, b, rel_tol=0.13 if "percentile" in key[0] else rtol, abs_tol=2e-6)
+
+
+def differences(found, expected, rtol=2e-4, kinds=("",)):
+    """Return what is missing, what is too much, and what differs."""
+    expected = {key: value for key, value in expected.items() if key[0].startswith(tuple(kinds))}
+    found = {key: value for key, value in found.items() if key[0].startswith(tuple(kinds))}
+    wrong = [
+        (k, found[k], expected[k]) for k in expected if k in found and not is_close(k, found[k], expected[k], rtol)
+    ]
+    return [*(found.keys() ^ expected.keys()), *wrong]
+
+
+@pytest.mark.parametrize("strategy", SAME_AS_ONE)
+def test_two_ranks_publish_what_one_process_does(two, one, strategy):
+    assert len(one) > 700
+    for outcome in two:
+        assert not differences(outcome[strategy], one)
+        assert not outcome.logs[strategy]
+
+
+@pytest.mark.parametrize("strategy", ON_FOUR)
+def test_four_ranks_publish_what_one_process_does(four, one, strategy):
+    for outcome in four:
+        assert not differences(outcome[strategy], one)
+
+
+@pytest.mark.parametrize("strategy", [*SAME_AS_ONE, "ddp_uneven", "fsdp_mixed", "ddp_no_sync", "fsdp_accumulated"])
+def test_every_rank_publishes_the_same(two, strategy):
+    first, second = (outcome[strategy] for outcome in two)
+    assert list(first) == list(second), "in the same order"
+    assert not [key for key in first if first[key] != second[key] and not math.isnan(first[key])]
+
+
+def test_unequal_batches_count_by_their_samples(two, one):
+    expected = {key: value for key, value in one.items() if key[2] == 0}
+    found = {key: value for key, value in two[0]["ddp_uneven"].items() if key[2] == 0}
+    assert not differences(found, expected, kinds=("activations", "train_accuracy", "loss"))
+
+
+def test_accumulation_is_that_of_one_process(two):
+    def train(model, loss, optimizer, inputs, labels):
+        # each rank's halves: what one process would see of the same four parts
+        for x, y in zip(inputs, labels, strict=True):
+            optimizer.zero_grad()
+            for rows in ([0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]):
+                (loss(model(x[rows]), y[rows]) / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    expected = loops.published_of(loops.network(), *loops.data(), train=train)
+    for strategy in ("ddp_no_sync", "fsdp_accumulated"):
+        assert not differences(two[0][strategy], expected)
+
+
+def test_mixed_precision_keeps_kinds_apart(two, one):
+    found = two[0]["fsdp_mixed"]
+    assert found.keys() == one.keys()
+    first = {key: value for key, value in one.items() if key[2] == 0}
+    assert not differences({k: found[k] for k in first}, first, kinds=("weights", "biases"))
+    norms = [(found[k], first[k]) for k in first if k[0].endswith("_norm2") and k[0].startswith(FORWARD_KINDS)]
+    assert norms
+    assert all(math.isclose(a, b, rel_tol=0.05) for a, b in norms), "computed in bfloat16"
+
+
+@pytest.mark.parametrize("strategy", ["untouched_ddp", "untouched_fsdp"])
+def test_training_is_bit_identical(two, strategy):
+    for outcome in two:
+        plain, watched = outcome[strategy]
+        assert plain == watched
+
+
+def test_this_test_sees_a_difference(one):
+    """The comparison itself is worth something."""
+    key = ("weights_norm2", "first", 0)
+    assert differences({**one, key: one[key] * 1.001}, one)
+    assert torch.distributed.is_available()
