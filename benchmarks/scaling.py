@@ -2,15 +2,20 @@
 
 Process CPU time, one thread; what is compared is interleaved, and medians of ratios are taken.
 
-    python benchmarks/scaling.py [--only modules sizes sink health] [--rounds 9]
+    python benchmarks/scaling.py [--only modules sizes sink health] [--rounds 9] [--write]
+
+With ``--write`` the two curves are kept in ``benchmarks/scaling.json``, from which the documentation draws them.
 """
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from overhead import FULL, MODELS, Workload, bare, fields, norms
@@ -22,8 +27,10 @@ from ikkuna.visualization.backend import Series
 from ikkuna.visualization.run import Run
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
+CURVES = Path(__file__).with_name("scaling.json")
 MODULES = (10, 100, 1_000, 10_000)
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 50_000_000)
+KERNELS = ("compiled", "eager")
 FIELDS = {
     "norm": ("sumsq",),
     "full": FULL,
@@ -52,9 +59,10 @@ def chain(length: int) -> Workload:
     return Workload(layers, torch.randn(4, 8), torch.randint(0, 8, (4,)))
 
 
-def over_modules(rounds: int) -> None:
-    """Print what norms of five kinds cost for each module of a chain of small layers, five values each."""
+def over_modules(rounds: int) -> dict[str, float]:
+    """Print and return what norms of five kinds cost for each module of a chain of small layers, five values each."""
     print("\n| modules | bare step (ms) | µs more a module |\n|---|---|---|")
+    curve = {}
     for count in MODULES:
         plain, watched = chain(count), chain(count)
         norms()(watched)
@@ -63,26 +71,32 @@ def over_modules(rounds: int) -> None:
         pairs = [(cpu_time(plain.step, steps), cpu_time(watched.step, steps)) for _ in range(rounds_here + 1)][1:]
         watched.close()
         more = statistics.median(b - a for a, b in pairs) / count
+        curve[str(count)] = more
         print(f"| {count:,} | {statistics.median(a for a, _ in pairs) * 1e3:.2f} | {more * 1e6:.0f} |")
+    return curve
 
 
-def over_sizes(rounds: int) -> None:
-    """Print what each set of statistics of one tensor costs, as multiples of its ``sum()``, compiled and eager."""
+def over_sizes(rounds: int) -> dict[str, dict[str, float]]:
+    """Print and return what each set of statistics of one tensor costs, as multiples of its ``sum()``, compiled and eager."""
     print("\n| elements | sum (µs) | " + " | ".join(f"{name}, compiled / eager" for name in FIELDS) + " |")
     print("|---" * (len(FIELDS) + 2) + "|")
+    curves: dict[str, dict[str, float]] = {f"{name}, {kernel}": {} for name in FIELDS for kernel in KERNELS}
     for size in SIZES:
         x = torch.randn(size)
         times = max(1, 2_000_000 // size)
         sums: list[float] = []
-        costs: dict[tuple[str, bool], list[float]] = {(name, c): [] for name in FIELDS for c in (True, False)}
+        costs: dict[tuple[str, str], list[float]] = {(name, kernel): [] for name in FIELDS for kernel in KERNELS}
         for _ in range(rounds):
             sums.append(cpu_time(lambda: x.sum().item(), times))  # noqa: B023  # called within the round
-            for (name, compiled), ratios in costs.items():
+            for (name, kernel), ratios in costs.items():
                 asked = closure(FIELDS[name])
-                took = cpu_time(lambda: measure(x, asked, compiled=compiled), times)  # noqa: B023
+                took = cpu_time(lambda: measure(x, asked, compiled=kernel == "compiled"), times)  # noqa: B023
                 ratios.append(took / sums[-1])
-        cells = (f"{statistics.median(costs[n, True]):.1f} / {statistics.median(costs[n, False]):.1f}" for n in FIELDS)
+        for (name, kernel), ratios in costs.items():
+            curves[f"{name}, {kernel}"][str(size)] = statistics.median(ratios)
+        cells = (" / ".join(f"{curves[f'{n}, {kernel}'][str(size)]:.1f}" for kernel in KERNELS) for n in FIELDS)
         print(f"| {size:,} | {statistics.median(sums) * 1e6:.0f} | " + " | ".join(cells) + " |")
+    return curves
 
 
 def sink(rounds: int) -> None:
@@ -121,18 +135,22 @@ def health(rounds: int) -> None:
             print(f"| {name} | {label} | {statistics.median(ratios[1:]):.3f} | {said:.3f} |")
 
 
-PARTS = {"modules": over_modules, "sizes": over_sizes, "sink": sink, "health": health}
+PARTS: dict[str, Callable[[int], Any]] = {"modules": over_modules, "sizes": over_sizes, "sink": sink, "health": health}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for part in arguments.only:
-        PARTS[part](arguments.rounds)
+    found = {part: PARTS[part](arguments.rounds) for part in arguments.only}
+    if arguments.write:
+        known = json.loads(CURVES.read_text(encoding="utf-8")) if CURVES.exists() else {}
+        curves = {part: curve for part, curve in found.items() if curve}
+        CURVES.write_text(json.dumps(known | curves, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
+    "ikkuna_costs",
     "ikkuna_gallery",
     "ikkuna_tables",
 ]
