@@ -3,7 +3,7 @@
 import ctypes
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -73,15 +73,15 @@ class Library:
 
     def measure(self, x: Tensor, fields: frozenset[str]) -> Record:
         """Return the `fields` of the numbers of `x`; parts of many are measured by as many threads as torch has for an operator."""
-        kernel, wanted = self._measure[x.dtype], _wanted(fields)
-        begin, n = x.data_ptr(), x.numel()
-
-        def part(first: int) -> Record:
+        kernel, wanted, begin, n = self._measure[x.dtype], _wanted(fields), x.data_ptr(), x.numel()
+        if n <= _PART:
             row = _Row()
-            kernel(begin + first * x.element_size(), min(n - first, _PART), wanted, row)
+            kernel(begin, n, wanted, row)
             return _record(row[:], fields)
-
-        return part(0) if n <= _PART else merge(*_each(part, range(0, n, _PART)))
+        size = x.element_size()
+        rows = [(_Row(), first) for first in range(0, n, _PART)]
+        _each(lambda row, first: kernel(begin + first * size, min(n - first, _PART), wanted, row), rows)
+        return merge(*(_record(row[:], fields) for row, _ in rows))
 
     def takes_difference(self, x: Tensor, y: Tensor) -> bool:
         """Whether a kernel reads the difference of `x` and `y`."""
@@ -108,10 +108,12 @@ _CODES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes
 _SAMPLED = (*_CODES, ctypes.c_uint32)
 
 
-def _each(part: Callable[[int], Record], starts: range) -> Iterator[Record]:
-    """Call `part` with each of `starts`, at once if there are threads; the parts, and so the result, are the same in any case."""
+def _each(part: Callable[[Any, int], None], rows: list[tuple[Any, int]]) -> None:
+    """Measure parts, at once if there are threads; they, and so the result, are the same in any case."""
     threads = torch.get_num_threads()
-    return map(part, starts) if threads == 1 else _pool(threads, os.getpid()).map(part, starts)
+    run = map if threads == 1 else _pool(threads, os.getpid()).map
+    for _ in run(part, *zip(*rows, strict=True)):
+        pass
 
 
 @cache
