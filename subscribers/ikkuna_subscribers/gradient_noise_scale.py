@@ -25,8 +25,10 @@ __all__ = ["GradientNoiseScaleSubscriber"]
 
 log = logging.getLogger("ikkuna")
 
-SQUARES, COUNT, PRODUCTS, PAIRS = range(4)
-"""What a row holds; all four add up over micro-batches, and would over ranks."""
+SQUARES, COUNT, PRODUCTS, PAIRS, FIRST = range(5)
+"""What a row holds: all add up, over micro-batches and over ranks, of which each has one that comes first in a window."""
+
+_REDUCED = ("weight_gradients", "bias_gradients")
 
 
 @dataclass(slots=True)
@@ -46,9 +48,11 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
     :math:`\langle g_i, g_j \rangle` over pairs of micro-batches, and :math:`\operatorname{tr} \Sigma = b \, (E |g_i|^2 - |G|^2)`.
     Both terms are without bias and averaged over steps; they are divided last, since the mean of their ratios is wrong by a factor.
     Where gradients are not accumulated there is one in a step, and no pair:
-    then let a window of `steps` stand for one, over which the weights should hardly move.
+    then let a window of `steps` stand for one, over which the weights should hardly move,
+    or on several data-parallel ranks let `ranks` be the micro-batches.
 
     Takes ``weight_micro_gradients`` and ``bias_micro_gradients``, and the number of samples from ``input_data``;
+    with `ranks` also ``weight_gradients`` and ``bias_gradients``, unclipped: the square of the mean over all ranks tells the products between them;
     publishes ``gradient_noise_scale``, in samples.
     It also publishes its terms ``gradient_covariance_trace`` and ``gradient_square``, in the square of the unit of the gradient,
     and the flag ``noise_hides_gradient``, 1 where the mean of :math:`|G|^2` is not positive, else 0.
@@ -56,7 +60,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
     All are once for each window, of the whole network.
     They are NaN with one gradient in a window (said once in the log) and before the first window without a NaN or Inf; those are left out.
 
-    Gradients are those of this process, before clipping; each backward pass counts as one micro-batch, and all as of one size.
+    Gradients are those before clipping, of each rank before they are shared; each backward pass counts as one micro-batch, all of one size.
     Terms are those of the loss that is differentiated: under a gradient scaler they have the square of its scale, the noise scale has none.
     Layers that mix samples, such as batch norm, bias it.
 
@@ -71,6 +75,8 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         Samples (or tokens, for the noise of a token) in a micro-batch; by default what ``input_data`` has.
     steps : int
         Number of sampled steps in a window.
+    ranks : bool
+        Count pairs of micro-batches of different ranks, too; with one step in a window.
     beta : float
         Of the running means, in [0, 1): they reach back over about ``1 / (1 - beta)`` windows.
     **options
@@ -79,7 +85,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
     Raises
     ------
     ConfigError
-        For a number out of range.
+        For a number out of range, or `ranks` with more than one step.
 
     References
     ----------
@@ -93,38 +99,56 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
 
     of_network = True
 
-    def __init__(self, batch_size: float | None = None, *, steps: int = 1, beta: float = 0.99, **options: Any) -> None:
+    def __init__(
+        self,
+        batch_size: float | None = None,
+        *,
+        steps: int = 1,
+        ranks: bool = False,
+        beta: float = 0.99,
+        **options: Any,
+    ) -> None:
         if batch_size is not None and not 0 < batch_size < math.inf:
             raise ConfigError(f"GradientNoiseScaleSubscriber needs batch_size > 0 in samples, got {batch_size!r}")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"GradientNoiseScaleSubscriber needs steps >= 1, got {steps!r}")
+        if ranks and steps > 1:
+            raise ConfigError(
+                f"GradientNoiseScaleSubscriber takes ranks or steps for micro-batches, got both ({steps=})"
+            )
         names = ("gradient_noise_scale", "gradient_covariance_trace", "gradient_square", "noise_hides_gradient")
         name_results(options, *names)
-        super().__init__([*MICRO_KINDS, "input_data"] if batch_size is None else MICRO_KINDS, **options)
+        kinds = (*MICRO_KINDS, *(_REDUCED if ranks else ()), *(("input_data",) if batch_size is None else ()))
+        super().__init__(kinds, **options)
+        self.ranks = ranks
         self.batch_size = batch_size
         self.steps = steps
         self._noise = RunningNoise(beta)
         self._totals: dict[tuple[str, str | None], _Total] = {}
         self._samples = SampleCount()
         self._sizes: list[tuple[float, float]] = []
-        self._rows: defaultdict[tuple[str, str | None], NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
+        self._rows: defaultdict[tuple[str, str | None], NDArray[np.float64]] = defaultdict(lambda: np.zeros(5))
+        self._reduced = 0.0
         self._warned = False
 
     # -- in the hook ----------------------------------------------------------------------------------------------
 
     def measure(self, message: Any) -> Tensor | None:
-        """Return the square of a gradient, 1, its product with the sum of those before it, and how many these are."""
+        """Return the square of a gradient, 1, its product with the sum of those before it, how many these are, and 1 if there are none."""
         if message.kind == "input_data":
             return self._samples.measure(message)
         if (read := readable(message.data)) is None:
             return None
         gradient = read[0]
         square = squared_norm(gradient)
+        if message.kind in _REDUCED:
+            return square.reshape(1)
         before = self._take_total(message, gradient)
         product = torch.zeros_like(square) if before is None else dot(before.value, gradient)
         pairs = torch.full_like(square, 0 if before is None else before.count)
         self._add(message, gradient, before)
-        return torch.stack([square, torch.ones_like(square), product, pairs])
+        first = torch.full_like(square, before is None)
+        return torch.stack([square, torch.ones_like(square), product, pairs, first])
 
     def _take_total(self, message: Message, gradient: Tensor) -> _Total | None:
         known = self._totals.get((message.kind, message.series_name))
@@ -152,6 +176,8 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         """Keep the rows until the window is over."""
         if message.kind == "input_data":
             self._samples.add(message)
+        elif message.kind in _REDUCED:
+            self._reduced += message.data.item()
         else:
             self._rows[message.kind, message.series_name] += message.data
 
@@ -161,16 +187,21 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         if (stamp.global_step // self.subscription.subsample + 1) % self.steps:
             return
         self._totals = {key: total for key, total in self._totals.items() if total.window > self._window(stamp)}
-        rows, self._rows = np.array(list(self._rows.values())).reshape(-1, 4).T, defaultdict(lambda: np.zeros(4))
+        rows, self._rows = np.array(list(self._rows.values())).reshape(-1, 5).T, defaultdict(lambda: np.zeros(5))
         sizes, self._sizes = self._sizes, []
+        reduced, self._reduced = self._reduced, 0.0
         if not rows.size:
             return
-        if not rows[PAIRS].any():
-            self._warn()
         # The loss of a micro-batch is divided by their number, so that their gradients add up to the mean.
-        divisor = rows[COUNT].max() / len(sizes)
-        square, product = (rows[SQUARES] / rows[COUNT]).sum(), (rows[PRODUCTS] / rows[PAIRS]).sum()
-        self._noise.update(pairwise_noise_scale(divisor**2 * square, divisor**2 * product, self._batch(sizes)))
+        count = rows[COUNT].max()
+        divisor = count / len(sizes) / max(rows[FIRST].max(), 1.0)
+        square = divisor**2 * (rows[SQUARES] / rows[COUNT]).sum()
+        product = divisor**2 * (rows[PRODUCTS] / rows[PAIRS]).sum()
+        if self.ranks:  # of the mean g over n, n² |g|² is the sum of all squares and, twice, of all products
+            product = (count * reduced - square) / (count - 1.0)
+        if count == 1 or not (self.ranks or rows[PAIRS].any()):
+            self._warn()
+        self._noise.update(pairwise_noise_scale(square, product, self._batch(sizes)))
         self._emit_all(NetworkMessage(stamp, self.publishes[0]))
 
     def _batch(self, sizes: list[tuple[float, float]]) -> float:
@@ -189,5 +220,6 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         if not self._warned:
             self._warned = True
             log.warning(
-                "GradientNoiseScaleSubscriber has one gradient in a window and needs two; accumulate micro-batches, or give steps=2"
+                "GradientNoiseScaleSubscriber has one gradient in a window and needs two; accumulate micro-batches, "
+                "give steps=2, or on several ranks ranks=True"
             )

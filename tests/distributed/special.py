@@ -103,6 +103,24 @@ def spread(rank, size):
     return published
 
 
+def noise(model, batches, **options):
+    """Return what is said of the noise of gradients, over steps of some micro-batches each."""
+    loss, optimizer = nn.CrossEntropyLoss(), loops.sgd(model)
+    made = [installed.GradientNoiseScaleSubscriber(backend="null", beta=0.0, **options)]
+    with loops.watching(model, loss, made) as (_, published):
+        for parts in batches:
+            optimizer.zero_grad()
+            for inputs, labels in parts:
+                (loss(model(inputs), labels) / len(parts)).backward()
+            optimizer.step()
+    return published
+
+
+def noise_of_ranks(rank, size):
+    inputs, labels = local(*data(), rank, size)
+    return noise(DistributedDataParallel(network()), [[part] for part in zip(inputs, labels, strict=True)], ranks=True)
+
+
 def nan_on_one_rank(rank, size):
     """The last step's data hold a NaN on rank 1."""
     inputs, labels = local(*data(), rank, size)

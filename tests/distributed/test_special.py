@@ -15,6 +15,7 @@ from tests.subscribers import EVERY_SUBSCRIBER
 NAMES = (
     *("every_subscriber", "evaluation_ddp", "evaluation_fsdp", "matrices", "spread", "nan_on_one_rank", "files"),
     *("pipeline", "evaluation_on_rank_0", "two_exporters", "scaled_and_checkpointed", "compiled"),
+    "noise_of_ranks",
 )
 
 
@@ -166,3 +167,14 @@ def test_a_compiled_model_publishes_the_same(two):
     for outcome in two:
         assert not differences(outcome["compiled"], one)
     assert isinstance(loops.network(), nn.Module)
+
+
+def test_ranks_are_micro_batches_to_the_noise_of_gradients(two):
+    """What two ranks say together is what one process says that sees their batches one after the other."""
+    parts = [zip(*loops.local(*loops.data(), rank, 2), strict=True) for rank in range(2)]
+    one = special.noise(loops.network(), list(zip(*parts, strict=True)))
+    for outcome in two:
+        assert not differences(outcome["noise_of_ranks"], one)
+    terms = [value for (kind, _, _), value in one.items() if kind in ("gradient_square", "gradient_covariance_trace")]
+    assert len(terms) == 2 * loops.STEPS
+    assert all(map(math.isfinite, terms))

@@ -124,7 +124,7 @@ def test_without_accumulation_steps_stand_for_micro_batches(subsample):
 def test_one_gradient_in_a_window_has_no_noise_and_is_said_once(caplog):
     found, _ = trained(GradientNoiseScaleSubscriber, 3, 1, 4)
     assert all(math.isnan(value) for values in found.values() for value in values)
-    assert caplog.text.count("accumulate micro-batches, or give steps=2") == 1
+    assert caplog.text.count("accumulate micro-batches, give steps=2") == 1
 
 
 def test_a_broken_step_is_left_out():
@@ -199,3 +199,8 @@ def test_gradients_that_do_not_change_have_no_snr():
 def test_bad_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_ranks_and_steps_are_not_both_micro_batches():
+    with pytest.raises(ConfigError, match="takes ranks or steps for micro-batches, got both"):
+        GradientNoiseScaleSubscriber(ranks=True, steps=2)
