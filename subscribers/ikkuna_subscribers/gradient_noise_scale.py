@@ -52,7 +52,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
     or on several data-parallel ranks let `ranks` be the micro-batches.
 
     Takes ``weight_micro_gradients`` and ``bias_micro_gradients``, and the number of samples from ``input_data``;
-    with `ranks` also ``weight_gradients`` and ``bias_gradients``, unclipped: the square of the mean over all ranks tells the products between them;
+    with `ranks` also ``weight_gradients`` and ``bias_gradients``, unclipped, whose squares tell the products between ranks;
     publishes ``gradient_noise_scale``, in samples.
     It also publishes its terms ``gradient_covariance_trace`` and ``gradient_square``, in the square of the unit of the gradient,
     and the flag ``noise_hides_gradient``, 1 where the mean of :math:`|G|^2` is not positive, else 0.
