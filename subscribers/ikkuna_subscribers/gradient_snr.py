@@ -39,7 +39,8 @@ class GradientSNRSubscriber(PlotSubscriber):
     their number, else over steps as well, between which the weights should hardly move.
 
     Takes ``weight_micro_gradients`` or another kind of which a module has one at a time;
-    publishes ``{kind}_snr``, without unit, at least 0, at the end of each window; of several in a step the last counts.
+    publishes ``{kind}_snr``, without unit, at least 0, at the end of each window; of several in a step the last counts,
+    and of several ranks one: each has micro-batches of its own.
     Elements that never change are left out; a tensor of nothing else, or one with a NaN or Inf in the window, has NaN.
     Of pure noise the mean is 1 / window and more, the median about half of that.
     After a change of shape, dtype or device a window begins again.  It keeps two copies of every tensor it takes.

@@ -19,6 +19,7 @@ class RankSubscriber(SpectrumSubscriber):
 
     Takes any kind with a tensor, read as a matrix ``(out, in * ...)``; publishes ``{kind}_stable_rank``, ``{kind}_participation_ratio``
     and ``{kind}_effective_rank``, numbers of directions.
+    Of several calls in a step the last counts, and of activations the first axis is the sample: a batch bounds every rank by its size.
     They are NaN for a matrix of zeros or one with a NaN or Inf; an empty one publishes nothing.
     Every publication costs a decomposition in float64 (half a second for 1024 x 1024), which waits for a device.
 
