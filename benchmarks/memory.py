@@ -3,8 +3,8 @@
     python benchmarks/memory.py [steps]
 
 Once the resident memory of the process is noted along the way, and once, in a process of its own since noting costs memory,
-what Python has allocated (``tracemalloc``).  The first fifth is warm-up.
-The exit status is 1 if the slope of the rest, a least-squares line, is more than 1 byte a step.
+what Python has allocated (``tracemalloc``).  The first half is warm-up.
+The exit status is 1 if the slope of the rest, a least-squares line, is more than `LIMITS` allow.
 """
 
 import gc

@@ -9,7 +9,6 @@ With ``--write`` the table replaces the one in ``benchmarks/metrics.md``, which 
 """
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from ikkuna_subscribers.speed import resident_peak
 from torch import nn
 
 from ikkuna.export import Exporter
@@ -129,16 +129,7 @@ def print_peak(name: str) -> None:
     for _ in range(4):
         work.step()
     work.close()
-    print(own_peak() / MiB)
-
-
-def own_peak() -> float:
-    """Return the peak of this process alone; on Linux, what getrusage tells includes the parent's at the fork."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return float(line.split()[1]) * 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    print(resident_peak() / MiB)
 
 
 def table(chosen: list[str], rounds: int) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "local_part",
     "local_tensor",
     "model_parallel_group",
+    "reshard",
     "spread_like",
     "whole",
 ]
@@ -127,6 +128,13 @@ def holds_gradients(root: nn.Module) -> bool:
 def is_run_together(root: nn.Module) -> bool:
     """Whether the forward of a model calls other ranks: its parameters are spread over them."""
     return next(_fsdp_groups(root), None) is not None or any(map(is_spread, root.parameters()))
+
+
+def reshard(root: nn.Module) -> None:
+    """Let go of what FSDP keeps together for a backward that will not come."""
+    for module in root.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            cast(Any, module).reshard()
 
 
 def _fsdp_mesh(root: nn.Module) -> Any:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ikkuna.distributed.placement import reshard
+
 __all__ = ["run", "undisturbed"]
 
 
@@ -35,9 +37,7 @@ def undisturbed(model: nn.Module, batches: Iterable[Any]) -> Iterator[None]:
                 generator.set_state(state)
             for module, training in flags:
                 module.training = training
-            for module in model.modules():
-                if (reshard := getattr(module, "reshard", None)) is not None:
-                    reshard()  # what FSDP keeps together for a backward that will not come
+            reshard(model)
             for buffer, version, copy in buffers:
                 if buffer._version != version:
                     buffer.copy_(copy)

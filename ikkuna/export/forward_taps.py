@@ -31,13 +31,12 @@ class ForwardTaps:
     Attributes
     ----------
     modules, roots : what is looked at, and whose calls are forwards of the whole
-    switch : what traced hooks ask
+    switch : what traced hooks ask; ``None`` where hooks are not to be traced
     is_compiled : whether a compiled root was called
     """
 
     def __init__(self, observer: "Observer", in_graph: bool = True) -> None:
         self._observer = observer
-        self.in_graph = in_graph
         self.modules: tuple[NamedModule, ...] = ()
         self.roots: tuple[nn.Module, ...] = ()
         self.switch = Switch() if in_graph else None
@@ -68,17 +67,17 @@ class ForwardTaps:
 
     def is_found_compiled(self) -> bool:
         """Whether a root proves to be compiled that was not known to be."""
-        return self.in_graph and not self.is_compiled and any(map(was_compiled, self.roots))
+        return self.switch is not None and not self.is_compiled and any(map(was_compiled, self.roots))
 
     def turn(self, plan: Plan) -> None:
         """Tell traced hooks what the coming step wants, or have it run eagerly if they are not to be traced."""
         if self.switch is not None:
             self.switch.on = plan.is_in_graph
-        self._stance.be_eager(plan.is_in_graph and not self.in_graph)
+        self._stance.be_eager(plan.is_in_graph and self.switch is None)
 
     def turn_for_pass(self, plan: Plan) -> None:
         """Have another pass of a compiled model run eagerly if anybody wants to see it: its graph holds no look at a tensor."""
-        self._stance.be_eager(plan.is_in_graph and (self.is_compiled or not self.in_graph))
+        self._stance.be_eager(plan.is_in_graph and (self.is_compiled or self.switch is None))
 
     def settle(self, is_compiled: bool) -> None:
         """Take the call of a root; a first one that is not traced shows that hooks can come and go."""

@@ -46,11 +46,12 @@ class TrackedParameters:
         """Find the parameters again if the user has put others in their place, as ``load_state_dict(assign=True)`` does."""
         held = [p for named in self._modules for p in named.module.parameters(recurse=False)]
         unknown = [p for p in held if id(p) not in self._by_id]
+        if not unknown:
+            return
         if any(is_spread(named.parameter) for named in self.all) and not any(map(is_spread, unknown)):
             return  # FSDP has put shards that are known together for a forward
-        if unknown:
-            log.info("parameters were replaced; the new ones are looked at")
-            self.track(self._modules)
+        log.info("parameters were replaced; the new ones are looked at")
+        self.track(self._modules)
 
     def find_shards(self, optimizer: Optimizer) -> None:
         """Look again before the step of an optimizer that owns shards, of which none is known: models can be sharded at any time."""

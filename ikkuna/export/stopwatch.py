@@ -11,7 +11,6 @@ class Stopwatch:
     Attributes
     ----------
     spent : seconds that were ours
-    elapsed : seconds since the first step began
 
     Examples
     --------

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ikkuna.numerics.elements import CHUNK
 from ikkuna.numerics.powers import measure_around_zero
-from ikkuna.numerics.statistics import Record, merge
+from ikkuna.numerics.statistics import Record, closure, merge
 
 __all__ = ["measure_eagerly"]
 
-_SQUARES = frozenset(("n", "sumsq", "nans", "infs"))
+_SQUARES = closure(("sumsq",))
 _DOT, _ROW, _ROWS_PAY, _WIDENED = 1 << 13, 1 << 10, 1 << 16, 1 << 20
 _ONE_BUFFER = frozenset(("zeros", "l1", "m2", "m3", "m4"))
 _TWO_BUFFERS = frozenset(("m3", "m4"))

@@ -8,8 +8,6 @@ __all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "readable"]
 CHUNK = 131_072
 """Elements that stay in cache while several reductions look at them."""
 
-_PLAIN = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
-
 
 def has_numbers(x: Tensor) -> bool:
     """Whether there are numbers to read: not in a meta, fake, nested or functorch-wrapped tensor.

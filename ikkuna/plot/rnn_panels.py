@@ -16,7 +16,6 @@ from ikkuna.probe.rnn_weights import GATES, RNNWeights, get_rnn_weights
 __all__ = ["RNNPanels", "rnn_panels"]
 
 Array = NDArray[np.float64]
-_DATA = ("kernel", "recurrent", "bias")
 
 
 @dataclass(frozen=True)

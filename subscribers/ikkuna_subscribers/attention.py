@@ -102,15 +102,9 @@ class AttentionSubscriber(ProbeSubscriber):
             values = zip(*(x.tolist() for x in (*attention_means(row.sums), row.max_logit)), strict=True)
             for head, of_head in enumerate(values):
                 for kind, value in zip(self.publishes, of_head, strict=True):
+                    known = math.nan if value == -math.inf else value
                     why = "no query had a key, or one was not finite"
-                    self.emit_of(
-                        message,
-                        name,
-                        value if value > -math.inf or value != value else math.nan,
-                        kind,
-                        f"head_{head}",
-                        why,
-                    )
+                    self.emit_of(message, name, known, kind, f"head_{head}", why)
 
 
 def _joined(one: AttentionRow, other: AttentionRow) -> AttentionRow:

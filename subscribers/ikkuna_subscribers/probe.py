@@ -2,10 +2,9 @@
 
 import logging
 import math
-import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ class ProbeSubscriber(PlotSubscriber):
             for module, hook in (see or {}).items():
                 handle = module.register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
-            stack.enter_context(_uncompiled())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code knows nothing of these hooks
             self.evaluate(self.data, None, visit=visit, forward=call)
 
     def outputs(self, take: Callable[[dict[str, Tensor]], object]) -> None:
@@ -199,16 +198,6 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Let compiled modules run as they were written: compiled code knows nothing of hooks that come and go."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _told(error: Exception) -> str:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ikkuna.export.messages import Message, ModuleMessage
+from ikkuna.export.messages.kinds import MICRO_KINDS
 
 __all__ = ["Producer", "producer_of"]
 
 _BEFORE = ("weights", "biases")
-_MICRO = ("weight_micro_gradients", "bias_micro_gradients")
 _FINAL = ("weight_gradients", "bias_gradients")
 
 
@@ -106,7 +106,7 @@ _TELLERS = {
     "loss": _of_loss,
     "layer_inputs": _of_input,
     "layer_gradients": _of_gradient,
-    **dict.fromkeys(_MICRO, _of_micro_gradient),
+    **dict.fromkeys(MICRO_KINDS, _of_micro_gradient),
     **dict.fromkeys(_FINAL, _of_final_gradient),
     **dict.fromkeys(("weight_updates", "bias_updates"), _of_update),
 }

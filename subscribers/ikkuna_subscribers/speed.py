@@ -15,7 +15,7 @@ from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna_subscribers.naming import name_results
 from ikkuna_subscribers.sample_count import SampleCount
 
-__all__ = ["SpeedSubscriber"]
+__all__ = ["SpeedSubscriber", "resident_peak"]
 
 
 class SpeedSubscriber(PlotSubscriber):
@@ -69,13 +69,21 @@ class SpeedSubscriber(PlotSubscriber):
             if calls:
                 self.emit(message, samples / seconds, samples_per_second)
             self.emit(message, report["own_seconds"] / seconds, monitor_share)
-        self.emit(message, _resident_peak(), peak_memory)
+        self.emit(message, resident_peak(), peak_memory)
         for name, peak in _device_peaks():
             self.emit(replace(message, path=name), peak, peak_memory)
 
 
-def _resident_peak() -> float:
-    """Return the largest resident size of this process; Linux's getrusage() would begin with that of the process it was forked from."""
+def resident_peak() -> float:
+    """Return the largest resident size of this process, in bytes; NaN where the system does not tell.
+
+    Linux's getrusage() would begin with that of the process it was forked from.
+
+    Examples
+    --------
+    >>> resident_peak() > 1e6
+    True
+    """
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024

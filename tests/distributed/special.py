@@ -2,9 +2,13 @@
 
 import itertools
 import math
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -137,21 +141,16 @@ def nan_on_one_rank(rank, size):
     return loops.published_of(DistributedDataParallel(network()), inputs, labels, made)
 
 
-def files(rank, size, directory="/tmp/ikkuna-test-files"):
-    import shutil
-    from pathlib import Path
-
-    if rank == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-    dist.barrier()
+def files(rank, size):
+    agreed = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(agreed)
+    [directory] = agreed
     made = [installed.NormSubscriber("weights", backend=["tb", "jsonl"]), installed.LearningRateSubscriber()]
     model, loss = DistributedDataParallel(network()), nn.CrossEntropyLoss()
     with loops.watching(model, loss, made, log_dir=directory) as (_, _):
         loops.steps(model, loss, loops.sgd(model), *local(*data(), rank, size))
     dist.barrier()
     found = sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file())
-    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
-
     runs = EventMultiplexer().AddRunsFromDirectory(directory).Reload()
     tags = {run: sorted(tags["scalars"]) for run, tags in runs.Runs().items()}
     dist.barrier()

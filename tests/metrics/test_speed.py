@@ -82,7 +82,7 @@ def test_peak_memory_is_that_of_the_process(clock):
 
 def test_peak_memory_is_not_that_of_the_process_that_started_it():
     ballast = b"\1" * (1 << 30)
-    asked = "from ikkuna_subscribers.speed import _resident_peak; print(_resident_peak())"
+    asked = "from ikkuna_subscribers.speed import resident_peak; print(resident_peak())"
     answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
     assert 1 << 26 < float(answer) < len(ballast)
 

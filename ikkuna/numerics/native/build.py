@@ -53,7 +53,7 @@ def _load_or_build() -> Library:
 
 def _found_or_built(compiler: str, directory: Path, name: str) -> Path:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory.stat().st_uid != os.getuid():
+    if hasattr(os, "getuid") and directory.stat().st_uid != os.getuid():
         raise PermissionError(f"{directory} belongs to somebody else")
     path = directory / name
     return path if path.exists() else _build(compiler, path)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.statistics import Record, merge
+from ikkuna.numerics.statistics import Record, closure, merge
 
 __all__ = ["DTYPES", "Library"]
 
@@ -23,7 +23,7 @@ _SUBTRACTED = (torch.float32, torch.float64)
 
 _LINEAR, _SECOND, _HIGHER = 1, 2, 4
 _ORDER = ("n", "nans", "infs", "zeros", "l1", "sumsq", "mean", "m2", "m3", "m4", "min", "max")
-_SQUARES = frozenset(("n", "sumsq", "nans", "infs"))
+_SQUARES = closure(("sumsq",))
 _PART = 1 << 19
 _Row = ctypes.c_double * 12
 
