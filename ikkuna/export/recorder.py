@@ -90,7 +90,7 @@ class Recorder:
         """Measure a tensor; `weight` is how many elements of a mean each of its elements stands for."""
         if self.rows is None or (task := self.plan.task(place.kind, place.module)) is None:
             return
-        if task.measurers and not has_numbers(tensor):  # what reads fields sees it by itself
+        if not has_numbers(tensor):
             self.unreadable += 1
             return
         entry = self._entry(self.rows, place, path, task)
