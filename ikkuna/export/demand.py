@@ -1,7 +1,7 @@
 """Which tensors somebody wants at a step, and what is to be done with each."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ikkuna.export.messages.kinds import (
     EVENT_KINDS,
@@ -13,7 +13,7 @@ from ikkuna.export.messages.kinds import (
 )
 from ikkuna.export.messages.message import Stamp
 from ikkuna.export.subscriber.subscription import Subscription
-from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics import HISTOGRAMS, closure
 
 __all__ = ["Demand", "Plan", "Task"]
 
@@ -27,11 +27,19 @@ class Task:
     fields : statistics to measure, shared by all who asked; empty for none
     subscriptions : who wants it, in the order of registration
     measurers : those of them with a ``measure`` of their own; the others read the statistics
+
+    Attributes
+    ----------
+    is_plain : whether moments and counts are all that is wanted, which a compiled kernel sees at one look
     """
 
     fields: frozenset[str]
     subscriptions: tuple[Subscription, ...]
     measurers: tuple[Subscription, ...]
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_plain", not self.measurers and self.fields.isdisjoint(HISTOGRAMS))
 
 
 class Plan:

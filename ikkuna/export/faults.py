@@ -13,7 +13,7 @@ import torch
 from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber.subscription import Subscription
 
-__all__ = ["ON_ERROR", "Faults"]
+__all__ = ["ON_ERROR", "Faults", "Here"]
 
 ON_ERROR = ("disable", "log", "raise")
 PATIENCE = 10
@@ -21,8 +21,13 @@ PATIENCE = 10
 log = logging.getLogger("ikkuna")
 
 
-class _Here(threading.local):
-    """Whether a subscriber's code runs on this thread."""
+class Here(threading.local):
+    """What goes on on this thread.
+
+    Attributes
+    ----------
+    calling : whether a subscriber's code runs
+    """
 
     calling = False
 
@@ -37,27 +42,26 @@ class Faults:
     on_error : str
         ``"disable"``: a subscriber that fails 10 times in a row is not called again; ``"log"``: it is called for ever;
         ``"raise"``: errors pass, for tests and authors of plugins.
+
+    Attributes
+    ----------
+    here : what goes on on the thread that asks
     """
 
     def __init__(self, on_error: str = "disable") -> None:
         self.errors = 0
         self.disabled: list[str] = []
-        self._here = _Here()
+        self.here = Here()
         self.set_policy(on_error)
-
-    @property
-    def calling(self) -> bool:
-        """Whether a subscriber's code runs on this thread."""
-        return self._here.calling
 
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Look for the time of a ``with`` block although a subscriber's code runs: it asked for an evaluation."""
-        was, self._here.calling = self._here.calling, False
+        was, self.here.calling = self.here.calling, False
         try:
             yield
         finally:
-            self._here.calling = was
+            self.here.calling = was
 
     def set_policy(self, on_error: str) -> None:
         """Choose what happens on an error; raise `ConfigError` for an unknown policy."""
@@ -67,7 +71,7 @@ class Faults:
 
     def call(self, subscription: Subscription, stage: str, function: Callable[[Any], Any], argument: Any) -> Any:
         """Call a subscriber's function; on an error return ``None`` after telling whose it was."""
-        here = self._here
+        here = self.here
         was, here.calling = here.calling, True
         began = time.perf_counter()
         try:

@@ -7,8 +7,9 @@ from torch import nn
 from ikkuna.export.clock import TRAINING
 from ikkuna.export.demand import Plan
 from ikkuna.export.messages.kinds import FORWARD_KINDS
+from ikkuna.export.messages.place import Place
 from ikkuna.export.stance import Stance
-from ikkuna.export.taps import ModuleSlots, ModuleTap, Switch, Undo, tap_module, was_compiled
+from ikkuna.export.taps import ModulePlaces, ModuleTap, Switch, Undo, tap_module, was_compiled
 from ikkuna.modules import NamedModule
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ class ForwardTaps:
         if self.switch is None:
             self.turn(next_step)
             return False
-        self.switch.root = self._observer.slot("input_data")
+        self.switch.root = self._observer.place("input_data").slot
         self.switch.inputs, self.switch.outputs = (
-            self._observer.slot(kind) if all_wishes.task(kind, None) else -1
+            self._observer.place(kind).slot if all_wishes.task(kind, None) else -1
             for kind in ("input_data", "network_output")
         )
         self.turn(next_step)
@@ -102,21 +103,21 @@ class ForwardTaps:
         found = False
         for named in self.modules if plan.forward else ():
             known = self._taps.get(named.name)
-            had = known[0].slots if known else ModuleSlots()
-            slots = ModuleSlots(
-                *(self._slot(plan, kind, named, slot) for kind, slot in zip(FORWARD_KINDS, had, strict=True))
+            had = known[0].places if known else ModulePlaces()
+            places = ModulePlaces(
+                *(self._place(plan, kind, named, place) for kind, place in zip(FORWARD_KINDS, had, strict=True))
             )
-            if slots == had:
+            if places == had:
                 continue
             if known:
                 known[1]()  # it looks at less than is wanted now
             is_root = any(named.module is root for root in self.roots)
-            self._taps[named.name] = tap_module(named.module, self._observer.model, slots, self.switch, is_root)
+            self._taps[named.name] = tap_module(named.module, self._observer.model, places, self.switch, is_root)
             found = True
         return found
 
-    def _slot(self, plan: Plan, kind: str, named: NamedModule, had: int | None) -> int | None:
-        return self._observer.slot(kind, named.name) if plan.task(kind, named.name) else had
+    def _place(self, plan: Plan, kind: str, named: NamedModule, had: Place | None) -> Place | None:
+        return self._observer.place(kind, named.name) if plan.task(kind, named.name) else had
 
     def keep_for(self, plan: Plan) -> None:
         """Take hooks off after a step, unless the next one wants the very same."""

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ikkuna.export.clock import TRAINING
-from ikkuna.export.slots import observe
+from ikkuna.export.messages.place import Place
 from ikkuna.export.taps import Undo, tap_gradient
-from ikkuna.modules import NamedParameter
 
 if TYPE_CHECKING:
     from ikkuna.export.observer import Observer
@@ -41,16 +40,17 @@ class GradientWatch:
             return
         for named in observer.parameters.all:
             kind = "bias_micro_gradients" if named.is_bias else "weight_micro_gradients"
-            if not (named.parameter.requires_grad and observer.recorder.wants(kind, named.module)):
+            place = observer.place(kind, named.module)
+            if not (named.parameter.requires_grad and observer.recorder.wants(place)):
                 continue
             if (node := observer.parameters.node(named.parameter)) is not None:
-                self._undo.append(tap_gradient(node, self, kind, named))
+                self._undo.append(tap_gradient(node, self, place, named.path))
 
-    def gradient_comes(self, kind: str, named: NamedParameter, grads: tuple[Tensor | None, ...]) -> None:
+    def gradient_comes(self, place: Place, path: str, grads: tuple[Tensor | None, ...]) -> None:
         """Take a gradient that is about to be added."""
         observer = self._observer
-        if grads[0] is not None and observer.clock.pass_name == TRAINING:
-            observe(grads[0], observer.slot(kind, named.module), named.path)
+        if grads[0] is not None and observer.clock.pass_name == TRAINING and not observer.blind:
+            observer.recorder.receive(place, grads[0], path)
 
     def step_closed(self) -> None:
         """Look no more."""

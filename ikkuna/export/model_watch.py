@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 from ikkuna.distributed.placement import holds_gradients
 from ikkuna.export.forward_taps import ForwardTaps
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
-from ikkuna.export.outputs import batch_sizes, leaves
-from ikkuna.export.slots import observe
-from ikkuna.export.taps import Hook, ModuleSlots, in_backward, received, watch_gradient
+from ikkuna.export.outputs import Leaves, batch_sizes, leaves, with_batch_sizes
+from ikkuna.export.taps import Hook, ModulePlaces, in_backward, received
 
 if TYPE_CHECKING:
     from ikkuna.export.observer import Observer
@@ -52,7 +50,6 @@ class ModelWatch:
         self.is_rootless = False
         self._backward_seen = False
         self._warned = False
-        self._lasting: list[Any] = []
 
     def fault(self, where: str, error: Exception) -> None:
         """Take an error of our own."""
@@ -119,42 +116,43 @@ class ModelWatch:
         self._backward_seen = True
 
     def step_over(self) -> None:
-        """Take off what outlives a backward, and forget that there was one."""
+        """Forget that there was a backward."""
         self._backward_seen = False
-        lasting, self._lasting = self._lasting, []
-        for handle in lasting:
-            handle.remove()
 
     def _observe_all(self, kind: str, value: Any) -> None:
-        if self._observer.recorder.wants(kind):
+        recorder, place = self._observer.recorder, self._observer.place(kind)
+        if recorder.wants(place):
             for path, tensor in leaves(value):
-                observe(tensor, self._observer.slot(kind), path)
+                recorder.receive(place, tensor, path)
 
-    def module_called(self, slots: ModuleSlots, module: nn.Module, args: Any, output: Any) -> None:
+    def module_called(self, places: ModulePlaces, module: nn.Module, args: Any, output: Any) -> None:
         """Take one call of a module: look at what it received and returned, and arm the look at its gradient."""
+        observer = self._observer
         recomputing = in_backward()
-        clock = self._observer.clock
-        if self._observer.blind or not (recomputing or (self._is_expected and clock.counts(module))):
+        # hooks stay on between steps: does the call belong to something that is recorded, or will it open it?
+        is_expected = self.is_rootless or observer.recorder.rows is not None
+        if observer.blind or not (recomputing or (is_expected and observer.clock.counts(module))):
             return
         if self.is_rootless and not recomputing:
-            clock.close_pending()
-            clock.open()
+            observer.clock.close_pending()
+            observer.clock.open()
         outputs = leaves(output)
-        if slots.inputs is not None and not recomputing:
-            for path, tensor in received(args, outputs):
-                observe(tensor, slots.inputs, path)
-        sizes = batch_sizes(output)
-        for path, tensor in outputs:
-            see = observe if sizes is None or path else partial(observe, batch_sizes=sizes)
-            if slots.activations is not None and not recomputing:
-                see(tensor, slots.activations, path)
-            if slots.gradients is not None and tensor.requires_grad:
-                self._lasting += watch_gradient(tensor, slots.gradients, path, see)
+        if not recomputing:
+            self._see_forward(places, args, outputs, batch_sizes(output))
+        if places.gradients is not None:
+            sizes = batch_sizes(output)
+            for path, tensor in outputs:
+                if tensor.requires_grad:
+                    observer.backward.watch(places.gradients, tensor, path, None if path else sizes)
 
-    @property
-    def _is_expected(self) -> bool:
-        """Whether calls of modules belong to something that is recorded, or will open it; hooks stay on between steps."""
-        return self.is_rootless or self._observer.recorder.rows is not None
+    def _see_forward(self, places: ModulePlaces, args: Any, outputs: Leaves, sizes: Tensor | None) -> None:
+        receive = self._observer.recorder.receive
+        if places.inputs is not None:
+            for path, tensor in received(args, outputs):
+                receive(places.inputs, tensor, path)
+        if places.activations is not None:
+            for path, tensor in outputs:
+                receive(places.activations, tensor if path else with_batch_sizes(tensor, sizes), path)
 
     def loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Take one call of the loss module."""
@@ -167,9 +165,9 @@ class ModelWatch:
         recorder, labels = observer.recorder, seen.get("input_labels")
         if labels is not None:
             recorder.receive(observer.place("input_labels"), labels, "")
-        if recorder.wants("loss"):
-            weight = _label_count(labels, module) if output.numel() == 1 else 1
-            recorder.receive(observer.place("loss"), seen["loss"], "", weight)
+        if recorder.wants(loss := observer.place("loss")):
+            weight = _label_count(labels, module) if output.numel() == 1 else None
+            recorder.receive(loss, output, "", weight)
         recorder.receive_together(seen)
 
     def warn_of_missing_loss(self) -> None:

@@ -1,24 +1,24 @@
 """Keeps the step: what is recorded now, under which stamp, and how it reaches the bus."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ikkuna.export.backward_watch import BackwardWatch
 from ikkuna.export.clock import TRAINING, Clock
 from ikkuna.export.demand import Demand, Plan
 from ikkuna.export.exchange import Exchange
 from ikkuna.export.gradient_watch import GradientWatch
 from ikkuna.export.messages.bus import Finished, MessageBus
 from ikkuna.export.messages.message import NetworkMessage, Stamp
+from ikkuna.export.messages.place import Place
 from ikkuna.export.model_watch import ModelWatch
 from ikkuna.export.optimizer_watch import OptimizerWatch
 from ikkuna.export.parameters import TrackedParameters
-from ikkuna.export.recorder import Place, Recorder
-from ikkuna.export.slots import BASE, SLOTS, VIEW
+from ikkuna.export.recorder import Recorder
+from ikkuna.export.slots import SLOTS
 from ikkuna.export.stopwatch import Stopwatch
 from ikkuna.export.taps import in_backward
 
@@ -36,7 +36,8 @@ class Observer:
 
     Attributes
     ----------
-    model, gradients, optimizers : what hears the hooks of modules, of parameters' gradients, and of optimizers
+    model, backward, gradients, optimizers : what hears the hooks of modules, of their outputs' gradients, of parameters' gradients,
+        and of optimizers
     exchange : what makes one of the rows of all ranks
     steps : number of training steps seen
     """
@@ -49,6 +50,7 @@ class Observer:
         self.recorder = Recorder(bus.faults, kernels)
         self.stopwatch = Stopwatch()
         self.model = ModelWatch(self, in_graph)
+        self.backward = BackwardWatch(self)
         self.gradients = GradientWatch(self)
         self.optimizers = OptimizerWatch(self)
         self.exchange = Exchange(bus, self.place, lambda: self.model.taps.roots)
@@ -57,15 +59,13 @@ class Observer:
         self._interrupted: Recorder | None = None
         self._demand = Demand()
         self._places: dict[tuple[str, str | None], Place] = {}
-        self._slots: dict[Place, int] = {}
         self._epoch_announced = False
-        self._backward = (-1, True)
-        self._views: Counter[tuple[Place, str]] = Counter()
+        self._here = bus.faults.here
 
     @property
     def blind(self) -> bool:
         """Whether nobody looks: by order, or because a subscriber's code runs."""
-        return self._blind or self.bus.faults.calling
+        return self._blind or self._here.calling
 
     @blind.setter
     def blind(self, blind: bool) -> None:
@@ -96,60 +96,22 @@ class Observer:
         try:
             return self._places[kind, module]
         except KeyError:
-            return self._places.setdefault((kind, module), Place(kind, module))
+            return self._places.setdefault((kind, module), SLOTS.assign(self, kind, module))
 
-    def slot(self, kind: str, module: str | None = None) -> int:
-        """Return the slot of a kind and module."""
-        place = self.place(kind, module)
-        if place not in self._slots:
-            self._slots[place] = SLOTS.assign(self, place)
-        return self._slots[place]
-
-    def receive(self, place: Place, tensor: Tensor, path: str, role: int, traced: bool) -> None:
-        """Measure a tensor that a tap saw; called through `observe`, eager or traced."""
+    def take_traced(self, place: Place, tensor: Tensor, path: str, role: int) -> None:
+        """Measure a tensor that an operator in a compiled graph saw."""
         self.stopwatch.start()
         try:
-            if traced:
-                self.model.taps.was_traced(place.module)
-            if not self.blind and self._is_due(place, path, role, traced):
-                if place.kind == "layer_gradients" and self.exchange.replicas > 1:
-                    tensor = tensor / self.exchange.replicas  # the loss of all is the mean of each rank's
+            self.model.taps.was_traced(place.module)
+            if place.kind == "layer_gradients":
+                self.model.note_backward()
+                self.backward.gradient_seen(place, path, None, tensor, role)
+            elif not self.blind and self.clock.counting and not in_backward():
                 self.recorder.receive(place, tensor, path)
         except Exception as error:
-            self.fault(f"measuring {place.kind} of {place.module}", error)
+            self.fault(f"looking at {place}", error)
         finally:
             self.stopwatch.stop()
-
-    def receive_difference(self, place: Place, after: Tensor, before: Tensor, path: str) -> None:
-        """Measure an update; `before` is overwritten."""
-        try:
-            self.recorder.receive_difference(place, after, before, path)
-        except Exception as error:
-            self.fault(f"measuring {place.kind} of {place.module}", error)
-
-    def _is_due(self, place: Place, path: str, role: int, traced: bool) -> bool:
-        if place.kind == "layer_gradients":
-            if traced:
-                self.model.note_backward()
-            return self._backward_counts() and self._is_first(place, path, role)
-        return not traced or (self.clock.counting and not in_backward())
-
-    def _backward_counts(self) -> bool:
-        """Whether the running backward reaches a parameter: a gradient penalty's or an attack's first half does not."""
-        task = torch._C._current_graph_task_id()
-        if self._backward[0] != task:
-            self._backward = task, self.parameters.any_reached_by_backward()
-            self._views.clear()
-        return self._backward[1]
-
-    def _is_first(self, place: Place, path: str, role: int) -> bool:
-        """Whether a gradient was not seen already, at the view whose base brings it again."""
-        if role == VIEW:
-            self._views[place, path] += 1
-        elif role == BASE and self._views[place, path]:
-            self._views[place, path] -= 1
-            return False
-        return True
 
     def entered(self, counts: bool) -> None:
         """Take the call of a compiled root."""
@@ -188,6 +150,7 @@ class Observer:
     def step_closed(self, stamp: Stamp, skipped: bool) -> None:
         """Hand what was recorded to the bus."""
         self.model.step_over()
+        self.backward.step_over()
         self.gradients.step_closed()
         finished = NetworkMessage(stamp, "batch_finished", self._report())
         self.optimizers.step_closed()
@@ -251,7 +214,7 @@ class Observer:
         self.clock.close_pending()
         self._leave_pass()
         self.clock.pass_name = name
-        self._interrupted, self.recorder = self.recorder, Recorder(self.bus.faults, self.recorder.compiled)
+        self._interrupted, self.recorder = self.recorder, Recorder(self.bus.faults, self.recorder.kernels is not None)
         self._record(self.clock.pass_stamp(name))
         self._tap()
         self.model.taps.turn_for_pass(self.recorder.plan)
@@ -275,6 +238,7 @@ class Observer:
 
     def _leave_pass(self) -> None:
         self.model.step_over()
+        self.backward.step_over()
         self.model.taps.remove()
 
     @contextmanager
@@ -294,6 +258,7 @@ class Observer:
         self.end_pass()
         self.clock.close_pending()
         self.model.step_over()
+        self.backward.step_over()
         self.gradients.step_closed()
         self.model.taps.remove(everything=True)
         self.recorder.close()

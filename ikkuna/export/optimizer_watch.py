@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ikkuna.distributed.placement import is_spread, local_tensor, spread_like
-from ikkuna.export.slots import observe
+from ikkuna.export.messages.place import Place
 from ikkuna.modules import NamedParameter
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class OptimizerWatch:
         self.rates: dict[str, Any] = {}
         self.in_closure = False
         self.skipped_updates = 0
-        self._before: list[tuple[NamedParameter, Tensor]] = []
+        self._before: list[tuple[Place, NamedParameter, Tensor]] = []
         self._by_hand = False
 
     def fault(self, where: str, error: Exception) -> None:
@@ -112,52 +112,50 @@ class OptimizerWatch:
             name = str(group.get("name", len(self.rates)))
             self.rates[_free(name, self.rates)] = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
-    def _see(self, tensor: Tensor, kind: str, named: NamedParameter) -> None:
-        observe(tensor, self._observer.slot(kind, named.module), named.path)
-
     def _see_weights(self, parameters: Iterable[NamedParameter]) -> None:
-        for named, kind in self._wanted("weights", "biases", parameters):
-            self._see(named.parameter, kind, named)
+        for place, named in self._wanted("weights", "biases", parameters):
+            self._observer.recorder.receive(place, named.parameter, named.path)
 
     def _see_gradients(self, parameters: Iterable[NamedParameter], scale: Tensor | None = None) -> None:
-        for named, kind in self._wanted("weight_gradients", "bias_gradients", parameters):
+        for place, named in self._wanted("weight_gradients", "bias_gradients", parameters):
             if (grad := named.parameter.grad) is not None:
-                self._see(grad if scale is None else spread_like(local_tensor(grad) / scale, grad), kind, named)
+                if scale is not None:
+                    grad = spread_like(local_tensor(grad) / scale, grad)
+                self._observer.recorder.receive(place, grad, named.path)
 
     def _see_updates(self) -> None:
         before, self._before = self._before, []
-        for named, copy in before:
-            kind = "bias_updates" if named.is_bias else "weight_updates"
-            after = local_tensor(named.parameter.detach())
+        recorder = self._observer.recorder
+        for place, named, copy in before:
             if is_spread(named.parameter):
-                self._see(spread_like(torch.sub(after, copy, out=copy), named.parameter), kind, named)
+                after = local_tensor(named.parameter.detach())
+                recorder.receive(place, spread_like(torch.sub(after, copy, out=copy), named.parameter), named.path)
             else:
-                place = self._observer.place(kind, named.module)
-                self._observer.receive_difference(place, after, copy, named.path)
+                recorder.receive_difference(place, named.parameter, copy, named.path)
 
     def _see_states(self, optimizer: Optimizer) -> None:
         for kind in self._observer.recorder.plan.states:
             is_bias, field = kind.startswith("bias"), kind.split("_state_", 1)[1]
             for named in self._observer.parameters.of(optimizer):
                 value = optimizer.state.get(named.parameter, {}).get(field) if named.is_bias == is_bias else None
-                if isinstance(value, Tensor) and self._observer.recorder.wants(kind, named.module):
-                    self._see(value, kind, named)
+                if isinstance(value, Tensor):
+                    self._observer.recorder.receive(self._observer.place(kind, named.module), value, named.path)
 
     def _copy(self, parameters: Iterable[NamedParameter]) -> None:
-        for named, _ in self._wanted("weight_updates", "bias_updates", parameters):
+        for place, named in self._wanted("weight_updates", "bias_updates", parameters):
             if not named.parameter.requires_grad:
                 continue
             try:
-                self._before.append((named, local_tensor(named.parameter.detach()).clone()))
+                self._before.append((place, named, local_tensor(named.parameter.detach()).clone()))
             except RuntimeError:  # no memory: the update goes unseen, training goes on
                 self.skipped_updates += 1
 
     def _wanted(
         self, weights: str, biases: str, parameters: Iterable[NamedParameter]
-    ) -> list[tuple[NamedParameter, str]]:
-        wants = self._observer.recorder.wants
-        with_kind = ((named, biases if named.is_bias else weights) for named in parameters)
-        return [(named, kind) for named, kind in with_kind if wants(kind, named.module)]
+    ) -> list[tuple[Place, NamedParameter]]:
+        place, wants = self._observer.place, self._observer.recorder.wants
+        at = ((place(biases if named.is_bias else weights, named.module), named) for named in parameters)
+        return [(place, named) for place, named in at if wants(place)]
 
 
 def _free(name: str, taken: Iterable[str]) -> str:

@@ -7,12 +7,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["batch_sizes", "leaves"]
+__all__ = ["Leaves", "batch_sizes", "leaves", "with_batch_sizes"]
 
 _DEPTH = 8
 
+Leaves = list[tuple[str, Tensor]]
 
-def leaves(value: Any) -> list[tuple[str, Tensor]]:
+
+def leaves(value: Any) -> Leaves:
     """Return each tensor in a nest of tuples, lists, mappings and dataclasses once, with its path.
 
     The path joins positions, keys and field names with dots.  One made of zeros alone is the first of a tuple, and empty:
@@ -27,12 +29,12 @@ def leaves(value: Any) -> list[tuple[str, Tensor]]:
     """
     if isinstance(value, Tensor):
         return [("", value)]
-    found: list[tuple[str, Tensor]] = []
+    found: Leaves = []
     _walk(value, "", True, 0, found)
     return found
 
 
-def _walk(value: Any, path: str, is_first: bool, depth: int, found: list[tuple[str, Tensor]]) -> None:
+def _walk(value: Any, path: str, is_first: bool, depth: int, found: Leaves) -> None:
     """Append to `found`; plain calls and lists, which a tracer follows where it would not follow a generator."""
     if isinstance(value, PackedSequence):
         value = value.data
@@ -65,6 +67,16 @@ def batch_sizes(value: Any) -> Tensor | None:
     >>> batch_sizes((torch.nn.utils.rnn.pack_sequence([ones(3, 1), ones(1, 1)]), "hidden"))
     tensor([2, 1, 1])
     """
+    if isinstance(value, Tensor):
+        return None
     while isinstance(value, tuple | list) and value and not isinstance(value, PackedSequence):
         value = value[0]
     return value.batch_sizes if isinstance(value, PackedSequence) else None
+
+
+def with_batch_sizes(tensor: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the data of a packed sequence with its `sizes` as an attribute: without them its rows tell nothing of time."""
+    if sizes is not None:
+        tensor = tensor.detach()
+        tensor.batch_sizes = sizes  # type: ignore[attr-defined]
+    return tensor

@@ -44,7 +44,7 @@ class TrackedParameters:
 
     def refresh(self) -> None:
         """Find the parameters again if the user has put others in their place, as ``load_state_dict(assign=True)`` does."""
-        held = [p for named in self._modules for p in named.module.parameters(recurse=False)]
+        held = [p for named in self._modules for p in named.module._parameters.values() if p is not None]
         unknown = [p for p in held if id(p) not in self._by_id]
         if not unknown:
             return

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,38 +11,18 @@ from ikkuna.distributed.placement import is_spread, local_part, whole
 from ikkuna.export.demand import Plan, Task
 from ikkuna.export.faults import Faults
 from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.kinds import FORWARD_KINDS
-from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
+from ikkuna.export.messages.place import Place
 from ikkuna.export.rows import Entry, Rows
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics import native
 from ikkuna.numerics.device import measure_vectors
 from ikkuna.numerics.elements import has_numbers
-from ikkuna.numerics.measure import measure, measure_difference
-from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.measure import measure
 
-__all__ = ["Place", "Recorder"]
+__all__ = ["Recorder"]
 
 log = logging.getLogger("ikkuna")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """What a tap looks at: a kind, and the module it belongs to (``None`` for the network).
-
-    A place equals only itself, which makes it a cheap key; an `Observer` makes each one once.
-    """
-
-    kind: str
-    module: str | None = None
-
-    def message(self, stamp: Stamp, path: str) -> Message:
-        """Return the message of one leaf or parameter at this place, without data."""
-        if self.module is None:
-            return NetworkMessage(stamp, self.kind, path=path)
-        joint = ":" if self.kind in FORWARD_KINDS else "."
-        name = f"{self.module}{joint}{path}" if path else self.module
-        return ModuleMessage(stamp, self.kind, module=self.module, path=path, name=name)
 
 
 class Recorder:
@@ -62,7 +41,7 @@ class Recorder:
 
     def __init__(self, faults: Faults, compiled: bool = True) -> None:
         self.faults = faults
-        self.compiled = compiled and native.library() is not None  # made now rather than within a step
+        self.kernels = native.library() if compiled else None  # made now rather than within a step
         self.plan = Plan(())
         self.rows: Rows | None = None
         self.unreadable = 0
@@ -82,27 +61,58 @@ class Recorder:
             rows.start_copy()
         return rows
 
-    def wants(self, kind: str, module: str | None = None) -> bool:
-        """Whether anything would be done with such a tensor now."""
-        return self.rows is not None and self.plan.task(kind, module) is not None
+    def wants(self, place: Place) -> bool:
+        """Whether anything would be done with a tensor of this place now."""
+        return self.rows is not None and self.plan.task(place.kind, place.module) is not None
 
-    def receive(self, place: Place, tensor: Tensor, path: str, weight: int | Tensor = 1) -> None:
-        """Measure a tensor; `weight` is how many elements of a mean each of its elements stands for."""
-        if self.rows is None or (task := self.plan.task(place.kind, place.module)) is None:
+    def receive(self, place: Place, tensor: Tensor, path: str, weight: int | Tensor | None = None) -> None:
+        """Measure a tensor; an error is told and does not come out.
+
+        Parameters
+        ----------
+        place, path : what it is
+        tensor : borrowed, attached to its graph or not
+        weight : how many elements it is the mean of, if it is one; means become one weighted mean
+        """
+        if (rows := self.rows) is None or (task := self.plan.task(place.kind, place.module)) is None:
             return
+        kernels = self.kernels
+        try:
+            if task.is_plain and weight is None and kernels is not None and kernels.takes(tensor):
+                kernels.look(tensor, task.fields, rows.entry(place, path, task).look)
+            else:
+                self._receive_any(rows, rows.entry(place, path, task), tensor.detach(), weight)
+        except Exception as error:
+            self.faults.own(f"measuring {place}", error)
+
+    def receive_difference(self, place: Place, after: Tensor, before: Tensor, path: str) -> None:
+        """Measure ``after - before``; it is not made where nobody has to see it, and otherwise takes the place of `before`."""
+        if (rows := self.rows) is None or (task := self.plan.task(place.kind, place.module)) is None:
+            return
+        kernels = self.kernels
+        try:
+            if task.is_plain and kernels is not None and kernels.takes_difference(after, before):
+                kernels.look_at_difference(after, before, task.fields, rows.entry(place, path, task).look)
+            else:
+                difference = torch.sub(after.detach(), before, out=before)
+                self._receive_any(rows, rows.entry(place, path, task), difference, None)
+        except Exception as error:
+            self.faults.own(f"measuring {place}", error)
+
+    def _receive_any(self, rows: Rows, entry: Entry, tensor: Tensor, weight: int | Tensor | None) -> None:
         if not has_numbers(tensor):
             self.unreadable += 1
             return
-        entry = self._entry(self.rows, place, path, task)
+        entry.is_mean = weight is not None
         if type(tensor) is not Tensor and is_spread(tensor):
-            self._receive_part(self.rows, entry, tensor, weight)
+            self._receive_part(rows, entry, tensor, weight)
             return
-        if task.fields:
+        if entry.task.fields:
             self._measure_fields(entry, tensor, weight)
-        if task.measurers:
-            self._measure_all(entry, task.measurers, tensor)
+        if entry.task.measurers:
+            self._measure_all(rows, entry, entry.task.measurers, tensor)
 
-    def _receive_part(self, rows: Rows, entry: Entry, tensor: Tensor, weight: int | Tensor) -> None:
+    def _receive_part(self, rows: Rows, entry: Entry, tensor: Tensor, weight: int | Tensor | None) -> None:
         """Measure what lies here of a tensor that is spread over ranks."""
         if (found := local_part(tensor, self.is_agreed)) is None:
             self.unreadable += 1
@@ -115,60 +125,40 @@ class Recorder:
         is_shard = part is not None and part.is_shard
         for subscription in entry.task.measurers:
             if is_shard and subscription.subscriber.needs_whole:
-                self._measure_whole(entry, subscription, tensor)
+                self._measure_whole(rows, entry, subscription, tensor)
             else:
-                self._measure_all(entry, (subscription,), local)
+                self._measure_all(rows, entry, (subscription,), local)
 
-    def _measure_whole(self, entry: Entry, subscription: Subscription, tensor: Tensor) -> None:
+    def _measure_whole(self, rows: Rows, entry: Entry, subscription: Subscription, tensor: Tensor) -> None:
         """Measure what says nothing of a shard: NaN, unless all of the tensor may be gathered."""
         subscriber = subscription.subscriber
         if subscriber.gather and self.is_agreed:
-            self._measure_all(entry, (subscription,), whole(tensor))
+            self._measure_all(rows, entry, (subscription,), whole(tensor))
             return
+        message = entry.message(rows.stamp)
         if subscription not in self._told:
             self._told.add(subscription)
             log.warning(
                 "%r needs whole tensors, and %s of %s is spread over ranks: it publishes NaN; "
                 "gather=True lets it gather them at the steps it samples",
-                *(subscriber, entry.message.kind, entry.message.series_name),
+                *(subscriber, message.kind, message.series_name),
             )
-        self._add_own(entry, subscription, self.faults.call(subscription, "measure", subscriber.unknown, entry.message))
+        self._add_own(entry, subscription, self.faults.call(subscription, "measure", subscriber.unknown, message))
 
-    def _measure_fields(self, entry: Entry, tensor: Tensor, weight: int | Tensor) -> None:
-        task = entry.task
-        if entry.message.kind == "loss" and tensor.numel() == 1:
-            entry.is_mean = True
-        if tensor.is_cpu and isinstance(weight, int):
-            self._add(entry, measure(tensor, task.fields, self._random(tensor, task), compiled=self.compiled), weight)
-        else:
-            self._add_on_device(entry, tensor, weight)
-
-    def receive_difference(self, place: Place, after: Tensor, before: Tensor, path: str) -> None:
-        """Measure ``after - before``; it is not made where nobody has to see it, and otherwise takes the place of `before`."""
-        if self.rows is None or (task := self.plan.task(place.kind, place.module)) is None:
-            return
-        if task.measurers or not after.is_cpu:
-            self.receive(place, torch.sub(after, before, out=before), path)
-        else:
-            entry = self._entry(self.rows, place, path, task)
-            random = self._random(after, task)
-            self._add(entry, measure_difference(after, before, task.fields, random, compiled=self.compiled))
-
-    def _entry(self, rows: Rows, place: Place, path: str, task: Task) -> Entry:
-        key = (place, path)
-        if (entry := rows.entries.get(key)) is None:
-            entry = rows.entries[key] = Entry(key, place.message(rows.stamp, path), task)
-        return entry
-
-    def _add(self, entry: Entry, record: Record | None, weight: int = 1) -> None:
-        if record is None:
+    def _measure_fields(self, entry: Entry, tensor: Tensor, weight: int | Tensor | None) -> None:
+        fields, random = entry.task.fields, self._random(tensor, entry.task)
+        if not tensor.is_cpu or isinstance(weight, Tensor):
+            self._add_on_device(entry, tensor, 1 if weight is None else weight, random)
+        elif (record := measure(tensor, fields, random, compiled=self.kernels is not None)) is None:
             self.unreadable += 1
-        elif weight:
-            entry.add_record(record if weight == 1 else record.repeated(weight))
+        elif weight != 0:
+            entry.add_record(record if weight is None else record.repeated(weight))
 
-    def _add_on_device(self, entry: Entry, tensor: Tensor, weight: int | Tensor) -> None:
+    def _add_on_device(
+        self, entry: Entry, tensor: Tensor, weight: int | Tensor, random: torch.Generator | None
+    ) -> None:
         entry.pivot = self._pivots.get(entry.key, 0.0)
-        vectors = measure_vectors(tensor, entry.task.fields, entry.pivot, weight, self._random(tensor, entry.task))
+        vectors = measure_vectors(tensor, entry.task.fields, entry.pivot, weight, random)
         if vectors is None:
             self.unreadable += 1
         else:
@@ -183,10 +173,10 @@ class Recorder:
             self._generators[device] = torch.Generator(device).manual_seed(0)
         return self._generators[device]
 
-    def _measure_all(self, entry: Entry, measurers: Iterable[Subscription], tensor: Tensor) -> None:
+    def _measure_all(self, rows: Rows, entry: Entry, measurers: Iterable[Subscription], tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
-        message = entry.message.carrying(tensor)
+        message = entry.message(rows.stamp, tensor)
         for subscription in measurers:
             self._measure_own(entry, subscription, message, tensor)
 
@@ -201,7 +191,7 @@ class Recorder:
         self._add_own(entry, subscription, row)
         if version is not None and tensor._version != version:
             self.faults.blame(
-                subscription, f"it changed {entry.message.kind!r} of {entry.message.series_name} in place"
+                subscription, f"it changed {entry.place.kind!r} of {entry.place.module or 'the network'} in place"
             )
 
     def _add_own(self, entry: Entry, subscription: Subscription, row: Tensor | None) -> None:
@@ -224,12 +214,8 @@ class Recorder:
             }
             if len(messages) < len(subscription.kinds):
                 continue
-            bundle = MessageBundle(messages)
-            key = (subscription,)
-            entry = self.rows.entries.setdefault(
-                key, Entry(key, bundle.first, Task(frozenset(), (subscription,), (subscription,)))
-            )
-            self._measure_own(entry, subscription, bundle, tensors[subscription.kinds[0]])
+            entry = self.rows.entry_together(subscription)
+            self._measure_own(entry, subscription, MessageBundle(messages), tensors[subscription.kinds[0]])
 
     def remember(self, entry: Entry) -> None:
         """Keep the mean of an entry as the pivot of the next one, so that device rows lose no digits to a large offset."""

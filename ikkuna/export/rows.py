@@ -1,7 +1,7 @@
 """What was measured in one step, merged as it comes and copied to the host once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor
 from ikkuna.distributed.placement import Part
 from ikkuna.export.demand import Task
 from ikkuna.export.messages.message import Message, Stamp
+from ikkuna.export.messages.place import Place
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics.device import from_vectors, merge_vectors
+from ikkuna.numerics.native.look import Look, record_of
 from ikkuna.numerics.statistics import Record, merge
 
 __all__ = ["Entry", "Rows", "Sharing"]
@@ -28,18 +30,25 @@ _MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Entry:
     """All that was measured of one kind, module and path.
 
-    Statistics of a host tensor are a `Record` at once; those of a device tensor stay there, as vectors, until the copy.
+    Statistics stay as they were made until the step is over, those of a host tensor as what the compiled kernels fill,
+    those of a device tensor as vectors on the device; then they become a `Record`.
     Where each call was the mean of many elements (a loss), what comes out is their one weighted mean.
     """
 
     key: tuple[object, ...]
-    message: Message
+    place: Place
+    path: str
     task: Task
+    look: Look = field(default_factory=Look)
     record: Record | None = None
     pivot: float = 0.0
     is_mean: bool = False
     on_device: dict[str, Tensor] | None = None
     measured: dict[Subscription, Tensor] | None = None
+
+    def message(self, stamp: Stamp, data: Any = None, record: Record | None = None) -> Message:
+        """Return the message that tells of it."""
+        return self.place.message(stamp, self.path, data, record)
 
     def add_record(self, record: Record) -> None:
         """Take in statistics of more elements."""
@@ -68,6 +77,8 @@ class Entry:
 
     def settle(self) -> None:
         """Make one record of everything that has reached the host."""
+        if (seen := record_of(self.look, self.task.fields)) is not None:
+            self.add_record(seen)
         if self.on_device:
             self.add_record(from_vectors(self.on_device, self.task.fields, self.pivot))
             self.on_device = None
@@ -109,13 +120,27 @@ class Rows:
         self._overflows: list[Tensor] = []
         self._copies: list[tuple[list[_Part], Tensor, torch.cuda.Event | None]] = []
 
+    def entry(self, place: Place, path: str, task: Task) -> Entry:
+        """Return the entry of a leaf or parameter at a place, a new one if there is none yet."""
+        key = (place, path)
+        if (entry := self.entries.get(key)) is None:
+            entry = self.entries[key] = Entry(key, place, path, task)
+        return entry
+
+    def entry_together(self, subscription: Subscription) -> Entry:
+        """Return the entry of what one subscriber measures side by side."""
+        if (entry := self.entries.get((subscription,))) is None:
+            task = Task(frozenset(), (subscription,), (subscription,))
+            entry = self.entries[subscription,] = Entry((subscription,), Place(subscription.kinds[0]), "", task)
+        return entry
+
     def drop(self, kinds: frozenset[str]) -> None:
         """Forget what was seen of some kinds: a closure is evaluated again.
 
         From then on the stamp is another one, though equal: by that a metric knows that it has to forget what it kept, too.
         """
         self.stamp = replace(self.stamp)
-        self.entries = {key: entry for key, entry in self.entries.items() if entry.message.kind not in kinds}
+        self.entries = {key: entry for key, entry in self.entries.items() if entry.place.kind not in kinds}
 
     def note_overflow(self, found_inf: Tensor | None) -> None:
         """Take a fused optimizer's flag that its gradient scaler found an Inf and the weights stayed as they were."""
@@ -163,8 +188,7 @@ class Rows:
         self.skipped = self.skipped or any(bool(flag.item()) for flag in self._overflows)
         self._overflows = []
         for entry in self.entries.values():
-            if entry.on_device is not None:
-                entry.settle()
+            entry.settle()
 
 
 def _to_host(packed: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:

@@ -9,10 +9,9 @@ import torch
 from ikkuna.distributed.block import Row
 from ikkuna.distributed.layout import OWN, Key
 from ikkuna.distributed.merge import Merged
-from ikkuna.export.demand import Demand, Plan, Task
+from ikkuna.export.demand import Demand, Plan
 from ikkuna.export.messages.bus import MessageBus
 from ikkuna.export.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
-from ikkuna.export.messages.message import NetworkMessage
 from ikkuna.export.rows import Entry, Rows
 from ikkuna.export.subscriber.subscription import Subscription
 
@@ -83,7 +82,7 @@ class Translation:
 
     def _row(self, entry: Entry, rows: Rows) -> Row:
         key = self._key(entry)
-        is_parameter = _is_of_parameter(entry.message.kind)
+        is_parameter = _is_of_parameter(entry.place.kind)
         part = rows.parts.get(entry.key)
         if part is None:
             number = 0 if is_parameter else OWN
@@ -97,10 +96,9 @@ class Translation:
         return Row(key, number, entry.record, entry.task.fields, entry.is_mean, own)
 
     def _key(self, entry: Entry) -> Key:
-        message: Any = entry.message  # of a module or of the network, which both have a path
         if entry.key[0] in self._name_of:  # measured together by one subscriber, whose entry it is
-            return message.kind, None, _TOGETHER + self._name_of[entry.key[0]]
-        return message.kind, getattr(message, "module", None), message.path
+            return entry.place.kind, None, _TOGETHER + self._name_of[entry.key[0]]
+        return entry.place.kind, entry.place.module, entry.path
 
     def keys_apart(self, rows: Rows) -> frozenset[Key]:
         """Return of which keys somebody wants the records of each rank."""
@@ -136,12 +134,10 @@ class Translation:
             subscription = self._by_name.get(path.removeprefix(_TOGETHER))
             if subscription is None:
                 return None
-            task = Task(frozenset(), (subscription,), (subscription,))
-            return Entry((subscription,), NetworkMessage(rows.stamp, kind), task)
+            return rows.entry_together(subscription)
         if (wanted := plan.task(kind, module)) is None:
             return None
-        place = self._place(kind, module)
-        return Entry((place, path), place.message(rows.stamp, path), wanted)
+        return rows.entry(self._place(kind, module), path, wanted)
 
 
 def _is_of_parameter(kind: str) -> bool:

@@ -1,22 +1,22 @@
-"""Integers that stand for what a tap looks at: all that a traced graph can carry."""
+"""Integers that stand for places: all that a traced graph can carry."""
 
 import weakref
 from typing import Protocol
 
 from torch import Tensor
 
-from ikkuna.export.recorder import Place
+from ikkuna.export.messages.place import Place
 
-__all__ = ["BASE", "SLOTS", "VIEW", "Sink", "Slots", "observe"]
+__all__ = ["BASE", "SLOTS", "VIEW", "Sink", "Slots"]
 
 VIEW, BASE = 1, 2
 """A gradient has three slots in a row: of an output, of an output that is a view, of that view's base."""
 
 
 class Sink(Protocol):
-    """What a slot belongs to: it takes the tensors its taps see."""
+    """What a slot belongs to: it takes what compiled graphs see."""
 
-    def receive(self, place: Place, tensor: Tensor, path: str, role: int, traced: bool) -> None:
+    def take_traced(self, place: Place, tensor: Tensor, path: str, role: int) -> None:
         """Take a tensor of the user's, detached; never raise."""
 
     def entered(self, counts: bool) -> None:
@@ -30,20 +30,20 @@ class Slots:
         self._next = 0
         self._places: dict[int, tuple[weakref.ref[Sink], Place, int]] = {}
 
-    def assign(self, sink: Sink, place: Place) -> int:
-        """Return the first of three new slots for a place of `sink`; they go with the sink."""
-        first = self._next
+    def assign(self, sink: Sink, kind: str, module: str | None) -> Place:
+        """Return a place of `sink` that has three new slots; they go with the sink."""
+        place = Place(kind, module, self._next)
         self._next += 3
-        numbers = range(first, self._next)
+        numbers = range(place.slot, self._next)
         reference = weakref.ref(sink, lambda _: [self._places.pop(number, None) for number in numbers])
         for role, number in enumerate(numbers):
             self._places[number] = reference, place, role
-        return first
+        return place
 
-    def receive(self, number: int, tensor: Tensor, path: str, traced: bool = False) -> None:
+    def take(self, number: int, tensor: Tensor, path: str) -> None:
         """Hand a tensor to the sink of a slot, if there still is one."""
         if (entry := self._places.get(number)) is not None and (sink := entry[0]()) is not None:
-            sink.receive(entry[1], tensor, path, entry[2], traced)
+            sink.take_traced(entry[1], tensor, path, entry[2])
 
     def tick(self, number: int, counts: bool) -> None:
         """Tell the sink of a slot that its compiled root is called."""
@@ -52,14 +52,3 @@ class Slots:
 
 
 SLOTS = Slots()
-
-
-def observe(tensor: Tensor, slot: int, path: str, batch_sizes: Tensor | None = None) -> None:
-    """Show a tensor to whoever owns the slot: the one door from torch into ikkuna.
-
-    What belongs to a packed sequence has its `batch_sizes` as an attribute, as the sequence had: its rows tell nothing of time without.
-    """
-    seen = tensor.detach()
-    if batch_sizes is not None:
-        seen.batch_sizes = batch_sizes  # type: ignore[attr-defined]
-    SLOTS.receive(slot, seen, path)

@@ -1,7 +1,4 @@
-"""Where ikkuna touches torch: one function per quantity, each of which returns its undo.
-
-Every look at a tensor ends in one function of ``(tensor, slot, path)``: `observe`, or in a traced graph the operator of that name.
-"""
+"""Where ikkuna touches torch: one function per quantity, each of which returns its undo."""
 
 import os
 import weakref
@@ -14,12 +11,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ikkuna.export import traced
+from ikkuna.export.messages.place import Place
 from ikkuna.export.outputs import leaves
-from ikkuna.export.slots import BASE, VIEW, observe
+from ikkuna.export.slots import BASE, VIEW
 
 __all__ = [
     "Hook",
-    "ModuleSlots",
+    "ModulePlaces",
     "ModuleTap",
     "RootEntered",
     "RootLeft",
@@ -27,7 +25,6 @@ __all__ = [
     "Undo",
     "blind_after_fork",
     "in_backward",
-    "in_transform",
     "received",
     "tap_gradient",
     "tap_loss",
@@ -40,16 +37,16 @@ __all__ = [
 
 Undo = Callable[[], None]
 
+_interpreters, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+
+
+def _nobody() -> None:
+    """Be the reference to an owner that there never was."""
+
 
 def in_backward() -> bool:
     """Whether autograd is running here: a forward seen then is the recomputation of a checkpoint."""
-    task_id = getattr(torch._C, "_current_graph_task_id", None)
-    return task_id is not None and task_id() != -1
-
-
-def in_transform() -> bool:
-    """Whether a torch.func transform or a tracer is looking, to whom ikkuna must not exist."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
+    return torch._C._current_graph_task_id() != -1
 
 
 class Hook:
@@ -57,30 +54,37 @@ class Hook:
 
     Calls ``getattr(owner, method)(*bound, *args)``, never returns anything, and lets no error out: the owner's ``fault`` takes it.
     The owner's ``stopwatch`` counts the time.
-    To a compiler it is empty.
+    To a torch.func transform or a tracer it does not exist, to a compiler it is what `leave_in_graph` does.
+
+    It runs between two kernels of the user's that have emptied the caches, where every further call of a function costs
+    some hundred nanoseconds: so it is one function, and those it calls go straight to the measurement.
     """
 
     __slots__ = ("__weakref__", "bound", "method", "owner")
 
     def __init__(self, owner: Any = None, method: str = "", *bound: Any) -> None:
-        self.owner = weakref.ref(owner) if owner is not None else None
+        self.owner = _nobody if owner is None else weakref.ref(owner)
         self.method = method
         self.bound = bound
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any) -> None:
         """Call the owner's method, if there is an owner and nobody is tracing."""
-        if torch.compiler.is_compiling() or in_transform():
+        if torch.compiler.is_compiling():
+            self.leave_in_graph(*args)
             return
-        owner = self.owner() if self.owner is not None else None
-        if owner is None:
+        if _interpreters() is not None or _tracing_state() is not None or (owner := self.owner()) is None:
             return
-        owner.stopwatch.start()
+        stopwatch = owner.stopwatch
+        stopwatch.start()
         try:
-            getattr(owner, self.method)(*self.bound, *args, **kwargs)
+            getattr(owner, self.method)(*self.bound, *args)
         except Exception as error:
             owner.fault(self.method, error)
         finally:
-            owner.stopwatch.stop()
+            stopwatch.stop()
+
+    def leave_in_graph(self, *args: Any) -> None:
+        """Leave in a graph that is being compiled what will look: nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
         return type(self)()
@@ -106,12 +110,12 @@ class Switch:
     outputs: int = -1
 
 
-class ModuleSlots(NamedTuple):
+class ModulePlaces(NamedTuple):
     """Where one module's tensors go, ``None`` for what is not wanted."""
 
-    inputs: int | None = None
-    activations: int | None = None
-    gradients: int | None = None
+    inputs: Place | None = None
+    activations: Place | None = None
+    gradients: Place | None = None
 
 
 def received(args: Any, outputs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -122,20 +126,17 @@ def received(args: Any, outputs: list[tuple[str, Tensor]]) -> list[tuple[str, Te
 class ModuleTap(Hook):
     """The hook of one module: in a traced call it leaves the operators that will look, in an eager one it looks."""
 
-    __slots__ = ("slots", "switch")
+    __slots__ = ("places", "slots", "switch")
 
-    def __init__(self, owner: Any = None, slots: ModuleSlots | None = None, switch: Switch | None = None) -> None:
-        self.slots = slots or ModuleSlots()
-        super().__init__(owner, "module_called", self.slots)
+    def __init__(self, owner: Any = None, places: ModulePlaces | None = None, switch: Switch | None = None) -> None:
+        self.places = places or ModulePlaces()
+        self.slots = tuple(None if place is None else place.slot for place in self.places)
+        super().__init__(owner, "module_called", self.places)
         self.switch = switch
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Take a call of the module."""
-        if not torch.compiler.is_compiling():
-            super().__call__(*args, **kwargs)
-        elif (
-            torch.is_grad_enabled() and self.switch is not None and self.switch.on and not torch.compiler.is_exporting()
-        ):
+    def leave_in_graph(self, *args: Any) -> None:
+        """Leave the operators that look at what the module receives and returns, and at the gradient."""
+        if torch.is_grad_enabled() and self.switch is not None and self.switch.on and not torch.compiler.is_exporting():
             inputs, activations, gradients = self.slots
             outputs = leaves(args[2])
             if inputs is not None:
@@ -145,7 +146,7 @@ class ModuleTap(Hook):
                 if activations is not None:
                     traced.observe(tensor.detach(), activations, path)
                 if gradients is not None and tensor.requires_grad:
-                    watch_gradient(tensor, gradients, path, traced.observe)
+                    _watch_traced(tensor, gradients, path)
 
 
 class RootEntered(Hook):
@@ -157,12 +158,10 @@ class RootEntered(Hook):
         super().__init__(owner, method)
         self.switch = switch
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the call of the root."""
+    def leave_in_graph(self, *args: Any) -> None:
+        """Leave the operators that open the step and look at what the root receives."""
         switch = self.switch
-        if not torch.compiler.is_compiling():
-            super().__call__(*args, **kwargs)
-        elif switch is not None and not torch.compiler.is_exporting():
+        if switch is not None and not torch.compiler.is_exporting():
             counts = args[0].training and torch.is_grad_enabled()
             traced.tick(switch.root, counts)
             if switch.on and counts and switch.inputs >= 0:
@@ -175,12 +174,10 @@ class RootLeft(RootEntered):
 
     __slots__ = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the return of the root."""
+    def leave_in_graph(self, *args: Any) -> None:
+        """Leave the operators that look at what the root returns."""
         switch = self.switch
-        if not torch.compiler.is_compiling():
-            Hook.__call__(self, *args, **kwargs)
-        elif switch is not None and not torch.compiler.is_exporting():
+        if switch is not None and not torch.compiler.is_exporting():
             counts = args[0].training and torch.is_grad_enabled()
             if switch.on and counts and switch.outputs >= 0:
                 for path, tensor in leaves(args[2]):
@@ -198,7 +195,7 @@ def _run_as_they_are(*functions: Callable[..., Any]) -> None:
         frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-_run_as_they_are(Hook.__call__, ModuleTap.__call__, RootEntered.__call__, RootLeft.__call__)
+_run_as_they_are(Hook.__call__)
 
 
 def was_compiled(module: nn.Module) -> bool:
@@ -207,40 +204,43 @@ def was_compiled(module: nn.Module) -> bool:
     return code is not None and bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 
-def watch_gradient(
-    output: Tensor, slot: int, path: str, see: Callable[[Tensor, int, str], None] = observe
-) -> list[Any]:
-    """Arm the hooks that see the gradient of `output`; return the handles of those that would outlive the graph.
+def watch_gradient(output: Tensor, seen: Callable[..., None]) -> list[Any]:
+    """Have ``seen(grad)`` called with the gradient of `output`; return the handles of those hooks that would outlive the graph.
 
     An in-place operation after a module that returned a view cuts the tensor's own hook off without a word;
-    the gradient then arrives at the view's base.  Both are watched; who receives drops the base's where the view's came.
+    the gradient then arrives at the view's base.  Both are watched, and tell themselves apart: ``seen(grad, role)``.
+    Who receives drops the base's where the view's came.
     """
     base = output._base
     if base is None or not base.requires_grad or base.numel() != output.numel():
-        handle = output.register_hook(lambda grad: see(grad.detach(), slot, path))
+        handle = output.register_hook(seen)
         return [handle] if output.is_leaf else []
     size, stride = output.size(), output.stride()
     handles = [
-        output.register_hook(lambda grad: see(grad.detach(), slot + VIEW, path)),
-        base.register_hook(lambda grad: see(grad.detach().contiguous().as_strided(size, stride), slot + BASE, path)),
+        output.register_hook(lambda grad: seen(grad, VIEW)),
+        base.register_hook(lambda grad: seen(grad.detach().contiguous().as_strided(size, stride), BASE)),
     ]
     return handles if base.is_leaf else []
 
 
+def _watch_traced(output: Tensor, slot: int, path: str) -> None:
+    watch_gradient(output, lambda grad, role=0: traced.observe(grad.detach(), slot + role, path))
+
+
 def tap_module(
-    module: nn.Module, owner: Any, slots: ModuleSlots, switch: Switch | None, first: bool
+    module: nn.Module, owner: Any, places: ModulePlaces, switch: Switch | None, first: bool
 ) -> tuple[ModuleTap, Undo]:
-    """Tell `owner` of each call of a module: ``module_called(slots, module, args, output)``.
+    """Tell `owner` of each call of a module: ``module_called(places, module, args, output)``.
 
     Parameters
     ----------
     module : whose
     owner : who is told
-    slots : what is wanted of it
+    places : what is wanted of it
     switch : what a traced call asks; without one it leaves nothing in the graph
     first : put the hook before others, which the root needs: its hook is installed from within its own call
     """
-    tap = ModuleTap(owner, slots, switch)
+    tap = ModuleTap(owner, places, switch)
     return tap, _removing((module.register_forward_hook(tap, prepend=first),))
 
 

@@ -1,6 +1,6 @@
 """What a compiled graph holds of ikkuna: two opaque operators, which the compiler neither looks into nor removes.
 
-Their bodies are those of the eager taps, so a compiled step is measured by the same code.
+Their bodies end where the eager taps end, so a compiled step is measured by the same code.
 They keep nothing: the compiler reuses a tensor's memory as soon as the operator has returned.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["observe", "tick"]
 @torch.library.custom_op("ikkuna::observe", mutates_args=())
 def observe(tensor: Tensor, slot: int, path: str) -> None:
     """Show a tensor to whoever owns the slot."""
-    SLOTS.receive(slot, tensor.detach(), path, traced=True)
+    SLOTS.take(slot, tensor.detach(), path)
 
 
 @torch.library.custom_op("ikkuna::tick", mutates_args=())

@@ -7,12 +7,11 @@ from ikkuna.numerics import native
 from ikkuna.numerics.eager import measure_eagerly
 from ikkuna.numerics.elements import flatten, readable
 from ikkuna.numerics.float_code import codes, sampled_codes
-from ikkuna.numerics.statistics import Record, merge
+from ikkuna.numerics.statistics import HISTOGRAMS, Record, merge
 
-__all__ = ["measure", "measure_difference"]
+__all__ = ["measure"]
 
-_CODES = frozenset(("codes", "sampled_codes"))
-_COUNTED = _CODES | {"n"}
+_COUNTED = HISTOGRAMS | {"n"}
 
 
 def measure(
@@ -66,21 +65,3 @@ def _measure_stored(
     if implied_zeros:
         record = merge(record, measure_eagerly(values.new_zeros(1), fields).repeated(implied_zeros))
     return record
-
-
-def measure_difference(
-    x: Tensor, y: Tensor, fields: frozenset[str], generator: torch.Generator | None = None, *, compiled: bool = True
-) -> Record | None:
-    """Return the `fields` of ``x - y``, in fewer looks at memory than the subtraction would take; `y` may be overwritten.
-
-    Takes what :func:`measure` takes; both tensors are of one shape, dtype and layout.
-
-    Examples
-    --------
-    >>> measure_difference(torch.tensor([3.0, 5.0]), torch.tensor([1.0, 2.0]), frozenset(("n", "l1"))).l1
-    5.0
-    """
-    kernels = native.library() if compiled and fields.isdisjoint(_CODES) else None
-    if kernels is not None and kernels.takes_difference(x, y):
-        return kernels.measure_difference(x, y, fields)
-    return measure(torch.sub(x, y, out=y), fields, generator, compiled=compiled)

@@ -12,10 +12,13 @@ from typing import Any
 
 from ikkuna.errors import ConfigError
 
-__all__ = ["FIELDS", "Record", "closure", "merge"]
+__all__ = ["FIELDS", "HISTOGRAMS", "Record", "closure", "merge"]
 
 FIELDS = ("n", "mean", "m2", "m3", "m4", "min", "max", "l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes")
 """Every statistic a :class:`Record` can hold; a subscriber names those it needs in its ``fields``."""
+
+HISTOGRAMS = frozenset(("codes", "sampled_codes"))
+"""Those of them that are arrays of counts."""
 
 _NEEDS = {"mean": (), "m2": ("mean",), "m3": ("mean", "m2"), "m4": ("mean", "m2", "m3")}
 _SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs"))

@@ -15,7 +15,8 @@ from ikkuna.export.exporter import Exporter
 from ikkuna.export.messages.bus import Finished, MessageBus
 from ikkuna.export.messages.kinds import MEASURED_TOGETHER, MODULE_KINDS
 from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
-from ikkuna.export.recorder import Place, Recorder
+from ikkuna.export.messages.place import Place
+from ikkuna.export.recorder import Recorder
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.callback import CallbackSubscriber
 from ikkuna.testing.recording import RecordingBackend

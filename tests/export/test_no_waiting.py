@@ -84,14 +84,13 @@ def test_no_measure_of_a_subscriber_waits(name, monkeypatch):
 
 def test_a_model_is_watched_on_its_device_without_waiting(bus, monkeypatch):
     """The whole way from hook to row, with tensors that say they are elsewhere."""
-    from ikkuna.export import Exporter
-    from ikkuna.export.recorder import Recorder
+    from ikkuna.export import Exporter, recorder
     from ikkuna.export.subscriber import MomentsSubscriber, NormSubscriber
 
-    def on_device(recorder, entry, record, weight=1):
+    def on_host(tensor, *arguments, **options):
         raise AssertionError("the host's kernel was used")
 
-    monkeypatch.setattr(Recorder, "_add", on_device)
+    monkeypatch.setattr(recorder, "measure", on_host)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     with Exporter(message_bus=bus, on_error="raise") as exporter:

@@ -10,19 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics import native
 from ikkuna.numerics.float_code import codes, sampled_codes
-from ikkuna.numerics.measure import measure, measure_difference
+from ikkuna.numerics.measure import measure
 from ikkuna.numerics.native import build
-from ikkuna.numerics.statistics import FIELDS, closure
+from ikkuna.numerics.native.look import Look, record_of
+from ikkuna.numerics.statistics import FIELDS, Record, closure, merge
 from ikkuna.testing import RecordingBackend
 
 ALL = closure(f for f in FIELDS if "codes" not in f)
-PAIRS = hnp.arrays(np.float32, st.tuples(st.just(2), st.integers(0, 3000)), elements=st.floats(width=32))
+PAIRS = hnp.arrays(np.float32, st.tuples(st.just(2), st.integers(1, 3000)), elements=st.floats(width=32))
 
 
 @pytest.fixture
@@ -39,19 +41,52 @@ def nothing_built(monkeypatch, tmp_path):
 def test_the_statistics_of_a_difference_are_those_of_the_subtraction(pair):
     x, y = torch.from_numpy(pair.copy())
     want = measure(x - y, ALL)
-    assert repr(measure_difference(x, y.clone(), ALL)) == repr(want)
+    assert repr(difference(x, y, ALL)) == repr(want)
 
 
-@pytest.mark.parametrize("fields", [ALL, closure(["codes", "m2"])])
-@pytest.mark.parametrize(
-    "make", [lambda x: x, lambda x: x.t(), lambda x: x.bfloat16(), lambda x: x.half(), lambda x: x.double()]
-)
-def test_a_difference_of_any_layout_and_type(make, fields):
-    x, y = make(torch.randn(40, 50)), make(torch.randn(40, 50))
-    want, got = measure(x - y, fields), measure_difference(x, y.clone(), fields)
+def difference(x, y, fields):
+    look = Look()
+    if native.library().takes_difference(x, y):
+        native.library().look_at_difference(x, y, fields, look)
+    return record_of(look, fields) or Record()
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "channels last": lambda x: x.view(2, 20, 5, 10).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_difference_of_any_dense_layout(dtype, layout):
+    x, y = (LAYOUTS[layout](torch.randn(40, 50, dtype=dtype)) for _ in range(2))
+    want, got = measure((x - y).contiguous(), ALL), difference(x, y, ALL)
+    assert got.n == 2000
     assert got.mean == pytest.approx(want.mean, rel=1e-5, abs=1e-7)
     assert got.m2 == pytest.approx(want.m2, rel=1e-5)
-    assert (got.codes is None) or (got.codes == want.codes).all()
+
+
+def test_tensors_that_do_not_lie_alike_are_not_subtracted():
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    kernels = native.library()
+    assert kernels.takes_difference(x, y)
+    for other in (y.t(), y.double(), y[:2], y[:, ::2].repeat(1, 2).t()):
+        assert not kernels.takes_difference(x, other)
+
+
+@given(st.lists(hnp.arrays(np.float32, st.integers(1, 3000), elements=st.floats(width=32)), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=60)
+def test_looks_add_up(arrays):
+    """What several calls of a module returned is measured as if it were one tensor."""
+    look = Look()
+    for array in arrays:
+        native.library().look(torch.from_numpy(array), ALL, look)
+    got, want = record_of(look, ALL), merge(*(measure(torch.from_numpy(array), ALL) for array in arrays))
+    assert (got.n, got.zeros, got.nans, got.infs) == (want.n, want.zeros, want.nans, want.infs)
+    for name in ("min", "max", "l1", "sumsq", "center", "m2"):
+        assert getattr(got, name) == pytest.approx(getattr(want, name), rel=1e-6, abs=1e-30, nan_ok=True)
 
 
 def test_kernels_read_only_what_lies_in_memory_as_it_seems():
@@ -61,7 +96,10 @@ def test_kernels_read_only_what_lies_in_memory_as_it_seems():
     lazy_negative = torch.complex(plain, plain).conj().imag
     assert lazy_negative.is_neg()
     lazy_zero = torch._efficientzerotensor(4, 4)
-    for x in (lazy_negative, lazy_zero, plain.t(), plain.half(), plain.to_sparse(), plain.to("meta"), torch.empty(0)):
+    for x in (plain.t(), nn.Parameter(plain), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        assert kernels.takes(x)
+    gaps = plain[:, ::2], plain[:1].expand(4, 4), plain.unfold(1, 2, 1)
+    for x in (*gaps, lazy_negative, lazy_zero, plain.half(), plain.to_sparse(), plain.to("meta"), torch.empty(0)):
         assert not kernels.takes(x)
     assert measure(lazy_negative, ALL).mean == pytest.approx(-plain.mean().item(), rel=1e-5)
     assert measure(lazy_zero, ALL).zeros == 16

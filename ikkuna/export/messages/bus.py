@@ -229,7 +229,7 @@ class MessageBus:
             return
         rows = item.rows
         for entry in rows.unpack():
-            self._deliver_entry(entry, rows.skipped)
+            self._deliver_entry(entry, rows)
             item.remember(entry)
         if item.event is not None:
             self.publish(replace(item.event, skipped=rows.skipped))
@@ -241,21 +241,21 @@ class MessageBus:
         if self._run is not None:
             self._run.commit(rows.stamp.global_step)
 
-    def _deliver_entry(self, entry: Entry, skipped: bool) -> None:
+    def _deliver_entry(self, entry: Entry, rows: Rows) -> None:
         for subscription in entry.task.subscriptions:
             subscriber = subscription.subscriber
+            if subscription.disabled or (rows.skipped and not subscriber.sees_skipped):
+                continue
             row = entry.measured.get(subscription) if entry.measured is not None else None
             record = entry.record if subscriber.fields and entry.record is not None and entry.record.n else None
-            if (record is None and row is None) or subscription.disabled or (skipped and not subscriber.sees_skipped):
+            if record is None and row is None:
                 continue
             if record is not None and subscriber.finite_only:
                 record = replace(record, finite_only=True)
             data = None if row is None else row.numpy()
-            message: Message | MessageBundle = entry.message.carrying(data, record)
+            message: Message | MessageBundle = entry.message(rows.stamp, data, record)
             if subscription.together:
-                message = MessageBundle(
-                    {kind: entry.message.carrying(None, kind=kind) for kind in subscription.kinds}, data
-                )
+                message = MessageBundle({kind: NetworkMessage(rows.stamp, kind) for kind in subscription.kinds}, data)
             self.faults.call(subscription, "compute", subscription.deliver, message)
 
     def is_wanted(self, kind: str) -> bool:

@@ -16,7 +16,7 @@ constexpr int ROW = 1024;
 // What is wanted, besides the sum of squares and the number of elements.
 enum Wanted { LINEAR = 1, SECOND = 2, HIGHER = 4 };
 
-// In the order in which `native.py` reads it.
+// In the order in which `look.py` reads it.
 struct Record {
     double n = 0, nans = 0, infs = 0, zeros = 0, l1 = 0, sumsq = 0, mean = 0, m2 = 0, m3 = 0, m4 = 0;
     double min = std::numeric_limits<double>::infinity(), max = -std::numeric_limits<double>::infinity();
@@ -144,10 +144,10 @@ Record read(const uint16_t *x, int n, int wanted) {
     return read(row, n, wanted);
 }
 
-// Measure what `read_row(first, length)` returns of n numbers.
+// Add to a record what `read_row(first, length)` returns of n numbers; one of zeros alone has seen nothing.
 template <class ReadRow>
 void measure(int64_t n, int wanted, Record *out, ReadRow read_row) {
-    *out = Record();
+    if (out->n == 0) *out = Record();
     for (int64_t i = 0; i < n; i += ROW) out->merge(read_row(i, n - i < ROW ? static_cast<int>(n - i) : ROW), wanted);
     if (out->nans > 0) out->min = out->max = std::numeric_limits<double>::quiet_NaN();
 }
@@ -216,6 +216,13 @@ void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t ha
                                          uint32_t seed) {                                                             \
         sampled_codes(static_cast<const T *>(x), n, shift, static_cast<int64_t *>(counts), half, seed);               \
     }
+
+extern "C" void merge_records(const void *more, int wanted, void *out) {
+    Record &known = *static_cast<Record *>(out);
+    if (known.n == 0) known = Record();
+    known.merge(*static_cast<const Record *>(more), wanted);
+    if (known.nans > 0) known.min = known.max = std::numeric_limits<double>::quiet_NaN();
+}
 
 EXPORT(float32, float)
 EXPORT(float64, double)

@@ -1,7 +1,6 @@
 """Calls the compiled kernels."""
 
 import ctypes
-import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ikkuna.numerics.statistics import Record, closure, merge
+from ikkuna.numerics.native.look import Look, record_of
+from ikkuna.numerics.statistics import Record, closure
 
 __all__ = ["DTYPES", "Library"]
 
@@ -22,10 +22,9 @@ DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "b
 _SUBTRACTED = (torch.float32, torch.float64)
 
 _LINEAR, _SECOND, _HIGHER = 1, 2, 4
-_ORDER = ("n", "nans", "infs", "zeros", "l1", "sumsq", "mean", "m2", "m3", "m4", "min", "max")
 _SQUARES = closure(("sumsq",))
 _PART = 1 << 19
-_Row = ctypes.c_double * 12
+_PLAIN = frozenset((Tensor, nn.Parameter))
 
 _Kernel = Callable[..., None]
 
@@ -53,6 +52,7 @@ class Library:
         }
         self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
         self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
+        self._merge = _typed(kernels, "merge_records", _MERGE)
         if self.measure(torch.tensor([1.0, -3.0]), frozenset(("n", "l1", "m2"))) != Record(2, m2=8.0, l1=4.0):
             raise RuntimeError("the compiled kernels compute nonsense")
 
@@ -60,38 +60,43 @@ class Library:
     def takes(x: Tensor) -> bool:
         """Whether the numbers of `x` lie in memory as a kernel reads them: not those of a wrapper, a lazy negative or a lazy zero."""
         return (
-            type(x) is Tensor
+            type(x) in _PLAIN
             and x.dtype in DTYPES
             and x.is_cpu
             and x.layout is torch.strided
             and not x.is_nested
-            and x.is_contiguous()
+            and (x.is_contiguous() or _is_dense(x))
             and not x.is_neg()
             and not torch._C._functorch.is_functorch_wrapped_tensor(x)
             and x.data_ptr() != 0  # of no number, too
         )
 
     def measure(self, x: Tensor, fields: frozenset[str]) -> Record:
-        """Return the `fields` of the numbers of `x`; parts of many are measured by as many threads as torch has for an operator."""
+        """Return the `fields` of the numbers of `x`."""
+        look = Look()
+        self.look(x, fields, look)
+        return record_of(look, fields) or Record()
+
+    def look(self, x: Tensor, fields: frozenset[str], look: Look) -> None:
+        """Add the `fields` of the numbers of `x` to a look; parts of many are measured by as many threads as torch has."""
         kernel, wanted, begin, n = self._measure[x.dtype], _wanted(fields), x.data_ptr(), x.numel()
         if n <= _PART:
-            row = _Row()
-            kernel(begin, n, wanted, row)
-            return _record(row[:], fields)
+            kernel(begin, n, wanted, look)
+            return
         size = x.element_size()
-        rows = [(_Row(), first) for first in range(0, n, _PART)]
-        _each(lambda row, first: kernel(begin + first * size, min(n - first, _PART), wanted, row), rows)
-        return merge(*(_record(row[:], fields) for row, _ in rows))
+        parts = [(Look(), first) for first in range(0, n, _PART)]
+        _each(lambda part, first: kernel(begin + first * size, min(n - first, _PART), wanted, part), parts)
+        for part, _ in parts:
+            self._merge(part, wanted, look)
 
     def takes_difference(self, x: Tensor, y: Tensor) -> bool:
         """Whether a kernel reads the difference of `x` and `y`."""
-        return x.dtype in _SUBTRACTED and x.dtype is y.dtype and x.shape == y.shape and self.takes(x) and self.takes(y)
+        is_alike = x.dtype is y.dtype and x.shape == y.shape and x.stride() == y.stride()
+        return x.dtype in _SUBTRACTED and is_alike and self.takes(x) and self.takes(y)
 
-    def measure_difference(self, x: Tensor, y: Tensor, fields: frozenset[str]) -> Record:
-        """Return the `fields` of ``x - y``, which is never made: two looks at memory where a subtraction and a measurement are four."""
-        row = _Row()
-        self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), _wanted(fields), row)
-        return _record(row[:], fields)
+    def look_at_difference(self, x: Tensor, y: Tensor, fields: frozenset[str], look: Look) -> None:
+        """Add the `fields` of ``x - y``, which is never made: two looks at memory where a subtraction and a measurement are four."""
+        self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), _wanted(fields), look)
 
     def codes(self, x: Tensor, m: int, counts: Tensor) -> None:
         """Add the float codes of the numbers of `x` to `counts`."""
@@ -102,6 +107,7 @@ class Library:
         self._sampled[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2, seed)
 
 
+_MERGE = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 _MEASURE = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
 _DIFFERENCE = (ctypes.c_void_p, *_MEASURE)
 _CODES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
@@ -128,28 +134,15 @@ def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> _Kern
     return kernel  # type: ignore[no-any-return]
 
 
+def _is_dense(x: Tensor) -> bool:
+    """Whether numbers lie next to each other, in an order of axes of their own, as in ``channels_last``."""
+    return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).is_contiguous()
+
+
+@cache
 def _wanted(fields: frozenset[str]) -> int:
     if fields <= _SQUARES:
         return 0
     if "m3" in fields or "m4" in fields:
         return _LINEAR | _HIGHER
     return _LINEAR | _SECOND if "m2" in fields else _LINEAR
-
-
-@cache
-def _unwanted(fields: frozenset[str]) -> tuple[int, ...]:
-    return tuple(i for i, name in enumerate(_ORDER) if name not in fields)
-
-
-def _record(row: list[Any], fields: frozenset[str]) -> Record:
-    count = row[0] - row[1] - row[2]
-    for i in _unwanted(fields):
-        row[i] = None
-    n, nans, infs, zeros, l1, sumsq, mean, m2, m3, m4, low, high = row
-    if mean is not None and not count:
-        mean = math.nan
-    return Record(int(n), mean, m2, m3, m4, low, high, l1, sumsq, _whole(zeros), _whole(nans), _whole(infs))
-
-
-def _whole(count: float | None) -> int | None:
-    return None if count is None else int(count)

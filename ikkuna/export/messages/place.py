@@ -1,0 +1,38 @@
+"""What a tap looks at."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ikkuna.export.messages.kinds import FORWARD_KINDS
+from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.numerics.statistics import Record
+
+__all__ = ["Place"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A kind, and the module it belongs to (``None`` for the network).
+
+    A place equals only itself, which makes it a cheap key; an `Observer` makes each one once.
+
+    Parameters
+    ----------
+    kind, module : what it is, and of which module
+    slot : the number that stands for it in a compiled graph
+    """
+
+    kind: str
+    module: str | None = None
+    slot: int = -1
+
+    def message(self, stamp: Stamp, path: str = "", data: Any = None, record: Record | None = None) -> Message:
+        """Return the message of one leaf or parameter at this place."""
+        if self.module is None:
+            return NetworkMessage(stamp, self.kind, data, record, path)
+        joint = ":" if self.kind in FORWARD_KINDS else "."
+        name = f"{self.module}{joint}{path}" if path else self.module
+        return ModuleMessage(stamp, self.kind, data, record, self.module, path, name)
+
+    def __str__(self) -> str:
+        return self.kind if self.module is None else f"{self.kind} of {self.module}"
