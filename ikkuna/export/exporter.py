@@ -43,7 +43,7 @@ class Exporter:
         or ``"raise"``, for tests and authors of plugins.
     kernels : str
         ``"compiled"``: one look at a host tensor, by a library that is made once per machine, in a second;
-        ``"eager"``: torch's operators, which cost more, as also where there is no C++ compiler.
+        ``"eager"``: numpy, which costs more, as also where there is no C++ compiler.
     compiled : str
         How a model under ``torch.compile`` is watched. ``"in_graph"``: its graph looks, and computes the same bits;
         ``"eager_on_sample"``: sampled steps run without the compiler, which is what CUDA graphs need.

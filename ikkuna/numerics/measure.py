@@ -28,7 +28,7 @@ def measure(
     generator : torch.Generator, optional
         What ``sampled_codes`` draws from; by default one with seed 0.
     compiled : bool
-        Use `ikkuna.numerics.native` where it is to be had, rather than torch's operators; values agree to 1e-6.
+        Use `ikkuna.numerics.native` where it is to be had, rather than numpy; values agree to 1e-6.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Both kernels, compiled and of torch's operators, against numpy in float64, over shapes, dtypes and layouts."""
+"""Both kernels, compiled and not, against numpy in float64, over shapes, dtypes and layouts."""
 
 import math
 

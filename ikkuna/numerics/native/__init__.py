@@ -1,4 +1,4 @@
-"""The statistics kernels in C++: one look at a tensor where torch's operators need one each.
+"""The statistics kernels in C++: one look at a tensor where operators need one each.
 
 They are compiled once per machine by the compiler that is there, in less than a second; without one `ikkuna.numerics.eager` does the same.
 """

@@ -33,7 +33,7 @@ def library() -> Library | None:
         return _load_or_build()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = str(error).strip().splitlines()
-        log.info("statistics are measured by torch's operators, which costs more: %s", reason[0] if reason else error)
+        log.info("statistics are measured with numpy, which costs more: %s", reason[0] if reason else error)
         return None
 
 

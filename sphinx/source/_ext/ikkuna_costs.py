@@ -22,7 +22,7 @@ def draw_modules(curve: dict[str, float]) -> Figure:
 
 
 def draw_sizes(curves: dict[str, dict[str, float]]) -> Figure:
-    """Draw the cost of each set of statistics over the size of a tensor: compiled kernels drawn through, torch's operators dashed."""
+    """Draw the cost of each set of statistics over the size of a tensor: compiled kernels drawn through, numpy dashed."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     colours: dict[str, str] = {}
@@ -33,7 +33,7 @@ def draw_sizes(curves: dict[str, dict[str, float]]) -> Figure:
         axes.loglog(list(map(int, curve)), list(curve.values()), "-" if label else "--", color=colour, label=label)
     axes.set(xlabel="elements of a float32 tensor", ylabel="times the cost of its sum()")
     axes.grid(alpha=0.3)
-    axes.legend(title="compiled; dashed: torch's operators", fontsize="small")
+    axes.legend(title="compiled; dashed: numpy", fontsize="small")
     return figure
 
 
