@@ -7,6 +7,8 @@ the code of :math:`x` is :math:`K + \mu` for a positive sign bit and :math:`K - 
 Codes never decrease in :math:`x`; a bin is :math:`2^{-m}` of its value wide.
 """
 
+from functools import cache
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -168,8 +170,9 @@ def _leading_bits(x: Tensor, m: int) -> Tensor:
     return x.float().view(torch.int32) >> (23 - m)  # this shift keeps the sign
 
 
+@cache
 def bin_edges(m: int = 3) -> NDArray[np.float64]:
-    """Return the ``2K + 1`` edges of the bins, rising; bins of NaN and infinity lie between infinite edges.
+    """Return the ``2K + 1`` edges of the bins, rising, read-only; bins of NaN and infinity lie between infinite edges.
 
     Examples
     --------
@@ -179,7 +182,9 @@ def bin_edges(m: int = 3) -> NDArray[np.float64]:
     magnitude = (np.arange((255 << m) + 1, dtype=np.uint32) << (23 - m)).view(np.float32).astype(np.float64)
     magnitude[-1] = 2.0**128  # these bits read as infinity, but they end the last finite bin
     positive = np.concatenate([magnitude, np.full(half_size(m) - len(magnitude) + 1, np.inf)])
-    return np.concatenate([-positive[:0:-1], positive])
+    edges = np.concatenate([-positive[:0:-1], positive])
+    edges.flags.writeable = False  # all callers get this one
+    return edges
 
 
 def sample(x: Tensor, generator: torch.Generator | None = None, size: int = SAMPLE) -> Tensor:
