@@ -196,7 +196,8 @@ class Histogram:
         known_least, known_most = self._extrema()
         least = float(low[0]) if known_least is None else known_least
         most = float(high[-1]) if known_most is None else known_most
-        limits = np.linspace(least, most, n + 1)[1:] if most > least else np.array([most])
+        limits = least + _fractions(n) * (most - least) if most > least else np.array([most])
+        limits[-1] = most
         shares = _counted_up_to(limits, low, high, counts)
         shares[1:] -= shares[:-1].copy()
         middle = (low + high) / 2
@@ -259,6 +260,11 @@ def _bin_bounds(m: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     low[half - 1 : half + 1] = high[half - 1 : half + 1] = 0.0
     low[half + infinite], high[half - 1 - infinite] = np.inf, -np.inf
     return low, high
+
+
+@cache
+def _fractions(n: int) -> NDArray[np.float64]:
+    return np.arange(1, n + 1) / n
 
 
 def _counted_up_to(
