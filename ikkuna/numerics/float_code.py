@@ -54,7 +54,7 @@ def codes(x: Tensor, m: int = 3, *, compiled: bool = True) -> Tensor:
 
     Notes
     -----
-    Costs 4 to 7 sums of a large `x` on a CPU, 8 to 12 without a compiler.
+    Costs 2 to 7 sums of a large `x` on a CPU, 8 to 12 without a compiler.
     Elsewhere it does not synchronise, and needs 12 bytes for each of at most 2**22 elements.
 
     Examples
