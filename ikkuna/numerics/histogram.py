@@ -271,8 +271,9 @@ def _counted_up_to(
     limits: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64], counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return how many lie up to each limit, spread evenly over their bins; bins of a single number are steps."""
-    above = counts.cumsum(dtype=np.float64)
-    ends, counted = np.array([low, high]).T.ravel(), np.array([above - counts, above]).T.ravel()
+    above, ends, counted = counts.cumsum(), np.empty(2 * len(low)), np.empty(2 * len(low))
+    ends[::2], ends[1::2] = low, high
+    counted[::2], counted[1::2] = above - counts, above
     found: NDArray[np.float64] = np.interp(limits, ends, counted)
     return found
 
