@@ -7,12 +7,15 @@ activations and layer gradients of every layer, in every step.  Overhead is the 
 """
 
 import argparse
+import itertools
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 
 import torch
+from ikkuna_subscribers.histogram import HistogramSubscriber
+from ikkuna_subscribers.percentile import PercentileSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
@@ -119,13 +122,13 @@ def floor(work: Workload) -> None:
     work.optimizer.register_step_post_hook(ends)
 
 
-def watched(make: Callable[[str], Subscriber], **options: str) -> Callable[[Workload], Exporter]:
-    """Watch the five kinds with subscribers made by `make`."""
+def watched(*makes: Callable[[str], Subscriber], **options: str) -> Callable[[Workload], Exporter]:
+    """Watch the five kinds with a subscriber made by each of `makes`."""
 
     def attach(work: Workload) -> Exporter:
         exporter = Exporter(message_bus=MessageBus(), on_error="raise", **options)
         exporter.add_modules(work.model)
-        for kind in KINDS:
+        for make, kind in itertools.product(makes, KINDS):
             exporter.message_bus.register_subscriber(make(kind))
         work.close = exporter.close
         return exporter
@@ -139,6 +142,14 @@ def norms(subsample: int = 1, **options: str) -> Callable[[Workload], Exporter]:
 
 def fields(names: tuple[str, ...], subsample: int = 1, **options: str) -> Callable[[Workload], Exporter]:
     return watched(lambda kind: Fields(kind, names, subsample=subsample), **options)
+
+
+def histograms(exact: bool) -> Callable[[Workload], Exporter]:
+    """Seven percentiles and a histogram of 30 buckets of each tensor, in every step, to the end of the way; nothing is written."""
+    return watched(
+        lambda kind: PercentileSubscriber(kind, exact=exact, backend=NullBackend()),
+        lambda kind: HistogramSubscriber(kind, exact=exact, subsample=1, backend=NullBackend()),
+    )
 
 
 def compiled(watch: Callable[[Workload], object]) -> Callable[[Workload], None]:
@@ -217,8 +228,10 @@ VARIANTS: dict[str, Callable[[Workload], object]] = {
     "norms, eager kernels": norms(kernels="eager"),
     "full, eager kernels": fields(FULL, kernels="eager"),
     "full+m3,m4, eager kernels": fields((*FULL, "m3", "m4"), kernels="eager"),
-    "histograms sampled": fields(("sampled_codes", "min", "max")),
-    "histograms exact": fields(("codes", "min", "max")),
+    "codes sampled": fields(("sampled_codes", "min", "max")),
+    "codes exact": fields(("codes", "min", "max")),
+    "histograms sampled": histograms(exact=False),
+    "histograms exact": histograms(exact=True),
     "norms every 10th": norms(10),
     "full every 10th": fields(FULL, 10),
     "idle": norms(10**9),

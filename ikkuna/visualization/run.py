@@ -8,7 +8,7 @@ from typing import Any
 
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
 from ikkuna.visualization.backend import Backend, Series, get_backend
-from ikkuna.visualization.histogram import HistogramLike
+from ikkuna.visualization.histogram import is_histogram
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.null import NullBackend
@@ -176,7 +176,7 @@ def _call(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
         return "add_text", (series.title or _title(series), value, step)
     if isinstance(value, Matrix):
         return "add_matrix", (series, value, step)
-    if isinstance(value, HistogramLike):
+    if is_histogram(value):
         return "add_histogram", (series, value, step)
     try:
         return "add_scalar", (series, float(value), step)

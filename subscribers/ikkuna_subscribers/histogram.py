@@ -29,7 +29,7 @@ class HistogramSubscriber(PlotSubscriber):
     bins : int
         Number of buckets shown, 1 to 1,000.
     exact : bool
-        Count all elements, at the cost of about ten sums over them, rather than a random 65,536.
+        Count all elements, at the cost of about five sums over them, rather than a random 65,536.
     subsample : int
         Show every so-many-th step; 100 by default, since a picture costs a hundred numbers.
     **options

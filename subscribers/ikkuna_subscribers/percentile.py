@@ -37,7 +37,7 @@ class PercentileSubscriber(PlotSubscriber):
     percentiles : number or sequence of numbers
         In [0, 100], all different; by default those of -3 to 3 standard deviations of a normal distribution.
     exact : bool
-        Count all elements, at the cost of about ten sums over them, rather than a random 65,536,
+        Count all elements, at the cost of about five sums over them, rather than a random 65,536,
         of which the share below a percentile is known to 0.2 %.
     finite_only : bool
         Leave out elements that are NaN or infinite.

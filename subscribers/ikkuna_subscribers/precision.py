@@ -36,7 +36,7 @@ class PrecisionSubscriber(PlotSubscriber):
     scale : float
         :math:`s > 0`, what is multiplied before storing.
     exact : bool
-        Count all elements, at the cost of about ten sums over them, rather than a random 65,536, which may miss a rare overflow.
+        Count all elements, at the cost of about five sums over them, rather than a random 65,536, which may miss a rare overflow.
     **options
         See `Subscriber`.
 

@@ -222,6 +222,25 @@ def test_buckets_agree_with_numpy_on_many_elements():
     assert b.sum_squares == pytest.approx(len(x), rel=0.02)
 
 
+@given(FLOATS, st.integers(1, 12))
+@settings(deadline=None, max_examples=60)
+def test_a_bin_that_straddles_edges_is_divided_in_proportion(x, n):
+    h = Histogram.of(torch.from_numpy(x))
+    b = h.tensorboard_buckets(n)
+    edges, below = bin_edges(), [0.0] * len(b.bucket_limits)
+    for i in h.counts.nonzero()[0]:
+        low, high = (0.0, 0.0) if i in (2047, 2048) else edges[i : i + 2]
+        low, high = np.clip([low, high], x.min(), x.max())
+        for k, limit in enumerate(b.bucket_limits):
+            below[k] += h.counts[i] * (np.clip((limit - low) / (high - low), 0, 1) if high > low else limit >= high)
+    assert np.cumsum(b.bucket_counts) == pytest.approx(below, rel=1e-6, abs=1e-6)
+
+
+def test_edges_cannot_be_changed_for_others():
+    with pytest.raises(ValueError, match="read-only"):
+        bin_edges()[0] = 0.0
+
+
 def test_buckets_of_nothing_and_of_constants():
     nothing = Histogram.of(torch.tensor([math.nan])).tensorboard_buckets()
     assert (nothing.num, nothing.bucket_limits, math.isnan(nothing.min)) == (0, [], True)

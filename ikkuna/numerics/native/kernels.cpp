@@ -4,10 +4,12 @@
 // Rows merge in double (Chan, Golub & LeVeque 1979; Pebay 2008).  A row whose sums are suspicious (not finite, or of
 // numbers whose powers float does not have) is looked at again in double, and element by element if that does not help.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 namespace {
 
@@ -175,10 +177,51 @@ int32_t bits(float x) {
 int32_t bits(double x) { return bits(static_cast<float>(x)); }
 int32_t bits(uint16_t x) { return bits(widened(x)); }
 
-// Count leading bits: sign, exponent and 23 - shift bits of the mantissa.  Half the counts are for either sign.
+// While it counts, a count is four counters of 16 bits.  Neighbours use them in turn: of equal ones the next need not wait for the last.
+constexpr int LANES = 4;
+constexpr int64_t FULL = LANES * int64_t(65535);
+
+// Clear the counts.
+void begin(int64_t *counts, int64_t half) { std::memset(counts, 0, 2 * half * sizeof *counts); }
+
+// Count codes, the leading bits of n numbers, at most FULL in all; those of negative numbers by rising magnitude.
+template <class Code>
+void tally(int64_t *counts, int64_t half, int64_t n, Code code) {
+    uint16_t *zero = reinterpret_cast<uint16_t *>(counts + half);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) zero[code(i + lane) * LANES + lane]++;
+    for (; i < n; i++) zero[code(i) * LANES + i % LANES]++;
+}
+
+// Add up what was counted, and put the bins in order.
+void finish(int64_t *counts, int64_t half) {
+    for (int64_t bin = 0; bin < 2 * half; bin++) {
+        uint64_t four;
+        std::memcpy(&four, counts + bin, sizeof four);
+        counts[bin] = (four & 0xffff) + (four >> 16 & 0xffff) + (four >> 32 & 0xffff) + (four >> 48);
+    }
+    std::reverse(counts, counts + half);
+}
+
+// Count sign, exponent and 23 - shift bits of the mantissa of each of at most FULL numbers.
+template <class T>
+void codes_of_some(const T *x, int64_t n, int shift, int64_t *counts, int64_t half) {
+    begin(counts, half);
+    tally(counts, half, n, [=](int64_t i) { return static_cast<int64_t>(bits(x[i]) >> shift); });
+    finish(counts, half);
+}
+
+// The same of any number of them.
 template <class T>
 void codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half) {
-    for (int64_t i = 0; i < n; i++) counts[half + (bits(x[i]) >> shift)]++;
+    codes_of_some(x, n < FULL ? n : FULL, shift, counts, half);
+    if (n <= FULL) return;
+    std::vector<int64_t> more(2 * half);
+    for (int64_t first = FULL; first < n; first += FULL) {
+        codes_of_some(x + first, n - first < FULL ? n - first : FULL, shift, more.data(), half);
+        for (int64_t bin = 0; bin < 2 * half; bin++) counts[bin] += more[bin];
+    }
 }
 
 // Mix the bits of a number, so that successive ones look random (the finalizer of MurmurHash3, Appleby 2011).
@@ -188,19 +231,31 @@ uint32_t mixed(uint32_t h) {
     return h ^ (h >> 16);
 }
 
-// The same for one element out of each of 2^16 equal runs.
+constexpr int64_t RUNS = 1 << 16, FAR = 1 << 20;  // beyond, every number drawn lies in a cache line of its own
+
+// Draw one number from each of ROW successive runs of the RUNS that n numbers are divided into.
+void draw(int64_t *at, int64_t first, int64_t n, uint32_t seed) {
+#pragma omp simd
+    for (int64_t j = 0; j < ROW; j++) {
+        const int64_t i = first + j, begin = (i * n) >> 16, end = ((i + 1) * n) >> 16;
+        const uint64_t random = mixed(seed + 0x9e3779b9u * static_cast<uint32_t>(i));
+        at[j] = begin + static_cast<int64_t>((random * static_cast<uint64_t>(end - begin)) >> 32);
+    }
+}
+
+// The same of one number out of each of 2^16 equal runs, which stands for all of its run.
 template <class T>
 void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half, uint32_t seed) {
     int64_t at[ROW];
-    for (int64_t first = 0; first < 1 << 16; first += ROW) {
-#pragma omp simd
-        for (int64_t j = 0; j < ROW; j++) {
-            const int64_t i = first + j, begin = (i * n) >> 16, end = ((i + 1) * n) >> 16;
-            const uint64_t random = mixed(seed + 0x9e3779b9u * static_cast<uint32_t>(i));
-            at[j] = begin + static_cast<int64_t>((random * static_cast<uint64_t>(end - begin)) >> 32);
-        }
-        for (int64_t j = 0; j < ROW; j++) counts[half + (bits(x[at[j]]) >> shift)]++;
+    begin(counts, half);
+    for (int64_t first = 0; first < RUNS; first += ROW) {
+        draw(at, first, n, seed);
+        if (n > FAR) for (const int64_t place : at) __builtin_prefetch(x + place, 0, 2);
+        tally(counts, half, ROW, [&](int64_t i) { return static_cast<int64_t>(bits(x[at[i]]) >> shift); });
     }
+    finish(counts, half);
+    const double share = static_cast<double>(n) / RUNS;
+    for (int64_t bin = 0; bin < 2 * half; bin++) counts[bin] = static_cast<int64_t>(std::nearbyint(counts[bin] * share));
 }
 
 }  // namespace

@@ -99,11 +99,11 @@ class Library:
         self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), _wanted(fields), look)
 
     def codes(self, x: Tensor, m: int, counts: Tensor) -> None:
-        """Add the float codes of the numbers of `x` to `counts`."""
+        """Fill `counts`, whatever it holds, with those of the float codes of `x`."""
         self._codes[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2)
 
     def sampled_codes(self, x: Tensor, m: int, counts: Tensor, seed: int) -> None:
-        """Add to `counts` the float codes of 65,536 numbers, one at random out of each of so many equal runs."""
+        """Fill `counts` from 65,536 numbers, one at random out of each of so many equal runs, scaled to all numbers of `x`."""
         self._sampled[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2, seed)
 
 
