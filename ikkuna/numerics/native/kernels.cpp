@@ -1,6 +1,6 @@
 // Statistics of many numbers in one look: what `ikkuna.numerics.measure` does with several operators, fused.
 //
-// A row of 1,024 numbers stays in the innermost cache for a second look and is short enough for sums in its own precision.
+// A row of 2,048 numbers stays in the innermost cache for a second look and is short enough for sums in its own precision.
 // Rows merge in double (Chan, Golub & LeVeque 1979; Pebay 2008).  A row whose sums are suspicious (not finite, or of
 // numbers whose powers float does not have) is looked at again in double, and element by element if that does not help.
 
@@ -13,10 +13,10 @@
 
 namespace {
 
-constexpr int ROW = 1024;
+constexpr int ROW = 2048;
 
 // What is wanted, besides the sum of squares and the number of elements.
-enum Wanted { LINEAR = 1, SECOND = 2, HIGHER = 4 };
+enum Wanted { LINEAR = 1, SECOND = 2, HIGHER = 4, EXTREMES = 8 };
 
 // In the order in which `look.py` reads it.
 struct Record {
@@ -26,13 +26,13 @@ struct Record {
     double finite() const { return n - nans - infs; }
 
     void merge(const Record &b, int wanted) {
-        if (wanted) merge_moments(b);
+        if (wanted & LINEAR) merge_moments(b, wanted);
         n += b.n, nans += b.nans, infs += b.infs, zeros += b.zeros, l1 += b.l1, sumsq += b.sumsq;
         min = b.min < min ? b.min : min;
         max = b.max > max ? b.max : max;
     }
 
-    void merge_moments(const Record &b) {
+    void merge_moments(const Record &b, int wanted) {
         const double na = finite(), nb = b.finite(), all = na + nb;
         if (nb == 0) return;
         if (na == 0) {
@@ -40,72 +40,96 @@ struct Record {
             return;
         }
         const double d = b.mean - mean, dd = d * d, share = nb / all;
-        m4 += b.m4 + dd * dd * na * share * (na * na - na * nb + nb * nb) / (all * all)
-            + 6 * dd * (na * na * b.m2 + nb * nb * m2) / (all * all) + 4 * d * (na * b.m3 - nb * m3) / all;
-        m3 += b.m3 + dd * d * na * share * (na - nb) / all + 3 * d * (na * b.m2 - nb * m2) / all;
+        if (wanted & HIGHER) {
+            m4 += b.m4 + dd * dd * na * share * (na * na - na * nb + nb * nb) / (all * all)
+                + 6 * dd * (na * na * b.m2 + nb * nb * m2) / (all * all) + 4 * d * (na * b.m3 - nb * m3) / all;
+            m3 += b.m3 + dd * d * na * share * (na - nb) / all + 3 * d * (na * b.m2 - nb * m2) / all;
+        }
         m2 += b.m2 + dd * na * share;
         mean += d * share;
     }
 };
 
+// Add the moments of a row about its mean.
+template <class A, class T>
+void look_again(const T *x, int n, int wanted, Record &row) {
+    const int half = n / 2;
+    const T *y = x + half;
+    const A mean = static_cast<A>(row.mean), one = n % 2 ? x[n - 1] - mean : A(0);
+    A p2 = one * one, q2 = 0, p3 = p2 * one, q3 = 0, p4 = p2 * p2, q4 = 0;
+    if (wanted & HIGHER) {
+#pragma omp simd reduction(+ : p2, q2, p3, q3, p4, q4)
+        for (int i = 0; i < half; i++) {
+            const A d = x[i] - mean, e = y[i] - mean, dd = d * d, ee = e * e;
+            p2 += dd, q2 += ee;
+            p3 += dd * d, q3 += ee * e;
+            p4 += dd * dd, q4 += ee * ee;
+        }
+    } else {
+#pragma omp simd reduction(+ : p2, q2)
+        for (int i = 0; i < half; i++) {
+            const A d = x[i] - mean, e = y[i] - mean;
+            p2 += d * d, q2 += e * e;
+        }
+    }
+    const double s2 = p2 + q2, s3 = p3 + q3, s4 = p4 + q4, e = row.mean - mean, ee = e * e;
+    row.m2 = s2 - n * ee > 0 ? s2 - n * ee : 0;
+    row.m3 = s3 - 3 * e * s2 + 2 * n * ee * e;
+    row.m4 = s4 - 4 * e * s3 + 6 * ee * s2 - 3 * n * ee * ee;
+}
+
 // Look at a row in the precision of A, with a mean in double; the second look is about that mean rounded to A, and corrected for it.
+// Its halves are read side by side, since an addition waits for the one before it; an odd number is the last.
 template <class A, class T>
 Record look(const T *x, int n, int wanted) {
     Record row;
     row.n = n;
-    A squares = 0;
-    double sum = 0;
+    const int half = n / 2;
+    const T *y = x + half;
+    const bool odd = n % 2;
+    const A last = x[n - 1], one = odd ? last : A(0);
+    A p2 = one * one, q2 = 0, low = last, high = last, low2 = last, high2 = last;
     if (wanted & LINEAR) {
-        A l1 = 0, zeros = 0, low = std::numeric_limits<A>::infinity(), high = -low;
-#pragma omp simd reduction(+ : sum, squares, l1, zeros) reduction(min : low) reduction(max : high)
-        for (int i = 0; i < n; i++) {
-            const A v = x[i];
-            sum += v;
-            squares += v * v;
-            l1 += std::fabs(v);
-            zeros += v == 0 ? A(1) : A(0);
-            low = v < low ? v : low;
-            high = v > high ? v : high;
+        double p1 = one, q1 = 0;
+        A pl = std::fabs(one), ql = 0, pz = odd && last == 0 ? A(1) : A(0), qz = 0;
+#pragma omp simd reduction(+ : p1, q1, p2, q2, pl, ql, pz, qz) reduction(min : low, low2) reduction(max : high, high2)
+        for (int i = 0; i < half; i++) {
+            const A v = x[i], w = y[i];
+            p1 += v, q1 += w;
+            p2 += v * v, q2 += w * w;
+            pl += std::fabs(v), ql += std::fabs(w);
+            pz += v == 0 ? A(1) : A(0), qz += w == 0 ? A(1) : A(0);
+            low = v < low ? v : low, low2 = w < low2 ? w : low2;
+            high = v > high ? v : high, high2 = w > high2 ? w : high2;
         }
-        row.l1 = l1, row.zeros = zeros, row.min = low, row.max = high;
+        row.mean = (p1 + q1) / n, row.l1 = pl + ql, row.zeros = pz + qz;
+    } else if (wanted & EXTREMES) {
+#pragma omp simd reduction(+ : p2, q2) reduction(min : low, low2) reduction(max : high, high2)
+        for (int i = 0; i < half; i++) {
+            const A v = x[i], w = y[i];
+            p2 += v * v, q2 += w * w;
+            low = v < low ? v : low, low2 = w < low2 ? w : low2;
+            high = v > high ? v : high, high2 = w > high2 ? w : high2;
+        }
     } else {
-#pragma omp simd reduction(+ : squares)
-        for (int i = 0; i < n; i++) {
-            const A v = x[i];
-            squares += v * v;
+#pragma omp simd reduction(+ : p2, q2)
+        for (int i = 0; i < half; i++) {
+            const A v = x[i], w = y[i];
+            p2 += v * v, q2 += w * w;
         }
     }
-    row.sumsq = squares;
-    row.mean = sum / n;
-    if (wanted & (SECOND | HIGHER)) {
-        const A mean = static_cast<A>(sum / n);
-        A s2 = 0, s3 = 0, s4 = 0;
-        if (wanted & HIGHER) {
-#pragma omp simd reduction(+ : s2, s3, s4)
-            for (int i = 0; i < n; i++) {
-                const A d = x[i] - mean, dd = d * d;
-                s2 += dd, s3 += dd * d, s4 += dd * dd;
-            }
-        } else {
-#pragma omp simd reduction(+ : s2)
-            for (int i = 0; i < n; i++) {
-                const A d = x[i] - mean;
-                s2 += d * d;
-            }
-        }
-        const double e = row.mean - mean, ee = e * e;
-        row.m2 = s2 - n * ee > 0 ? s2 - n * ee : 0;
-        row.m3 = s3 - 3 * e * s2 + 2 * n * ee * e;
-        row.m4 = s4 - 4 * e * s3 + 6 * ee * s2 - 3 * n * ee * ee;
-    }
+    row.sumsq = p2 + q2;
+    row.min = low < low2 ? low : low2, row.max = high > high2 ? high : high2;
+    if (wanted & (SECOND | HIGHER)) look_again<A>(x, n, wanted, row);
     return row;
 }
 
 // Whether float had room for what was summed.
 bool fits(const Record &row, int wanted) {
     if (row.zeros == row.n) return true;
-    const double mean_square = row.sumsq / row.n, variance = row.m2 / row.n;
-    return mean_square > 1e-28 && mean_square < 1e28 && (!(wanted & HIGHER) || (variance > 1e-14 && variance < 1e14));
+    const double n = row.n;
+    if (!(row.sumsq > 1e-28 * n && row.sumsq < 1e28 * n)) return false;
+    return !(wanted & HIGHER) || (row.m2 > 1e-14 * n && row.m2 < 1e14 * n);
 }
 
 // Look at the finite elements, and count the others.

@@ -21,8 +21,9 @@ DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "b
 
 _SUBTRACTED = (torch.float32, torch.float64)
 
-_LINEAR, _SECOND, _HIGHER = 1, 2, 4
+_LINEAR, _SECOND, _HIGHER, _EXTREMES = 1, 2, 4, 8
 _SQUARES = closure(("sumsq",))
+_SUMMED = frozenset(("mean", "m2", "m3", "m4", "l1", "zeros"))
 _PART = 1 << 19
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
@@ -143,6 +144,8 @@ def _is_dense(x: Tensor) -> bool:
 def _wanted(fields: frozenset[str]) -> int:
     if fields <= _SQUARES:
         return 0
+    if fields.isdisjoint(_SUMMED):
+        return _EXTREMES
     if "m3" in fields or "m4" in fields:
         return _LINEAR | _HIGHER
     return _LINEAR | _SECOND if "m2" in fields else _LINEAR
