@@ -14,6 +14,7 @@ __all__ = ["Density", "Matvec", "Ritz", "lanczos", "random_signs", "spectral_den
 
 Matvec = Callable[[Tensor], Tensor]
 """A function from ``(size,)`` to ``(size,)`` that multiplies by a symmetric matrix."""
+_PART = 65_536
 
 
 def random_signs(size: int, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -71,8 +72,8 @@ def lanczos(
 
     Notes
     -----
-    ``steps`` products and as many stored vectors; orthogonalisation costs :math:`4 \cdot steps^2 \cdot size`
-    operations.
+    ``steps`` products and as many stored vectors; orthogonalisation reads them about :math:`steps` times,
+    :math:`steps^2 \cdot size` numbers in all.
 
     Examples
     --------
@@ -91,9 +92,11 @@ def lanczos(
     for j in range(count):
         image = matvec(basis[j]).to(basis)
         diagonal.append(_dot(basis[j], image))
-        for _ in range(2):  # once leaves errors of the size of what is subtracted
-            image = image - (basis[: j + 1] @ image) @ basis[: j + 1]
-        beside.append(math.sqrt(_dot(image, image)) if math.isfinite(diagonal[-1]) else math.nan)
+        image = image - diagonal[-1] * basis[j]  # not in place: the image may be the vector itself
+        if j:
+            image.sub_(basis[j - 1], alpha=beside[-1])
+        length = _orthogonalise(image, basis[: j + 1])
+        beside.append(length if math.isfinite(diagonal[-1]) else math.nan)
         if not math.isfinite(beside[-1]):
             nan = torch.full((1,), torch.nan, dtype=torch.float64)
             return Ritz(nan, nan, nan)
@@ -105,8 +108,26 @@ def lanczos(
     return _ritz(diagonal, beside)
 
 
+def _orthogonalise(vector: Tensor, basis: Tensor) -> float:
+    """Take out of `vector`, in place, what it has of orthonormal rows, and return its length.
+
+    Once leaves errors of the size of what is taken out, so it is done again where that was most of the vector: then twice is enough
+    (B. Parlett, The symmetric eigenvalue problem, 1980).
+    """
+    for _ in range(2):
+        shares = basis @ vector
+        vector.addmv_(basis.mT, shares, alpha=-1)
+        square = _dot(vector, vector)
+        if not _dot(shares, shares) > square:
+            break
+    return math.sqrt(square)
+
+
 def _dot(a: Tensor, b: Tensor) -> float:
-    return (a.double() @ b.double()).item()
+    """Return the inner product: parts in at least float32, their sum in float64, which needs no copy of a whole vector."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    parts = [x.to(wide) @ y.to(wide) for x, y in zip(a.split(_PART), b.split(_PART), strict=True)]
+    return torch.stack(parts).double().sum().item()
 
 
 def _ritz(diagonal: list[float], beside: list[float]) -> Ritz:
