@@ -85,14 +85,14 @@ def lanczos(
     empty = torch.zeros(0, dtype=torch.float64)
     if count < 1:
         return Ritz(empty, empty, empty)
-    basis = torch.zeros(count, size, dtype=dtype, device=device)
+    basis = torch.empty(count + 1, size, dtype=dtype, device=device)  # each vector is made in its place
     basis[0] = random_signs(size, _own(generator), dtype, device) / math.sqrt(size)
     diagonal: list[float] = []
     beside: list[float] = []
     for j in range(count):
         image = matvec(basis[j]).to(basis)
         diagonal.append(_dot(basis[j], image))
-        image = image - diagonal[-1] * basis[j]  # not in place: the image may be the vector itself
+        image = torch.sub(image, basis[j], alpha=diagonal[-1], out=basis[j + 1])
         if j:
             image.sub_(basis[j - 1], alpha=beside[-1])
         length = _orthogonalise(image, basis[: j + 1])
@@ -104,7 +104,7 @@ def lanczos(
         exhausted = beside[-1] <= 100 * torch.finfo(dtype).eps * scale
         if exhausted or j + 1 == count:
             break
-        basis[j + 1] = image / beside[-1]
+        image.div_(beside[-1])
     return _ritz(diagonal, beside)
 
 
