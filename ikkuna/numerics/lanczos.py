@@ -124,10 +124,9 @@ def _orthogonalise(vector: Tensor, basis: Tensor) -> float:
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    """Return the inner product: parts in at least float32, their sum in float64, which needs no copy of a whole vector."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    parts = [x.to(wide) @ y.to(wide) for x, y in zip(a.split(_PART), b.split(_PART), strict=True)]
-    return torch.stack(parts).double().sum().item()
+    """Return the inner product in float64, a part at a time, which stays in cache: rounding of its own would show in eigenvalues."""
+    parts = [x.double() @ y.double() for x, y in zip(a.split(_PART), b.split(_PART), strict=True)]
+    return torch.stack(parts).sum().item()
 
 
 def _ritz(diagonal: list[float], beside: list[float]) -> Ritz:

@@ -37,7 +37,7 @@ class HessianSubscriber(ProbeSubscriber):
     Values are NaN where the loss or a derivative is not finite, and those beyond the number of distinct eigenvalues.
     An eigenvalue that occurs more than once is found once.
 
-    Costs one gradient with its graph and `steps` products for the eigenvalues, about two gradients each, `trace` for the trace, and
+    Costs one gradient with its graph and `steps` products for the eigenvalues, one to two gradients each, `trace` for the trace, and
     ``density * steps`` for the density.  Memory: the graph of a forward and a backward pass over the whole batch,
     and ``steps + 5`` vectors of all parameters.
 

@@ -139,7 +139,10 @@ def test_single_precision_is_right_to_a_millionth(scale, offset):
 
 
 def test_constants_in_single_precision_have_no_similarity():
-    assert math.isnan(linear_cka(torch.full((9, 3), 0.1), random(9, 2).float()).item())
+    for constant in (0.1, 0.3, 0.7, 1.1):
+        for n in (7, 9, 11, 100):
+            assert math.isnan(linear_cka(torch.full((n, 3), constant), random(n, 2).float()).item())
+            assert gram_matrix(torch.full((n, 3), constant)).count_nonzero() == 0
 
 
 def test_products_that_torch_may_round_further_are_made_in_double_precision():
