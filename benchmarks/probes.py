@@ -2,8 +2,9 @@
 
     python benchmarks/probes.py
 
-Process CPU time of one thread, interleaved; the median of the ratio over rounds.  With PyHessian on the path its eigenvalues
-are found beside ours: the same network, the same batch.
+Process CPU time of one thread, interleaved; the median of the ratio over rounds.  Beside it what theory asks for: operations of
+matrix products and convolutions of a product of the Hessian, over those of a gradient; and of a look of CKA the forward pass alone.
+With PyHessian on the path its eigenvalues are found beside ours: the same network, the same batch.
 """
 
 import importlib
@@ -12,10 +13,12 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from overhead import conv, transformer
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
@@ -73,37 +76,61 @@ def dense(*widths: int) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def product_ratio(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return what a product costs in gradients, each a forward and a backward pass."""
+class Costs(NamedTuple):
+    """In gradients, each a forward and a backward pass: a product, its operations, and the five largest eigenvalues."""
+
+    product: float
+    operations: float
+    top_five: float
+
+
+def costs(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Costs:
     model.eval()
     parameters = list(model.parameters())
 
     def loss() -> torch.Tensor:
         return nn.functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
 
-    product = HessianProduct(loss, parameters)
-    vector = torch.randn(product.size)
-
     def gradient() -> None:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             torch.autograd.grad(loss(), parameters)
 
+    product = HessianProduct(loss, parameters)
+    vector = torch.randn(product.size)
     ratios = [seconds(lambda: product(vector)) / seconds(gradient) for _ in range(ROUNDS + 3)]
-    return statistics.median(ratios[3:])
+    own = [seconds(gradient), seconds(lambda: lanczos(product, product.size, STEPS)), seconds(gradient)]
+    operations = counted_operations(lambda: product(vector)) / counted_operations(gradient)
+    return Costs(statistics.median(ratios[3:]), operations, 2 * own[1] / (own[0] + own[2]))
+
+
+def counted_operations(work: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
 
 
 def print_products() -> None:
     images, labels = digits()
-    work = transformer()
+    attention, blocks = transformer(), conv()
     cases = {
         "digits ConvNet, 500 images": (trained(), images[:500], labels[:500]),
+        "the same without batch norm": (without_batch_norm(convnet()), images[:500], labels[:500]),
+        "six-block ConvNet, 16 images": (blocks.model, blocks.inputs, blocks.labels),
         "MLP 256-512-10, 256 rows": (dense(256, 512, 10), torch.randn(256, 256), torch.randint(10, (256,))),
         "MLP 256-512²-10": (dense(256, 512, 512, 10), torch.randn(256, 256), torch.randint(10, (256,))),
         "MLP 512⁸-10": (dense(*[512] * 8, 10), torch.randn(256, 512), torch.randint(10, (256,))),
-        "6×256 transformer": (work.model, work.inputs, work.labels),
+        "6×256 transformer": (attention.model, attention.inputs, attention.labels),
     }
     for name, case in cases.items():
-        print(f"a product of {name:28} {product_ratio(*case):5.2f} gradients")
+        found = costs(*case)
+        print(
+            f"{name:28} a product {found.product:5.2f} gradients, counted {found.operations:5.2f}, "
+            f"top {TOP} with {STEPS} products {found.top_five:5.1f}"
+        )
+
+
+def without_batch_norm(model: nn.Module) -> nn.Module:
+    return nn.Sequential(*(part for part in model.children() if not isinstance(part, nn.BatchNorm2d)))
 
 
 # -- eigenvalues ------------------------------------------------------------------------------------------------------
@@ -154,43 +181,54 @@ def _print_pyhessian(images: torch.Tensor, labels: torch.Tensor, exact: torch.Te
 # -- representations --------------------------------------------------------------------------------------------------
 
 
-def look_seconds(model: nn.Module, probe: torch.Tensor, looks: int = 7) -> float:
-    """Return what one look of CKA costs, to the last look, to the first one and between all layers."""
-    spent: list[float] = []
+def shares(model: nn.Module, probe: torch.Tensor, unit: Callable[[], object], units: float) -> list[float]:
+    """Return the shares of an epoch, which takes `units` units, of one look of CKA and of the forward of the probe set.
+
+    A look compares to the last look, to the first one and between all layers.
+    """
+    rows: list[tuple[float, float]] = []
 
     class Timed(CKASubscriber):
         def compute(self, message: object) -> None:
-            spent.append(seconds(lambda: super(Timed, self).compute(message)))  # type: ignore[arg-type]
+            whole = units * seconds(unit)
+            look = seconds(lambda: super(Timed, self).compute(message))  # type: ignore[arg-type]
+            rows.append((look / whole, seconds(lambda: forward(model, probe)) / whole))
 
     with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
         exporter.add_modules(model)
         exporter.message_bus.register_subscriber(Timed(probe, batch_size=128, every=1, backend=NullBackend()))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        for _ in range(looks):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the weights stay finite
+        for _ in range(ROUNDS):
             optimizer.zero_grad()
             model(probe[:4]).sum().backward()
             optimizer.step()
-    return statistics.median(spent)
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def forward(model: nn.Module, probe: torch.Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        for batch in probe.split(128):
+            model(batch)
+    model.train()
 
 
 def print_representations() -> None:
     images, labels = digits()
-    model = trained(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    whole = statistics.median(seconds(lambda: epoch(model, optimizer, images, labels)) for _ in range(5))
-    for n in (32, 128, 256):
-        look = look_seconds(model, images[:n])
-        print(
-            f"CKA of the digits ConvNet, {n:3} images: {look * 1e3:6.1f} ms, {look / whole:6.2%} of an epoch of {whole:.2f} s"
+    model, copy, work = trained(1), trained(1), conv()
+    optimizer = torch.optim.AdamW(copy.parameters(), lr=3e-3)
+    for n in (32, 64, 128, 256):
+        print_shares(
+            f"digits ConvNet, {n:3}", *shares(model, images[:n], lambda: epoch(copy, optimizer, images, labels), 1)
         )
-    work = conv()
-    step = statistics.median(seconds(work.step) for _ in range(15))
-    whole = step * 50_000 / len(work.inputs)
+    twin = conv()
     for n in (128, 512):
-        look = look_seconds(work.model, torch.randn(n, 3, 32, 32))
-        print(
-            f"CKA of the six-block ConvNet, {n} images: {look * 1e3:6.1f} ms, {look / whole:6.2%} of an epoch of {whole:.0f} s"
-        )
+        probe = torch.randn(n, 3, 32, 32)
+        print_shares(f"six-block ConvNet, {n}", *shares(work.model, probe, twin.step, 50_000 / len(twin.inputs)))
+
+
+def print_shares(name: str, look: float, forward: float) -> None:
+    print(f"CKA of the {name} images: {look:6.2%} of an epoch, the forward alone {forward:6.2%}")
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 r"""The curvature of a loss, seen through products of its Hessian with vectors.
 
-A Hessian is never formed: :class:`HessianProduct` multiplies it with a vector at about one and a half times the cost
-of a gradient,
+A Hessian is never formed: :class:`HessianProduct` multiplies it with a vector at the cost of one to two gradients,
 and everything else, here and in :mod:`~ikkuna.numerics.lanczos`, works on any function ``v -> A v`` with a symmetric A.
 Randomness comes from a generator of one's own.  All of it waits for a device; none belongs into a training step.
 """
@@ -12,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.lanczos import Matvec, random_signs
+from ikkuna.numerics.second_derivative import twice_differentiable
 
 __all__ = ["HessianProduct", "Trace", "hutchinson_trace"]
 
@@ -27,7 +26,7 @@ class HessianProduct:
     \nabla_\theta L, v \rangle`.
     No ``.grad`` is read or written.  The loss must be the same function at every call: evaluation mode, or frozen
     batch statistics,
-    no dropout, a fixed batch.  Attention runs in its plain form, as the fused ones have no second derivative.
+    no dropout, a fixed batch.  It runs inside :func:`~ikkuna.numerics.second_derivative.twice_differentiable`.
 
     Parameters
     ----------
@@ -57,7 +56,7 @@ class HessianProduct:
         self.parameters = [p for p in parameters if p.requires_grad]
         if not self.parameters:
             raise ConfigError("a Hessian needs at least one parameter that requires a gradient, got none")
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), twice_differentiable():
             value = loss()
             if value.numel() != 1:
                 raise ConfigError(f"a Hessian needs a loss of one number, got the shape {tuple(value.shape)}")
@@ -92,7 +91,8 @@ class HessianProduct:
         parts = torch.split(vector, [p.numel() for p in self.parameters])
         # The vector enters as the gradient of the gradients: their inner product need not be formed.
         vectors = [part.reshape(g.shape).to(g) for part, g in zip(parts, self._gradients, strict=True)]
-        return _concatenate(self._differentiate(self._gradients, vectors)).to(vector)
+        with twice_differentiable():  # checkpoints compute anew
+            return _concatenate(self._differentiate(self._gradients, vectors)).to(vector)
 
 
 def _require_second_derivative(gradients: Sequence[Tensor]) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "readable"]
+__all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "is_plain", "readable"]
 
 CHUNK = 131_072
 """Elements that stay in cache while several reductions look at them."""
@@ -22,6 +22,29 @@ def has_numbers(x: Tensor) -> bool:
         or x.is_nested
         or type(x).__name__ == "FakeTensor"
         or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Say whether all are dense tensors of one dtype, float32 or float64, with elements, and nobody wraps them.
+
+    Casts of autocast, function transforms and subclasses have derivatives of their own.
+
+    Examples
+    --------
+    >>> is_plain(torch.ones(2), None), is_plain(torch.ones(2), torch.ones(2, dtype=torch.float64)), is_plain(torch.ones(0))
+    (True, False, False)
+    """
+    given = [t for t in tensors if t is not None]
+    return all(
+        type(t) in (Tensor, torch.nn.Parameter)
+        and t.dtype == given[0].dtype
+        and t.dtype in (torch.float32, torch.float64)
+        and t.layout is torch.strided
+        and has_numbers(t)
+        and t.numel() > 0
+        and not torch.is_autocast_enabled(t.device.type)
+        for t in given
     )
 
 

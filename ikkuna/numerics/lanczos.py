@@ -14,6 +14,7 @@ __all__ = ["Density", "Matvec", "Ritz", "lanczos", "random_signs", "spectral_den
 
 Matvec = Callable[[Tensor], Tensor]
 """A function from ``(size,)`` to ``(size,)`` that multiplies by a symmetric matrix."""
+_PART = 65_536
 
 
 def random_signs(size: int, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -71,8 +72,8 @@ def lanczos(
 
     Notes
     -----
-    ``steps`` products and as many stored vectors; orthogonalisation costs :math:`4 \cdot steps^2 \cdot size`
-    operations.
+    ``steps`` products and as many stored vectors; orthogonalisation reads them about :math:`steps` times,
+    :math:`steps^2 \cdot size` numbers in all.
 
     Examples
     --------
@@ -84,16 +85,18 @@ def lanczos(
     empty = torch.zeros(0, dtype=torch.float64)
     if count < 1:
         return Ritz(empty, empty, empty)
-    basis = torch.zeros(count, size, dtype=dtype, device=device)
+    basis = torch.empty(count + 1, size, dtype=dtype, device=device)  # each vector is made in its place
     basis[0] = random_signs(size, _own(generator), dtype, device) / math.sqrt(size)
     diagonal: list[float] = []
     beside: list[float] = []
     for j in range(count):
         image = matvec(basis[j]).to(basis)
         diagonal.append(_dot(basis[j], image))
-        for _ in range(2):  # once leaves errors of the size of what is subtracted
-            image = image - (basis[: j + 1] @ image) @ basis[: j + 1]
-        beside.append(math.sqrt(_dot(image, image)) if math.isfinite(diagonal[-1]) else math.nan)
+        image = torch.sub(image, basis[j], alpha=diagonal[-1], out=basis[j + 1])
+        if j:
+            image.sub_(basis[j - 1], alpha=beside[-1])
+        length = _orthogonalise(image, basis[: j + 1])
+        beside.append(length if math.isfinite(diagonal[-1]) else math.nan)
         if not math.isfinite(beside[-1]):
             nan = torch.full((1,), torch.nan, dtype=torch.float64)
             return Ritz(nan, nan, nan)
@@ -101,12 +104,29 @@ def lanczos(
         exhausted = beside[-1] <= 100 * torch.finfo(dtype).eps * scale
         if exhausted or j + 1 == count:
             break
-        basis[j + 1] = image / beside[-1]
+        image.div_(beside[-1])
     return _ritz(diagonal, beside)
 
 
+def _orthogonalise(vector: Tensor, basis: Tensor) -> float:
+    """Take out of `vector`, in place, what it has of orthonormal rows, and return its length.
+
+    Once leaves errors of the size of what is taken out, so it is done again where that was most of the vector: then twice is enough
+    (B. Parlett, The symmetric eigenvalue problem, 1980).
+    """
+    for _ in range(2):
+        shares = basis @ vector
+        vector.addmv_(basis.mT, shares, alpha=-1)
+        square = _dot(vector, vector)
+        if not _dot(shares, shares) > square:
+            break
+    return math.sqrt(square)
+
+
 def _dot(a: Tensor, b: Tensor) -> float:
-    return (a.double() @ b.double()).item()
+    """Return the inner product in float64, a part at a time, which stays in cache: rounding of its own would show in eigenvalues."""
+    parts = [x.double() @ y.double() for x, y in zip(a.split(_PART), b.split(_PART), strict=True)]
+    return torch.stack(parts).sum().item()
 
 
 def _ritz(diagonal: list[float], beside: list[float]) -> Ritz:

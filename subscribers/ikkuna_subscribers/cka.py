@@ -1,7 +1,7 @@
 """How alike a layer is to what it was, and to other layers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
-from ikkuna.numerics.similarity import cka_of_hsic, gram_matrix, hsic_of_grams, to_rows
+from ikkuna.numerics.similarity import cka_of_hsic, gram_matrix, hsic_of_grams, hsic_of_pairs, to_rows
 from ikkuna.visualization.matrix import Matrix
 from ikkuna_subscribers.naming import name_results
 from ikkuna_subscribers.probe import ProbeSubscriber
@@ -123,14 +123,17 @@ class CKASubscriber(ProbeSubscriber):
         names = [name for name in (batches[0] if batches else ()) if all(name in batch for batch in batches)]
         layers = [[batch[name] for batch in batches] for name in names]
         if names:
-            own = _independence(layers)
+            own = _summed(hsic_of_grams, layers)
             if message is not None:
                 self._compare(message, names, layers, own)
             found = zip(names, layers, own.diagonal().tolist(), strict=True)
             self.references.keep({name: _Kept(grams, value) for name, grams, value in found})
 
     def _rows(self, output: Tensor) -> Tensor:
-        return to_rows(output, pool=True) if self.pool or output.ndim < 2 else output.detach().flatten(1).double()
+        if self.pool or output.ndim < 2:
+            return to_rows(output, pool=True)
+        rows = output.detach().flatten(1)
+        return rows if rows.dtype is torch.float64 else rows.float()
 
     def _compare(self, message: NetworkMessage, names: list[str], layers: list[Grams], own: Tensor) -> None:
         why = "its outputs are constant or not finite, or their number has changed"
@@ -139,7 +142,7 @@ class CKASubscriber(ProbeSubscriber):
             fitting = [j for j, known in kept.items() if _fit(layers[j], known.grams)]
             values = dict.fromkeys(kept, math.nan)
             if fitting:
-                both = _independence([layers[j] for j in fitting], [kept[j].grams for j in fitting]).diagonal()
+                both = _summed(hsic_of_pairs, [layers[j] for j in fitting], [kept[j].grams for j in fitting])
                 for j, value in zip(fitting, both.tolist(), strict=True):
                     values[j] = _ratio(value, own[j, j].item(), kept[j].own)
             for j, value in values.items():
@@ -156,13 +159,11 @@ class CKASubscriber(ProbeSubscriber):
         self.show(message.carrying(None, kind=kind), shown)
 
 
-def _independence(layers: list[Grams], others: list[Grams] | None = None) -> Tensor:
-    """Return the independence of all pairs, from the Gram matrices of each batch; larger batches weigh more."""
-    sides = (layers,) if others is None else (layers, others)
+def _summed(hsic: Callable[..., Tensor], *sides: list[Grams]) -> Tensor:
+    """Return the independence over all batches, from the Gram matrices of each; larger batches weigh more."""
     parts = []
-    for i, first in enumerate(layers[0]):
-        stacks = [torch.stack([grams[i] for grams in side]) for side in sides]
-        parts.append(len(first) * hsic_of_grams(*stacks))
+    for i, first in enumerate(sides[0][0]):
+        parts.append(len(first) * hsic(*(torch.stack([grams[i] for grams in side]) for side in sides)))
     return torch.stack(parts).sum(0)
 
 

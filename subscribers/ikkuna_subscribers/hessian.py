@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import NetworkMessage
 from ikkuna.numerics.curvature import HessianProduct, hutchinson_trace
 from ikkuna.numerics.histogram import Buckets
 from ikkuna.numerics.lanczos import Density, lanczos, spectral_density
+from ikkuna.numerics.second_derivative import twice_differentiable
 from ikkuna_subscribers.naming import name_results
 from ikkuna_subscribers.probe import ProbeSubscriber
 
@@ -37,7 +37,7 @@ class HessianSubscriber(ProbeSubscriber):
     Values are NaN where the loss or a derivative is not finite, and those beyond the number of distinct eigenvalues.
     An eigenvalue that occurs more than once is found once.
 
-    Costs one gradient with its graph and `steps` products for the eigenvalues, about two gradients each, `trace` for the trace, and
+    Costs one gradient with its graph and `steps` products for the eigenvalues, one to two gradients each, `trace` for the trace, and
     ``density * steps`` for the density.  Memory: the graph of a forward and a backward pass over the whole batch,
     and ``steps + 5`` vectors of all parameters.
 
@@ -135,7 +135,7 @@ class HessianSubscriber(ProbeSubscriber):
             else:
                 self._emit_all(message, product)
 
-        self.evaluate_probe(visit=visit, around=_twice_differentiable)
+        self.evaluate_probe(visit=visit, around=_differentiable)
 
     def _parameters(self) -> list[nn.Parameter]:
         found = [p for named in self.modules for p in named.module.parameters() if p.requires_grad]
@@ -181,11 +181,11 @@ class HessianSubscriber(ProbeSubscriber):
 
 
 @contextmanager
-def _twice_differentiable(model: nn.Module) -> Iterator[None]:
+def _differentiable(model: nn.Module) -> Iterator[None]:
     """Run the model in forms whose second derivatives exist."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(twice_differentiable())
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield

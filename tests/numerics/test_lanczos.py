@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ikkuna.numerics.lanczos import lanczos, spectral_density
 
@@ -101,3 +102,35 @@ def test_moments_of_the_density_are_trace_and_norm():
     assert shares.sum().item() == pytest.approx(1)
     assert (edges[0].item(), edges[-1].item()) == pytest.approx((-1, 8))
     assert shares[1].item() > 0.75  # the bulk, between 0 and 1
+
+
+def test_long_vectors_in_single_precision_lose_nothing():
+    diagonal = torch.rand(4_000_000, generator=torch.Generator().manual_seed(0))
+    ritz = lanczos(lambda v: diagonal * v, len(diagonal), 1)
+    assert ritz.values.item() == pytest.approx(diagonal.double().mean().item(), rel=2e-7)
+    assert ritz.bounds.item() == pytest.approx(diagonal.double().std().item(), rel=5e-6)
+
+
+def test_equal_numbers_in_single_precision_are_added_without_drift():
+    """The start has entries of one size, whose sum in single precision drifts by 1e-6."""
+    values = [lanczos(lambda v: 2 * v, size, 1).values.item() for size in (13_802, 14_000, 50_000, 60_000, 400_000)]
+    assert values == pytest.approx([2.0] * 5, rel=2e-7)
+
+
+class Passes(TorchDispatchMode):
+    """Counts the times that something is taken out of a vector."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ == "addmv_"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_vector_is_orthogonalised_once_unless_little_is_left_of_it():
+    with Passes() as wide:
+        lanczos(lambda v: torch.linspace(0, 1, 1000) * v, 1000, 20)
+    assert wide.count == 20
+    with Passes() as narrow:
+        lanczos(lambda v: 2 * v, 1000, 20)
+    assert narrow.count == 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.similarity import cka_of_hsic, hsic_matrix, linear_cka, to_rows
+from ikkuna.numerics.similarity import cka_of_hsic, gram_matrix, hsic_matrix, linear_cka, to_rows
 
 
 def random(*shape, seed=0):
@@ -122,3 +122,36 @@ def test_rows_of_each_layout():
     assert to_rows(x[0, 0, 0]).shape == (5, 1)
     assert to_rows(torch.ones(2, 3, dtype=torch.bfloat16).requires_grad_()).dtype is torch.float64
     assert torch.equal(to_rows(x.to(memory_format=torch.channels_last)), to_rows(x))
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e-8, 1.0, 1e12, 1e25])
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_single_precision_is_right_to_a_millionth(scale, offset):
+    """Also where squares leave its range; what the offset costs has been lost when the numbers were rounded."""
+    common = random(96, 20) @ random(20, 4000, seed=2)
+    x, y = (
+        ((noise + share * common + offset) * scale).float()
+        for noise, share in ((random(96, 4000, seed=3), 0.2), (random(96, 4000, seed=4), 0.05))
+    )
+    for pair in ((x, y), (x, x[:, :9]), (random(96, 4000, seed=5).float(), y)):
+        expected = linear_cka(*(side.double() for side in pair)).item()
+        assert linear_cka(*pair).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_constants_in_single_precision_have_no_similarity():
+    for constant in (0.1, 0.3, 0.7, 1.1):
+        for n in (7, 9, 11, 100):
+            assert math.isnan(linear_cka(torch.full((n, 3), constant), random(n, 2).float()).item())
+            assert gram_matrix(torch.full((n, 3), constant)).count_nonzero() == 0
+
+
+def test_products_that_torch_may_round_further_are_made_in_double_precision():
+    x = random(40, 300).float()
+    expected, single = gram_matrix(x.double()), gram_matrix(x)
+    assert not torch.equal(single, expected)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(gram_matrix(x), expected)
+    finally:
+        torch.set_float32_matmul_precision(before)
