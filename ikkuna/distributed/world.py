@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed
 
-__all__ = ["World"]
+__all__ = ["ALONE", "World"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,13 @@ class World:
         """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return cls(torch.distributed.get_rank(), torch.distributed.get_world_size())
-        return cls(0, 1)
+        return ALONE
 
     @property
     def store(self) -> Any:
         """The store in which the processes found each other."""
         return torch.distributed.distributed_c10d._get_default_store()
+
+
+ALONE = World(0, 1)
+"""The world of a process that trains by itself."""

@@ -15,7 +15,7 @@ from ikkuna.export.messages.message import Stamp
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics.statistics import HISTOGRAMS, closure
 
-__all__ = ["Demand", "Plan", "Task"]
+__all__ = ["NOTHING", "Demand", "Plan", "Task"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,10 @@ class Plan:
             asked.add("mean")  # which is what its micro-batches merge to
         fields = closure(asked) if asked else frozenset[str]()
         return Task(fields, tuple(wanting), tuple(s for s in wanting if s.subscriber.measures))
+
+
+NOTHING = Plan(())
+"""What to do while no step is open."""
 
 
 class Demand:

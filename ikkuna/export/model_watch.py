@@ -49,6 +49,7 @@ class ModelWatch:
         self.sees_loss = False
         self.is_rootless = False
         self._backward_seen = False
+        self._backward_hook = Hook(self, "backward_seen")
         self._warned = False
 
     def fault(self, where: str, error: Exception) -> None:
@@ -104,7 +105,7 @@ class ModelWatch:
         if not self._backward_seen and torch.is_grad_enabled():
             for _, tensor in leaves(output):
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(Hook(self, "backward_seen"))
+                    tensor.register_hook(self._backward_hook)
                     break
 
     def backward_seen(self, grad: Tensor) -> None:

@@ -138,7 +138,8 @@ class Observer:
         if not self._epoch_announced:
             self._epoch_announced = True
             self.bus.post(NetworkMessage(stamp, "epoch_started"))
-        self.bus.post(NetworkMessage(stamp, "batch_started"))
+        if self.bus.is_wanted("batch_started"):
+            self.bus.post(NetworkMessage(stamp, "batch_started"))
         self._record(stamp)
         plan = self.recorder.plan
         if plan.parameters or plan.micro_gradients or self.exchange.replicas > 1:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.distributed.placement import is_spread, local_part, whole
-from ikkuna.export.demand import Plan, Task
+from ikkuna.export.demand import NOTHING, Plan, Task
 from ikkuna.export.faults import Faults
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
@@ -42,7 +42,7 @@ class Recorder:
     def __init__(self, faults: Faults, compiled: bool = True) -> None:
         self.faults = faults
         self.kernels = native.library() if compiled else None  # made now rather than within a step
-        self.plan = Plan(())
+        self.plan = NOTHING
         self.rows: Rows | None = None
         self.unreadable = 0
         self.is_agreed = False
@@ -56,7 +56,7 @@ class Recorder:
 
     def close(self) -> Rows | None:
         """Return the rows of the step, on their way to the host; there are none while no step is open."""
-        rows, self.rows, self.plan = self.rows, None, Plan(())
+        rows, self.rows, self.plan = self.rows, None, NOTHING
         if rows is not None:
             rows.start_copy()
         return rows

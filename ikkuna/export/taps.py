@@ -1,6 +1,7 @@
 """Where ikkuna touches torch: one function per quantity, each of which returns its undo."""
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -200,6 +201,8 @@ _run_as_they_are(Hook.__call__)
 
 def was_compiled(module: nn.Module) -> bool:
     """Whether a compiler has a program for a module's forward, which does not look for hooks that were not there when it was made."""
+    if "torch._dynamo" not in sys.modules:
+        return False
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
