@@ -76,8 +76,9 @@ class Entry:
         return [(holder, key, tensor) for holder in holders if holder for key, tensor in holder.items()]
 
     def settle(self) -> None:
-        """Make one record of everything that has reached the host."""
+        """Make one record of everything that has reached the host; a second call does nothing."""
         if (seen := record_of(self.look, self.task.fields)) is not None:
+            self.look = Look()
             self.add_record(seen)
         if self.on_device:
             self.add_record(from_vectors(self.on_device, self.task.fields, self.pivot))
