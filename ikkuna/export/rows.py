@@ -78,7 +78,7 @@ class Entry:
     def settle(self) -> None:
         """Make one record of everything that has reached the host; a second call does nothing."""
         if (seen := record_of(self.look, self.task.fields)) is not None:
-            self.look = Look()
+            self.look[0] = 0  # it has seen nothing any more
             self.add_record(seen)
         if self.on_device:
             self.add_record(from_vectors(self.on_device, self.task.fields, self.pivot))
