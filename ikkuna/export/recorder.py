@@ -80,8 +80,10 @@ class Recorder:
         try:
             if task.is_plain and weight is None and kernels is not None and kernels.takes(tensor):
                 kernels.look(tensor, task.fields, rows.entry(place, path, task).look)
-            else:
+            elif has_numbers(tensor):
                 self._receive_any(rows, rows.entry(place, path, task), tensor.detach(), weight)
+            else:
+                self.unreadable += 1
         except Exception as error:
             self.faults.own(f"measuring {place}", error)
 
@@ -94,15 +96,11 @@ class Recorder:
             if task.is_plain and kernels is not None and kernels.takes_difference(after, before):
                 kernels.look_at_difference(after, before, task.fields, rows.entry(place, path, task).look)
             else:
-                difference = torch.sub(after.detach(), before, out=before)
-                self._receive_any(rows, rows.entry(place, path, task), difference, None)
+                self.receive(place, torch.sub(after.detach(), before, out=before), path)
         except Exception as error:
             self.faults.own(f"measuring {place}", error)
 
     def _receive_any(self, rows: Rows, entry: Entry, tensor: Tensor, weight: int | Tensor | None) -> None:
-        if not has_numbers(tensor):
-            self.unreadable += 1
-            return
         entry.is_mean = weight is not None
         if type(tensor) is not Tensor and is_spread(tensor):
             self._receive_part(rows, entry, tensor, weight)
