@@ -13,6 +13,7 @@ from ikkuna.export.faults import Faults
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
 from ikkuna.export.messages.place import Place
+from ikkuna.export.outputs import detached
 from ikkuna.export.rows import Entry, Rows
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics import native
@@ -81,7 +82,7 @@ class Recorder:
             if task.is_plain and weight is None and kernels is not None and kernels.takes(tensor):
                 kernels.look(tensor, task.fields, rows.entry(place, path, task).look)
             elif has_numbers(tensor):
-                self._receive_any(rows, rows.entry(place, path, task), tensor.detach(), weight)
+                self._receive_any(rows, rows.entry(place, path, task), detached(tensor), weight)
             else:
                 self.unreadable += 1
         except Exception as error:

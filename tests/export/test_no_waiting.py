@@ -35,10 +35,8 @@ class NoWaiting(TorchDispatchMode):
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """Take the paths of tensors that are elsewhere, with tensors that are here."""
-    monkeypatch.setattr(
-        float_code, "_count", lambda flat, m, half, compiled: float_code._count_on_device(flat, m, half)
-    )
-    monkeypatch.setattr(float_code, "_kernels", lambda flat, compiled: None)
+    monkeypatch.setattr(float_code, "_count_on_host", float_code._count_on_device)
+    monkeypatch.setattr(float_code.native, "library", lambda: None)
     monkeypatch.setattr(inner, "_product", lambda x, y: torch.dot(x.double(), y.double()))
 
 

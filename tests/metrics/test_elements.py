@@ -111,7 +111,8 @@ def neighbours(x, q):
     below, above = ordered[math.floor(rank)], ordered[math.ceil(rank)]
     low = edges[np.searchsorted(edges, below, "right" if below > 0 else "left") - 1]  # a bin holds its end nearer to 0
     high = edges[min(np.searchsorted(edges, above, "right" if above > 0 else "left"), len(edges) - 1)]
-    return low - 1e-38, high + 1e-38
+    slack = np.array([low, high]).clip(-1e38, 1e38) * 1e-7  # bins are of float32, extremes are as exact as the data
+    return low - abs(slack[0]) - 1e-38, high + abs(slack[1]) + 1e-38
 
 
 @FEW
