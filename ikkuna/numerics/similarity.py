@@ -120,7 +120,8 @@ def _products(representations: list[Tensor]) -> Tensor:
 
 
 def _product(x: Tensor) -> Tensor:
-    x = x - x.mean(0, dtype=torch.float64).to(x.dtype)  # a constant column is 0 afterwards, exactly
+    x = x - x[0]  # a constant column is 0 afterwards, exactly
+    x -= x.mean(0)
     return x @ x.mT
 
 

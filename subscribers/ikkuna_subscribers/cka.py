@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
@@ -128,7 +130,7 @@ class CKASubscriber(ProbeSubscriber):
             if message is not None:
                 self._compare(message, found)
                 if self.between_layers and len(names) > 1:
-                    self._show_all(message, names, cka_of_hsic(independence))
+                    self._show_all(message, names, cka_of_hsic(independence).cpu().numpy())
             self.references.keep(found)
 
     def _rows(self, output: Tensor) -> Tensor:
@@ -148,12 +150,12 @@ class CKASubscriber(ProbeSubscriber):
                 value = _ratio(values.get(name, math.nan), found[name].own, known.own)
                 self.emit_of(message, name, value, kind, why=why)
 
-    def _show_all(self, message: NetworkMessage, names: list[str], matrix: Tensor) -> None:
+    def _show_all(self, message: NetworkMessage, names: list[str], matrix: NDArray[np.float64]) -> None:
         kind = self.publishes[-1]
         others = (matrix.sum(1) - matrix.diagonal()) / (len(matrix) - 1)
         for name, value in zip(names, others.tolist(), strict=True):
             self.emit_of(message, name, value, kind)
-        shown = Matrix(tuple(names), tuple(names), matrix.cpu().numpy(), (0.0, 1.0))
+        shown = Matrix(tuple(names), tuple(names), matrix, (0.0, 1.0))
         self.show(message.carrying(None, kind=kind), shown)
 
 
