@@ -133,7 +133,7 @@ def is_run_together(root: nn.Module) -> bool:
 def reshard(root: nn.Module) -> None:
     """Let go of what FSDP keeps together for a backward that will not come."""
     for module in root.modules():
-        if hasattr(module, "_get_fsdp_state"):
+        if hasattr(type(module), "_get_fsdp_state"):  # an instance takes long to say that it has none
             cast(Any, module).reshard()
 
 

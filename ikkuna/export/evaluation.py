@@ -21,19 +21,19 @@ def undisturbed(model: nn.Module, batches: Iterable[Any]) -> Iterator[None]:
     That is the training flag of every module, buffers, the random states of torch, numpy and Python,
     and those of the loader's own generators.  Inside, the model is in evaluation mode and there is no gradient.
     """
-    flags = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
-    generators = [(generator, generator.get_state()) for generator in _generators(batches)]
+    modules = list(model.modules())
+    flags = [(module, module.training) for module in modules]
     python, numpy = random.getstate(), np.random.get_state()
-    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
+    states = [(generator, generator.get_state()) for generator in (*_defaults(model), *_generators(batches))]
+    with torch.no_grad():
+        buffers = [(b, b._version, b.clone()) for m in modules for b in m._buffers.values() if b is not None]
         try:
             model.eval()
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-            for generator, state in generators:
+            for generator, state in states:
                 generator.set_state(state)
             for module, training in flags:
                 module.training = training
@@ -41,6 +41,14 @@ def undisturbed(model: nn.Module, batches: Iterable[Any]) -> Iterator[None]:
             for buffer, version, copy in buffers:
                 if buffer._version != version:
                     buffer.copy_(copy)
+
+
+def _defaults(model: nn.Module) -> Iterator[torch.Generator]:
+    """Yield torch's own generators, of the devices that the model is on."""
+    yield torch.default_generator
+    if torch.cuda.is_initialized():
+        for index in {p.device.index for p in model.parameters() if p.is_cuda}:
+            yield torch.cuda.default_generators[index]
 
 
 def _generators(batches: Iterable[Any]) -> Iterator[torch.Generator]:

@@ -1,7 +1,7 @@
 r"""How alike two layers represent the same inputs: centred kernel alignment.
 
 A representation is a matrix ``(rows, features)``; equal rows of two of them belong to the same input.
-Columns are centred, everything is computed in float64 but for products of what comes in float32 (:func:`gram_matrix`),
+Columns are centred, everything is computed in float64 but for products of what comes in float32 (:func:`centred_kernels`),
 and a value that does not exist is NaN.
 """
 
@@ -14,11 +14,9 @@ from ikkuna.errors import ConfigError
 
 __all__ = [
     "centred",
+    "centred_kernels",
     "cka_of_hsic",
-    "gram_matrix",
     "hsic_matrix",
-    "hsic_of_grams",
-    "hsic_of_pairs",
     "linear_cka",
     "to_rows",
 ]
@@ -57,46 +55,81 @@ def centred(x: Tensor) -> Tensor:
     return x - x.mean(0) if x.shape[0] else x
 
 
-def gram_matrix(x: Tensor) -> Tensor:
-    r"""Return :math:`X X^\top` of the centred `x`, with a diagonal of zeros: what :func:`hsic_of_grams` compares.
+def centred_kernels(representations: Sequence[Tensor]) -> Tensor:
+    r"""Return the U-centred linear kernel of each representation: their inner products are those of :func:`hsic_matrix`.
+
+    With :math:`K = X X^\top`, :math:`\tilde K_{ij} = K_{ij} - \frac{r_i + r_j}{n - 2} + \frac{t}{(n - 1)(n - 2)}`,
+    where :math:`r_i` and t are the sums of row i and of all of K but for its diagonal; :math:`\tilde K_{ii} = 0`.
 
     Parameters
     ----------
-    x : Tensor
-        ``(n, d)``.
+    representations : sequence of Tensor
+        ``(n, d_i)`` each, of the same n inputs.
 
     Returns
     -------
     Tensor
-        ``(n, n)``, float64, symmetric, in units of :math:`x^2`; :math:`n^2 d` operations.
+        ``(layers, n * n)``, float64, in units of :math:`x^2`; NaN for fewer than 4 rows.  :math:`n^2 d_i` operations each.
         Those of float32 are made in float32 on a CPU, unless it overflows or torch may round further:
         an entry is then off by about 1e-7 of its rows' lengths, and CKA by less.
 
+    Raises
+    ------
+    ConfigError
+        If they have different numbers of rows.
+
+    References
+    ----------
+    G. Székely and M. Rizzo, Partial distance correlation with methods for dissimilarities, 2014.
+
     Examples
     --------
-    >>> gram_matrix(torch.tensor([[1.0], [3.0], [5.0]]))
-    tensor([[ 0., -0., -4.],
-            [-0.,  0.,  0.],
-            [-4.,  0.,  0.]], dtype=torch.float64)
+    >>> centred_kernels([torch.tensor([[1.0], [2.0], [4.0], [5.0]])]).reshape(4, 4)
+    tensor([[ 0.0000,  2.8333, -1.1667, -1.6667],
+            [ 2.8333,  0.0000, -1.6667, -1.1667],
+            [-1.1667, -1.6667,  0.0000,  2.8333],
+            [-1.6667, -1.1667,  2.8333,  0.0000]], dtype=torch.float64)
     """
-    x = x.detach()
-    gram = _product(x) if _fits_float32(x) else None
-    if gram is None or not 1e-18 < gram.diagonal().mean().item() < 1e30:  # squares of smaller numbers begin to be lost
-        gram = _product(x.double())
-    return gram.double().fill_diagonal_(0.0)
+    n = representations[0].shape[0]
+    if any(x.shape[0] != n for x in representations):
+        raise ConfigError(f"representations need the same rows, got {[len(x) for x in representations]} of them")
+    if n < 4:
+        return representations[0].new_full((len(representations), n * n), torch.nan, dtype=torch.float64)
+    kernels = _products([x.detach() for x in representations])
+    diagonals = kernels.diagonal(dim1=1, dim2=2)
+    sums = kernels.sum(2).sub_(diagonals).div_(n - 2)
+    shifts = sums.sub_(sums.sum(1, keepdim=True), alpha=0.5 / (n - 1))
+    kernels.sub_(shifts.unsqueeze(1)).sub_(shifts.unsqueeze(2))
+    diagonals.zero_()
+    return kernels.flatten(1)
+
+
+def _products(representations: list[Tensor]) -> Tensor:
+    """Return the products of rows, ``(layers, n, n)``, float64."""
+    plain = _takes_float32(representations[0])
+    single = [plain and x.dtype is torch.float32 for x in representations]
+    products = torch.stack([_product(x if s else x.double()) for x, s in zip(representations, single, strict=True)])
+    if products.dtype is torch.float32:
+        products = products.double()
+    if any(single):
+        lengths = products.diagonal(dim1=1, dim2=2).mean(1).tolist()
+        for i, length in enumerate(lengths):
+            if single[i] and not 1e-18 < length < 1e30:  # squares of smaller numbers begin to be lost
+                products[i] = _product(representations[i].double())
+    return products
 
 
 def _product(x: Tensor) -> Tensor:
-    x = x - x.mean(0, dtype=torch.float64).to(x.dtype) if len(x) else x  # a constant column is 0 afterwards, exactly
+    x = x - x[0]  # a constant column is 0 afterwards, exactly
+    x -= x.mean(0)
     return x @ x.mT
 
 
-def _fits_float32(x: Tensor) -> bool:
+def _takes_float32(x: Tensor) -> bool:
     """Say whether a product in float32 is taken as such, by the settings of torch: on a CPU and not in bfloat16."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     setting = getattr(matmul, "fp32_precision", None) if x.is_cpu else "unknown"
-    plain = torch.get_float32_matmul_precision() == "highest" if setting is None else setting in ("none", "ieee")
-    return x.dtype is torch.float32 and plain
+    return torch.get_float32_matmul_precision() == "highest" if setting is None else setting in ("none", "ieee")
 
 
 def hsic_matrix(representations: Sequence[Tensor]) -> Tensor:
@@ -137,47 +170,9 @@ def hsic_matrix(representations: Sequence[Tensor]) -> Tensor:
     tensor([[ 1.,  4.],
             [ 4., 16.]], dtype=torch.float64)
     """
+    kernels = centred_kernels(representations)
     n = representations[0].shape[0]
-    if any(x.shape[0] != n for x in representations):
-        raise ConfigError(f"representations need the same rows, got {[len(x) for x in representations]} of them")
-    return hsic_of_grams(torch.stack([gram_matrix(x) for x in representations]))
-
-
-def hsic_of_grams(grams: Tensor) -> Tensor:
-    r"""Return what :func:`hsic_matrix` does, for results of :func:`gram_matrix`, ``(layers, n, n)``.
-
-    Examples
-    --------
-    >>> x = torch.arange(12.0).reshape(6, 2)
-    >>> torch.equal(hsic_of_grams(torch.stack([gram_matrix(x)])), hsic_matrix([x]))
-    True
-    """
-    n, sums, flat = grams.shape[-1], grams.sum(2), grams.flatten(1)
-    totals = sums.sum(1)
-    return _unbiased(n, flat @ flat.mT, torch.outer(totals, totals), sums @ sums.mT)
-
-
-def hsic_of_pairs(grams: Tensor, others: Tensor) -> Tensor:
-    r"""Return the independence of each layer and its other, ``(layers,)``, of the same n inputs.
-
-    Both are results of :func:`gram_matrix`, ``(layers, n, n)``, which may have been kept from before.
-
-    Examples
-    --------
-    >>> x = torch.arange(12.0).reshape(6, 2)
-    >>> grams = torch.stack([gram_matrix(x), gram_matrix(x.sin())])
-    >>> torch.allclose(hsic_of_pairs(grams, grams.flip(0)), hsic_of_grams(grams)[0, 1])
-    True
-    """
-    n, sums, other_sums = grams.shape[-1], grams.sum(2), others.sum(2)
-    traces = torch.linalg.vecdot(grams.flatten(1), others.flatten(1))
-    return _unbiased(n, traces, sums.sum(1) * other_sums.sum(1), torch.linalg.vecdot(sums, other_sums))
-
-
-def _unbiased(n: int, traces: Tensor, totals: Tensor, products: Tensor) -> Tensor:
-    if n < 4:
-        return torch.full_like(traces, torch.nan)
-    return (traces + totals / ((n - 1) * (n - 2)) - 2 / (n - 2) * products) / (n * (n - 3))
+    return kernels @ kernels.mT / (n * (n - 3))
 
 
 def cka_of_hsic(hsic: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
 """How alike a layer is to what it was, and to other layers."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
-from ikkuna.numerics.similarity import cka_of_hsic, gram_matrix, hsic_of_grams, hsic_of_pairs, to_rows
+from ikkuna.numerics.similarity import centred_kernels, cka_of_hsic, to_rows
 from ikkuna.visualization.matrix import Matrix
 from ikkuna_subscribers.naming import name_results
 from ikkuna_subscribers.probe import ProbeSubscriber
@@ -18,14 +20,12 @@ from ikkuna_subscribers.references import References
 __all__ = ["CKASubscriber"]
 
 _LEAST = 4  # inputs of a batch for which the debiased estimate exists
-Grams = list[Tensor]
-"""Of one layer, for each batch."""
 
 
-class _Kept(NamedTuple):
-    """A layer as it was: its Gram matrices, and its independence of itself."""
+class _Layer(NamedTuple):
+    """What was found of a layer: its centred kernels, flat, of all batches, and their independence of themselves."""
 
-    grams: Grams
+    kernels: Tensor
     own: float
 
 
@@ -90,7 +90,7 @@ class CKASubscriber(ProbeSubscriber):
         batch_size: int = 256,
         **options: Any,
     ) -> None:
-        self.references: References[_Kept] = References("CKASubscriber", to)
+        self.references: References[_Layer] = References("CKASubscriber", to)
         kinds = [f"cka_to_{what}" for what in self.references.names]
         kinds += ["cka_between_layers"] if between_layers else []
         if not kinds:
@@ -116,18 +116,22 @@ class CKASubscriber(ProbeSubscriber):
                 raise ConfigError(
                     f"CKASubscriber needs layers whose first axis is the batch, got rows {each}; see modules="
                 )
-            if sizes and min(sizes) >= _LEAST:  # a smaller last batch has no estimate
-                batches.append({name: gram_matrix(x) for name, x in rows.items()})
+            if sizes and (n := sizes.pop()) >= _LEAST:  # a smaller last batch has no estimate
+                kernels = centred_kernels(list(rows.values())) / math.sqrt(n - 3)  # larger batches weigh more
+                batches.append(dict(zip(rows, kernels, strict=True)))
 
         self.outputs(take)
         names = [name for name in (batches[0] if batches else ()) if all(name in batch for batch in batches)]
-        layers = [[batch[name] for batch in batches] for name in names]
         if names:
-            own = _summed(hsic_of_grams, layers)
+            kernels = torch.stack([torch.cat([batch[name] for batch in batches]) for name in names])
+            independence = kernels @ kernels.mT
+            layers = map(_Layer, kernels, independence.diagonal().tolist())
+            found = dict(zip(names, layers, strict=True))
             if message is not None:
-                self._compare(message, names, layers, own)
-            found = zip(names, layers, own.diagonal().tolist(), strict=True)
-            self.references.keep({name: _Kept(grams, value) for name, grams, value in found})
+                self._compare(message, found)
+                if self.between_layers and len(names) > 1:
+                    self._show_all(message, names, cka_of_hsic(independence).cpu().numpy())
+            self.references.keep(found)
 
     def _rows(self, output: Tensor) -> Tensor:
         if self.pool or output.ndim < 2:
@@ -135,41 +139,25 @@ class CKASubscriber(ProbeSubscriber):
         rows = output.detach().flatten(1)
         return rows if rows.dtype is torch.float64 else rows.float()
 
-    def _compare(self, message: NetworkMessage, names: list[str], layers: list[Grams], own: Tensor) -> None:
+    def _compare(self, message: NetworkMessage, found: dict[str, _Layer]) -> None:
         why = "its outputs are constant or not finite, or their number has changed"
         for i, kind in enumerate(self.publishes[: len(self.references.names)]):
-            kept = {j: known for j, name in enumerate(names) if (known := self.references.of(name)[i]) is not None}
-            fitting = [j for j, known in kept.items() if _fit(layers[j], known.grams)]
-            values = dict.fromkeys(kept, math.nan)
-            if fitting:
-                both = _summed(hsic_of_pairs, [layers[j] for j in fitting], [kept[j].grams for j in fitting])
-                for j, value in zip(fitting, both.tolist(), strict=True):
-                    values[j] = _ratio(value, own[j, j].item(), kept[j].own)
-            for j, value in values.items():
-                self.emit_of(message, names[j], value, kind, why=why)
-        if self.between_layers and len(names) > 1:
-            self._show_all(message, names, cka_of_hsic(own))
+            kept = {name: known for name in found if (known := self.references.of(name)[i]) is not None}
+            fitting = [name for name, known in kept.items() if known.kernels.shape == found[name].kernels.shape]
+            both = [found[name].kernels.dot(kept[name].kernels) for name in fitting]
+            values = dict(zip(fitting, torch.stack(both).tolist() if both else (), strict=True))
+            for name, known in kept.items():
+                value = _ratio(values.get(name, math.nan), found[name].own, known.own)
+                self.emit_of(message, name, value, kind, why=why)
 
-    def _show_all(self, message: NetworkMessage, names: list[str], matrix: Tensor) -> None:
+    def _show_all(self, message: NetworkMessage, names: list[str], matrix: NDArray[np.float64]) -> None:
         kind = self.publishes[-1]
         others = (matrix.sum(1) - matrix.diagonal()) / (len(matrix) - 1)
         for name, value in zip(names, others.tolist(), strict=True):
             self.emit_of(message, name, value, kind)
-        shown = Matrix(tuple(names), tuple(names), matrix.cpu().numpy(), (0.0, 1.0))
+        shown = Matrix(tuple(names), tuple(names), matrix, (0.0, 1.0))
         self.show(message.carrying(None, kind=kind), shown)
-
-
-def _summed(hsic: Callable[..., Tensor], *sides: list[Grams]) -> Tensor:
-    """Return the independence over all batches, from the Gram matrices of each; larger batches weigh more."""
-    parts = []
-    for i, first in enumerate(sides[0][0]):
-        parts.append(len(first) * hsic(*(torch.stack([grams[i] for grams in side]) for side in sides)))
-    return torch.stack(parts).sum(0)
 
 
 def _ratio(both: float, one: float, other: float) -> float:
     return both / math.sqrt(one) / math.sqrt(other) if one > 0 and other > 0 else math.nan
-
-
-def _fit(one: Grams, other: Grams) -> bool:
-    return [x.shape for x in one] == [x.shape for x in other]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.similarity import cka_of_hsic, gram_matrix, hsic_matrix, linear_cka, to_rows
+from ikkuna.numerics.similarity import centred_kernels, cka_of_hsic, hsic_matrix, linear_cka, to_rows
 
 
 def random(*shape, seed=0):
@@ -142,16 +142,16 @@ def test_constants_in_single_precision_have_no_similarity():
     for constant in (0.1, 0.3, 0.7, 1.1):
         for n in (7, 9, 11, 100):
             assert math.isnan(linear_cka(torch.full((n, 3), constant), random(n, 2).float()).item())
-            assert gram_matrix(torch.full((n, 3), constant)).count_nonzero() == 0
+            assert centred_kernels([torch.full((n, 3), constant)]).count_nonzero() == 0
 
 
 def test_products_that_torch_may_round_further_are_made_in_double_precision():
     x = random(40, 300).float()
-    expected, single = gram_matrix(x.double()), gram_matrix(x)
+    expected, single = centred_kernels([x.double()]), centred_kernels([x])
     assert not torch.equal(single, expected)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert torch.equal(gram_matrix(x), expected)
+        assert torch.equal(centred_kernels([x]), expected)
     finally:
         torch.set_float32_matmul_precision(before)
