@@ -194,8 +194,8 @@ def test_without_a_compiler_the_same_is_measured_after_one_line_in_the_log(
 def test_a_library_that_computes_nonsense_is_not_used(nothing_built, monkeypatch, tmp_path):
     wrong = tmp_path / "kernels.cpp"
     source = build._SOURCE.read_text()
-    assert "p2 += d * d" in source
-    wrong.write_text(source.replace("p2 += d * d", "p2 += d"))
+    assert "s2 += d * d" in source
+    wrong.write_text(source.replace("s2 += d * d", "s2 += d"))
     monkeypatch.setattr(build, "_SOURCE", wrong)
     assert native.library() is None
 

@@ -1,6 +1,6 @@
 // Statistics of many numbers in one look: what `ikkuna.numerics.measure` does with several operators, fused.
 //
-// A row of 2,048 numbers stays in the innermost cache for a second look and is short enough for sums in its own precision.
+// A row of 1,024 numbers stays in the innermost cache for a second look and is short enough for sums in its own precision.
 // Rows merge in double (Chan, Golub & LeVeque 1979; Pebay 2008).  A row whose sums are suspicious (not finite, or of
 // numbers whose powers float does not have) is looked at again in double, and element by element if that does not help.
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int ROW = 2048;
+constexpr int ROW = 1024;
 
 // What is wanted, besides the sum of squares and the number of elements.
 enum Wanted { LINEAR = 1, SECOND = 2, HIGHER = 4, EXTREMES = 8 };
@@ -53,73 +53,86 @@ struct Record {
 // Add the moments of a row about its mean.
 template <class A, class T>
 void look_again(const T *x, int n, int wanted, Record &row) {
-    const int half = n / 2;
-    const T *y = x + half;
-    const A mean = static_cast<A>(row.mean), one = n % 2 ? x[n - 1] - mean : A(0);
-    A p2 = one * one, q2 = 0, p3 = p2 * one, q3 = 0, p4 = p2 * p2, q4 = 0;
+    const A mean = static_cast<A>(row.mean);
+    A s2 = 0, s3 = 0, s4 = 0;
     if (wanted & HIGHER) {
-#pragma omp simd reduction(+ : p2, q2, p3, q3, p4, q4)
-        for (int i = 0; i < half; i++) {
-            const A d = x[i] - mean, e = y[i] - mean, dd = d * d, ee = e * e;
-            p2 += dd, q2 += ee;
-            p3 += dd * d, q3 += ee * e;
-            p4 += dd * dd, q4 += ee * ee;
+#pragma omp simd reduction(+ : s2, s3, s4)
+        for (int i = 0; i < n; i++) {
+            const A d = x[i] - mean, dd = d * d;
+            s2 += dd, s3 += dd * d, s4 += dd * dd;
         }
     } else {
-#pragma omp simd reduction(+ : p2, q2)
-        for (int i = 0; i < half; i++) {
-            const A d = x[i] - mean, e = y[i] - mean;
-            p2 += d * d, q2 += e * e;
+#pragma omp simd reduction(+ : s2)
+        for (int i = 0; i < n; i++) {
+            const A d = x[i] - mean;
+            s2 += d * d;
         }
     }
-    const double s2 = p2 + q2, s3 = p3 + q3, s4 = p4 + q4, e = row.mean - mean, ee = e * e;
+    const double e = row.mean - mean, ee = e * e;
     row.m2 = s2 - n * ee > 0 ? s2 - n * ee : 0;
     row.m3 = s3 - 3 * e * s2 + 2 * n * ee * e;
     row.m4 = s4 - 4 * e * s3 + 6 * ee * s2 - 3 * n * ee * ee;
 }
 
+// Numbers that are added to others side by side: as wide as the widest registers there are, lowered to what there is.
+template <class A>
+struct Side {
+    typedef A Numbers __attribute__((vector_size(64)));
+    static constexpr int SIZE = 64 / sizeof(A);
+};
+
+// The sum of squares of a row, in four sums, since an addition waits for the one before it: norms are asked for more than all else.
+template <class A, class T>
+A sum_of_squares(const T *x, int n) {
+    constexpr int SIZE = Side<A>::SIZE;
+    typename Side<A>::Numbers v[4], sums[4] = {};
+    int i = 0;
+    for (; i + 4 * SIZE <= n; i += 4 * SIZE) {
+        for (int k = 0; k < 4; k++) {
+            if constexpr (sizeof(A) == sizeof(T)) std::memcpy(&v[k], x + i + k * SIZE, sizeof v[k]);
+            else for (int j = 0; j < SIZE; j++) v[k][j] = x[i + k * SIZE + j];
+            sums[k] += v[k] * v[k];
+        }
+    }
+    const auto all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    A total = 0;
+    for (int j = 0; j < SIZE; j++) total += all[j];
+    for (; i < n; i++) total += A(x[i]) * A(x[i]);
+    return total;
+}
+
 // Look at a row in the precision of A, with a mean in double; the second look is about that mean rounded to A, and corrected for it.
-// Its halves are read side by side, since an addition waits for the one before it; an odd number is the last.
 template <class A, class T>
 Record look(const T *x, int n, int wanted) {
     Record row;
     row.n = n;
-    const int half = n / 2;
-    const T *y = x + half;
-    const bool odd = n % 2;
-    const A last = x[n - 1], one = odd ? last : A(0);
-    A p2 = one * one, q2 = 0, low = last, high = last, low2 = last, high2 = last;
+    A low = std::numeric_limits<A>::infinity(), high = -low;
     if (wanted & LINEAR) {
-        double p1 = one, q1 = 0;
-        A pl = std::fabs(one), ql = 0, pz = odd && last == 0 ? A(1) : A(0), qz = 0;
-#pragma omp simd reduction(+ : p1, q1, p2, q2, pl, ql, pz, qz) reduction(min : low, low2) reduction(max : high, high2)
-        for (int i = 0; i < half; i++) {
-            const A v = x[i], w = y[i];
-            p1 += v, q1 += w;
-            p2 += v * v, q2 += w * w;
-            pl += std::fabs(v), ql += std::fabs(w);
-            pz += v == 0 ? A(1) : A(0), qz += w == 0 ? A(1) : A(0);
-            low = v < low ? v : low, low2 = w < low2 ? w : low2;
-            high = v > high ? v : high, high2 = w > high2 ? w : high2;
+        double sum = 0;
+        A squares = 0, l1 = 0, zeros = 0;
+#pragma omp simd reduction(+ : sum, squares, l1, zeros) reduction(min : low) reduction(max : high)
+        for (int i = 0; i < n; i++) {
+            const A v = x[i];
+            sum += v;
+            squares += v * v;
+            l1 += std::fabs(v);
+            zeros += v == 0 ? A(1) : A(0);
+            low = v < low ? v : low;
+            high = v > high ? v : high;
         }
-        row.mean = (p1 + q1) / n, row.l1 = pl + ql, row.zeros = pz + qz;
-    } else if (wanted & EXTREMES) {
-#pragma omp simd reduction(+ : p2, q2) reduction(min : low, low2) reduction(max : high, high2)
-        for (int i = 0; i < half; i++) {
-            const A v = x[i], w = y[i];
-            p2 += v * v, q2 += w * w;
-            low = v < low ? v : low, low2 = w < low2 ? w : low2;
-            high = v > high ? v : high, high2 = w > high2 ? w : high2;
-        }
+        row.mean = sum / n, row.sumsq = squares, row.l1 = l1, row.zeros = zeros;
     } else {
-#pragma omp simd reduction(+ : p2, q2)
-        for (int i = 0; i < half; i++) {
-            const A v = x[i], w = y[i];
-            p2 += v * v, q2 += w * w;
+        row.sumsq = sum_of_squares<A>(x, n);
+    }
+    if (wanted & EXTREMES) {
+#pragma omp simd reduction(min : low) reduction(max : high)
+        for (int i = 0; i < n; i++) {
+            const A v = x[i];
+            low = v < low ? v : low;
+            high = v > high ? v : high;
         }
     }
-    row.sumsq = p2 + q2;
-    row.min = low < low2 ? low : low2, row.max = high > high2 ? high : high2;
+    row.min = low, row.max = high;
     if (wanted & (SECOND | HIGHER)) look_again<A>(x, n, wanted, row);
     return row;
 }
