@@ -83,7 +83,9 @@ def last(found, kind):
 
 
 def dead_units(found):
-    return {name.replace("relu", "layer") for name, share in last(found, "activations_dead").items() if share > 0.9}
+    """What lies behind a dead layer sees a constant, for which all of its units may be dead by chance: the first one tells."""
+    dead = [name for name, share in last(found, "activations_dead").items() if share > 0.9]
+    return {name.replace("relu", "layer") for name in dead[:1]}
 
 
 def spectral_norm(found):
