@@ -29,7 +29,7 @@ def batch_norm(
 ) -> Tensor | None:
     """Return what :func:`torch.nn.functional.batch_norm` does, ``None`` where its own derivative is to be taken.
 
-    That is where statistics are those of the batch or have a gradient, and where :func:`is_plain` says no.
+    That is where statistics are those of the batch or have a gradient, and where :func:`~ikkuna.numerics.elements.is_plain` says no.
 
     Examples
     --------

@@ -30,7 +30,7 @@ def convolution(
 ) -> Tensor | None:
     """Return what :func:`torch.conv2d` and its like do, ``None`` where torch's own derivative is to be taken.
 
-    That is for inputs that are no batch, padding in words, and where :func:`is_plain` says no.
+    That is for inputs that are no batch, padding in words, and where :func:`~ikkuna.numerics.elements.is_plain` says no.
 
     Examples
     --------
