@@ -3,7 +3,7 @@
     python benchmarks/memory.py [steps]
 
 Once the resident memory of the process is noted along the way, and once, in a process of its own since noting costs memory,
-what Python has allocated (``tracemalloc``).  The first half is warm-up.
+what Python has allocated (``tracemalloc``).  The first seconds and the first half are warm-up.
 The exit status is 1 if the slope of the rest, a least-squares line, is more than `LIMITS` allow.
 """
 
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import tracemalloc
 
 import numpy as np
@@ -24,6 +25,8 @@ from ikkuna.export.subscriber import NormSubscriber
 
 KINDS = ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates")
 NOTES = 200
+WARM_UP = 20.0
+"""Seconds before the first step that counts: the first picture of a heatmap is drawn after 15, and takes 7 MiB for good."""
 LIMITS = {"resident": 50.0, "tracemalloc": 1.0}
 """Bytes a step.  What the system grants comes in pieces of up to 100 KiB, which a run of 20,000 steps does not average out."""
 
@@ -51,14 +54,22 @@ def noted(steps, look):
         exporter.add_modules(model)
         for kind in KINDS:
             exporter.message_bus.register_subscriber(NormSubscriber(kind, backend=["tb", "jsonl"]))
-        for step in range(steps):
+
+        def train():
             optimizer.zero_grad()
             model(inputs).square().sum().backward()
             optimizer.step()
+
+        begin = time.monotonic()
+        while time.monotonic() < begin + WARM_UP:
+            train()
+        before = exporter.health().steps
+        for step in range(steps):
+            train()
             if (step + 1) % (steps // NOTES) == 0:
                 exporter.message_bus.run.flush(30)
                 notes[(step + 1) // (steps // NOTES) - 1] = step + 1, look()
-        assert exporter.health().steps == steps
+        assert exporter.health().steps == before + steps
         assert not exporter.health().errors
     return notes
 
@@ -73,7 +84,7 @@ def report(name, steps, look):
     """Train, print what was seen, and say whether memory grows."""
     notes = noted(steps, look)
     memory = notes[:, 1] / 2**20
-    warm = memory[len(memory) // 2 :]  # the first picture of a heatmap is drawn late, and takes 7 MiB for good
+    warm = memory[len(memory) // 2 :]
     grown = slope(notes)
     print(
         f"{name:12} {steps:,} steps: {memory[0]:.2f} MiB at first, {warm[0]:.3f} after the warm-up, {warm[-1]:.3f} at the end "
