@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed
 
-__all__ = ["ALONE", "World"]
+__all__ = ["World"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class World:
         """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return cls(torch.distributed.get_rank(), torch.distributed.get_world_size())
-        return ALONE
+        return _ALONE
 
     @property
     def store(self) -> Any:
@@ -40,5 +40,4 @@ class World:
         return torch.distributed.distributed_c10d._get_default_store()
 
 
-ALONE = World(0, 1)
-"""The world of a process that trains by itself."""
+_ALONE = World(0, 1)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ikkuna.export.hook_owner import HookOwner
 from ikkuna.export.messages.place import Place
 from ikkuna.export.outputs import with_batch_sizes
 from ikkuna.export.slots import BASE, VIEW
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["BackwardWatch"]
 
 
-class BackwardWatch:
+class BackwardWatch(HookOwner):
     """Looks at layer gradients, in the backward that reaches the parameters.
 
     Parameters
@@ -26,16 +27,11 @@ class BackwardWatch:
     """
 
     def __init__(self, observer: "Observer") -> None:
-        self._observer = observer
-        self.stopwatch = observer.stopwatch
+        super().__init__(observer)
         self._hooks: dict[tuple[Place, str], Hook] = {}
         self._lasting: list[Any] = []
         self._running = (-1, True)
         self._views: Counter[tuple[Place, str]] = Counter()
-
-    def fault(self, where: str, error: Exception) -> None:
-        """Take an error of our own."""
-        self._observer.fault(where, error)
 
     def watch(self, place: Place, output: Tensor, path: str, sizes: Tensor | None) -> None:
         """Look at the gradient of what a module returned; `sizes` are those of a packed sequence."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ikkuna.export.clock import TRAINING
+from ikkuna.export.hook_owner import HookOwner
 from ikkuna.export.messages.place import Place
 from ikkuna.export.taps import Undo, tap_gradient
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientWatch"]
 
 
-class GradientWatch:
+class GradientWatch(HookOwner):
     """Looks at the gradients of one micro-batch, before they are added to those of the others.
 
     They are as autograd computed them: scaled as the loss was, not clipped, of this process alone.
@@ -25,13 +26,8 @@ class GradientWatch:
     """
 
     def __init__(self, observer: "Observer") -> None:
-        self._observer = observer
-        self.stopwatch = observer.stopwatch
+        super().__init__(observer)
         self._undo: list[Undo] = []
-
-    def fault(self, where: str, error: Exception) -> None:
-        """Take an error of our own."""
-        self._observer.fault(where, error)
 
     def step_opened(self) -> None:
         """Look at the parameters whose gradients somebody wants."""

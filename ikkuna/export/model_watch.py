@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ikkuna.distributed.placement import holds_gradients
 from ikkuna.export.forward_taps import ForwardTaps
+from ikkuna.export.hook_owner import HookOwner
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import Leaves, batch_sizes, leaves, with_batch_sizes
 from ikkuna.export.taps import Hook, ModulePlaces, in_backward, received
@@ -23,7 +24,7 @@ log = logging.getLogger("ikkuna")
 _REEVALUATED = frozenset((*FORWARD_KINDS, *MICRO_KINDS, *NETWORK_KINDS))
 
 
-class ModelWatch:
+class ModelWatch(HookOwner):
     """Notes where a forward begins and ends, and what modules return in between.
 
     Parameters
@@ -41,8 +42,7 @@ class ModelWatch:
     """
 
     def __init__(self, observer: "Observer", in_graph: bool = True) -> None:
-        self._observer = observer
-        self.stopwatch = observer.stopwatch
+        super().__init__(observer)
         self.taps = ForwardTaps(observer, in_graph)
         self.resolve: Callable[[], None] = lambda: None
         self.reconsider: Callable[[], None] = lambda: None
@@ -51,10 +51,6 @@ class ModelWatch:
         self._backward_seen = False
         self._backward_hook = Hook(self, "backward_seen")
         self._warned = False
-
-    def fault(self, where: str, error: Exception) -> None:
-        """Take an error of our own."""
-        self._observer.fault(where, error)
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
@@ -137,11 +133,10 @@ class ModelWatch:
         if self.is_rootless and not recomputing:
             observer.clock.close_pending()
             observer.clock.open()
-        outputs = leaves(output)
+        outputs, sizes = leaves(output), batch_sizes(output)
         if not recomputing:
-            self._see_forward(places, args, outputs, batch_sizes(output))
+            self._see_forward(places, args, outputs, sizes)
         if places.gradients is not None:
-            sizes = batch_sizes(output)
             for path, tensor in outputs:
                 if tensor.requires_grad:
                     observer.backward.watch(places.gradients, tensor, path, None if path else sizes)

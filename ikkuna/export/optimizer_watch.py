@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ikkuna.distributed.placement import is_spread, local_tensor, spread_like
+from ikkuna.export.hook_owner import HookOwner
 from ikkuna.export.messages.place import Place
 from ikkuna.modules import NamedParameter
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["OptimizerWatch"]
 
 
-class OptimizerWatch:
+class OptimizerWatch(HookOwner):
     """Looks at parameters around the step of their optimizer.
 
     Weights are seen before the step, as the forward used them.
@@ -39,17 +40,12 @@ class OptimizerWatch:
     """
 
     def __init__(self, observer: "Observer") -> None:
-        self._observer = observer
-        self.stopwatch = observer.stopwatch
+        super().__init__(observer)
         self.rates: dict[str, Any] = {}
         self.in_closure = False
         self.skipped_updates = 0
         self._before: list[tuple[Place, NamedParameter, Tensor]] = []
         self._by_hand = False
-
-    def fault(self, where: str, error: Exception) -> None:
-        """Take an error of our own."""
-        self._observer.fault(where, error)
 
     def optimizer_starts(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the moment before an optimizer's step."""

@@ -58,7 +58,7 @@ class Hook:
     To a torch.func transform or a tracer it does not exist, to a compiler it is what `leave_in_graph` does.
 
     It runs between two kernels of the user's that have emptied the caches, where every further call of a function costs
-    some hundred nanoseconds: so it is one function, and those it calls go straight to the measurement.
+    several times what it costs elsewhere: so it is one function, and those it calls go straight to the measurement.
     """
 
     __slots__ = ("__weakref__", "bound", "method", "owner")
@@ -185,18 +185,17 @@ class RootLeft(RootEntered):
                     traced.observe(tensor.detach(), switch.outputs, path)
 
 
-def _run_as_they_are(*functions: Callable[..., Any]) -> None:
-    """Keep a compiler from compiling these by themselves, together with all they call, where it does not trace their caller.
+def _run_as_it_is(function: Callable[..., Any]) -> None:
+    """Keep a compiler from compiling this by itself, together with all it calls, where it does not trace its caller.
 
     It then takes hooks around a root's forward as programs of their own.  Traced from within a graph they are followed as ever.
     """
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    for function in functions:
-        frames.set_code_exec_strategy(function.__code__, strategy)
+    frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-_run_as_they_are(Hook.__call__)
+_run_as_it_is(Hook.__call__)
 
 
 def was_compiled(module: nn.Module) -> bool:

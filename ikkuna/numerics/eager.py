@@ -8,7 +8,7 @@ Moments come from sums of powers about 0 where the elements lie around it, as we
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,20 +23,11 @@ __all__ = ["measure_eagerly"]
 _LONG, _PIECE = 1 << 20, 1 << 10
 _WIDE = frozenset((torch.float32, torch.float64))
 _SQUARES = closure(("sumsq",))
-_SUMMED = frozenset(("mean", "m2", "m3", "m4"))
+_MOMENTS = frozenset(("mean", "m2", "m3", "m4"))
 
 _Array = NDArray[Any]
 
 _ONES: dict[Any, _Array] = {np.dtype(name): np.ones(_PIECE, name) for name in ("float32", "float64")}
-
-
-class _Powers(NamedTuple):
-    """Sums of powers; those that nobody asked for are 0."""
-
-    s1: float = 0.0
-    s2: float = 0.0
-    s3: float = 0.0
-    s4: float = 0.0
 
 
 def measure_eagerly(flat: Tensor, fields: frozenset[str]) -> Record:
@@ -91,7 +82,7 @@ def _look(x: _Array, fields: frozenset[str], is_finite: bool = False) -> Record 
     squares = _dots(x, x)
     if not (is_finite or _fits(x, squares)):
         return None
-    if fields & _SUMMED and not _add_moments(record, x, squares, fields):
+    if fields & _MOMENTS and not _add_moments(record, x, squares, fields):
         return None
     if "sumsq" in fields:
         record.sumsq = squares
@@ -110,31 +101,31 @@ def _fits(x: _Array, squares: float) -> bool:
 def _add_moments(record: Record, x: _Array, squares: float, fields: frozenset[str]) -> bool:
     r"""Add the mean and moments, from sums about 0 or about the mean; say whether the precision had room for them.
 
-    With :math:`S_p = \sum_i (x_i - p)^k` about a pivot and :math:`\delta = S_1 / n` the mean is :math:`p + \delta`,
+    With :math:`S_k = \sum_i (x_i - p)^k` about a pivot and :math:`\delta = S_1 / n` the mean is :math:`p + \delta`,
     :math:`m_2 = S_2 - n \delta^2`, :math:`m_3 = S_3 - 3 \delta S_2 + 2 n \delta^3` and
     :math:`m_4 = S_4 - 4 \delta S_3 + 6 \delta^2 S_2 - 3 n \delta^4`.
     Where :math:`\delta^2` is small beside :math:`S_2 / n` next to nothing cancels.
     """
     n, is_high = len(x), "m3" in fields
-    pivot, sums = 0.0, _Powers(_sum(x), squares)
+    pivot, s1, s2, s3, s4 = 0.0, _sum(x), squares, 0.0, 0.0
     if "m2" in fields:
-        if n * (sums.s1 / n) ** 2 > (0.01 if is_high else 0.5) * squares:
-            mean = x.dtype.type(sums.s1 / n)
+        if n * (s1 / n) ** 2 > (0.01 if is_high else 0.5) * squares:
+            mean = x.dtype.type(s1 / n)
             pivot, x = float(mean), x - mean
-            sums = _Powers(_sum(x), _dots(x, x))
+            s1, s2 = _sum(x), _dots(x, x)
         if is_high:
             powers = x * x
-            sums = _Powers(sums.s1, sums.s2, _dots(x, powers), _dots(powers, powers))
-            if x.dtype == np.float32 and sums.s2 and not (1e-14 * n < sums.s2 and math.isfinite(sums.s4)):
+            s3, s4 = _dots(x, powers), _dots(powers, powers)
+            if x.dtype == np.float32 and s2 and not (1e-14 * n < s2 and math.isfinite(s4)):
                 return False
-    d = sums.s1 / n
+    d = s1 / n
     record.center = pivot + d
     if "m2" in fields:
-        record.m2 = max(sums.s2 - n * d * d, 0.0)
+        record.m2 = max(s2 - n * d * d, 0.0)
     if is_high:
-        record.m3 = sums.s3 - 3 * d * sums.s2 + 2 * n * d**3
+        record.m3 = s3 - 3 * d * s2 + 2 * n * d**3
     if "m4" in fields:
-        record.m4 = sums.s4 - 4 * d * sums.s3 + 6 * d * d * sums.s2 - 3 * n * d**4
+        record.m4 = s4 - 4 * d * s3 + 6 * d * d * s2 - 3 * n * d**4
     return True
 
 

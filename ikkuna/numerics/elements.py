@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "is_plain", "readable"]
+__all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "in_memory_order", "is_plain", "readable"]
 
 CHUNK = 131_072
 """Elements that stay in cache while several reductions look at them."""
@@ -96,9 +96,20 @@ def _values(x: Tensor) -> Tensor:
     return x.values() if hasattr(x, "values") and x.layout is not torch._mkldnn else x.to_dense()  # type: ignore[attr-defined]
 
 
+def in_memory_order(x: Tensor) -> Tensor:
+    """Return `x` with its axes in the order in which they lie in memory, as contiguous as it can be without a copy.
+
+    Examples
+    --------
+    >>> in_memory_order(torch.ones(2, 3).t()).is_contiguous()
+    True
+    """
+    return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
+
+
 def flatten(x: Tensor) -> Tensor:
     """Return the elements of `x` as one axis, in whatever order needs no copy; expanded tensors are copied."""
     if x.is_contiguous():
         return x.view(-1)
-    ordered = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
+    ordered = in_memory_order(x)
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)

@@ -297,6 +297,13 @@ void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t ha
 
 }  // namespace
 
+extern "C" void merge_records(const void *more, int wanted, void *out) {
+    Record &known = *static_cast<Record *>(out);
+    if (known.n == 0) known = Record();
+    known.merge(*static_cast<const Record *>(more), wanted);
+    if (known.nans > 0) known.min = known.max = std::numeric_limits<double>::quiet_NaN();
+}
+
 #define EXPORT(NAME, T)                                                                                               \
     extern "C" void measure_##NAME(const void *x, int64_t n, int wanted, void *out) {                                 \
         measure_one(static_cast<const T *>(x), n, wanted, static_cast<Record *>(out));                                \
@@ -308,13 +315,6 @@ void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t ha
                                          uint32_t seed) {                                                             \
         sampled_codes(static_cast<const T *>(x), n, shift, static_cast<int64_t *>(counts), half, seed);               \
     }
-
-extern "C" void merge_records(const void *more, int wanted, void *out) {
-    Record &known = *static_cast<Record *>(out);
-    if (known.n == 0) known = Record();
-    known.merge(*static_cast<const Record *>(more), wanted);
-    if (known.nans > 0) known.min = known.max = std::numeric_limits<double>::quiet_NaN();
-}
 
 EXPORT(float32, float)
 EXPORT(float64, double)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ikkuna.numerics.elements import in_memory_order
 from ikkuna.numerics.native.look import Look, record_of
 from ikkuna.numerics.statistics import Record, closure
 
@@ -66,7 +67,7 @@ class Library:
             and x.is_cpu
             and x.layout is torch.strided
             and not x.is_nested
-            and (x.is_contiguous() or _is_dense(x))
+            and (x.is_contiguous() or in_memory_order(x).is_contiguous())  # ``channels_last`` is as good
             and not x.is_neg()
             and not torch._C._functorch.is_functorch_wrapped_tensor(x)
             and x.data_ptr() != 0  # of no number, too
@@ -133,11 +134,6 @@ def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> _Kern
     kernel: Any = getattr(kernels, name)
     kernel.argtypes, kernel.restype = arguments, None
     return kernel  # type: ignore[no-any-return]
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether numbers lie next to each other, in an order of axes of their own, as in ``channels_last``."""
-    return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).is_contiguous()
 
 
 @cache
