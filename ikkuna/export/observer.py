@@ -161,7 +161,7 @@ class Observer:
         if rows is not None:
             rows.skipped = rows.skipped or skipped
             self.exchange.take(rows, plan)
-            self.bus.post(Finished(rows, self.recorder.remember, finished))
+            self.bus.post(Finished(rows, finished))
         if self.model.taps.is_found_compiled():
             self.model.reconsider()
         next_plan = self._next_plan()
@@ -228,7 +228,7 @@ class Observer:
         plan = self.recorder.plan
         if (rows := self.recorder.close()) is not None:
             self.exchange.take(rows, plan)
-            self.bus.post(Finished(rows, self.recorder.remember, None))
+            self.bus.post(Finished(rows, None))
         self._interrupted.unreadable += self.recorder.unreadable
         self.recorder, self._interrupted = self._interrupted, None
         self.clock.pass_name = TRAINING

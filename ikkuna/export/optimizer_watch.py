@@ -1,6 +1,6 @@
 """Hears the hooks of optimizers: weights, gradients, updates."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -148,10 +148,11 @@ class OptimizerWatch(HookOwner):
 
     def _wanted(
         self, weights: str, biases: str, parameters: Iterable[NamedParameter]
-    ) -> list[tuple[Place, NamedParameter]]:
-        place, wants = self._observer.place, self._observer.recorder.wants
-        at = ((place(biases if named.is_bias else weights, named.module), named) for named in parameters)
-        return [(place, named) for place, named in at if wants(place)]
+    ) -> Iterator[tuple[Place, NamedParameter]]:
+        for named in parameters:
+            place = self._observer.place(biases if named.is_bias else weights, named.module)
+            if self._observer.recorder.wants(place):
+                yield place, named
 
 
 def _free(name: str, taken: Iterable[str]) -> str:

@@ -48,12 +48,12 @@ class Recorder:
         self.unreadable = 0
         self.is_agreed = False
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._pivots: dict[tuple[object, ...], float] = {}
+        self._spare: dict[tuple[object, ...], Entry] = {}
         self._told: set[Subscription] = set()
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
         """Begin the rows of a step."""
-        self.plan, self.rows = plan, Rows(stamp)
+        self.plan, self.rows = plan, Rows(stamp, self._spare)
 
     def close(self) -> Rows | None:
         """Return the rows of the step, on their way to the host; there are none while no step is open."""
@@ -156,7 +156,6 @@ class Recorder:
     def _add_on_device(
         self, entry: Entry, tensor: Tensor, weight: int | Tensor, random: torch.Generator | None
     ) -> None:
-        entry.pivot = self._pivots.get(entry.key, 0.0)
         vectors = measure_vectors(tensor, entry.task.fields, entry.pivot, weight, random)
         if vectors is None:
             self.unreadable += 1
@@ -215,8 +214,3 @@ class Recorder:
                 continue
             entry = self.rows.entry_together(subscription)
             self._measure_own(entry, subscription, MessageBundle(messages), tensors[subscription.kinds[0]])
-
-    def remember(self, entry: Entry) -> None:
-        """Keep the mean of an entry as the pivot of the next one, so that device rows lose no digits to a large offset."""
-        if entry.record is not None and entry.record.center is not None:
-            self._pivots[entry.key] = entry.record.center

@@ -1,6 +1,6 @@
 """What was measured in one step, merged as it comes and copied to the host once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -33,6 +33,9 @@ class Entry:
     Statistics stay as they were made until the step is over, those of a host tensor as what the compiled kernels fill,
     those of a device tensor as vectors on the device; then they become a `Record`.
     Where each call was the mean of many elements (a loss), what comes out is their one weighted mean.
+
+    One entry serves step after step: thousands of new objects a step would have the garbage collector look through
+    everything there is, torch included, which takes a fifth of a second.
     """
 
     key: tuple[object, ...]
@@ -89,6 +92,14 @@ class Entry:
         if self.is_mean and self.record is not None and self.record.n:
             self.record = Record.of(self.record.mean)
 
+    def clear(self) -> None:
+        """Be as new, but for the pivot: the next step's device rows are about this one's mean, and lose no digits to a large offset."""
+        if self.record is not None and self.record.center is not None:
+            self.pivot = self.record.center
+        self.look[0] = 0
+        self.record = self.on_device = self.measured = None
+        self.is_mean = False
+
 
 class Sharing(Protocol):
     """What makes one of the rows of all ranks."""
@@ -106,14 +117,20 @@ _Part = tuple[dict[Any, Tensor], Any, Tensor]
 class Rows:
     """The entries of one step in the order they were first seen, and their one copy to the host.
 
+    Parameters
+    ----------
+    stamp : of the step
+    spare : entries that may be used again, by their keys
+
     Attributes
     ----------
     parts : for tensors that are spread over ranks, what lies here of them, by the key of the entry
     sharing : what makes one of the rows of all ranks; ``None`` in one process
     """
 
-    def __init__(self, stamp: Stamp) -> None:
+    def __init__(self, stamp: Stamp, spare: dict[tuple[object, ...], Entry]) -> None:
         self.stamp = stamp
+        self._spare = spare
         self.entries: dict[tuple[object, ...], Entry] = {}
         self.skipped = False
         self.parts: dict[tuple[object, ...], Part] = {}
@@ -122,18 +139,29 @@ class Rows:
         self._copies: list[tuple[list[_Part], Tensor, torch.cuda.Event | None]] = []
 
     def entry(self, place: Place, path: str, task: Task) -> Entry:
-        """Return the entry of a leaf or parameter at a place, a new one if there is none yet."""
+        """Return the entry of a leaf or parameter at a place, a fresh one if there is none yet."""
         key = (place, path)
-        if (entry := self.entries.get(key)) is None:
-            entry = self.entries[key] = Entry(key, place, path, task)
-        return entry
+        return self.entries.get(key) or self._fresh(key, place, path, task)
 
     def entry_together(self, subscription: Subscription) -> Entry:
         """Return the entry of what one subscriber measures side by side."""
-        if (entry := self.entries.get((subscription,))) is None:
+        key = (subscription,)
+        if (entry := self.entries.get(key)) is None:
             task = Task(frozenset(), (subscription,), (subscription,))
-            entry = self.entries[subscription,] = Entry((subscription,), Place(subscription.kinds[0]), "", task)
+            entry = self._fresh(key, Place(subscription.kinds[0]), "", task)
         return entry
+
+    def _fresh(self, key: tuple[object, ...], place: Place, path: str, task: Task) -> Entry:
+        if (entry := self._spare.pop(key, None)) is None:
+            entry = Entry(key, place, path, task)
+        entry.task = task
+        self.entries[entry.key] = entry
+        return entry
+
+    def keep(self, entry: Entry) -> None:
+        """Keep an entry that was delivered for a step to come."""
+        entry.clear()
+        self._spare[entry.key] = entry
 
     def drop(self, kinds: frozenset[str]) -> None:
         """Forget what was seen of some kinds: a closure is evaluated again.
@@ -166,18 +194,24 @@ class Rows:
             return False
         return self.sharing is None or self.sharing.arrived(self)
 
-    def unpack(self) -> list[Entry]:
-        """Return the entries with everything on the host and of all ranks, waiting if need be."""
+    def unpack(self) -> Iterator[Entry]:
+        """Yield the entries with everything on the host and of all ranks, waiting if need be."""
         if self.sharing is not None:
             self.sharing.merge_into(self)
-        self.land()
+        self._fetch()
         for entry in self.entries.values():
+            entry.settle()  # one by one, so that no more than one record is there at a time
             if entry.is_mean:
                 entry.average()
-        return list(self.entries.values())
+            yield entry
 
     def land(self) -> None:
-        """Take what was copied to the host, waiting for it if need be; a second call does nothing."""
+        """Make records of what was measured here, waiting for its copy if need be; a second call does nothing."""
+        self._fetch()
+        for entry in self.entries.values():
+            entry.settle()
+
+    def _fetch(self) -> None:
         for parts, packed, event in self._copies:
             if event is not None:
                 event.synchronize()
@@ -188,8 +222,6 @@ class Rows:
         self._copies = []
         self.skipped = self.skipped or any(bool(flag.item()) for flag in self._overflows)
         self._overflows = []
-        for entry in self.entries.values():
-            entry.settle()
 
 
 def _to_host(packed: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:

@@ -191,7 +191,7 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
         recorder.receive_together(together)
     if (rows := recorder.close()) is not None:
         report = {"learning_rates": {"0": 0.1}, "seconds": 0.5, "own_seconds": 0.1}
-        bus.post(Finished(rows, recorder.remember, NetworkMessage(stamp, "batch_finished", report)))
+        bus.post(Finished(rows, NetworkMessage(stamp, "batch_finished", report)))
     for kind in ("epoch_finished", "epoch_started"):
         bus.post(NetworkMessage(stamp, kind))
     bus.drain(wait=True)

@@ -13,6 +13,7 @@ from ikkuna.numerics.elements import flatten, readable
 
 __all__ = ["NormSubscriber"]
 
+_NORMS = {0: "l0_norm", 1: "l1_norm", 2: "l2_norm", math.inf: "linf_norm"}
 _FIELDS = {0: ("zeros",), 1: ("l1",), 2: ("sumsq",), math.inf: ("min", "max")}
 
 
@@ -84,7 +85,4 @@ class NormSubscriber(PlotSubscriber):
                 message, abs(message.data) if isinstance(message.data, float) else message.data[0] ** (1 / self.p)
             )
             return
-        record = message.record
-        assert record is not None
-        norm = {0: "l0_norm", 1: "l1_norm", 2: "l2_norm", math.inf: "linf_norm"}[self.p]
-        self.emit(message, getattr(record, norm))
+        self.emit(message, getattr(message.record, _NORMS[self.p]))

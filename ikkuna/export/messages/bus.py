@@ -64,12 +64,10 @@ class Finished:
     Parameters
     ----------
     rows : what was measured in it
-    remember : told each entry once it is delivered
     event : the message that says so, for a step of training
     """
 
     rows: Rows
-    remember: Callable[[Entry], None]
     event: NetworkMessage | None
 
 
@@ -230,7 +228,7 @@ class MessageBus:
         rows = item.rows
         for entry in rows.unpack():
             self._deliver_entry(entry, rows)
-            item.remember(entry)
+            rows.keep(entry)
         if item.event is not None:
             self.publish(replace(item.event, skipped=rows.skipped))
         for subscription in self.subscriptions:

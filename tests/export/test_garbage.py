@@ -1,0 +1,48 @@
+"""Watching leaves little to the garbage collector, whose every full round looks through all that torch is made of."""
+
+import gc
+
+import torch
+from torch import nn
+
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
+
+KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
+LAYERS, STEPS, THRESHOLD = 50, 20, 100
+
+
+def rounds_of_collection(watch: bool) -> int:
+    """Return how often the collector runs in some steps of a network of small layers."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    exporter = Exporter(message_bus=MessageBus(), on_error="raise")
+    if watch:
+        exporter.add_modules(model)
+        for kind in KINDS:
+            exporter.message_bus.register_subscriber(NormSubscriber(kind, backend="null"))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    step(), step()
+    seen: list[str] = []
+    gc.callbacks.append(lambda phase, info: seen.append(phase))
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(THRESHOLD, 10, 1_000_000)
+        for _ in range(STEPS):
+            step()
+    finally:
+        gc.set_threshold(*before)
+        del gc.callbacks[-1]
+        exporter.close()
+    return seen.count("start")
+
+
+def test_a_step_leaves_the_collector_less_than_one_object_for_each_value() -> None:
+    more = (rounds_of_collection(watch=True) - rounds_of_collection(watch=False)) * THRESHOLD
+    assert more < LAYERS * len(KINDS) * STEPS
