@@ -54,7 +54,8 @@ class OptimizerWatch(HookOwner):
         observer.parameters.find_shards(optimizer)
         if observer.blind or not observer.clock.optimizer_starts(optimizer):
             return
-        self._see_rates(optimizer)
+        if observer.bus.is_wanted("batch_finished"):
+            self._see_rates(optimizer)
         self.in_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
         if not (was_open or self.in_closure or observer.model.taps.is_compiled):
             observer.model.is_rootless = True  # until a root is called

@@ -1,7 +1,6 @@
 """Where ikkuna touches torch: one function per quantity, each of which returns its undo."""
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ __all__ = [
 Undo = Callable[[], None]
 
 _interpreters, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_programs_of = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
 
 
 def _nobody() -> None:
@@ -200,10 +200,8 @@ _run_as_it_is(Hook.__call__)
 
 def was_compiled(module: nn.Module) -> bool:
     """Whether a compiler has a program for a module's forward, which does not look for hooks that were not there when it was made."""
-    if "torch._dynamo" not in sys.modules:
-        return False
     code = getattr(type(module).forward, "__code__", None)
-    return code is not None and bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
+    return code is not None and bool(_programs_of(code))
 
 
 def watch_gradient(output: Tensor, seen: Callable[..., None]) -> list[Any]:

@@ -230,7 +230,8 @@ class MessageBus:
             self._deliver_entry(entry, rows)
             rows.keep(entry)
         if item.event is not None:
-            self.publish(replace(item.event, skipped=rows.skipped))
+            item.event.skipped = rows.skipped
+            self.publish(item.event)
         for subscription in self.subscriptions:
             if subscription.samples(rows.stamp) and (not rows.skipped or subscription.subscriber.sees_skipped):
                 self.faults.call(subscription, "finish", subscription.subscriber.finish, rows.stamp)
