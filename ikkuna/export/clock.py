@@ -96,6 +96,11 @@ class Clock:
         self.depth = max(0, self.depth - 1)
         return self.depth == 0 and self.counting
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether no root is running, in training."""
+        return self.depth == 0 and self.pass_name == TRAINING
+
     def counts(self, module: nn.Module) -> bool:
         """Whether a call of `module` belongs to what is recorded now."""
         return self.counting if self.depth else self._counts_outside(module)

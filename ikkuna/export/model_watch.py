@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.distributed.placement import holds_gradients
+from ikkuna.export.clock import TRAINING
 from ikkuna.export.forward_taps import ForwardTaps
+from ikkuna.export.forwards import Forwards
 from ikkuna.export.hook_owner import HookOwner
-from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
 from ikkuna.export.outputs import Leaves, batch_sizes, leaves, with_batch_sizes
-from ikkuna.export.taps import Hook, ModulePlaces, in_backward, received
+from ikkuna.export.taps import ModulePlaces, in_backward, received
 
 if TYPE_CHECKING:
     from ikkuna.export.observer import Observer
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["ModelWatch"]
 
 log = logging.getLogger("ikkuna")
-
-_REEVALUATED = frozenset((*FORWARD_KINDS, *MICRO_KINDS, *NETWORK_KINDS))
 
 
 class ModelWatch(HookOwner):
@@ -37,8 +35,8 @@ class ModelWatch(HookOwner):
     taps : the hooks on modules
     resolve : finds the modules again, after the user may have put others in their place
     reconsider : looks again at what is wanted, after the model has proved to be compiled
+    forwards : where they begin
     sees_loss : whether the loss module is known
-    is_rootless : whether the roots themselves are never called, only their parts
     """
 
     def __init__(self, observer: "Observer", in_graph: bool = True) -> None:
@@ -47,9 +45,7 @@ class ModelWatch(HookOwner):
         self.resolve: Callable[[], None] = lambda: None
         self.reconsider: Callable[[], None] = lambda: None
         self.sees_loss = False
-        self.is_rootless = False
-        self._backward_seen = False
-        self._backward_hook = Hook(self, "backward_seen")
+        self.forwards = Forwards(observer)
         self._warned = False
 
     # -- hooks ----------------------------------------------------------------------------------------------------
@@ -59,12 +55,12 @@ class ModelWatch(HookOwner):
         observer = self._observer
         if observer.blind or in_backward():
             return
-        in_closure = observer.optimizers.in_closure
-        if self._backward_seen and observer.clock.depth == 0:
-            self._begin_again(in_closure)
+        if observer.clock.depth == 0:
+            self.forwards.begin()
         self.taps.settle(False)
-        if observer.clock.root_entered(module, in_closure):
-            self.is_rootless = False
+        if observer.clock.root_entered(module, observer.optimizers.in_closure):
+            if observer.clock.pass_name == TRAINING:
+                self.forwards.root_called()
             self._observe_all("input_data", (args, kwargs) if kwargs else args)
 
     def compiled_root_entered(self, counts: bool) -> None:
@@ -72,25 +68,10 @@ class ModelWatch(HookOwner):
         observer = self._observer
         if observer.blind or in_backward():
             return
-        if self._backward_seen:
-            self._begin_again(observer.optimizers.in_closure)
+        self.forwards.begin()
         self.taps.settle(True)
         observer.clock.compiled_root_entered(counts, observer.optimizers.in_closure)
-        self.is_rootless = False
-
-    def _begin_again(self, in_closure: bool) -> None:
-        """Take a forward after a backward without a step in between: a closure's next evaluation, a skipped step, or a micro-batch."""
-        observer = self._observer
-        if in_closure:
-            if observer.recorder.rows is not None:
-                observer.recorder.rows.drop(_REEVALUATED)  # only the last evaluation counts
-            self._backward_seen = False
-        elif observer.clock.awaits_optimizer and not self._any_gradient_waits():
-            self._backward_seen = False
-            observer.clock.abandon()  # gradients were thrown away: a gradient scaler skipped the step
-
-    def _any_gradient_waits(self) -> bool:
-        return self._observer.parameters.any_has_gradient() or any(map(holds_gradients, self.taps.roots))
+        self.forwards.root_called()
 
     def root_left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Take the return of a root."""
@@ -98,23 +79,8 @@ class ModelWatch(HookOwner):
         if observer.blind or in_backward() or not observer.clock.root_left():
             return
         self._observe_all("network_output", output)
-        if not self._backward_seen and torch.is_grad_enabled():
-            for _, tensor in leaves(output):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._backward_hook)
-                    break
-
-    def backward_seen(self, grad: Tensor) -> None:
-        """Take the gradient of what a root returned."""
-        self.note_backward()
-
-    def note_backward(self) -> None:
-        """Note that a backward has come."""
-        self._backward_seen = True
-
-    def step_over(self) -> None:
-        """Forget that there was a backward."""
-        self._backward_seen = False
+        if torch.is_grad_enabled():
+            self.forwards.await_backward(leaves(output))
 
     def _observe_all(self, kind: str, value: Any) -> None:
         recorder, place = self._observer.recorder, self._observer.place(kind)
@@ -126,20 +92,24 @@ class ModelWatch(HookOwner):
         """Take one call of a module: look at what it received and returned, and arm the look at its gradient."""
         observer = self._observer
         recomputing = in_backward()
-        # hooks stay on between steps: does the call belong to something that is recorded, or will it open it?
-        is_expected = self.is_rootless or observer.recorder.rows is not None
-        if observer.blind or not (recomputing or (is_expected and observer.clock.counts(module))):
+        if observer.blind or not (recomputing or observer.clock.counts(module)):
             return
-        if self.is_rootless and not recomputing:
-            observer.clock.close_pending()
-            observer.clock.open()
         outputs, sizes = leaves(output), batch_sizes(output)
+        if not recomputing and observer.clock.is_outside and not self.taps.is_compiled:
+            self.forwards.part_called(outputs)
+        if observer.recorder.rows is None:
+            return  # hooks stay on between steps
         if not recomputing:
             self._see_forward(places, args, outputs, sizes)
         if places.gradients is not None:
             for path, tensor in outputs:
                 if tensor.requires_grad:
                     observer.backward.watch(places.gradients, tensor, path, None if path else sizes)
+
+    def traced_module_called(self) -> None:
+        """Take a call in a compiled graph, which may be of a part, or of a method that calls the parts."""
+        if self._observer.clock.is_outside and not self.taps.is_compiled:
+            self.forwards.part_called([])
 
     def _see_forward(self, places: ModulePlaces, args: Any, outputs: Leaves, sizes: Tensor | None) -> None:
         receive = self._observer.recorder.receive

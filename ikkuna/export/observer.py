@@ -104,9 +104,10 @@ class Observer:
         try:
             self.model.taps.was_traced(place.module)
             if place.kind == "layer_gradients":
-                self.model.note_backward()
+                self.model.forwards.backward_seen()
                 self.backward.gradient_seen(place, path, None, tensor, role)
             elif not self.blind and self.clock.counting and not in_backward():
+                self.model.traced_module_called()
                 self.recorder.receive(place, tensor, path)
         except Exception as error:
             self.fault(f"looking at {place}", error)
@@ -150,7 +151,7 @@ class Observer:
 
     def step_closed(self, stamp: Stamp, skipped: bool) -> None:
         """Hand what was recorded to the bus."""
-        self.model.step_over()
+        self.model.forwards.step_over()
         self.backward.step_over()
         self.gradients.step_closed()
         finished = NetworkMessage(stamp, "batch_finished", self._report())
@@ -167,7 +168,7 @@ class Observer:
         next_plan = self._next_plan()
         self.model.taps.keep_for(next_plan)
         self.model.taps.turn(next_plan)
-        if self.model.is_rootless:
+        if self.model.forwards.is_rootless:
             self.model.taps.install(next_plan)  # no root will tell that the next step begins
         self.bus.drain(wait=self.exchange.must_wait(stamp))
         self.stopwatch.step_over()
@@ -238,7 +239,7 @@ class Observer:
         self.bus.drain()
 
     def _leave_pass(self) -> None:
-        self.model.step_over()
+        self.model.forwards.step_over()
         self.backward.step_over()
         self.model.taps.remove()
 
@@ -258,7 +259,7 @@ class Observer:
             self.exchange.prepare_close()
         self.end_pass()
         self.clock.close_pending()
-        self.model.step_over()
+        self.model.forwards.step_over()
         self.backward.step_over()
         self.gradients.step_closed()
         self.model.taps.remove(everything=True)

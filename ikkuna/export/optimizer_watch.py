@@ -57,8 +57,8 @@ class OptimizerWatch(HookOwner):
         if observer.bus.is_wanted("batch_finished"):
             self._see_rates(optimizer)
         self.in_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
-        if not (was_open or self.in_closure or observer.model.taps.is_compiled):
-            observer.model.is_rootless = True  # until a root is called
+        if not (was_open or observer.model.taps.is_compiled):
+            observer.model.forwards.step_opened_late(self.in_closure)
         if not observer.recorder.plan.parameters:
             return
         owned = observer.parameters.of(optimizer)

@@ -79,6 +79,7 @@ def test_every_loop_of_the_tests_is_in_the_table(tables):
     situations = {row[0]: row for row in rows(tables.loops())}
     assert situations["siamese forwards"][2] == "``test_siamese_forwards``"
     assert len(situations) > 20
+    assert len(rows(tables.trainers())) > 5
 
 
 def test_every_fault_is_told_and_has_a_test(tables):

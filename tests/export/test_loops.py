@@ -688,3 +688,129 @@ def test_a_resumed_run_goes_on_counting(bus, model):
 def test_a_state_that_is_none_is_refused(bus, state):
     with Exporter(message_bus=bus) as exporter, pytest.raises(ConfigError, match="needs what state_dict.. returned"):
         exporter.load_state_dict(state)
+
+
+class Parts(nn.Module):
+    """A module that is never called itself: its owner calls a method, or its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 2)
+
+    def training_step(self, x):
+        return self.body(x).pow(2).sum()
+
+
+BATCHES = [torch.full((2, 3), value) for value in (1.0, 2.0, 3.0)]
+
+
+def watched_norms(bus, model):
+    """Return an exporter, and {step: norm of what the first layer returned}, filled as it is published."""
+    found = {}
+    exporter = Exporter(message_bus=bus, on_error="raise")
+    exporter.add_modules(model)
+    bus.register_subscriber(NormSubscriber("activations", modules=["0", "body"], backend="null"))
+    keep = CallbackSubscriber("activations_norm2", lambda m: found.update({m.global_step: m.data}), backend="null")
+    bus.register_subscriber(keep)
+    return exporter, found
+
+
+def norm_of(layer, batches):
+    with torch.no_grad():
+        return sum(layer(x).pow(2).sum().item() for x in batches) ** 0.5
+
+
+def accumulating_step(model, optimizer, loss_of):
+    """Accumulate over two batches, and let the optimizer's closure take the third."""
+    optimizer.zero_grad()
+    for x in BATCHES[:2]:
+        loss_of(x).backward()
+
+    def closure():
+        loss = loss_of(BATCHES[2])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def test_micro_batches_before_a_closure(bus, model):
+    """those before ``step(closure)`` and the closure's own are one step, as long as their gradients are kept"""
+    exporter, norms = watched_norms(bus, model)
+    optimizer, expected = sgd(model), []
+    for _ in range(2):
+        expected.append(norm_of(model[0], BATCHES))
+        accumulating_step(model, optimizer, lambda x: model(x).pow(2).sum())
+    exporter.close()
+    assert norms == pytest.approx(dict(enumerate(expected)))
+
+
+def test_gradients_thrown_away_before_a_closure(bus, model):
+    """what was seen before them is forgotten: sharpness-aware steps climb with one gradient and go down with the closure's"""
+    exporter, norms = watched_norms(bus, model)
+    optimizer, x = sgd(model), BATCHES[0]
+    backward(model)
+
+    class Climbing(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure):
+            for p in model.parameters():
+                p += 0.1 * p.grad
+            self.zero_grad()
+            with torch.enable_grad():
+                closure()
+            return super().step()
+
+    optimizer = Climbing(model.parameters(), lr=0.1)
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.norm().item()))
+    optimizer.step(lambda: model(x).pow(2).sum().backward())
+    exporter.close()
+    assert norms == pytest.approx({0: seen[-1]})
+
+
+def test_a_method_that_calls_the_parts(bus):
+    """as with a forward; where the first optimizer's closure shows that steps begin before it, from the second step on"""
+    model = Parts()
+    exporter, norms = watched_norms(bus, model)
+    optimizer, expected = sgd(model), []
+    for _ in range(3):
+        expected.append(norm_of(model.body, BATCHES))
+        accumulating_step(model, optimizer, model.training_step)
+    exporter.close()
+    assert norms == pytest.approx(dict(list(enumerate(expected))[1:]))
+
+
+def test_closures_that_call_a_method(bus):
+    """the last evaluation of each step, though no root is called"""
+    model = Parts()
+    exporter, norms = watched_norms(bus, model)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    seen = []
+    model.body.register_forward_hook(lambda module, args, output: seen.append(output.norm().item()))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model.training_step(BATCHES[0])
+        loss.backward()
+        return loss
+
+    for step in range(3):
+        optimizer.step(closure)
+        assert norms[step] == pytest.approx(seen[-1])
+    assert len(seen) > 3
+    exporter.close()
+
+
+def test_a_compiled_method(bus):
+    """what its graph looks at, from the second step on"""
+    model = Parts()
+    exporter, norms = watched_norms(bus, model)
+    optimizer, training_step, expected = sgd(model), torch.compile(model.training_step, backend="eager"), []
+    for _ in range(3):
+        expected.append(norm_of(model.body, BATCHES[:1]))
+        optimizer.zero_grad()
+        training_step(BATCHES[0]).backward()
+        optimizer.step()
+    exporter.close()
+    assert norms == pytest.approx(dict(list(enumerate(expected))[1:]))

@@ -121,13 +121,21 @@ def backend_pages() -> str:
 
 def loops() -> str:
     """Return the table of training loops: situation, what is published, and the test that shows it."""
-    tests = ROOT / "tests" / "export" / "test_loops.py"
+    return _told_by("test_loops.py", "situation", "what is published")
+
+
+def trainers() -> str:
+    """Return the table of other people's loops: trainer, how it is watched, and the test that shows it."""
+    return _told_by("test_trainers.py", "trainer", "what is watched, and what is published")
+
+
+def _told_by(name: str, what: str, told: str) -> str:
     rows = []
-    for node in ast.parse(tests.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and (told := ast.get_docstring(node)):
+    for node in ast.parse((ROOT / "tests" / "export" / name).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and (text := ast.get_docstring(node)):
             situation = node.name.removeprefix("test_").replace("_", " ")
-            rows.append((situation, told.partition("\n\n")[0].replace("\n", " "), f"``{node.name}``"))
-    return table(("situation", "what is published", "test"), rows)
+            rows.append((situation, text.partition("\n\n")[0].replace("\n", " "), f"``{node.name}``"))
+    return table((what, told, "test"), rows)
 
 
 def marked_tests() -> dict[int, list[str]]:
@@ -184,6 +192,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "backends": backends,
     "loops": loops,
+    "trainers": trainers,
     **{f"faults-{section}": partial(faults, section) for section in SECTIONS},
     "faults-left-out": left_out,
     "costs": costs,
