@@ -18,6 +18,7 @@ _INNER = {  # wrapper class → the attribute that holds the user's module
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "_FabricModule": "_original_module",
 }
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
+from ikkuna.modules import unwrap
 from ikkuna.testing import RecordingBackend
 
 KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
@@ -72,7 +73,7 @@ def check(train: Train, layer: str, *, last: bool = False, missing: int = 0, los
     def watch(model: nn.Module, loss: nn.Module | None = None) -> None:
         exporter = Exporter(message_bus=MessageBus(), on_error="raise")
         exporter.add_modules(model)
-        made.append((exporter, Witness(model.get_submodule(layer), last)))
+        made.append((exporter, Witness(unwrap(model).get_submodule(layer), last)))
         for kind in KINDS:
             exporter.message_bus.register_subscriber(NormSubscriber(kind, backend=backend))
         if loss is not None:
@@ -173,6 +174,29 @@ def test_lightning_closures(whole):
 def test_lightning_manual_optimization():
     """as a loop of one's own"""
     check(lightning_loop(False, automatic=False), "0")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_fabric(first):
+    """the model, before or after ``Fabric.setup``"""
+    import lightning
+
+    def train(watch: Callable[..., None]) -> nn.Module:
+        fabric, loss_of = lightning.Fabric(accelerator="cpu", devices=1), nn.CrossEntropyLoss()
+        plain = network()
+        if first:
+            watch(plain, loss_of)
+        model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+        if not first:
+            watch(model, loss_of)
+        for inputs, labels in DataLoader(data(), 8):
+            fabric.backward(loss_of(model(inputs), labels))
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return plain
+
+    check(train, "0")
 
 
 def test_transformers_trainer(tmp_path):
