@@ -1,5 +1,6 @@
 """Tells where one step ends and the next begins, from what can be seen of a training loop."""
 
+import logging
 import weakref
 from typing import Protocol
 
@@ -12,6 +13,8 @@ from ikkuna.export.messages.message import Stamp
 from ikkuna.export.parameters import TrackedParameters
 
 __all__ = ["TRAINING", "Clock", "Listener"]
+
+log = logging.getLogger("ikkuna")
 
 TRAINING = "training"
 
@@ -30,6 +33,8 @@ class Clock:
     """Counts optimizer steps.
 
     A step opens with the outermost training forward (the root in training mode, gradients enabled), or late, with an optimizer's step.
+    After a step whose forwards were all in evaluation mode those count as well, until one in training mode is seen:
+    batch norm and dropout are kept still like that while the rest is trained.
     It closes when the optimizers that own tracked parameters have stepped; which ones these are is learned from the first step
     that is closed by the forward after it, unless those seen so far own everything.
 
@@ -52,6 +57,8 @@ class Clock:
         self._stepped: dict[int, Optimizer] = {}
         self._known: set[int] = set()
         self._inside: dict[int, int] = {}
+        self._modes: set[bool] = set()  # that roots were in when they were called with gradients
+        self._trains_in_evaluation = False
 
     def listen(self, listener: Listener) -> None:
         """Let `listener`, held weakly, hear of every step."""
@@ -75,6 +82,8 @@ class Clock:
         if self.depth > 1:
             return False
         self.counting = self._counts_outside(module)
+        if self.pass_name == TRAINING and torch.is_grad_enabled():
+            self._modes.add(module.training)
         if self.counting and self.pass_name == TRAINING:
             if not in_closure:
                 self._inside.clear()  # a step() that raised left its mark
@@ -86,6 +95,7 @@ class Clock:
         """Note that a compiled root is called; `counts` if in training mode and with gradients."""
         self.counting = counts and self.pass_name == TRAINING
         if self.counting:
+            self._modes.add(True)
             if not in_closure:
                 self._inside.clear()
             self.close_pending()
@@ -106,7 +116,9 @@ class Clock:
         return self.counting if self.depth else self._counts_outside(module)
 
     def _counts_outside(self, module: nn.Module) -> bool:
-        return self.pass_name != TRAINING or (torch.is_grad_enabled() and module.training)
+        return self.pass_name != TRAINING or (
+            torch.is_grad_enabled() and (module.training or self._trains_in_evaluation)
+        )
 
     # -- optimizers -----------------------------------------------------------------------------------------------
 
@@ -175,9 +187,20 @@ class Clock:
             return
         stamp = self.stamp
         self._known = self._known or set(self._stepped)
+        self._note_modes()
         self.global_step += 1
         self.train_step += 1
         self._end(stamp, skipped=False)
+
+    def _note_modes(self) -> None:
+        if self._modes:
+            was, self._trains_in_evaluation = self._trains_in_evaluation, self._modes == {False}
+            if self._trains_in_evaluation and not was:
+                log.info(
+                    "training goes on in evaluation mode: forwards with gradients count from step %d on",
+                    self.global_step + 1,
+                )
+            self._modes.clear()
 
     def abandon(self) -> None:
         """End the open step without counting it: nobody made it, and the next one takes its number."""

@@ -463,17 +463,29 @@ def test_weights_edited_between_steps(bus, model):
 
 
 def test_training_in_evaluation_mode(bus, model):
-    """steps and parameters; forwards in evaluation mode are not looked at"""
+    """steps and parameters; forwards from the second step on, since the first has shown that they count"""
     model.eval()
     watched = Watched(bus, model)
     optimizer = sgd(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+    assert watched.seen("activations")["0"] == watched.seen("layer_gradients")["0"] == [1, 2]
+    model.train()
     for _ in range(2):
         optimizer.zero_grad()
         backward(model)
         optimizer.step()
+        model.eval()
+        model(torch.ones(2, 3))  # a validation that has forgotten no_grad
+        model.train()
     watched.exporter.close()
-    assert watched.steps == [0, 1]
-    assert watched.seen("weight_updates")["0"] == [0, 1]
+    assert watched.steps == [0, 1, 2, 3, 4]
+    assert watched.seen("weight_updates")["0"] == [0, 1, 2, 3, 4]
+    assert [len(watched.tensors[step, "activations", "0"]) for step in (1, 2, 3, 4)] == [1, 1, 1, 1]
 
 
 # -- passes, epochs, resuming ------------------------------------------------------------------------------------------
