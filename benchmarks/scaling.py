@@ -70,9 +70,8 @@ def over_modules(rounds: int) -> dict[str, float]:
         rounds_here = max(5, rounds // (1 + count // 1_000))
         pairs = [(cpu_time(plain.step, steps), cpu_time(watched.step, steps)) for _ in range(rounds_here + 1)][1:]
         watched.close()
-        more = (
-            statistics.fmean(b - a for a, b in pairs) / count
-        )  # with the rounds of the garbage collector, which come now and then
+        # the mean, since rounds of the garbage collector come now and then
+        more = statistics.fmean(b - a for a, b in pairs) / count
         curve[str(count)] = more
         print(f"| {count:,} | {statistics.median(a for a, _ in pairs) * 1e3:.2f} | {more * 1e6:.0f} |")
     return curve

@@ -18,6 +18,7 @@ from ikkuna.numerics.statistics import Record, merge
 
 __all__ = ["Entry", "Rows", "Sharing"]
 
+_NOTHING = Task(frozenset(), (), ())
 _MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -99,6 +100,7 @@ class Entry:
         self.look[0] = 0
         self.record = self.on_device = self.measured = None
         self.is_mean = False
+        self.task = _NOTHING  # nobody is kept alive who wanted it
 
 
 class Sharing(Protocol):
@@ -145,10 +147,9 @@ class Rows:
 
     def entry_together(self, subscription: Subscription) -> Entry:
         """Return the entry of what one subscriber measures side by side."""
-        key = (subscription,)
-        if (entry := self.entries.get(key)) is None:
+        if (entry := self.entries.get((subscription,))) is None:
             task = Task(frozenset(), (subscription,), (subscription,))
-            entry = self._fresh(key, Place(subscription.kinds[0]), "", task)
+            entry = self.entries[subscription,] = Entry((subscription,), Place(subscription.kinds[0]), "", task)
         return entry
 
     def _fresh(self, key: tuple[object, ...], place: Place, path: str, task: Task) -> Entry:
@@ -159,9 +160,10 @@ class Rows:
         return entry
 
     def keep(self, entry: Entry) -> None:
-        """Keep an entry that was delivered for a step to come."""
-        entry.clear()
-        self._spare[entry.key] = entry
+        """Keep an entry that was delivered for a step to come, unless it is one subscriber's."""
+        if entry.key[0] is entry.place:
+            entry.clear()
+            self._spare[entry.key] = entry
 
     def drop(self, kinds: frozenset[str]) -> None:
         """Forget what was seen of some kinds: a closure is evaluated again.

@@ -1,13 +1,14 @@
 """Watching leaves little to the garbage collector, whose every full round looks through all that torch is made of."""
 
 import gc
+import weakref
 
 import torch
 from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
+from ikkuna.export.subscriber import NormSubscriber, Subscriber, TrainAccuracySubscriber
 
 KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
 LAYERS, STEPS, THRESHOLD = 50, 20, 100
@@ -46,3 +47,28 @@ def rounds_of_collection(watch: bool) -> int:
 def test_a_step_leaves_the_collector_less_than_one_object_for_each_value() -> None:
     more = (rounds_of_collection(watch=True) - rounds_of_collection(watch=False)) * THRESHOLD
     assert more < LAYERS * len(KINDS) * STEPS
+
+
+def test_what_is_kept_for_the_next_step_keeps_no_subscriber_alive() -> None:
+    model, loss = nn.Linear(4, 2), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.set_loss(loss)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+            optimizer.step()
+
+        gone: list[weakref.ref[Subscriber]] = []
+        for make in (NormSubscriber, TrainAccuracySubscriber):
+            subscriber = make(*["weights"] * (make is NormSubscriber), backend="null")
+            handle = exporter.message_bus.register_subscriber(subscriber)
+            step()
+            handle.remove()
+            gone.append(weakref.ref(subscriber))
+            del subscriber, handle
+        step()
+        gc.collect()
+        assert [reference() for reference in gone] == [None, None]
