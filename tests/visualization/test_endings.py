@@ -41,7 +41,8 @@ match sys.argv[2]:
 """
 
 SUDDEN = {"SIGTERM": -signal.SIGTERM, "SIGABRT": -signal.SIGABRT, "os._exit": 4}
-ORDERLY = {"end": 0, "exception": 1, "KeyboardInterrupt": -signal.SIGINT}
+# 1 with tabulate installed: torch imports it at the exit to tell of its compilations, and Python forgets what it died of
+ORDERLY = {"end": (0,), "exception": (1,), "KeyboardInterrupt": (-signal.SIGINT, 1)}
 
 
 def ended(child, log_dir, way):
@@ -70,5 +71,5 @@ def test_a_sudden_end_loses_nothing_that_was_acknowledged(tmp_path, child, way):
 def test_an_orderly_end_loses_nothing(tmp_path, child, way):
     """Not even of a step that was open."""
     status, _, steps = ended(child, tmp_path / "log", way)
-    assert status == ORDERLY[way]
+    assert status in ORDERLY[way]
     assert steps == list(range(50))
