@@ -56,7 +56,7 @@ class Clock:
         self._listener: weakref.ref[Listener] | None = None
         self._stepped: dict[int, Optimizer] = {}
         self._known: set[int] = set()
-        self._inside: dict[int, int] = {}
+        self._inside: dict[int, tuple[Optimizer, int]] = {}  # how deep the calls of its step() are
         self._modes: set[bool] = set()  # that roots were in when they were called with gradients
         self._trains_in_evaluation = False
 
@@ -85,10 +85,7 @@ class Clock:
         if self.pass_name == TRAINING and torch.is_grad_enabled():
             self._modes.add(module.training)
         if self.counting and self.pass_name == TRAINING:
-            if not in_closure:
-                self._inside.clear()  # a step() that raised left its mark
-            self.close_pending()
-            self.open()
+            self.begin(in_closure)
         return self.counting
 
     def compiled_root_entered(self, counts: bool, in_closure: bool) -> None:
@@ -96,10 +93,14 @@ class Clock:
         self.counting = counts and self.pass_name == TRAINING
         if self.counting:
             self._modes.add(True)
-            if not in_closure:
-                self._inside.clear()
-            self.close_pending()
-            self.open()
+            self.begin(in_closure)
+
+    def begin(self, in_closure: bool) -> None:
+        """Note that a forward begins that belongs to a step: to the open one, unless an optimizer has stepped in that."""
+        if not in_closure:
+            self._inside.clear()  # a step() that raised left its mark
+        self.close_pending()
+        self.open()
 
     def root_left(self) -> bool:
         """Note that a root has returned or raised; say whether it was an outermost call that counts."""
@@ -123,24 +124,34 @@ class Clock:
     # -- optimizers -----------------------------------------------------------------------------------------------
 
     def optimizer_starts(self, optimizer: Optimizer) -> bool:
-        """Note that an optimizer's step begins; say whether it counts: it owns tracked parameters and is not a nested call."""
-        if self.pass_name != TRAINING or not self.parameters.of(optimizer):
+        """Note that an optimizer's step begins; say whether it counts: it owns tracked parameters and is not part of another step."""
+        if self.pass_name != TRAINING or not self.parameters.of(optimizer) or self._is_wrapped(optimizer):
             return False
-        depth = self._inside.get(id(optimizer), 0)
+        depth = self._depth(optimizer)
         if depth == 0:
             if id(optimizer) in self._stepped:
                 self.close()
             if not self.is_open and self._known and id(optimizer) not in self._known:
                 self._known.add(id(optimizer))  # one that steps now and then: from now on steps wait for it
             self.open()
-        self._inside[id(optimizer)] = depth + 1
+        self._inside[id(optimizer)] = optimizer, depth + 1
         return depth == 0
+
+    def _depth(self, optimizer: Optimizer) -> int:
+        return self._inside[id(optimizer)][1] if id(optimizer) in self._inside else 0
+
+    def _is_wrapped(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps within the step of another that owns all it owns, as one does that Lookahead was given."""
+        others = [outer for outer, _ in self._inside.values() if outer is not optimizer]
+        owned = set(self.parameters.of(optimizer)) if others else set()
+        return any(owned.issubset(self.parameters.of(outer)) for outer in others)
 
     def optimizer_ended(self, optimizer: Optimizer) -> bool:
         """Note that an optimizer's step is over; say whether it counts."""
-        depth = self._inside.pop(id(optimizer), 0)
+        depth = self._depth(optimizer)
+        self._inside.pop(id(optimizer), None)
         if depth > 1:
-            self._inside[id(optimizer)] = depth - 1
+            self._inside[id(optimizer)] = optimizer, depth - 1
         elif depth == 1:
             self._stepped[id(optimizer)] = optimizer
         return depth == 1

@@ -90,8 +90,7 @@ class Forwards(HookOwner):
         """Take the call of a part: it may begin a step, and a forward."""
         clock = self._observer.clock
         if self.is_rootless:
-            clock.close_pending()
-            clock.open()
+            clock.begin(self._observer.optimizers.in_closure)
         elif not clock.is_open:
             self._were_before = True
             return

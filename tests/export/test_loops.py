@@ -488,6 +488,66 @@ def test_training_in_evaluation_mode(bus, model):
     assert [len(watched.tensors[step, "activations", "0"]) for step in (1, 2, 3, 4)] == [1, 1, 1, 1]
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Goes back half of the way that another optimizer went in two steps (Zhang et al. 2019)."""
+
+    def __init__(self, inner):
+        self.inner, self.count = inner, 0
+        super().__init__(inner.param_groups, {})
+        self.slow = [p.detach().clone() for group in inner.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            with torch.no_grad():
+                for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
+def test_an_optimizer_that_wraps_another(bus, model):
+    """one step each, and updates as the outer one makes them"""
+    watched = Watched(bus, model)
+    optimizer, expected = Lookahead(sgd(model)), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        backward(model)
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        expected.append(model[0].weight.detach() - before)
+    watched.exporter.close()
+    assert watched.steps == [0, 1, 2, 3]
+    assert watched.seen("activations")["0"] == watched.seen("weight_gradients")["0"] == watched.steps
+    for step, update in enumerate(expected):
+        (seen,) = watched.tensors[step, "weight_updates", "0"]
+        torch.testing.assert_close(seen, update)
+
+
+def test_an_optimizer_made_of_several(bus, model):
+    """one step each, if it owns what they own or owns nothing"""
+
+    class Several(torch.optim.Optimizer):
+        def __init__(self, optimizers, parameters):
+            self.optimizers = optimizers
+            super().__init__(parameters, {})
+
+        def step(self, closure=None):
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    watched = Watched(bus, model)
+    parts = [sgd(model[0]), torch.optim.AdamW(model[2].parameters())]
+    for owned in (list(model.parameters()), [torch.zeros(1)]):
+        optimizer = Several(parts, owned)
+        for _ in range(2):
+            model.zero_grad()
+            backward(model)
+            optimizer.step()
+    watched.exporter.close()
+    assert watched.steps == [0, 1, 2, 3]
+    assert all(watched.seen(kind)[name] == watched.steps for kind in ("activations", "weight_updates") for name in "02")
+
+
 # -- passes, epochs, resuming ------------------------------------------------------------------------------------------
 
 
