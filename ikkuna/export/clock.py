@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages.message import Stamp
 from ikkuna.export.parameters import TrackedParameters
+from ikkuna.export.step_calls import step_calls
 
 __all__ = ["TRAINING", "Clock", "Listener"]
 
@@ -125,6 +126,8 @@ class Clock:
 
     def optimizer_starts(self, optimizer: Optimizer) -> bool:
         """Note that an optimizer's step begins; say whether it counts: it owns tracked parameters and is not part of another step."""
+        if self._inside:
+            self._forget_raised()
         if self.pass_name != TRAINING or not self.parameters.of(optimizer) or self._is_wrapped(optimizer):
             return False
         depth = self._depth(optimizer)
@@ -136,6 +139,15 @@ class Clock:
             self.open()
         self._inside[id(optimizer)] = optimizer, depth + 1
         return depth == 0
+
+    def _forget_raised(self) -> None:
+        """Forget the calls of ``step()`` that raised, and the step they were to make; the innermost that runs has just begun."""
+        running = [id(known) for known in step_calls()][1:]
+        inside = {key: (known, running.count(key)) for key, (known, _) in self._inside.items() if key in running}
+        if len(inside) < len(self._inside):
+            self.close_pending()
+            self.abandon()
+        self._inside = inside
 
     def _depth(self, optimizer: Optimizer) -> int:
         return self._inside[id(optimizer)][1] if id(optimizer) in self._inside else 0

@@ -225,6 +225,33 @@ def test_a_step_that_raises_does_not_stop_the_clock(bus, model):
     assert watched.steps()[-1] == 1
 
 
+def test_a_closure_that_raises_does_not_stop_the_clock(bus, model):
+    watched = Watched(bus, model)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    recording = RecordingBackend()
+    bus.register_subscriber(NormSubscriber("weights", modules="0", backend=recording))
+    expected = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        if fails:
+            raise RuntimeError("no")
+        loss.backward()
+        return loss
+
+    for fails in (False, True, False, False):
+        norm = model[0].weight.norm().item()
+        try:
+            optimizer.step(closure)
+            expected.append(norm)
+        except RuntimeError:
+            assert fails
+    watched.exporter.close()
+    assert watched.steps() == [0, 1, 1, 2]  # that nobody made the second one is told when it begins again
+    assert [value for _, value, _ in recording.values] == pytest.approx(expected)
+
+
 def test_a_subclass_that_calls_super_step_is_one_step(bus, model):
     class Wrapping(torch.optim.SGD):
         def step(self, closure=None):
