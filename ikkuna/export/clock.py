@@ -19,6 +19,8 @@ log = logging.getLogger("ikkuna")
 
 TRAINING = "training"
 
+_PATIENCE = 300  # forwards without any step: more than people accumulate
+
 
 class Listener(Protocol):
     """What hears the clock."""
@@ -60,6 +62,7 @@ class Clock:
         self._inside: dict[int, tuple[Optimizer, int]] = {}  # how deep the calls of its step() are
         self._modes: set[bool] = set()  # that roots were in when they were called with gradients
         self._trains_in_evaluation = False
+        self._stepless: int | None = 0  # forwards before the first step; None after it, or once told
 
     def listen(self, listener: Listener) -> None:
         """Let `listener`, held weakly, hear of every step."""
@@ -102,6 +105,20 @@ class Clock:
             self._inside.clear()  # a step() that raised left its mark
         self.close_pending()
         self.open()
+        if self._stepless is not None:
+            self._stepless += 1
+            if self._stepless == _PATIENCE:
+                self.tell_of_missing_steps()
+
+    def tell_of_missing_steps(self) -> None:
+        """Say, once, that there were forwards, but never a step."""
+        if self._stepless is not None and self._stepless > 1:
+            log.warning(
+                "%d forwards in training and no step: nothing is published before one is over. Optimizers of torch.optim are seen; "
+                "after the step of any other, or of none, call exporter.step()",
+                self._stepless,
+            )
+            self._stepless = None
 
     def root_left(self) -> bool:
         """Note that a root has returned or raised; say whether it was an outermost call that counts."""
@@ -211,6 +228,7 @@ class Clock:
         stamp = self.stamp
         self._known = self._known or set(self._stepped)
         self._note_modes()
+        self._stepless = None
         self.global_step += 1
         self.train_step += 1
         self._end(stamp, skipped=False)

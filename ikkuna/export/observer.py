@@ -259,6 +259,8 @@ class Observer:
             self.exchange.prepare_close()
         self.end_pass()
         self.clock.close_pending()
+        if for_good:
+            self.clock.tell_of_missing_steps()
         self.model.forwards.step_over()
         self.backward.step_over()
         self.gradients.step_closed()
