@@ -20,6 +20,7 @@ log = logging.getLogger("ikkuna")
 TRAINING = "training"
 
 _PATIENCE = 300  # forwards without any step: more than people accumulate
+_FEW = 20  # which a gradient scaler may skip before it has found its scale
 
 
 class Listener(Protocol):
@@ -112,7 +113,7 @@ class Clock:
 
     def tell_of_missing_steps(self) -> None:
         """Say, once, that there were forwards, but never a step."""
-        if self._stepless is not None and self._stepless > 1:
+        if self._stepless is not None and self._stepless > _FEW:
             log.warning(
                 "%d forwards in training and no step: nothing is published before one is over. Optimizers of torch.optim are seen; "
                 "after the step of any other, or of none, call exporter.step()",
