@@ -820,7 +820,7 @@ def test_micro_batches_before_a_closure(bus, model):
 def test_gradients_thrown_away_before_a_closure(bus, model):
     """what was seen before them is forgotten: sharpness-aware steps climb with one gradient and go down with the closure's"""
     exporter, norms = watched_norms(bus, model)
-    optimizer, x = sgd(model), BATCHES[0]
+    x = BATCHES[0]
     backward(model)
 
     class Climbing(torch.optim.SGD):
