@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ikkuna.netdict import get_weight
-from ikkuna.numerics.percentile import percentiles
+from ikkuna.numerics.statistics.percentile import percentiles
 
 REPETITIONS = 7
 

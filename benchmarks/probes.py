@@ -24,7 +24,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CKASubscriber
 from ikkuna.numerics.curvature import HessianProduct
-from ikkuna.numerics.lanczos import lanczos
+from ikkuna.numerics.curvature.lanczos import lanczos
 from ikkuna.visualization.null import NullBackend
 
 ROUNDS = 15

@@ -21,8 +21,8 @@ import torch
 from overhead import FULL, MODELS, Workload, fields, norms
 from torch import nn
 
-from ikkuna.numerics.measure import measure
 from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics.host import measure
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.run import Run
 from ikkuna.visualization.tensorboard import TensorBoardBackend

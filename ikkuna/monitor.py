@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.measure import measure
-from ikkuna.numerics.percentile import SIGMA, percentiles
 from ikkuna.numerics.statistics import Record, closure, merge
+from ikkuna.numerics.statistics.host import measure
+from ikkuna.numerics.statistics.percentile import SIGMA, percentiles
 
 __all__ = [
     "SIGMA",

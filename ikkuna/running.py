@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.numerics.moments import STATE, as_float64, combine, observe, parts
+from ikkuna.numerics.statistics.moments import STATE, as_float64, combine, observe, parts
 
 __all__ = ["RunningMoments", "combine_mean_std"]
 

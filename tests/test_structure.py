@@ -10,8 +10,6 @@ ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "ikkuna").rglob("*.py"))
 METRICS = sorted((ROOT / "subscribers").rglob("*.py"))
 PACKAGED = [path for path in (*CORE, *METRICS) if "build" not in path.parts]
-LONGEST = 300
-
 
 # What a part of ikkuna may import of ikkuna; parts point downward only.
 LAYERS = {
@@ -202,9 +200,3 @@ def test_what_is_not_done_is_found(code, sin, tmp_path):
 def test_what_is_fine_is_not_found(code, tmp_path):
     (tmp_path / "module.py").write_text(code)
     assert not list(sins(tmp_path / "module.py"))
-
-
-@each(PACKAGED)
-def test_no_file_is_too_long(path):
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= LONGEST, f"{lines} lines"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ikkuna.distributed.placement import reshard
+from ikkuna.distributed.dtensor import reshard
 
 __all__ = ["run", "undisturbed"]
 

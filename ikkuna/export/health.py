@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ikkuna.export.observer import Observer
+from ikkuna.export.session import Observer
 
 __all__ = ["Health", "health_of"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.measure import measure
 from ikkuna.numerics.statistics import Record, closure, merge
+from ikkuna.numerics.statistics.host import measure
 
 __all__ = [
     "DEFAULT",

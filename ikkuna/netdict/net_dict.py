@@ -13,7 +13,7 @@ from ikkuna.netdict.arithmetic import Arithmetic
 from ikkuna.netdict.description import Description, columns_of, fields_of, record_of, row_of, statistics_of
 from ikkuna.netdict.norms import inner_product, power_norm
 from ikkuna.netdict.selection import Pattern, matcher
-from ikkuna.numerics.percentile import SIGMA, percentiles
+from ikkuna.numerics.statistics.percentile import SIGMA, percentiles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

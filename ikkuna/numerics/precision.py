@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import flatten, readable
-from ikkuna.numerics.histogram import Histogram
+from ikkuna.numerics.statistics.histogram import Histogram
 
 __all__ = ["FORMATS", "FloatFormat", "PrecisionShares", "count_losses", "histogram_shares", "shares"]
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ikkuna.export.demand import Demand
 from ikkuna.export.exporter import Exporter
-from ikkuna.export.messages.bus import Finished, MessageBus
+from ikkuna.export.messages.bus import MessageBus
 from ikkuna.export.messages.kinds import MEASURED_TOGETHER, MODULE_KINDS
 from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
-from ikkuna.export.messages.place import Place
-from ikkuna.export.recorder import Recorder
+from ikkuna.export.rows.delivery import Finished
+from ikkuna.export.rows.plan import Demand
+from ikkuna.export.rows.recorder import Recorder
+from ikkuna.export.rows.site import Place
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.callback import CallbackSubscriber
 from ikkuna.testing.recording import RecordingBackend

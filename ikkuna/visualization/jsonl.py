@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.visualization.backend import Series
-from ikkuna.visualization.file_backend import FileBackend
+from ikkuna.visualization.files.file_backend import FileBackend
+from ikkuna.visualization.files.wall_clock import WallClock
 from ikkuna.visualization.matrix import Matrix
-from ikkuna.visualization.wall_clock import WallClock
 
 __all__ = ["JSONLinesBackend", "read"]
 

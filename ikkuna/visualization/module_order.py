@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ikkuna.visualization.module_table import ModuleEntry
-from ikkuna.visualization.tag import natural_key
+from ikkuna.visualization.names import natural_key
 
 __all__ = ["ModuleOrder"]
 

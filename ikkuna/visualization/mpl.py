@@ -11,14 +11,14 @@ from typing import Any
 from ikkuna.errors import ConfigError
 from ikkuna.plot.picture import Picture
 from ikkuna.visualization.backend import Backend, Series
-from ikkuna.visualization.chart import Chart, MatrixChart, RidgeChart
-from ikkuna.visualization.chart_picture import draw_chart, draw_matrix, draw_ridges
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
-from ikkuna.visualization.notebook import Screen, Sheet, in_notebook
-from ikkuna.visualization.studio import Studio
-from ikkuna.visualization.tag import picture_name
+from ikkuna.visualization.names import picture_name
+from ikkuna.visualization.pictures.chart import Chart, MatrixChart, RidgeChart
+from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_matrix, draw_ridges
+from ikkuna.visualization.pictures.notebook import Screen, Sheet, in_notebook
+from ikkuna.visualization.pictures.redraw_thread import Studio
 
 __all__ = ["MPLBackend"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
 from ikkuna.visualization.backend import Backend, Series, get_backend
+from ikkuna.visualization.files.run_directory import check_log_dir, log_path, make_run_directory
+from ikkuna.visualization.guarded_backend import Outlet
 from ikkuna.visualization.histogram import is_histogram
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.null import NullBackend
-from ikkuna.visualization.outlet import Outlet
-from ikkuna.visualization.run_directory import check_log_dir, log_path, make_run_directory
 
 __all__ = ["Run"]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ikkuna.visualization.backend import Series
-from ikkuna.visualization.event_file import (
+from ikkuna.visualization.files.event_file import (
     EventFormat,
     float32,
     histogram_value,
@@ -16,15 +16,15 @@ from ikkuna.visualization.event_file import (
     text_value,
     titled_scalar_value,
 )
-from ikkuna.visualization.file_backend import FileBackend
-from ikkuna.visualization.gallery import Gallery, Picture
-from ikkuna.visualization.heatmap_picture import draw_matrix
+from ikkuna.visualization.files.file_backend import FileBackend
+from ikkuna.visualization.files.wall_clock import WallClock
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
+from ikkuna.visualization.names import heatmap_title, image_tag, matrix_tag, overview_tag, series_tag, text_tag
 from ikkuna.visualization.overview import STATISTICS, overview
-from ikkuna.visualization.tag import heatmap_title, image_tag, matrix_tag, overview_tag, series_tag, text_tag
-from ikkuna.visualization.wall_clock import WallClock
+from ikkuna.visualization.pictures.heatmap_picture import draw_matrix
+from ikkuna.visualization.pictures.heatmap_schedule import Gallery, Picture
 
 __all__ = ["TensorBoardBackend"]
 

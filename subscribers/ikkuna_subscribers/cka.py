@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
-from ikkuna.numerics.similarity import centred_kernels, cka_of_hsic, to_rows
+from ikkuna.numerics.representation.cka import centred_kernels, cka_of_hsic, to_rows
 from ikkuna.visualization.matrix import Matrix
-from ikkuna_subscribers.naming import name_results
-from ikkuna_subscribers.probe import ProbeSubscriber
-from ikkuna_subscribers.references import References
+from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna_subscribers._helpers.probe import ProbeSubscriber
+from ikkuna_subscribers._helpers.references import References
 
 __all__ = ["CKASubscriber"]
 

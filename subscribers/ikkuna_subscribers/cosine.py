@@ -7,7 +7,7 @@ from torch import Tensor
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.geometry import cosine
-from ikkuna_subscribers.kept import Kept, require_parameter_kind
+from ikkuna_subscribers._helpers.kept import Kept, require_parameter_kind
 
 __all__ = ["CosineSubscriber"]
 

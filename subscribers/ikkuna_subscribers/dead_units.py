@@ -12,7 +12,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.activation import dead_share, dormant_share, unit_counters
-from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["DeadUnitsSubscriber"]
 

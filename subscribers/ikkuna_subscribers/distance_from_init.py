@@ -9,8 +9,8 @@ from torch import Tensor
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.inner import squared_distance, squared_norm
-from ikkuna_subscribers.kept import Kept, require_parameter_kind
-from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers._helpers.kept import Kept, require_parameter_kind
+from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["DistanceFromInitSubscriber"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigTypeError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.numerics.geometry import count_moved
-from ikkuna_subscribers.update import UpdateSubscriber
+from ikkuna_subscribers._helpers.update import UpdateSubscriber
 
 __all__ = ["EffectiveUpdateSubscriber"]
 

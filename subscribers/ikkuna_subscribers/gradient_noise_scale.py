@@ -18,8 +18,8 @@ from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.inner import dot, squared_norm
 from ikkuna.numerics.noise import RunningNoise, pairwise_noise_scale
-from ikkuna_subscribers.naming import name_results
-from ikkuna_subscribers.sample_count import SampleCount
+from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna_subscribers._helpers.sample_count import SampleCount
 
 __all__ = ["GradientNoiseScaleSubscriber"]
 

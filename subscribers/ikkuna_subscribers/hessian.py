@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import NetworkMessage
 from ikkuna.numerics.curvature import HessianProduct, hutchinson_trace
-from ikkuna.numerics.histogram import Buckets
-from ikkuna.numerics.lanczos import Density, lanczos, spectral_density
-from ikkuna.numerics.second_derivative import twice_differentiable
-from ikkuna_subscribers.naming import name_results
-from ikkuna_subscribers.probe import ProbeSubscriber
+from ikkuna.numerics.curvature.lanczos import Density, lanczos, spectral_density
+from ikkuna.numerics.curvature.second_derivative import twice_differentiable
+from ikkuna.numerics.statistics.histogram import Buckets
+from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna_subscribers._helpers.probe import ProbeSubscriber
 
 __all__ = ["HessianSubscriber"]
 

@@ -5,7 +5,7 @@ from typing import Any
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna.numerics.histogram import Histogram
+from ikkuna.numerics.statistics.histogram import Histogram
 
 __all__ = ["HistogramSubscriber"]
 

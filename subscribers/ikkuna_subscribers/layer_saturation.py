@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
-from ikkuna.numerics.layer_saturation import Scatter, intrinsic_dimension
-from ikkuna.numerics.similarity import to_rows
-from ikkuna_subscribers.naming import name_results
-from ikkuna_subscribers.probe import ProbeSubscriber
+from ikkuna.numerics.representation.cka import to_rows
+from ikkuna.numerics.representation.layer_saturation import Scatter, intrinsic_dimension
+from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna_subscribers._helpers.probe import ProbeSubscriber
 
 __all__ = ["LayerSaturationSubscriber"]
 

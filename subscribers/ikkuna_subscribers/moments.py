@@ -5,7 +5,7 @@ from typing import Any
 
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["MomentsSubscriber"]
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ikkuna.numerics.spectrum import effective_rank, participation_ratio, stable_rank
-from ikkuna_subscribers.spectrum import SpectrumSubscriber
+from ikkuna_subscribers._helpers.spectrum import SpectrumSubscriber
 
 __all__ = ["RankSubscriber"]
 

@@ -9,7 +9,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.statistics import Record
-from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["RankSpreadSubscriber"]
 

@@ -10,7 +10,7 @@ from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.spectral import conv_operator_norm, spectral_norm
-from ikkuna_subscribers.naming import name_results
+from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["SpectralNormSubscriber"]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ikkuna.export.messages import NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna_subscribers.naming import name_results
-from ikkuna_subscribers.sample_count import SampleCount
+from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna_subscribers._helpers.sample_count import SampleCount
 
 __all__ = ["SpeedSubscriber", "resident_peak"]
 

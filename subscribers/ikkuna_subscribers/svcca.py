@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
-from ikkuna.numerics.canonical import principal_basis, svcca_of_bases
-from ikkuna.numerics.similarity import to_rows
-from ikkuna_subscribers.naming import name_results
-from ikkuna_subscribers.probe import ProbeSubscriber
-from ikkuna_subscribers.references import References
+from ikkuna.numerics.representation.canonical import principal_basis, svcca_of_bases
+from ikkuna.numerics.representation.cka import to_rows
+from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna_subscribers._helpers.probe import ProbeSubscriber
+from ikkuna_subscribers._helpers.references import References
 
 __all__ = ["SVCCASubscriber"]
 

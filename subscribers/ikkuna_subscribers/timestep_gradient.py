@@ -12,8 +12,8 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.elements import readable
-from ikkuna_subscribers.naming import name_results
-from ikkuna_subscribers.recurrent import RecurrentLayers
+from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna_subscribers._helpers.recurrent import RecurrentLayers
 
 __all__ = ["TIMESTEPS", "TimestepGradientSubscriber"]
 

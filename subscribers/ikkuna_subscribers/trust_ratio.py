@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.numerics.inner import squared_norm
-from ikkuna_subscribers.update import UpdateSubscriber
+from ikkuna_subscribers._helpers.update import UpdateSubscriber
 
 __all__ = ["TrustRatioSubscriber"]
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ikkuna.distributed import meeting
-from ikkuna.export import exchange
+from ikkuna.distributed import rendezvous as meeting
 from ikkuna.export import subscriber as installed
+from ikkuna.export.ranks import exchange
 from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from tests.distributed import loops
 from tests.distributed.loops import data, local, network

@@ -14,8 +14,8 @@ from ikkuna.distributed.block import Block, Row, build
 from ikkuna.distributed.gather import Gather
 from ikkuna.distributed.layout import OWN, Layouts
 from ikkuna.distributed.merge import merge_blocks
-from ikkuna.numerics.measure import measure
 from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics.host import measure
 
 STAMP = (3, 1, 2, "training")
 EVERYTHING = closure(("m4", "min", "max", "l1", "sumsq", "zeros", "codes"))

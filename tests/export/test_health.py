@@ -9,7 +9,7 @@ from torch import nn
 import ikkuna
 from ikkuna.errors import ConfigTypeError, PluginError
 from ikkuna.export import Exporter
-from ikkuna.export.stopwatch import Stopwatch
+from ikkuna.export.steps.stopwatch import Stopwatch
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from tests.zoo import CASES, Loop
 

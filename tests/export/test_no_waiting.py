@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ikkuna.export.messages import MessageBundle, ModuleMessage
 from ikkuna.export.messages.message import NetworkMessage, Stamp
 from ikkuna.numerics import float_code, inner
-from ikkuna.numerics.device import measure_vectors
 from ikkuna.numerics.statistics import FIELDS, closure
+from ikkuna.numerics.statistics.device import measure_vectors
 from tests.subscribers import EVERY_SUBSCRIBER
 
 aten = torch.ops.aten

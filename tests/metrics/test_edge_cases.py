@@ -9,8 +9,8 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
 from ikkuna.export.messages import MessageBus
-from ikkuna.numerics.measure import measure
 from ikkuna.numerics.statistics import merge
+from ikkuna.numerics.statistics.host import measure
 from ikkuna.testing import RecordingBackend, check_subscriber, small_model
 from ikkuna.visualization.matrix import Matrix
 from tests.metrics.running import watched

@@ -18,7 +18,7 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     SumSubscriber,
 )
-from ikkuna.numerics.float_code import bin_edges
+from ikkuna.numerics.statistics.float_code import bin_edges
 from tests.metrics.running import watched
 from tests.metrics.strategies import numbers, tensors
 

@@ -261,7 +261,7 @@ def test_every_look_starts_from_the_same_random_vector():
 
 def test_products_are_counted():
     """Top five cost at most 25 products, besides the one at registration."""
-    from ikkuna.numerics import curvature
+    from ikkuna.numerics.curvature import hessian_product as curvature
 
     calls, product = [], curvature.HessianProduct.__call__
     x, y = random(20, 4), torch.arange(20) % 3

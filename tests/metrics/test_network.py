@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
-from ikkuna.export.rows import Rows
+from ikkuna.export.rows.rows import Rows
 from ikkuna.export.subscriber import (
     GlobalNormSubscriber,
     LearningRateSubscriber,

@@ -9,7 +9,7 @@ from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import CKASubscriber, LayerSaturationSubscriber, SVCCASubscriber
-from ikkuna.numerics.similarity import linear_cka
+from ikkuna.numerics.representation.cka import linear_cka
 from ikkuna.visualization.matrix import Matrix
 from tests.metrics.probing import Fixed, looked, rows, unchanged, with_tensors
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
-from ikkuna.export.stopwatch import Stopwatch
+from ikkuna.export.steps.stopwatch import Stopwatch
 from ikkuna.export.subscriber import CallbackSubscriber, SpeedSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves

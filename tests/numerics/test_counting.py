@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna.numerics import native
-from ikkuna.numerics.float_code import codes, sampled_codes
+from ikkuna.numerics.statistics import native
+from ikkuna.numerics.statistics.float_code import codes, sampled_codes
 
 FULL = 4 * 65_535  # what counters of 16 bits hold before they are emptied
 BITS = range(1, 8)

@@ -8,7 +8,7 @@ import torch
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.curvature import HessianProduct, hutchinson_trace
-from ikkuna.numerics.lanczos import lanczos
+from ikkuna.numerics.curvature.lanczos import lanczos
 
 DOUBLE = torch.float64
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna.numerics.eager import measure_eagerly
 from ikkuna.numerics.statistics import FIELDS, closure
+from ikkuna.numerics.statistics.eager import measure_eagerly
 from tests.numerics.test_measure import check, random
 
 ALL = closure(field for field in FIELDS if "codes" not in field)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.float_code import bin_edges, codes, sample
-from ikkuna.numerics.histogram import Histogram
+from ikkuna.numerics.statistics.float_code import bin_edges, codes, sample
+from ikkuna.numerics.statistics.histogram import Histogram
 
 FLOATS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 ANY = hnp.arrays(np.float32, st.integers(0, 60), elements=st.floats(width=32))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ikkuna.numerics.lanczos import lanczos, spectral_density
+from ikkuna.numerics.curvature.lanczos import lanczos, spectral_density
 
 DOUBLE = torch.float64
 

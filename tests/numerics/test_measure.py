@@ -11,9 +11,8 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from ikkuna.numerics import measure as measuring
-from ikkuna.numerics import native
 from ikkuna.numerics.elements import CHUNK, flatten, readable
-from ikkuna.numerics.statistics import FIELDS, closure
+from ikkuna.numerics.statistics import FIELDS, closure, native
 
 
 @pytest.fixture(scope="module", autouse=True, params=[True, False], ids=["compiled", "eager"])

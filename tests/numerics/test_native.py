@@ -15,12 +15,11 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
-from ikkuna.numerics import native
-from ikkuna.numerics.float_code import codes, sampled_codes
-from ikkuna.numerics.measure import measure
-from ikkuna.numerics.native import build
-from ikkuna.numerics.native.look import Look, record_of
-from ikkuna.numerics.statistics import FIELDS, Record, closure, merge
+from ikkuna.numerics.statistics import FIELDS, Record, closure, merge, native
+from ikkuna.numerics.statistics.float_code import codes, sampled_codes
+from ikkuna.numerics.statistics.host import measure
+from ikkuna.numerics.statistics.native import build
+from ikkuna.numerics.statistics.native.look import Look, record_of
 from ikkuna.testing import RecordingBackend
 
 ALL = closure(f for f in FIELDS if "codes" not in f)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.histogram import Histogram
 from ikkuna.numerics.precision import FORMATS, count_losses, histogram_shares, shares
+from ikkuna.numerics.statistics.histogram import Histogram
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ANY = hnp.arrays(np.float32, st.integers(0, 60), elements=st.floats(width=32))

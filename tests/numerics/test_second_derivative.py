@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ikkuna.numerics.curvature import HessianProduct
-from ikkuna.numerics.second_derivative import twice_differentiable
+from ikkuna.numerics.curvature.second_derivative import twice_differentiable
 
 DOUBLE = torch.float64
 

@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.measure import measure
 from ikkuna.numerics.statistics import FIELDS, Record, closure, merge
+from ikkuna.numerics.statistics.host import measure
 
 ALL = closure([f for f in FIELDS if f != "codes"])
 SAMPLE = hnp.arrays(np.float64, st.integers(0, 30), elements=st.floats(-1e3, 1e3))

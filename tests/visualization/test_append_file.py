@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from ikkuna.errors import LogDirError
-from ikkuna.visualization.append_file import AppendFile
+from ikkuna.visualization.files.append_file import AppendFile
 
 
 @pytest.mark.fault(72, 78)
@@ -31,7 +31,7 @@ def test_the_file_is_for_all_to_read_and_closed_on_exec(tmp_path):
 def test_a_symbolic_link_is_not_followed(tmp_path, monkeypatch):
     target = tmp_path / "target"
     stems = iter("ab")
-    monkeypatch.setattr("ikkuna.visualization.append_file.unique_stem", lambda counter: next(stems))
+    monkeypatch.setattr("ikkuna.visualization.files.append_file.unique_stem", lambda counter: next(stems))
     (tmp_path / "a").symlink_to(target)
     file = AppendFile(tmp_path, str)
     file.close()

@@ -1,4 +1,4 @@
-from ikkuna.visualization.block_queue import Block, BlockQueue
+from ikkuna.visualization.files.block_queue import Block, BlockQueue
 
 
 def describe(values, first, last):

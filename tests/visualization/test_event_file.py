@@ -10,8 +10,8 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
-from ikkuna.visualization import event_file
-from ikkuna.visualization.wall_clock import WallClock
+from ikkuna.visualization.files import event_file
+from ikkuna.visualization.files.wall_clock import WallClock
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 

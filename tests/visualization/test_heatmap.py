@@ -8,11 +8,11 @@ from PIL import Image
 
 from ikkuna.visualization import gallery as gallery_module
 from ikkuna.visualization.backend import Series
-from ikkuna.visualization.gallery import Gallery
-from ikkuna.visualization.heatmap import COLUMNS, Cells, Heatmap
-from ikkuna.visualization.heatmap_picture import draw, scaled
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
+from ikkuna.visualization.pictures.heatmap import COLUMNS, Cells, Heatmap
+from ikkuna.visualization.pictures.heatmap_picture import draw, scaled
+from ikkuna.visualization.pictures.heatmap_schedule import Gallery
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 

@@ -9,9 +9,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ikkuna.visualization.backend import Series, get_backend
-from ikkuna.visualization.heatmap_picture import draw_matrix
 from ikkuna.visualization.jsonl import read
 from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.pictures.heatmap_picture import draw_matrix
 from ikkuna.visualization.run import Run
 
 MATRIX = Matrix(("a", "b"), ("a", "b", "c"), np.array([[1.0, 0.5, math.nan], [0.5, 1.0, 0.0]]), (0.0, 1.0))

@@ -17,16 +17,16 @@ from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
-from ikkuna.numerics.histogram import Histogram
+from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.visualization import mpl
 from ikkuna.visualization.backend import Series
-from ikkuna.visualization.chart import Chart, RidgeChart
-from ikkuna.visualization.chart_picture import draw_chart, draw_ridges
-from ikkuna.visualization.curve import CAPACITY, Curve
-from ikkuna.visualization.margins import Margins
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.mpl import MPLBackend
+from ikkuna.visualization.pictures.chart import Chart, RidgeChart
+from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_ridges
+from ikkuna.visualization.pictures.curve import CAPACITY, Curve
+from ikkuna.visualization.pictures.margins import Margins
 from tests.plugins.children import answer_of
 
 FC, OUT = Series("weights_norm2", "fc"), Series("weights_norm2", "out")

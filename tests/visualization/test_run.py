@@ -9,10 +9,10 @@ from ikkuna.testing import RecordingBackend
 from ikkuna.visualization import backend as backend_module
 from ikkuna.visualization import run as run_module
 from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.files.run_directory import check_log_dir, make_run_directory
 from ikkuna.visualization.jsonl import JSONLinesBackend, read
 from ikkuna.visualization.null import NullBackend
 from ikkuna.visualization.run import Run
-from ikkuna.visualization.run_directory import check_log_dir, make_run_directory
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 LOSS = Series("loss")

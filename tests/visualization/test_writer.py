@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ikkuna.errors import LogDirError
-from ikkuna.visualization.writer import FileWriter
+from ikkuna.visualization.files.writer import FileWriter
 
 
 def lines(writer):

@@ -3,7 +3,6 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,19 +11,17 @@ import numpy as np
 from torch import nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.description import described
-from ikkuna.export.faults import Faults
-from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.message import Message, NetworkMessage
+from ikkuna.export.messages.error_guard import Faults
+from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.registration import check_registration, known_kinds
-from ikkuna.export.rows import Entry, Rows
+from ikkuna.export.model.module_entries import described
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.modules import NamedModule
 from ikkuna.visualization.backend import Series
+from ikkuna.visualization.files.run_directory import check_log_dir
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
-from ikkuna.visualization.run_directory import check_log_dir
 
 __all__ = ["Finished", "Handle", "MessageBus", "Source", "get_default_bus"]
 
@@ -57,18 +54,14 @@ class Source(Protocol):
         """Stop publishing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A step or another pass that is over.
+class Finished(Protocol):
+    """The measurements of a step or pass that is over, queued between events."""
 
-    Parameters
-    ----------
-    rows : what was measured in it
-    event : the message that says so, for a step of training
-    """
+    def arrived(self) -> bool:
+        """Whether all measurements have reached the host."""
 
-    rows: Rows
-    event: NetworkMessage | None
+    def deliver(self, bus: "MessageBus") -> None:
+        """Deliver every measurement to the subscribers that want it."""
 
 
 class Handle:
@@ -213,7 +206,7 @@ class MessageBus:
             with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of a row is NaN, without a word
                 while self._queue:
                     item = self._queue[0]
-                    if isinstance(item, Finished) and not wait and not item.rows.arrived():
+                    if not (wait or isinstance(item, Message) or item.arrived()):
                         return
                     self._deliver(self._queue.popleft())
         except Exception as error:
@@ -224,38 +217,13 @@ class MessageBus:
     def _deliver(self, item: Message | Finished) -> None:
         if isinstance(item, Message):
             self.publish(item)
-            return
-        rows = item.rows
-        for entry in rows.unpack():
-            self._deliver_entry(entry, rows)
-            rows.keep(entry)
-        if item.event is not None:
-            item.event.skipped = rows.skipped
-            self.publish(item.event)
-        for subscription in self.subscriptions:
-            if subscription.samples(rows.stamp) and (not rows.skipped or subscription.subscriber.sees_skipped):
-                self.faults.call(subscription, "finish", subscription.subscriber.finish, rows.stamp)
-        for subscription in self.subscriptions:
-            subscription.finish(rows.stamp)
-        if self._run is not None:
-            self._run.commit(rows.stamp.global_step)
+        else:
+            item.deliver(self)
 
-    def _deliver_entry(self, entry: Entry, rows: Rows) -> None:
-        for subscription in entry.task.subscriptions:
-            subscriber = subscription.subscriber
-            if subscription.disabled or (rows.skipped and not subscriber.sees_skipped):
-                continue
-            row = entry.measured.get(subscription) if entry.measured is not None else None
-            record = entry.record if subscriber.fields and entry.record is not None and entry.record.n else None
-            if record is None and row is None:
-                continue
-            if record is not None and subscriber.finite_only:
-                record = replace(record, finite_only=True)
-            data = None if row is None else row.numpy()
-            message: Message | MessageBundle = entry.message(rows.stamp, data, record)
-            if subscription.together:
-                message = MessageBundle({kind: NetworkMessage(rows.stamp, kind) for kind in subscription.kinds}, data)
-            self.faults.call(subscription, "compute", subscription.deliver, message)
+    def commit(self, step: int) -> None:
+        """Mark the end of a step for the backends."""
+        if self._run is not None:
+            self._run.commit(step)
 
     def is_wanted(self, kind: str) -> bool:
         """Whether anybody subscribed to a kind."""

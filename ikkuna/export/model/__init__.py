@@ -1,0 +1,1 @@
+"""The observed model: its roots, modules and parameters."""

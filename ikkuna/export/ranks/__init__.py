@@ -1,0 +1,1 @@
+"""The exchange of measurements between ranks."""

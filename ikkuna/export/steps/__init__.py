@@ -1,0 +1,1 @@
+"""Which optimizer step the training loop is in."""

@@ -1,0 +1,5 @@
+"""The curvature of a loss: products with its Hessian, and spectra computed from them."""
+
+from ikkuna.numerics.curvature.hessian_product import HessianProduct, Trace, hutchinson_trace
+
+__all__ = ["HessianProduct", "Trace", "hutchinson_trace"]

@@ -1,0 +1,167 @@
+r"""The curvature of a loss, seen through products of its Hessian with vectors.
+
+A Hessian is never formed: :class:`HessianProduct` multiplies it with a vector at the cost of one to two gradients,
+and everything else, here and in :mod:`~ikkuna.numerics.curvature.lanczos`, works on any function ``v -> A v`` with a symmetric A.
+Randomness comes from a generator of one's own.  All of it waits for a device; none belongs into a training step.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.curvature.lanczos import Matvec, random_signs
+from ikkuna.numerics.curvature.second_derivative import twice_differentiable
+
+__all__ = ["HessianProduct", "Trace", "hutchinson_trace"]
+
+
+class HessianProduct:
+    r"""The function :math:`v \mapsto H v`, with :math:`H` the Hessian of a loss by some parameters.
+
+    The graph of the gradient is built once and kept until the object goes: :math:`H v = \nabla_\theta \langle
+    \nabla_\theta L, v \rangle`.
+    No ``.grad`` is read or written.  The loss must be the same function at every call: evaluation mode, or frozen
+    batch statistics,
+    no dropout, a fixed batch.  It runs inside :func:`~ikkuna.numerics.curvature.second_derivative.twice_differentiable`.
+
+    Parameters
+    ----------
+    loss : callable
+        Called once, without arguments; returns the scalar loss.
+    parameters : iterable of Tensor
+        Leaves that require a gradient.  A vector is their concatenation, each flattened, in this order.
+
+    Raises
+    ------
+    ConfigError
+        If no parameter requires a gradient, or the loss is not one number, or has no second derivative.
+
+    Notes
+    -----
+    Memory: the graph of a forward and backward pass, and one vector of all parameters for each product.
+
+    Examples
+    --------
+    >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> product = HessianProduct(lambda: w[0] ** 2 + 3 * w[0] * w[1], [w])      # H = [[2, 3], [3, 0]]
+    >>> product(torch.tensor([1.0, 0.0]))
+    tensor([2., 3.])
+    """
+
+    def __init__(self, loss: Callable[[], Tensor], parameters: Iterable[Tensor]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        if not self.parameters:
+            raise ConfigError("a Hessian needs at least one parameter that requires a gradient, got none")
+        with torch.enable_grad(), twice_differentiable():
+            value = loss()
+            if value.numel() != 1:
+                raise ConfigError(f"a Hessian needs a loss of one number, got the shape {tuple(value.shape)}")
+            self._gradients = self._differentiate([value.reshape(())], None, create_graph=True)
+        _require_second_derivative(self._gradients)
+        self.size = sum(p.numel() for p in self.parameters)
+        self.loss = value.detach()
+        self.gradient = _concatenate(self._gradients)
+
+    def _differentiate(
+        self, outputs: Sequence[Tensor], vectors: Sequence[Tensor] | None, create_graph: bool = False
+    ) -> Sequence[Tensor]:
+        kept = [i for i, output in enumerate(outputs) if output.requires_grad]
+        if not kept:  # a constant, or a gradient that does not depend on the parameters
+            return [torch.zeros_like(p) for p in self.parameters]
+        try:
+            return torch.autograd.grad(
+                [outputs[i] for i in kept],
+                self.parameters,
+                [vectors[i] for i in kept] if vectors else None,
+                create_graph=create_graph,
+                retain_graph=True,
+                materialize_grads=True,
+            )
+        except RuntimeError as error:
+            if "derivative" not in str(error) and "differentiable" not in str(error):
+                raise
+            raise ConfigError(f"the loss cannot be differentiated twice: {error}") from error
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """Return H times `vector`, ``(size,)``."""
+        parts = torch.split(vector, [p.numel() for p in self.parameters])
+        # The vector enters as the gradient of the gradients: their inner product need not be formed.
+        vectors = [part.reshape(g.shape).to(g) for part, g in zip(parts, self._gradients, strict=True)]
+        with twice_differentiable():  # checkpoints compute anew
+            return _concatenate(self._differentiate(self._gradients, vectors)).to(vector)
+
+
+def _require_second_derivative(gradients: Sequence[Tensor]) -> None:
+    """Refuse what a ``once_differentiable`` function has made.
+
+    Autograd finds no way from there to the parameters, does not go there, and would leave its part out without a word.
+    """
+    waiting = [gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.name().endswith("autograd::Error"):
+            raise ConfigError("the loss cannot be differentiated twice: a function in it is marked once_differentiable")
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        waiting += new
+
+
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    return torch.cat([t.detach().reshape(-1).to(first) for t in tensors])
+
+
+class Trace(NamedTuple):
+    """An estimate of a trace, the standard error of it, and the number of random vectors it rests on."""
+
+    value: float
+    stderr: float
+    samples: int
+
+
+def hutchinson_trace(
+    matvec: Matvec,
+    size: int,
+    samples: int = 30,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Trace:
+    r"""Estimate the trace of a symmetric matrix as the mean of :math:`z^\top A z` over vectors of random signs.
+
+    Parameters
+    ----------
+    matvec, size, generator, dtype, device
+        As for :func:`~ikkuna.numerics.curvature.lanczos.lanczos`.
+    samples : int
+        Vectors, each with one product.
+
+    Returns
+    -------
+    value : float
+        Unbiased, in loss / parameter²; exact for a diagonal matrix.  NaN if a product is not finite or there is no
+        sample.
+    stderr : float
+        About :math:`\sqrt{2 (\|A\|_F^2 - \sum A_{ii}^2) / samples}`; NaN for one sample.
+
+    References
+    ----------
+    M. Hutchinson, A stochastic estimator of the trace of the influence matrix, 1989.
+
+    Examples
+    --------
+    >>> hutchinson_trace(lambda v: torch.tensor([1.0, 2.0, 3.0]) * v, 3, samples=2)
+    Trace(value=6.0, stderr=0.0, samples=2)
+    """
+    own = generator or torch.Generator().manual_seed(0)
+    if samples < 1 or size < 1:
+        return Trace(math.nan, math.nan, 0)
+    signs = (random_signs(size, own, dtype, device) for _ in range(samples))
+    forms = torch.tensor([(z.double() @ matvec(z).double()).item() for z in signs], dtype=torch.float64)
+    spread = forms.std().item() / math.sqrt(samples) if samples > 1 else math.nan
+    return Trace(forms.mean().item(), spread, samples)

@@ -1,0 +1,67 @@
+"""Where second derivatives are taken: which forms of an operation have them, and at what cost."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from ikkuna.numerics.curvature.batch_norm import batch_norm
+from ikkuna.numerics.curvature.convolution import convolution
+
+__all__ = ["twice_differentiable"]
+
+_Replacement = Callable[..., Tensor | None]
+_REPLACEMENTS: dict[Callable[..., Any], _Replacement] = {
+    functional.batch_norm: batch_norm,
+    torch.conv1d: convolution,
+    torch.conv2d: convolution,
+    torch.conv3d: convolution,
+}
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Let what is called inside have a second derivative, and a cheap one.
+
+    Attention runs in its plain form, as the fused ones have no second derivative.
+    Calls of :func:`torch.nn.functional.batch_norm` and of convolutions are answered by
+    :mod:`~ikkuna.numerics.curvature.batch_norm` and :mod:`~ikkuna.numerics.curvature.convolution`, with the same values and gradients.
+    No module is touched.  It is for one's own forward and backward, and for products too, as checkpoints compute anew;
+    what they hold is left to torch.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[[1.0, 2.0]]], requires_grad=True)
+    >>> with twice_differentiable():
+    ...     value = functional.conv1d(x, x).sum() ** 2  # (x·x)², with the gradient 4 (x·x) x
+    ...     gradient = torch.autograd.grad(value, x, create_graph=True)[0]
+    >>> gradient.flatten().tolist()
+    [20.0, 40.0]
+    >>> torch.autograd.grad(gradient[0, 0, 0], x)[0].flatten().tolist()  # 4 (x·x) + 8 x_1², and 8 x_1 x_2
+    [28.0, 16.0]
+    """
+    with sdpa_kernel(SDPBackend.MATH), _Replacing():
+        yield
+
+
+class _Replacing(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        replacement = None if _is_saved_by_others() else _REPLACEMENTS.get(func)
+        output = replacement(*args, **(kwargs or {})) if replacement else None
+        return func(*args, **(kwargs or {})) if output is None else output
+
+
+def _is_saved_by_others() -> bool:
+    """Say whether a checkpoint or the like is at work, which expects of a second run what the first one saved.
+
+    The second run is inside :func:`torch.autograd.grad`, and there torch calls no mode.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None

@@ -1,9 +1,0 @@
-"""The statistics kernels in C++: one look at a tensor where operators need one each.
-
-They are compiled once per machine by the compiler that is there, in less than a second; without one `ikkuna.numerics.eager` does the same.
-"""
-
-from ikkuna.numerics.native.build import library
-from ikkuna.numerics.native.library import Library
-
-__all__ = ["Library", "library"]

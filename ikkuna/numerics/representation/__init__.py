@@ -1,0 +1,1 @@
+"""Comparisons of the representations that layers learn."""

@@ -1,0 +1,123 @@
+r"""How many directions the outputs of a layer fill, from their covariance.
+
+Not to be confused with the saturation of an activation function.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.representation.cka import centred
+
+__all__ = ["Scatter", "intrinsic_dimension", "layer_saturation"]
+
+
+@dataclass(frozen=True, eq=False)
+class Scatter:
+    r"""Number of rows, their mean, and :math:`M_2 = \sum (x - \bar x)(x - \bar x)^\top`: what adds up to a covariance.
+
+    Parameters
+    ----------
+    n : number of rows
+    mean : ``(features,)``, float64
+    m2 : ``(features, features)``, float64
+
+    Examples
+    --------
+    >>> x = torch.tensor([[0.0], [2.0], [4.0]])
+    >>> (Scatter.of(x[:2]) + Scatter.of(x[2:])).covariance().item() == Scatter.of(x).covariance().item() == 8 / 3
+    True
+    """
+
+    n: int
+    mean: Tensor
+    m2: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> "Scatter":
+        """Return the scatter of ``(rows, features)``; :math:`2 n d^2` operations and two float64 copies."""
+        deviations = centred(rows)
+        mean = rows.detach().double().mean(0) if len(rows) else deviations.new_zeros(deviations.shape[1])
+        return cls(len(rows), mean, deviations.mT @ deviations)
+
+    def __add__(self, other: "Scatter") -> "Scatter":
+        """Return the scatter of both sets of rows (Chan, Golub and LeVeque 1979)."""
+        if not self.n or not other.n:
+            return self if self.n else other
+        n, d = self.n + other.n, other.mean - self.mean
+        m2 = self.m2 + other.m2 + torch.outer(d, d) * (self.n * other.n / n)
+        return Scatter(n, self.mean + d * (other.n / n), m2)
+
+    def covariance(self) -> Tensor:
+        """Return the population covariance ``(features, features)``; NaN for no row."""
+        return self.m2 / self.n if self.n else torch.full_like(self.m2, torch.nan)
+
+
+def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str | None = None) -> float:
+    r"""Return the least k for which the k largest eigenvalues hold a share `threshold` of the variance.
+
+    Parameters
+    ----------
+    covariance : Tensor
+        ``(features, features)``, symmetric.
+    threshold : float
+        In (0, 1].
+    compat : {None, 'delve'}
+        By default the definition.  ``'delve'`` counts as that library does, which is mostly one less: eigenvalues
+        whose cumulative share
+        is below the threshold, one more if the last of them misses it by over 0.02, and at least 1.
+
+    Returns
+    -------
+    float
+        Between 1 and the rank; of fewer rows than features it cannot exceed their number less one.
+        NaN without variance, for no feature, and if an element is not finite.
+
+    References
+    ----------
+    M. Richter et al., Feature space saturation during training, 2021.
+
+    Examples
+    --------
+    >>> intrinsic_dimension(torch.diag(torch.tensor([98.0, 1.5, 0.5])))
+    2.0
+    >>> intrinsic_dimension(torch.diag(torch.tensor([98.0, 1.5, 0.5])), compat="delve")
+    1.0
+    """
+    if compat not in (None, "delve") or not 0 < threshold <= 1:
+        raise ConfigError(
+            f"intrinsic_dimension needs a threshold in (0, 1] and compat None or 'delve', got {threshold!r}, {compat!r}"
+        )
+    c = covariance.detach().double()
+    # Both triangles are screened: the factorisation reads only one of them.
+    if not c.numel() or not c.isfinite().all():
+        return float("nan")
+    eigenvalues = torch.linalg.eigvalsh(c).flip(0).clamp(min=0.0)
+    total = eigenvalues.sum()
+    if not total > 0:
+        return float("nan")
+    shares = eigenvalues.cumsum(0) / total
+    # Rounding of the sum must not ask for one more direction.
+    below = int((shares < threshold * (1 - 1e-12)).sum())
+    if compat is None:
+        return float(below + 1)
+    reached = shares[below - 1].item() if below else 0.0
+    return float(max(1, below + (threshold - reached > 0.02)))
+
+
+def layer_saturation(covariance: Tensor, threshold: float = 0.99, compat: str | None = None) -> float:
+    r"""Return :func:`intrinsic_dimension` over the number of features: in (0, 1], NaN where that is.
+
+    Layers of low saturation at the end of a network are capacity it does not use.
+
+    Examples
+    --------
+    >>> layer_saturation(torch.eye(4))
+    1.0
+    >>> layer_saturation(torch.diag(torch.tensor([1.0, 0.0, 0.0, 0.0])))
+    0.25
+    """
+    features = covariance.shape[0]
+    return intrinsic_dimension(covariance, threshold, compat) / features if features else float("nan")

@@ -1,0 +1,5 @@
+"""Statistics of tensors: records, the kernels that measure them, and histograms of float codes."""
+
+from ikkuna.numerics.statistics.record import FIELDS, HISTOGRAMS, Record, closure, merge
+
+__all__ = ["FIELDS", "HISTOGRAMS", "Record", "closure", "merge"]

@@ -1,0 +1,225 @@
+r"""A histogram whose bins are the leading bits of a float: no range to agree on, fixed size, merged by addition.
+
+The bits of a float32 are sign, exponent and mantissa, and magnitudes are ordered as these bits are.
+With :math:`u` the bits of :math:`x`, :math:`K = 256 \cdot 2^m` and :math:`\mu = (u \mathbin\& \mathtt{7fffffff}_{16})
+\gg (23 - m)`,
+the code of :math:`x` is :math:`K + \mu` for a positive sign bit and :math:`K - 1 - \mu` for a negative one.
+Codes never decrease in :math:`x`; a bin is :math:`2^{-m}` of its value wide.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.elements import CHUNK, flatten, readable
+from ikkuna.numerics.statistics import native
+
+__all__ = ["SAMPLE", "bin_edges", "codes", "half_size", "sample", "sampled_codes"]
+
+SAMPLE = 65_536
+"""Elements that are drawn where a sample will do."""
+
+_WORTH_SAMPLING = 2 * SAMPLE  # up to here compiled kernels count all elements in the time that drawing takes
+_DEVICE_CHUNK = 1 << 22  # bounds the int64 index a device needs to 32 MiB
+
+
+def codes(x: Tensor, m: int = 3, *, compiled: bool = True) -> Tensor:
+    r"""Count the float codes of the elements of `x`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape, dtype and layout.  float16 and bfloat16 are exact; float64 is rounded to float32 first, so that
+        magnitudes
+        beyond 3.4e38 are counted as infinite and those below 7e-46 as zero.  Complex numbers give their magnitudes.
+    m : int
+        Number of mantissa bits, 1 to 7.  Seven bits are the exact distribution of a bfloat16 tensor.
+    compiled : bool
+        Use `ikkuna.numerics.statistics.native` where it is to be had.
+
+    Returns
+    -------
+    Tensor
+        ``counts: (2K,)``, int64, on the device of `x`; sums of such tensors are the counts of all elements together.
+        No element, or a tensor without numbers (meta, fake): all zero.
+
+    Raises
+    ------
+    ConfigError
+        If `m` is out of range.
+
+    Notes
+    -----
+    Costs 2 to 7 sums of a large `x` on a CPU, 8 to 12 without a compiler.
+    Elsewhere it does not synchronise, and needs 12 bytes for each of at most 2**22 elements.
+
+    Examples
+    --------
+    >>> codes(torch.tensor([1.0, -1.0, 0.0, 1.1])).nonzero().flatten()      # 1.1 is within 1/8 of 1.0
+    tensor([1031, 2048, 3064])
+    """
+    half = half_size(m)
+    found = _numbers(x.detach(), compiled)
+    return torch.zeros(2 * half, dtype=torch.int64) if found is None else _count(*found, m)
+
+
+def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 3, *, compiled: bool = True) -> Tensor:
+    r"""Count the float codes of 65,536 elements drawn at random, scaled to the number of all, or of all if there are not many more.
+
+    The share of a sample below the true quantile :math:`q` has standard deviation :math:`\sqrt{q (1-q) / 65536}`, at most 0.2 %.
+    The compiled kernel draws one element from each of 65,536 equal runs, which errs less.
+    Scaling lets counts of tensors of different size be added; rounding costs less than the sample does.
+
+    Parameters
+    ----------
+    x, m, compiled : see `codes`
+    generator : torch.Generator, optional
+        Where randomness comes from, on the device of `x`; by default a new one with seed 0.  The global one is never used.
+
+    Returns
+    -------
+    Tensor
+        ``counts: (2K,)``, int64, on the device of `x`.
+
+    Examples
+    --------
+    >>> int(sampled_codes(torch.ones(1_000_000))[3064])
+    1000000
+    """
+    half = half_size(m)
+    found = _numbers(x.detach(), compiled)
+    if found is None:
+        return torch.zeros(2 * half, dtype=torch.int64)
+    flat, implied_zeros, kernels = found
+    if flat.numel() <= (SAMPLE if kernels is None else _WORTH_SAMPLING):
+        return _count(*found, m)
+    if kernels is None:
+        drawn = _count_with_operators(sample(flat, generator), m)
+        counts = (drawn.double() * (flat.numel() / SAMPLE)).round().long()
+    else:
+        counts = torch.empty(2 * half, dtype=torch.int64)
+        seed = int(torch.randint(2**32, (), generator=generator).item()) if generator else 0
+        kernels.sampled_codes(flat, m, counts, seed)
+    if implied_zeros:
+        counts[half] += implied_zeros
+    return counts
+
+
+def _numbers(x: Tensor, compiled: bool) -> tuple[Tensor, int, native.Library | None] | None:
+    """Return the numbers of `x`, side by side, how many zeros it does not store, and the kernels if they take those numbers."""
+    kernels = native.library() if compiled and not torch.compiler.is_compiling() else None
+    if kernels is not None and kernels.takes(x):
+        return x, 0, kernels
+    if (read := readable(x)) is None:
+        return None
+    flat = flatten(read[0])
+    return flat, read[1], kernels if kernels is not None and kernels.takes(flat) else None
+
+
+def _count(flat: Tensor, implied_zeros: int, kernels: native.Library | None, m: int) -> Tensor:
+    if kernels is None:
+        counts = _count_with_operators(flat, m)
+    else:
+        counts = torch.empty(2 * half_size(m), dtype=torch.int64)
+        kernels.codes(flat, m, counts)
+    if implied_zeros:
+        counts[half_size(m)] += implied_zeros
+    return counts
+
+
+def _count_with_operators(flat: Tensor, m: int) -> Tensor:
+    half = half_size(m)
+    on_host = flat.device.type == "cpu" and not torch.compiler.is_compiling()
+    counts = _count_on_host(flat, m, half) if on_host else _count_on_device(flat, m, half)
+    counts[:half] = counts[:half].flip(0)  # the counts of negative numbers were made by rising magnitude
+    return counts
+
+
+def _count_on_host(flat: Tensor, m: int, half: int) -> Tensor:
+    chunks = torch.split(flat, CHUNK) if flat.numel() > CHUNK else (flat,)
+    first, *others = (torch.bincount(_leading_bits(chunk, m).add_(half), minlength=2 * half) for chunk in chunks)
+    for counts in others:
+        first += counts
+    return first
+
+
+def _count_on_device(flat: Tensor, m: int, half: int) -> Tensor:
+    """Count without ``bincount``, which waits for the device to learn the largest code."""
+    counts = torch.zeros(2 * half, dtype=torch.int64, device=flat.device)
+    for chunk in torch.split(flat, _DEVICE_CHUNK):
+        index = (_leading_bits(chunk, m) + half).long()
+        counts.scatter_add_(0, index, counts.new_ones(()).expand(index.numel()))
+    return counts
+
+
+def half_size(m: int) -> int:
+    """Return K, the number of codes of either sign."""
+    if not 1 <= m <= 7:
+        raise ConfigError(f"m, the number of mantissa bits of a float code, is 1 to 7, got {m!r}")
+    return 256 << m
+
+
+def _leading_bits(x: Tensor, m: int) -> Tensor:
+    """Return sign, exponent and `m` mantissa bits as an integer: the magnitude, less K for a negative number."""
+    if x.dtype is torch.bfloat16:
+        return x.view(torch.int16).int() >> (7 - m)
+    return x.float().view(torch.int32) >> (23 - m)  # this shift keeps the sign
+
+
+@cache
+def bin_edges(m: int = 3) -> NDArray[np.float64]:
+    """Return the ``2K + 1`` edges of the bins, rising, read-only; bins of NaN and infinity lie between infinite edges.
+
+    Examples
+    --------
+    >>> bin_edges()[3064:3067].tolist()
+    [1.0, 1.125, 1.25]
+    """
+    magnitude = (np.arange((255 << m) + 1, dtype=np.uint32) << (23 - m)).view(np.float32).astype(np.float64)
+    magnitude[-1] = 2.0**128  # these bits read as infinity, but they end the last finite bin
+    positive = np.concatenate([magnitude, np.full(half_size(m) - len(magnitude) + 1, np.inf)])
+    edges = np.concatenate([-positive[:0:-1], positive])
+    edges.flags.writeable = False  # all callers get this one
+    return edges
+
+
+def sample(x: Tensor, generator: torch.Generator | None = None, size: int = SAMPLE) -> Tensor:
+    r"""Return `size` elements of `x` drawn uniformly with replacement, or all of them if there are no more.
+
+    The share of a sample below the true quantile :math:`q` has standard deviation :math:`\sqrt{q (1-q) / size}`,
+    at most 0.2 % for 65,536.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape and layout with numbers to read; otherwise the result is empty.
+    generator : torch.Generator, optional
+        Where randomness comes from, on the device of `x`; by default a new one with seed 0.  The global one is never
+        used.
+    size : int
+        Number of elements to draw.
+
+    Returns
+    -------
+    Tensor
+        ``(min(size, numel),)``, detached, on the device of `x`; a view where nothing was drawn.  Zeros that a sparse
+        tensor does not
+        store are not drawn.
+
+    Examples
+    --------
+    >>> sample(torch.arange(10.0), torch.Generator().manual_seed(1), size=3).shape
+    torch.Size([3])
+    """
+    read = readable(x.detach())
+    if read is None:
+        return torch.empty(0)
+    flat = flatten(read[0])
+    if flat.numel() <= size:
+        return flat
+    generator = generator or torch.Generator(flat.device).manual_seed(0)
+    return flat[torch.randint(flat.numel(), (size,), generator=generator, device=flat.device)]

@@ -1,0 +1,1 @@
+"""Files that values are written to."""

@@ -1,0 +1,149 @@
+"""TensorBoard's event files: a record per step, in it one event with all values of the step.
+
+tensorboardX is used for its protocol buffers only.
+What a scalar costs is its bytes: those that never change are made once per tag, and four more are the value.
+"""
+
+import struct
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.plugin_text_pb2 import TextPluginData
+from tensorboardX.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+from tensorboardX.proto.tensor_pb2 import TensorProto
+from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
+
+from ikkuna.visualization.files.checksum import masked_crc32c
+from ikkuna.visualization.files.wall_clock import WallClock
+from ikkuna.visualization.histogram import HistogramLike
+
+__all__ = [
+    "EventFormat",
+    "float32",
+    "histogram_value",
+    "image_value",
+    "record",
+    "scalar_prefix",
+    "start_record",
+    "step_record",
+    "text_value",
+    "titled_scalar_value",
+]
+
+_SESSION_START = 1  # SessionLog.START
+_FLOAT = struct.Struct("<f")
+_HEADER = struct.Struct("<Q")
+_CHECKSUM = struct.Struct("<I")
+
+
+def record(payload: bytes) -> bytes:
+    """Return `payload` framed as a TFRecord: its length and itself, each followed by its checksum."""
+    length = _HEADER.pack(len(payload))
+    return b"".join(
+        (length, _CHECKSUM.pack(masked_crc32c(length)), payload, _CHECKSUM.pack(masked_crc32c(payload))),
+    )
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def float32(value: float) -> bytes:
+    """Return the four bytes of the nearest single-precision number; what is too large becomes an infinity."""
+    try:
+        return _FLOAT.pack(value)
+    except OverflowError:
+        return _FLOAT.pack(float("inf") if value > 0 else float("-inf"))
+
+
+def scalar_prefix(tag: str) -> bytes:
+    """Return everything of a scalar's ``Summary.value`` entry but the :func:`float32` that completes it.
+
+    Examples
+    --------
+    >>> Summary.FromString(scalar_prefix("loss") + float32(0.5)).value[0].simple_value
+    0.5
+    """
+    name = tag.encode()
+    value = b"\x0a" + _varint(len(name)) + name + b"\x15"  # field 1: tag; field 2, fixed 32 bits: simple_value
+    return b"\x0a" + _varint(len(value) + 4) + value  # field 1 of Summary
+
+
+def _entry(value: "Summary.Value") -> bytes:
+    return bytes(Summary(value=[value]).SerializeToString())
+
+
+def titled_scalar_value(tag: str, value: float, title: str) -> bytes:
+    """Return a scalar with the title TensorBoard shows for its tag; needed once per tag."""
+    [number] = _FLOAT.unpack(float32(value))
+    return _entry(Summary.Value(tag=tag, simple_value=number, metadata=SummaryMetadata(display_name=title)))
+
+
+def histogram_value(tag: str, histogram: HistogramLike) -> bytes:
+    """Return a histogram as an entry of a summary."""
+    proto = HistogramProto(
+        min=float(histogram.min),
+        max=float(histogram.max),
+        num=float(histogram.num),
+        sum=float(histogram.sum),
+        sum_squares=float(histogram.sum_squares),
+        bucket_limit=[float(edge) for edge in histogram.bucket_limits],
+        bucket=[float(count) for count in histogram.bucket_counts],
+    )
+    return _entry(Summary.Value(tag=tag, histo=proto))
+
+
+def text_value(tag: str, text: str) -> bytes:
+    """Return a page of Markdown as an entry of a summary."""
+    plugin = SummaryMetadata.PluginData(plugin_name="text", content=TextPluginData(version=0).SerializeToString())
+    tensor = TensorProto(
+        dtype="DT_STRING",
+        string_val=[text.encode(errors="replace")],
+        tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+    )
+    return _entry(Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor))
+
+
+def image_value(tag: str, png: bytes, height: int, width: int) -> bytes:
+    """Return a picture, encoded as PNG, as an entry of a summary."""
+    image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
+    return _entry(Summary.Value(tag=tag, image=image))
+
+
+def step_record(entries: bytes, step: int, wall_time: float) -> bytes:
+    """Return the record of one event: `entries` are the summary's, one after the other."""
+    stamp = b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step & 0xFFFFFFFFFFFFFFFF)
+    return record(stamp + b"\x2a" + _varint(len(entries)) + entries)  # fields 1, 2 and 5: wall_time, step, summary
+
+
+def start_record(step: int, wall_time: float) -> bytes:
+    """Return the record that says that a run goes on at `step`.
+
+    TensorBoard then hides what an earlier file of the same directory holds of later steps.
+    """
+    event = Event(wall_time=wall_time, step=step, session_log=SessionLog(status=_SESSION_START))
+    return record(event.SerializeToString())
+
+
+class EventFormat:
+    """An event file that TensorBoard finds."""
+
+    def __init__(self, clock: WallClock) -> None:
+        self._clock = clock
+
+    def name(self, stem: str) -> str:
+        """Return a name TensorBoard looks for."""
+        return f"events.out.tfevents.{stem}"
+
+    def header(self) -> bytes:
+        """Return the record of the format's version."""
+        return record(Event(wall_time=self._clock.now(), file_version="brain.Event:2").SerializeToString())
+
+    def loss(self, values: int, first: int, last: int) -> bytes:
+        """Return a page of text that says what is missing."""
+        text = f"Lost {values} values between steps {first} and {last}: the disk did not take them."
+        return step_record(text_value("Text/ikkuna lost values", text), last, self._clock.now())

@@ -1,0 +1,78 @@
+"""The directory of one run: a new number below the log directory."""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError
+from ikkuna.visualization.files.append_file import reason
+
+__all__ = ["check_log_dir", "log_path", "make_run_directory"]
+
+_NAME = re.compile(r"run([0-9]{4,18})")
+
+
+def make_run_directory(log_dir: Path) -> Path:
+    """Make and return the next ``run0001``, ``run0002``, … below `log_dir`, which is made if it is missing.
+
+    Two processes never get the same one: a name is not predicted and then used, making it is what claims it.
+
+    Raises
+    ------
+    LogDirError
+        If it cannot be made.
+    """
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        taken = [int(found[1]) for name in os.listdir(log_dir) if (found := _NAME.fullmatch(name))]
+        number = max(taken, default=0)
+        while True:
+            number += 1
+            directory = log_dir / f"run{number:04d}"
+            try:
+                directory.mkdir()
+            except FileExistsError:
+                continue
+            return directory
+    except OSError as error:
+        raise LogDirError(f"cannot make a run directory in '{log_dir}': {reason(error)}") from error
+
+
+def log_path(log_dir: Any) -> Path:
+    """Return `log_dir` as a path, or raise `ConfigError` if it is none."""
+    if not isinstance(log_dir, str | os.PathLike):
+        raise ConfigTypeError(f"log_dir is a path, got {type(log_dir).__name__}")
+    text = os.fspath(log_dir)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"log_dir is a path, got {text!r}")
+    return Path(text)
+
+
+def check_log_dir(log_dir: Any) -> Path:
+    """Return `log_dir` as a path if a run can be written there; leave nothing behind.
+
+    Raises
+    ------
+    ConfigError
+        If it is not a path at all.
+    LogDirError
+        If it is not a directory or cannot be written or made; found out by making a file, as rights alone do not tell.
+    """
+    path = log_path(log_dir)
+    try:
+        with tempfile.TemporaryFile(dir=_nearest(path)):
+            pass
+    except OSError as error:
+        raise LogDirError(f"cannot write to log directory '{path}': {reason(error)}") from error
+    return path
+
+
+def _nearest(path: Path) -> Path:
+    """Return `path` or the nearest directory above it that exists."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return _nearest(path.parent)
+    return path

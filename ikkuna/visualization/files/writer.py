@@ -1,0 +1,299 @@
+"""The writer of one file: training hands it blocks and never waits, a thread brings them to the disk."""
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from ikkuna.visualization.files.append_file import AppendFile
+from ikkuna.visualization.files.block_queue import Block, BlockQueue
+from ikkuna.visualization.files.file_format import FileFormat
+
+__all__ = ["FileWriter"]
+
+log = logging.getLogger("ikkuna")
+
+_BATCH = 2**20  # bytes
+
+
+class FileWriter:
+    """One file, owned by this process, and the daemon thread that writes it.
+
+    A step is one block, written whole or not at all; what waits is written together.
+    :meth:`submit` only puts the block into a queue, so a slow, full, failing or silent disk costs the caller nothing.
+    What the queue cannot hold is dropped, counted in :attr:`dropped`, and said in two lines of log per episode.
+    After an error the block waits and is tried again every `retry_seconds`.
+    If someone deletes the directory, it is made again with a new file.
+    In a forked child all methods do nothing.
+
+    Parameters
+    ----------
+    directory : made if it does not exist
+    file_format : name, header and the record of a loss
+    capacity : bytes that may wait to be written
+    retry_seconds : pause after a failed write
+    sync_seconds : at most this much time is lost by a power failure
+    fallback : go on in a directory for temporary files when the disk reports an error, rather than only try again
+
+    Raises
+    ------
+    LogDirError
+        If the file cannot be made.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        file_format: FileFormat,
+        *,
+        capacity: int = 8 * 2**20,
+        retry_seconds: float = 10.0,
+        sync_seconds: float = 30.0,
+        fallback: bool = False,
+    ) -> None:
+        self._fallback = fallback
+        self._directory = directory
+        self._format = file_format
+        self._retry_seconds = retry_seconds
+        self._sync_seconds = sync_seconds
+        self._file, self._header = self._new_file()
+        self._queue = BlockQueue(capacity, file_format.loss)
+        self._changed = threading.Condition()  # guards what is below; a signal handler may enter its lock again
+        self._thread: threading.Thread | None = None
+        self._acked = -1
+        self._synced = self._wanted = 0  # numbers of blocks: on the disk, and asked to be
+        self._synced_at = time.monotonic()
+        self._retry_at = 0.0
+        self._failures = 0
+        self._failing = self._closing = self._finished = False
+        self._process = os.getpid()
+        self._disown_in_children()
+
+    # Code that Python does not see can fork, and a process number can be used again: hence a mark and a comparison.
+    def _disown_in_children(self) -> None:
+        disown = weakref.WeakMethod(self._disown)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=lambda: (method := disown()) and method())
+
+    def _disown(self) -> None:
+        self._process = -1
+
+    def _ours(self) -> bool:
+        return self._process == os.getpid()
+
+    @property
+    def path(self) -> Path:
+        """The file being written."""
+        return self._file.path
+
+    @property
+    def acked_step(self) -> int:
+        """Last step whose bytes the operating system has; -1 before.
+
+        It advances by itself.
+        Everything up to it, except what :attr:`dropped` counts, survives the death of the process.
+        """
+        return self._acked
+
+    @property
+    def dropped(self) -> int:
+        """Number of values lost so far."""
+        return self._queue.dropped
+
+    def submit(self, block: bytes, step: int, values: int) -> None:
+        """Queue what step `step` adds to the file, which may be nothing, and return at once.
+
+        `values` is what to count if it gets lost.
+        """
+        if not self._ours():
+            self._queue.dropped += values
+            return
+        with self._changed:
+            if self._closing:
+                self._queue.dropped += values
+                return
+            if not block and not self._queue:
+                self._acked = max(self._acked, step)
+                return
+            news = self._queue.put(Block(block, step, values))
+            self._changed.notify_all()
+            self._start()
+        if news:
+            log.warning("'%s': %s", self.path, news)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything queued by now is on the disk, and say whether it is.
+
+        The answer is no after `timeout` seconds, and as soon as the disk reports an error.
+        """
+        if not self._ours():
+            return False
+        with self._changed:
+            target, failures = self._request_sync(), self._failures
+            self._changed.wait_for(
+                lambda: self._synced >= target or self._failures > failures or self._finished, timeout
+            )
+            return self._synced >= target
+
+    def close(self, timeout: float | None = 2.0) -> bool:
+        """Flush, release the file, and say whether nothing was ever lost; a second call changes nothing.
+
+        What has not been written after `timeout` seconds is lost.
+        """
+        if not self._ours():
+            return False
+        with self._changed:
+            news = self._queue.end_losses()
+            self._closing = True
+            target = self._request_sync()
+            if self._thread is None:
+                self._finish()
+            self._changed.wait_for(lambda: self._finished, timeout)
+            lost = self._queue.abandon()
+            stored = self._finished and self._synced >= target and not self._queue.dropped
+        if news:
+            log.warning("'%s': %s", self.path, news)
+        if lost:
+            log.error("'%s': closed before %d values could be written; they are lost", self.path, lost)
+        return stored
+
+    def _request_sync(self) -> int:
+        """Ask for everything queued by now to be brought to the disk; return the number of the last block."""
+        self._wanted = max(self._wanted, self._queue.accepted)
+        self._retry_at = 0.0
+        self._changed.notify_all()
+        self._start()
+        return self._queue.accepted
+
+    def _start(self) -> None:
+        """Start the thread if there is work and none yet; do the work here if no thread can be started any more."""
+        if self._thread is not None or self._job() is None:
+            return
+        thread = threading.Thread(target=self._serve, name="ikkuna-writer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            while (job := self._job()) is not None:
+                self._attempt(job)
+        else:
+            self._thread = thread
+
+    def _serve(self) -> None:
+        while (job := self._wait_for_job()) is not None:
+            self._attempt(job)
+        with self._changed:
+            self._finish()
+
+    def _wait_for_job(self) -> Callable[[], None] | None:
+        with self._changed:
+            while (job := self._job()) is None and not self._closing:
+                self._changed.wait(self._patience())
+            return job
+
+    def _job(self) -> Callable[[], None] | None:
+        """Return what can be done now; nothing while an error is fresh."""
+        now = time.monotonic()
+        if now < self._retry_at:
+            return None
+        if self._queue.done > self._synced and (
+            self._queue.done >= self._wanted > self._synced or now >= self._synced_at + self._sync_seconds
+        ):
+            return self._sync
+        return self._write if self._queue else None
+
+    def _patience(self) -> float | None:
+        """Return how long nothing needs to be done unless something changes."""
+        if self._queue:
+            due = self._retry_at
+        elif self._queue.done > self._synced:
+            due = max(self._retry_at, self._synced_at + self._sync_seconds)
+        else:
+            return None
+        return max(due - time.monotonic(), 0.0)
+
+    def _attempt(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._fail(error)
+
+    def _write(self) -> None:
+        """Write what waits; it stays in the queue until that has succeeded."""
+        # A write for each step would yield to a busy training thread each time, and fall behind;
+        # after an error one block may still fit where many do not.
+        with self._changed:
+            blocks = self._queue.head(0 if self._failing else _BATCH)
+            if not blocks:
+                return
+        if data := b"".join(block.data for block in blocks):
+            self._append(data)
+        with self._changed:
+            self._queue.remove(blocks)
+            self._acked = max(self._acked, *(block.step for block in blocks))
+            recovered, self._failing = self._failing, False
+            self._changed.notify_all()
+        if recovered:
+            log.warning("'%s': can be written again", self.path)
+
+    def _append(self, data: bytes) -> None:
+        if self._file.deleted():
+            gone = self._file
+            self._file, self._header = self._new_file()
+            with contextlib.suppress(OSError):
+                gone.close()
+            log.warning("'%s' was deleted while it was being written; going on in '%s'", gone.path, self.path)
+        self._file.append(self._header + data)
+        self._header = b""
+
+    def _new_file(self) -> tuple[AppendFile, bytes]:
+        """Return a file and its header, which goes out with the first block: a full disk may have room by then."""
+        return AppendFile(self._directory, self._format.name), self._format.header()
+
+    def _sync(self) -> None:
+        with self._changed:
+            done = self._queue.done
+        self._file.sync()
+        with self._changed:
+            self._synced = done
+            self._synced_at = time.monotonic()
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failures += 1
+            self._wanted = self._synced
+            self._synced_at = time.monotonic()
+            self._retry_at = self._synced_at + self._retry_seconds
+            first, self._failing = not self._failing, True
+            self._changed.notify_all()
+        if first:
+            what = "'%s' cannot be written: %s; values wait in memory, trying again every %g s"
+            log.error(what, self.path, error, self._retry_seconds)
+        if self._fallback and isinstance(error, OSError):
+            self._go_elsewhere()
+
+    def _go_elsewhere(self) -> None:
+        """Go on in a new file among the temporary ones; what waits is written there."""
+        self._fallback, gone, home = False, self._file, self._directory
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix=f"ikkuna-{home.name}-"))
+            self._file, self._header = self._new_file()
+        except OSError:  # then it is only tried again
+            self._directory = home
+            return
+        self._retry_at = 0.0
+        with contextlib.suppress(OSError):
+            gone.close()
+        log.error("'%s' is given up; going on in '%s'", gone.path, self.path)
+
+    def _finish(self) -> None:
+        if not self._finished:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._finished = True
+        self._changed.notify_all()

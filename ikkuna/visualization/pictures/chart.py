@@ -1,0 +1,155 @@
+"""What the picture of a kind shows: a line for each module, or the margins of many."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.visualization.backend import Series
+from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.pictures.curve import Curve
+from ikkuna.visualization.pictures.margins import Band, Margins
+from ikkuna.visualization.pictures.ridge import Ridge, Row
+
+__all__ = ["Chart", "ChartView", "Line", "MatrixChart", "MatrixView", "RidgeChart", "RidgeView", "heading"]
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """The curve of a module, or of the network, whose name is ``None``."""
+
+    name: str | None
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class ChartView:
+    """A chart at one moment: lines, or where there are too many of them, the band in which they lie."""
+
+    title: str
+    label: str
+    ylims: tuple[float, float] | None
+    modules: int
+    lines: tuple[Line, ...] = ()
+    band: Band | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RidgeView:
+    """The histograms of some of all modules."""
+
+    title: str
+    label: str
+    ylims: tuple[float, float] | None
+    modules: int
+    ridges: tuple[tuple[str | None, list[Row]], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixView:
+    """The latest matrix of a kind, and its step."""
+
+    title: str
+    step: int
+    matrix: Matrix
+
+
+class Chart:
+    """Takes the values of all modules of one kind in one pass.
+
+    Its size does not grow with steps, nor with modules once there are more than `most` of them.
+
+    Parameters
+    ----------
+    series : the first one shown in it
+    most : lines that a person can tell apart
+
+    Examples
+    --------
+    >>> chart = Chart(Series("weights_norm2", "fc"))
+    >>> chart.add(0, {"fc": 1.0, "out": 3.0})
+    >>> view = chart.view()
+    >>> view.title, [(line.name, line.values.tolist()) for line in view.lines]
+    ('weights_norm2', [('fc', [1.0]), ('out', [3.0])])
+    """
+
+    def __init__(self, series: Series, most: int = 16) -> None:
+        self._series = series
+        self._most = most
+        self._names: set[str | None] = set()
+        self._curves: dict[str | None, Curve] = {}
+        self._margins = Margins()
+
+    def add(self, step: int, values: Mapping[str | None, float]) -> None:
+        """Take the values of a step, by module."""
+        self._names.update(values)
+        if len(self._names) > 1:
+            self._margins.add(step, list(values.values()))
+        if len(self._names) > self._most:
+            self._curves.clear()
+            return
+        for name, value in values.items():
+            if (curve := self._curves.get(name)) is None:
+                curve = self._curves[name] = Curve()
+            curve.add(step, value)
+
+    def view(self) -> ChartView:
+        """Return a copy of what is to be drawn."""
+        lines = tuple(Line(name, *curve.points()) for name, curve in self._curves.items())
+        band = None if lines else self._margins.band()
+        return ChartView(heading(self._series), self._series.kind, self._series.ylims, len(self._names), lines, band)
+
+
+class RidgeChart:
+    """Takes the histograms of one kind in one pass; those of the first `most` modules are kept."""
+
+    def __init__(self, series: Series, most: int = 12) -> None:
+        self._series = series
+        self._most = most
+        self._names: set[str | None] = set()
+        self._ridges: dict[str | None, Ridge] = {}
+
+    def add(self, step: int, values: Mapping[str | None, object]) -> None:
+        """Take the histograms of a step, by module."""
+        self._names.update(values)
+        for name, histogram in values.items():
+            if name not in self._ridges and len(self._ridges) < self._most:
+                self._ridges[name] = Ridge()
+            if name in self._ridges:
+                self._ridges[name].add(step, histogram)  # type: ignore[arg-type]  # what add_histogram() takes
+
+    def view(self) -> RidgeView:
+        """Return a copy of what is to be drawn."""
+        ridges = tuple((name, rows) for name, ridge in self._ridges.items() if (rows := ridge.rows()))
+        return RidgeView(heading(self._series), self._series.kind, self._series.ylims, len(self._names), ridges)
+
+
+class MatrixChart:
+    """Keeps the latest matrix of a kind."""
+
+    def __init__(self, series: Series) -> None:
+        self._series = series
+        self._latest: tuple[int, Matrix] | None = None
+
+    def add(self, step: int, values: Mapping[str | None, Matrix]) -> None:
+        """Take the matrices of a step, the last of which is shown."""
+        self._latest = step, list(values.values())[-1]
+
+    def view(self) -> MatrixView:
+        """Return what is to be drawn; there is something."""
+        assert self._latest is not None
+        return MatrixView(heading(self._series), *self._latest)
+
+
+def heading(series: Series) -> str:
+    """Return what a person should read above the picture of a series.
+
+    Examples
+    --------
+    >>> heading(Series("loss", None, "testing"))
+    'loss (testing)'
+    """
+    title = series.title or series.kind
+    return title if series.pass_name == "training" else f"{title} ({series.pass_name})"

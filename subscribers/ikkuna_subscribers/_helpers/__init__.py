@@ -1,0 +1,1 @@
+"""What several metrics share and is no metric itself."""
