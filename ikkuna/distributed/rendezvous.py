@@ -13,7 +13,7 @@ import torch.distributed
 
 from ikkuna.distributed.world import World
 
-__all__ = ["PATIENCE", "Verdict", "hold", "roll_call"]
+__all__ = ["PATIENCE", "Agreement", "hold", "roll_call"]
 
 PATIENCE = 10.0
 """Seconds to wait for the other ranks, once."""
@@ -24,7 +24,7 @@ _torch: Any = torch.distributed  # a build of torch may lack what is in it
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Agreement:
     """What the ranks agreed on: all of them read the same words.
 
     Parameters
@@ -39,7 +39,7 @@ class Verdict:
     store: Any
 
 
-def hold(world: World, signature: Sequence[str], patience: float = PATIENCE) -> tuple[Verdict, Any]:
+def hold(world: World, signature: Sequence[str], patience: float = PATIENCE) -> tuple[Agreement, Any]:
     """Meet all ranks: compare what each wants to measure, and make a group of our own.
 
     Every rank announces itself in the store.  The last one to come compares, and writes the verdict; one that has waited too long
@@ -69,12 +69,12 @@ def hold(world: World, signature: Sequence[str], patience: float = PATIENCE) -> 
         told = _await(store, world, patience)
     reason, present = told["reason"], tuple(told["present"])
     if reason or world.rank not in present:
-        return Verdict(reason or "the other ranks did not wait for this one", present, store), None
+        return Agreement(reason or "the other ranks did not wait for this one", present, store), None
     group = _torch.ProcessGroupGloo(
         _torch.PrefixStore("group", store), world.rank, world.size, timedelta(seconds=patience)
     )
     group.set_timeout(_OPERATION)
-    return Verdict("", present, store), group
+    return Agreement("", present, store), group
 
 
 def _compare(store: Any, world: World) -> tuple[str, list[int]]:

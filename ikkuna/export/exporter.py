@@ -15,7 +15,7 @@ from ikkuna.export.hooks.hook import blind_after_fork
 from ikkuna.export.hooks.install import Attachment
 from ikkuna.export.messages.bus import MessageBus, get_default_bus
 from ikkuna.export.model.roots import Root, Roots
-from ikkuna.export.session import Observer
+from ikkuna.export.session import Session
 from ikkuna.export.steps.step_tracker import TRAINING
 from ikkuna.modules import ModuleFilter, NamedModule
 
@@ -91,7 +91,7 @@ class Exporter:
         self.message_bus = message_bus if message_bus is not None else get_default_bus()
         self.message_bus.faults.set_policy(on_error)
         self.message_bus.attach(self, log_dir)
-        self._observer = Observer(self.message_bus, kernels == "compiled", compiled == "in_graph")
+        self._observer = Session(self.message_bus, kernels == "compiled", compiled == "in_graph")
         self._attachment = Attachment(self._observer, Roots(depth, module_filter), self._names_of_others)
         self._closed = False
         blind_after_fork(self._observer)

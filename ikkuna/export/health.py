@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ikkuna.export.session import Observer
+from ikkuna.export.session import Session
 
 __all__ = ["Health", "health_of"]
 
@@ -33,7 +33,7 @@ class Health:
     seconds: dict[str, float]
 
 
-def health_of(observer: Observer) -> Health:
+def health_of(observer: Session) -> Health:
     """Return how an observer and its bus are doing."""
     bus, run = observer.bus, observer.bus.run
     return Health(

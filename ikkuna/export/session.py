@@ -19,14 +19,14 @@ from ikkuna.export.ranks.exchange import Exchange
 from ikkuna.export.rows.delivery import Finished
 from ikkuna.export.rows.plan import Demand, Plan
 from ikkuna.export.rows.recorder import Recorder
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import TRAINING, Clock
 from ikkuna.export.steps.stopwatch import Stopwatch
 
-__all__ = ["Observer"]
+__all__ = ["Session"]
 
 
-class Observer:
+class Session:
     """Turns what the taps see into rows of steps.
 
     Parameters
@@ -59,7 +59,7 @@ class Observer:
         self.steps = 0
         self._interrupted: Recorder | None = None
         self._demand = Demand()
-        self._places: dict[tuple[str, str | None], Place] = {}
+        self._places: dict[tuple[str, str | None], Site] = {}
         self._epoch_announced = False
         self._here = bus.faults.here
 
@@ -92,14 +92,14 @@ class Observer:
 
     # -- what taps see --------------------------------------------------------------------------------------------
 
-    def place(self, kind: str, module: str | None = None) -> Place:
+    def place(self, kind: str, module: str | None = None) -> Site:
         """Return the place of a kind and module, the same object every time."""
         try:
             return self._places[kind, module]
         except KeyError:
             return self._places.setdefault((kind, module), SLOTS.assign(self, kind, module))
 
-    def take_traced(self, place: Place, tensor: Tensor, path: str, role: int) -> None:
+    def take_traced(self, place: Site, tensor: Tensor, path: str, role: int) -> None:
         """Measure a tensor that an operator in a compiled graph saw."""
         self.stopwatch.start()
         try:

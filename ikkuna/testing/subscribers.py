@@ -17,7 +17,7 @@ from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
 from ikkuna.export.rows.delivery import Finished
 from ikkuna.export.rows.plan import Demand
 from ikkuna.export.rows.recorder import Recorder
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.callback import CallbackSubscriber
 from ikkuna.testing.recording import RecordingBackend
@@ -181,8 +181,8 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
     labels = torch.zeros(shape, dtype=torch.long)
     loss = (tensor.abs() if tensor.is_complex() else tensor.to_dense()).float().mean()
     together = dict(zip(MEASURED_TOGETHER, (tensor, labels, loss), strict=True))
-    seen = {Place(kind, "first"): tensor for kind in MODULE_KINDS}
-    seen |= {Place(kind): value for kind, value in {"input_data": tensor, **together}.items()}
+    seen = {Site(kind, "first"): tensor for kind in MODULE_KINDS}
+    seen |= {Site(kind): value for kind, value in {"input_data": tensor, **together}.items()}
     recorder = Recorder(bus.faults)
     bus.post(NetworkMessage(stamp, "batch_started"))
     recorder.open(stamp, Demand().plan(bus.subscriptions, stamp))

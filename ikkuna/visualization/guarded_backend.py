@@ -8,14 +8,14 @@ from typing import Any
 from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.module_table import ModuleEntry
 
-__all__ = ["Outlet"]
+__all__ = ["GuardedBackend"]
 
 log = logging.getLogger("ikkuna")
 
 _PATIENCE = 10
 
 
-class Outlet:
+class GuardedBackend:
     """Calls a backend and never raises.
 
     The first of a row of failures is logged with its traceback; after 10 in a row the backend is disabled.

@@ -18,7 +18,7 @@ from ikkuna.visualization.names import picture_name
 from ikkuna.visualization.pictures.chart import Chart, MatrixChart, RidgeChart
 from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_matrix, draw_ridges
 from ikkuna.visualization.pictures.notebook import Screen, Sheet, in_notebook
-from ikkuna.visualization.pictures.redraw_thread import Studio
+from ikkuna.visualization.pictures.redraw_thread import RedrawThread
 
 __all__ = ["MPLBackend"]
 
@@ -131,7 +131,7 @@ class MPLBackend(Backend):
         self._order = ModuleOrder()
         self._frames: dict[str, _Frame] = {}
         self._of_series: dict[tuple[Series, str], _Frame] = {}
-        self._studio = Studio(lambda: list(self._frames.values()), interval)
+        self._studio = RedrawThread(lambda: list(self._frames.values()), interval)
 
     def open(self, directory: Path) -> None:
         """Draw below `directory`."""

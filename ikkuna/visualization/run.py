@@ -9,7 +9,7 @@ from typing import Any
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
 from ikkuna.visualization.backend import Backend, Series, get_backend
 from ikkuna.visualization.files.run_directory import check_log_dir, log_path, make_run_directory
-from ikkuna.visualization.guarded_backend import Outlet
+from ikkuna.visualization.guarded_backend import GuardedBackend
 from ikkuna.visualization.histogram import is_histogram
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
@@ -48,7 +48,7 @@ class Run:
         self._modules = modules
         self._directory: Path | None = None
         self._error: LogDirError | None = None
-        self._outlets: dict[str | int, Outlet] = {}
+        self._outlets: dict[str | int, GuardedBackend] = {}
         self._closed: bool | None = None
         self._refused = 0
         self._process = os.getpid()
@@ -95,10 +95,10 @@ class Run:
             outlet = self._outlets.get(_key(backend)) or self._new_outlet(backend)
             outlet.add(verb, arguments, step, self._make_directory)
 
-    def _outlet(self, asked: str | Backend, backend: Backend) -> Outlet:
-        return Outlet(_label(asked), backend, self._modules)
+    def _outlet(self, asked: str | Backend, backend: Backend) -> GuardedBackend:
+        return GuardedBackend(_label(asked), backend, self._modules)
 
-    def _new_outlet(self, backend: str | Backend) -> Outlet:
+    def _new_outlet(self, backend: str | Backend) -> GuardedBackend:
         try:
             outlet = self._outlet(backend, get_backend(backend))
         except Exception as error:

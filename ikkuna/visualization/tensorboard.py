@@ -24,7 +24,7 @@ from ikkuna.visualization.module_table import ModuleEntry, module_table
 from ikkuna.visualization.names import heatmap_title, image_tag, matrix_tag, overview_tag, series_tag, text_tag
 from ikkuna.visualization.overview import STATISTICS, overview
 from ikkuna.visualization.pictures.heatmap_picture import draw_matrix
-from ikkuna.visualization.pictures.heatmap_schedule import Gallery, Picture
+from ikkuna.visualization.pictures.heatmap_schedule import HeatmapSchedule, Picture
 
 __all__ = ["TensorBoardBackend"]
 
@@ -59,7 +59,7 @@ class TensorBoardBackend(FileBackend):
         self._groups: dict[tuple[str, str], _Group] = {}
         self._entries: list[bytes] = []
         self._started = False
-        self._gallery = Gallery(self._hang)
+        self._gallery = HeatmapSchedule(self._hang)
         self._order = ModuleOrder()
 
     def _format(self) -> EventFormat:

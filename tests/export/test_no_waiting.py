@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ikkuna.export.messages import MessageBundle, ModuleMessage
 from ikkuna.export.messages.message import NetworkMessage, Stamp
-from ikkuna.numerics import float_code, inner
-from ikkuna.numerics.statistics import FIELDS, closure
+from ikkuna.numerics import inner
+from ikkuna.numerics.statistics import FIELDS, closure, float_code
 from ikkuna.numerics.statistics.device import measure_vectors
 from tests.subscribers import EVERY_SUBSCRIBER
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-from ikkuna.numerics import measure as measuring
 from ikkuna.numerics.elements import CHUNK, flatten, readable
 from ikkuna.numerics.statistics import FIELDS, closure, native
+from ikkuna.numerics.statistics import host as measuring
 
 
 @pytest.fixture(scope="module", autouse=True, params=[True, False], ids=["compiled", "eager"])

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ikkuna.visualization import gallery as gallery_module
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
+from ikkuna.visualization.pictures import heatmap_schedule as gallery_module
 from ikkuna.visualization.pictures.heatmap import COLUMNS, Cells, Heatmap
 from ikkuna.visualization.pictures.heatmap_picture import draw, scaled
-from ikkuna.visualization.pictures.heatmap_schedule import Gallery
+from ikkuna.visualization.pictures.heatmap_schedule import HeatmapSchedule
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 
@@ -109,7 +109,7 @@ def test_a_picture_without_a_finite_value():
 
 def gallery(interval=0.0):
     hung = []
-    made = Gallery(lambda pictures, step: hung.append((step, [title for title, *_ in pictures])), interval)
+    made = HeatmapSchedule(lambda pictures, step: hung.append((step, [title for title, *_ in pictures])), interval)
     return made, hung
 
 

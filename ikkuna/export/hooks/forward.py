@@ -15,7 +15,7 @@ from ikkuna.export.steps.forwards import Forwards
 from ikkuna.export.steps.step_tracker import TRAINING
 
 if TYPE_CHECKING:
-    from ikkuna.export.session import Observer
+    from ikkuna.export.session import Session
 
 __all__ = ["ModelWatch"]
 
@@ -39,7 +39,7 @@ class ModelWatch(HookOwner):
     sees_loss : whether the loss module is known
     """
 
-    def __init__(self, observer: "Observer", in_graph: bool = True) -> None:
+    def __init__(self, observer: "Session", in_graph: bool = True) -> None:
         super().__init__(observer)
         self.taps = ForwardTaps(observer, in_graph)
         self.resolve: Callable[[], None] = lambda: None

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ikkuna.export.hooks import graph_operators as traced
 from ikkuna.export.hooks.nested_tensors import leaves
 from ikkuna.export.hooks.slots import BASE, VIEW
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 
 __all__ = [
     "Hook",
@@ -114,9 +114,9 @@ class Switch:
 class ModulePlaces(NamedTuple):
     """Where one module's tensors go, ``None`` for what is not wanted."""
 
-    inputs: Place | None = None
-    activations: Place | None = None
-    gradients: Place | None = None
+    inputs: Site | None = None
+    activations: Site | None = None
+    gradients: Site | None = None
 
 
 def received(args: Any, outputs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ikkuna.export.session import Observer
+    from ikkuna.export.session import Session
 
 __all__ = ["HookOwner"]
 
@@ -16,7 +16,7 @@ class HookOwner:
     observer : who keeps the step
     """
 
-    def __init__(self, observer: "Observer") -> None:
+    def __init__(self, observer: "Session") -> None:
         self._observer = observer
         self.stopwatch = observer.stopwatch
 

@@ -9,7 +9,7 @@ from torch import nn
 from ikkuna.errors import ConfigError
 from ikkuna.export.hooks.hook import Undo, tap_loss, tap_optimizers, tap_root
 from ikkuna.export.model.roots import Root, Roots
-from ikkuna.export.session import Observer
+from ikkuna.export.session import Session
 from ikkuna.modules import class_name, unwrap
 
 __all__ = ["Attachment"]
@@ -27,7 +27,7 @@ class Attachment:
     taken : says which names other exporters of the bus use
     """
 
-    def __init__(self, observer: Observer, roots: Roots, taken: Callable[[], frozenset[str]]) -> None:
+    def __init__(self, observer: Session, roots: Roots, taken: Callable[[], frozenset[str]]) -> None:
         self.observer = observer
         self.roots = roots
         self.loss: nn.Module | None = None

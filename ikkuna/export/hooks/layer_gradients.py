@@ -10,10 +10,10 @@ from ikkuna.export.hooks.hook import Hook, watch_gradient
 from ikkuna.export.hooks.hook_owner import HookOwner
 from ikkuna.export.hooks.nested_tensors import with_batch_sizes
 from ikkuna.export.hooks.slots import BASE, VIEW
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 
 if TYPE_CHECKING:
-    from ikkuna.export.session import Observer
+    from ikkuna.export.session import Session
 
 __all__ = ["BackwardWatch"]
 
@@ -26,14 +26,14 @@ class BackwardWatch(HookOwner):
     observer : who keeps the step
     """
 
-    def __init__(self, observer: "Observer") -> None:
+    def __init__(self, observer: "Session") -> None:
         super().__init__(observer)
-        self._hooks: dict[tuple[Place, str], Hook] = {}
+        self._hooks: dict[tuple[Site, str], Hook] = {}
         self._lasting: list[Any] = []
         self._running = (-1, True)
-        self._views: Counter[tuple[Place, str]] = Counter()
+        self._views: Counter[tuple[Site, str]] = Counter()
 
-    def watch(self, place: Place, output: Tensor, path: str, sizes: Tensor | None) -> None:
+    def watch(self, place: Site, output: Tensor, path: str, sizes: Tensor | None) -> None:
         """Look at the gradient of what a module returned; `sizes` are those of a packed sequence."""
         if sizes is not None:
             hook = Hook(self, "gradient_seen", place, path, sizes)
@@ -43,7 +43,7 @@ class BackwardWatch(HookOwner):
             hook = self._hooks[place, path] = Hook(self, "gradient_seen", place, path, None)
         self._lasting += watch_gradient(output, hook)
 
-    def gradient_seen(self, place: Place, path: str, sizes: Tensor | None, grad: Tensor, role: int = 0) -> None:
+    def gradient_seen(self, place: Site, path: str, sizes: Tensor | None, grad: Tensor, role: int = 0) -> None:
         """Take a gradient, of an output or of the base of one that is a view."""
         observer = self._observer
         if observer.recorder.rows is None or observer.blind or not self._is_training():
@@ -62,7 +62,7 @@ class BackwardWatch(HookOwner):
             self._views.clear()
         return self._running[1]
 
-    def _is_first(self, place: Place, path: str, role: int) -> bool:
+    def _is_first(self, place: Site, path: str, role: int) -> bool:
         """Whether a gradient was not seen already, at the view whose base brings it again."""
         if role == VIEW:
             self._views[place, path] += 1

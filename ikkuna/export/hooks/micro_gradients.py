@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ikkuna.export.hooks.hook import Undo, tap_gradient
 from ikkuna.export.hooks.hook_owner import HookOwner
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import TRAINING
 
 if TYPE_CHECKING:
-    from ikkuna.export.session import Observer
+    from ikkuna.export.session import Session
 
 __all__ = ["GradientWatch"]
 
@@ -25,7 +25,7 @@ class GradientWatch(HookOwner):
     observer : who keeps the step
     """
 
-    def __init__(self, observer: "Observer") -> None:
+    def __init__(self, observer: "Session") -> None:
         super().__init__(observer)
         self._undo: list[Undo] = []
 
@@ -42,7 +42,7 @@ class GradientWatch(HookOwner):
             if (node := observer.parameters.node(named.parameter)) is not None:
                 self._undo.append(tap_gradient(node, self, place, named.path))
 
-    def gradient_comes(self, place: Place, path: str, grads: tuple[Tensor | None, ...]) -> None:
+    def gradient_comes(self, place: Site, path: str, grads: tuple[Tensor | None, ...]) -> None:
         """Take a gradient that is about to be added."""
         observer = self._observer
         if grads[0] is not None and observer.clock.pass_name == TRAINING and not observer.blind:

@@ -8,12 +8,12 @@ from ikkuna.export.hooks.compiler_stance import Stance
 from ikkuna.export.hooks.hook import ModulePlaces, ModuleTap, Switch, Undo, tap_module, was_compiled
 from ikkuna.export.messages.kinds import FORWARD_KINDS
 from ikkuna.export.rows.plan import Plan
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import TRAINING
 from ikkuna.modules import NamedModule
 
 if TYPE_CHECKING:
-    from ikkuna.export.session import Observer
+    from ikkuna.export.session import Session
 
 __all__ = ["ForwardTaps"]
 
@@ -36,7 +36,7 @@ class ForwardTaps:
     is_compiled : whether a compiled root was called
     """
 
-    def __init__(self, observer: "Observer", in_graph: bool = True) -> None:
+    def __init__(self, observer: "Session", in_graph: bool = True) -> None:
         self._observer = observer
         self.modules: tuple[NamedModule, ...] = ()
         self.roots: tuple[nn.Module, ...] = ()
@@ -116,7 +116,7 @@ class ForwardTaps:
             found = True
         return found
 
-    def _place(self, plan: Plan, kind: str, named: NamedModule, had: Place | None) -> Place | None:
+    def _place(self, plan: Plan, kind: str, named: NamedModule, had: Site | None) -> Site | None:
         return self._observer.place(kind, named.name) if plan.task(kind, named.name) else had
 
     def keep_for(self, plan: Plan) -> None:

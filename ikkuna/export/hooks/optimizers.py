@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import is_spread, local_tensor, spread_like
 from ikkuna.export.hooks.hook_owner import HookOwner
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 from ikkuna.modules import NamedParameter
 
 if TYPE_CHECKING:
-    from ikkuna.export.session import Observer
+    from ikkuna.export.session import Session
 
 __all__ = ["OptimizerWatch"]
 
@@ -39,12 +39,12 @@ class OptimizerWatch(HookOwner):
     skipped_updates : updates that went unseen because there was no memory for a copy
     """
 
-    def __init__(self, observer: "Observer") -> None:
+    def __init__(self, observer: "Session") -> None:
         super().__init__(observer)
         self.rates: dict[str, Any] = {}
         self.in_closure = False
         self.skipped_updates = 0
-        self._before: list[tuple[Place, NamedParameter, Tensor]] = []
+        self._before: list[tuple[Site, NamedParameter, Tensor]] = []
         self._by_hand = False
 
     def optimizer_starts(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class OptimizerWatch(HookOwner):
 
     def _wanted(
         self, weights: str, biases: str, parameters: Iterable[NamedParameter]
-    ) -> Iterator[tuple[Place, NamedParameter]]:
+    ) -> Iterator[tuple[Site, NamedParameter]]:
         for named in parameters:
             place = self._observer.place(biases if named.is_bias else weights, named.module)
             if self._observer.recorder.wants(place):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 
 __all__ = ["BASE", "SLOTS", "VIEW", "Sink", "Slots"]
 
@@ -16,7 +16,7 @@ VIEW, BASE = 1, 2
 class Sink(Protocol):
     """What a slot belongs to: it takes what compiled graphs see."""
 
-    def take_traced(self, place: Place, tensor: Tensor, path: str, role: int) -> None:
+    def take_traced(self, place: Site, tensor: Tensor, path: str, role: int) -> None:
         """Take a tensor of the user's, detached; never raise."""
 
     def entered(self, counts: bool) -> None:
@@ -28,11 +28,11 @@ class Slots:
 
     def __init__(self) -> None:
         self._next = 0
-        self._places: dict[int, tuple[weakref.ref[Sink], Place, int]] = {}
+        self._places: dict[int, tuple[weakref.ref[Sink], Site, int]] = {}
 
-    def assign(self, sink: Sink, kind: str, module: str | None) -> Place:
+    def assign(self, sink: Sink, kind: str, module: str | None) -> Site:
         """Return a place of `sink` that has three new slots; they go with the sink."""
-        place = Place(kind, module, self._next)
+        place = Site(kind, module, self._next)
         self._next += 3
         numbers = range(place.slot, self._next)
         reference = weakref.ref(sink, lambda _: [self._places.pop(number, None) for number in numbers])

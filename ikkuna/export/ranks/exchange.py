@@ -62,7 +62,7 @@ class Exchange:
         self._roots = roots
         self._translation = Translation(bus, place)
         self._world: World | None = None
-        self._verdict: meeting.Verdict | None = None
+        self._verdict: meeting.Agreement | None = None
         self._gather: Gather | None = None
         self._layouts = Layouts()
         self._alignments = Alignments()

@@ -14,7 +14,7 @@ from ikkuna.export.messages.error_guard import Faults
 from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
 from ikkuna.export.rows.plan import NOTHING, Plan, Task
 from ikkuna.export.rows.rows import Entry, Rows
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics import native
@@ -62,11 +62,11 @@ class Recorder:
             rows.start_copy()
         return rows
 
-    def wants(self, place: Place) -> bool:
+    def wants(self, place: Site) -> bool:
         """Whether anything would be done with a tensor of this place now."""
         return self.rows is not None and self.plan.task(place.kind, place.module) is not None
 
-    def receive(self, place: Place, tensor: Tensor, path: str, weight: int | Tensor | None = None) -> None:
+    def receive(self, place: Site, tensor: Tensor, path: str, weight: int | Tensor | None = None) -> None:
         """Measure a tensor; an error is told and does not come out.
 
         Parameters
@@ -88,7 +88,7 @@ class Recorder:
         except Exception as error:
             self.faults.own(f"measuring {place}", error)
 
-    def receive_difference(self, place: Place, after: Tensor, before: Tensor, path: str) -> None:
+    def receive_difference(self, place: Site, after: Tensor, before: Tensor, path: str) -> None:
         """Measure ``after - before``; it is not made where nobody has to see it, and otherwise takes the place of `before`."""
         if (rows := self.rows) is None or (task := self.plan.task(place.kind, place.module)) is None:
             return

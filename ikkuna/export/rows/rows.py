@@ -10,7 +10,7 @@ from torch import Tensor
 from ikkuna.distributed.dtensor import Part
 from ikkuna.export.messages.message import Message, Stamp
 from ikkuna.export.rows.plan import Task
-from ikkuna.export.rows.site import Place
+from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics.statistics import Record, merge
 from ikkuna.numerics.statistics.device import from_vectors, merge_vectors
@@ -40,7 +40,7 @@ class Entry:
     """
 
     key: tuple[object, ...]
-    place: Place
+    place: Site
     path: str
     task: Task
     look: Look = field(default_factory=Look)
@@ -140,7 +140,7 @@ class Rows:
         self._overflows: list[Tensor] = []
         self._copies: list[tuple[list[_Part], Tensor, torch.cuda.Event | None]] = []
 
-    def entry(self, place: Place, path: str, task: Task) -> Entry:
+    def entry(self, place: Site, path: str, task: Task) -> Entry:
         """Return the entry of a leaf or parameter at a place, a fresh one if there is none yet."""
         key = (place, path)
         return self.entries.get(key) or self._fresh(key, place, path, task)
@@ -149,10 +149,10 @@ class Rows:
         """Return the entry of what one subscriber measures side by side."""
         if (entry := self.entries.get((subscription,))) is None:
             task = Task(frozenset(), (subscription,), (subscription,))
-            entry = self.entries[subscription,] = Entry((subscription,), Place(subscription.kinds[0]), "", task)
+            entry = self.entries[subscription,] = Entry((subscription,), Site(subscription.kinds[0]), "", task)
         return entry
 
-    def _fresh(self, key: tuple[object, ...], place: Place, path: str, task: Task) -> Entry:
+    def _fresh(self, key: tuple[object, ...], place: Site, path: str, task: Task) -> Entry:
         if (entry := self._spare.pop(key, None)) is None:
             entry = Entry(key, place, path, task)
         entry.task = task

@@ -7,14 +7,14 @@ from ikkuna.export.messages.kinds import FORWARD_KINDS
 from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.numerics.statistics import Record
 
-__all__ = ["Place"]
+__all__ = ["Site"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class Site:
     """A kind, and the module it belongs to (``None`` for the network).
 
-    A place equals only itself, which makes it a cheap key; an `Observer` makes each one once.
+    A place equals only itself, which makes it a cheap key; an `Session` makes each one once.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from ikkuna.export.hooks.nested_tensors import Leaves
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
 
 if TYPE_CHECKING:
-    from ikkuna.export.session import Observer
+    from ikkuna.export.session import Session
 
 __all__ = ["Forwards"]
 
@@ -34,7 +34,7 @@ class Forwards(HookOwner):
     is_rootless : whether roots are never called, only their parts
     """
 
-    def __init__(self, observer: "Observer") -> None:
+    def __init__(self, observer: "Session") -> None:
         super().__init__(observer)
         self.is_rootless = False
         self._backward_seen = self._backward_in_closure = False

@@ -11,7 +11,7 @@ from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.pictures.heatmap import Cells, Heatmap
 from ikkuna.visualization.pictures.heatmap_picture import draw
 
-__all__ = ["Gallery", "Picture"]
+__all__ = ["HeatmapSchedule", "Picture"]
 
 log = logging.getLogger("ikkuna")
 
@@ -19,7 +19,7 @@ Picture = tuple[str, bytes, int, int]
 """Title, PNG, height and width."""
 
 
-class Gallery:
+class HeatmapSchedule:
     """Keeps the heatmaps and knows when to draw them.
 
     The first pictures are drawn after `interval` seconds, the next ones after half as long again, and so on:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Easel", "Studio"]
+__all__ = ["Easel", "RedrawThread"]
 
 log = logging.getLogger("ikkuna")
 
@@ -59,7 +59,7 @@ class _Bell:
         return not late or threading.main_thread().is_alive()
 
 
-class Studio:
+class RedrawThread:
     """Redraws easels that have changed every `interval` seconds, or less often if that would take too much time.
 
     The thread is a daemon, begins with :meth:`open`, and ends with :meth:`close`, or when the studio is forgotten.
@@ -147,7 +147,7 @@ class Studio:
             self._failures.pop(easel.name, None)
 
 
-def _work(reference: "weakref.ref[Studio]", bell: _Bell) -> None:
+def _work(reference: "weakref.ref[RedrawThread]", bell: _Bell) -> None:
     pause, is_last = _FIRST, False
     while not is_last:
         is_last = bell.wait(pause)
