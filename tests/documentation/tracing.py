@@ -1,0 +1,154 @@
+"""Traces the functions of ikkuna that run while one activation goes from the hook to the event file.
+
+``python -m tests.documentation.tracing`` prints them.
+"""
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import ikkuna
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
+
+FOLDERS = [Path(path or "").parent for path in (ikkuna.__file__, sys.modules[NormSubscriber.__module__].__file__)]
+COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
+WARM_UP = 3
+TIMEOUT = 10.0
+
+
+class Call(NamedTuple):
+    """A call of a function.
+
+    Parameters
+    ----------
+    thread : str
+        ``"training"`` or ``"writer"``.
+    file : str
+        Such as ``"ikkuna/export/session.py"``.
+    function : str
+        Qualified name of the function within its file.
+    """
+
+    thread: str
+    file: str
+    function: str
+
+
+class Tracer:
+    """Records the calls of functions of ikkuna while `active`, of a thread until it calls `os.write`.
+
+    A comprehension is part of the function that contains it.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.calls: list[Call] = []
+        self._files: dict[CodeType, str | None] = {}
+        self._training_thread = threading.get_ident()
+        self._done: set[int] = set()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Trace this thread, and every thread that starts inside the ``with`` block."""
+        threading.setprofile(self.profile)
+        sys.setprofile(self.profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    @contextmanager
+    def only_other_threads(self) -> Iterator[None]:
+        """Stop tracing this thread inside the ``with`` block."""
+        sys.setprofile(None)
+        try:
+            yield
+        finally:
+            sys.setprofile(self.profile)
+
+    def profile(self, frame: FrameType, event: str, called: Any) -> None:
+        """Record a call; see `sys.setprofile`."""
+        if not self.active or threading.get_ident() in self._done:
+            return
+        if event == "c_call" and called is os.write:
+            self._done.add(threading.get_ident())
+        if event != "call":
+            return
+        code = frame.f_code
+        if code not in self._files:
+            self._files[code] = name_of(Path(code.co_filename))
+        file = self._files[code]
+        if file is not None and not code.co_name.endswith(COMPREHENSIONS):
+            thread = "training" if threading.get_ident() == self._training_thread else "writer"
+            self.calls.append(Call(thread, file, code.co_qualname))
+
+
+def name_of(path: Path) -> str | None:
+    """Return the name of a file of ikkuna or of its subscribers below its package's parent; ``None`` for other files."""
+    for folder in FOLDERS:
+        if path.is_relative_to(folder):
+            return path.relative_to(folder.parent).as_posix()
+    return None
+
+
+def trace() -> list[Call]:
+    """Train a `Linear` with a `NormSubscriber` for its activations, and return the calls of one step.
+
+    The first steps are not traced, because they set up what later steps use.
+    The calls of the writer thread come last, because it writes a step after the step has ended.
+    """
+    tracer = Tracer()
+    model, inputs = nn.Linear(4, 3), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tempfile.TemporaryDirectory() as folder, Exporter(log_dir=folder, message_bus=MessageBus()) as exporter:
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(NormSubscriber("activations"))
+        with tracer.installed():
+            for step in range(WARM_UP + 1):
+                tracer.active = step == WARM_UP
+                optimizer.zero_grad()
+                model(inputs).sum().backward()
+                optimizer.step()
+                with tracer.only_other_threads():
+                    wait_until_written(exporter, step)
+    return sorted(tracer.calls, key=lambda call: call.thread)
+
+
+def wait_until_written(exporter: Exporter, step: int) -> None:
+    """Wait until the values of a step are in the file."""
+    end = time.monotonic() + TIMEOUT
+    while exporter.health().acked_step != step:
+        if time.monotonic() > end:
+            raise TimeoutError(f"step {step} was not written in {TIMEOUT:g} s: {exporter.health()}")
+        time.sleep(0.001)
+
+
+def files(calls: list[Call]) -> list[str]:
+    """Return the files in the order of their first call."""
+    return list(dict.fromkeys(call.file for call in calls))
+
+
+def report(calls: list[Call]) -> str:
+    """Return the functions in the order of their first call, and the number of calls of each file."""
+    lines = [f"{call.thread:8}  {call.file:48}  {call.function:44} {n:3}" for call, n in Counter(calls).items()]
+    lines += ["", f"{len(files(calls))} files, {len(calls)} calls"]
+    lines += [f"{n:3}  {file}" for file, n in Counter(call.file for call in calls).most_common()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(report(trace()))
