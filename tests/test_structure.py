@@ -14,15 +14,16 @@ PACKAGED = [path for path in (*CORE, *METRICS) if "build" not in path.parts]
 # What a part of ikkuna may import of ikkuna; parts point downward only.
 LAYERS = {
     "errors": (),
+    "failures": (),
     "modules": ("errors",),
     "plugins": ("errors",),
     "numerics": ("errors", "numerics"),
     "arrays": ("errors",),
     "probe": ("errors", "arrays", "numerics", "probe"),
     "plot": ("errors", "arrays", "numerics", "probe", "plot"),
-    "visualization": ("errors", "plugins", "numerics", "plot", "visualization"),
+    "visualization": ("errors", "failures", "plugins", "numerics", "plot", "visualization"),
     "distributed": ("errors", "numerics", "distributed"),
-    "export": ("errors", "plugins", "modules", "numerics", "distributed", "visualization", "export"),
+    "export": ("errors", "failures", "plugins", "modules", "numerics", "distributed", "visualization", "export"),
 }
 # What a metric may import of ikkuna: what any third party may.
 DOORS = (

@@ -89,7 +89,7 @@ class Exporter:
         if message_bus is not None and not isinstance(message_bus, MessageBus):
             raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__}")
         self.message_bus = message_bus if message_bus is not None else get_default_bus()
-        self.message_bus.faults.set_policy(on_error)
+        self.message_bus.error_guard.set_policy(on_error)
         self.message_bus.attach(self, log_dir)
         self._observer = Session(self.message_bus, kernels == "compiled", compiled == "in_graph")
         self._attachment = Attachment(self._observer, Roots(depth, module_filter), self._names_of_others)
@@ -221,7 +221,7 @@ class Exporter:
         self._require_open()
         model = self._attachment.the_model()
         look, loss = (self.paused(), None) if name is None else (self._observer.in_pass(name), self._attachment.loss)
-        with self.message_bus.faults.looking(), look:
+        with self.message_bus.error_guard.recording_allowed(), look:
             evaluation.run(model, loss, batches, visit, forward)
 
     def epoch(self, batches: Iterable[B]) -> Iterator[B]:

@@ -39,11 +39,11 @@ def health_of(observer: Session) -> Health:
     return Health(
         acked_step=run.acked_step if run is not None else -1,
         steps=observer.steps,
-        errors=bus.faults.errors,
+        errors=bus.error_guard.errors,
         dropped=(run.dropped if run is not None else 0)
         + sum(s.dropped for s in bus.subscriptions)
         + observer.exchange.dropped,
-        disabled=tuple(bus.faults.disabled),
+        disabled=tuple(bus.error_guard.disabled),
         skipped=observer.skipped,
         overhead=observer.stopwatch.overhead,
         seconds={f"{type(s.subscriber).__name__}({', '.join(s.kinds)})": s.seconds for s in bus.subscriptions},

@@ -48,7 +48,7 @@ class Session:
         self.parameters = TrackedParameters()
         self.clock = Clock(self.parameters)
         self.clock.listen(self)
-        self.recorder = Recorder(bus.faults, kernels)
+        self.recorder = Recorder(bus.error_guard, kernels)
         self.stopwatch = Stopwatch()
         self.model = ModelWatch(self, in_graph)
         self.backward = BackwardWatch(self)
@@ -61,12 +61,12 @@ class Session:
         self._demand = Demand()
         self._places: dict[tuple[str, str | None], Site] = {}
         self._epoch_announced = False
-        self._here = bus.faults.here
+        self._thread = bus.error_guard.thread
 
     @property
     def blind(self) -> bool:
         """Whether nobody looks: by order, or because a subscriber's code runs."""
-        return self._blind or self._here.calling
+        return self._blind or self._thread.subscriber_is_running
 
     @blind.setter
     def blind(self, blind: bool) -> None:
@@ -88,7 +88,7 @@ class Session:
 
     def fault(self, where: str, error: Exception) -> None:
         """Take an error of our own."""
-        self.bus.faults.own(where, error)
+        self.bus.error_guard.report_internal(where, error)
 
     # -- what taps see --------------------------------------------------------------------------------------------
 
@@ -217,7 +217,10 @@ class Session:
         self.clock.close_pending()
         self._leave_pass()
         self.clock.pass_name = name
-        self._interrupted, self.recorder = self.recorder, Recorder(self.bus.faults, self.recorder.kernels is not None)
+        self._interrupted, self.recorder = (
+            self.recorder,
+            Recorder(self.bus.error_guard, self.recorder.kernels is not None),
+        )
         self._record(self.clock.pass_stamp(name))
         self._tap()
         self.model.taps.turn_for_pass(self.recorder.plan)

@@ -183,7 +183,7 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
     together = dict(zip(MEASURED_TOGETHER, (tensor, labels, loss), strict=True))
     seen = {Site(kind, "first"): tensor for kind in MODULE_KINDS}
     seen |= {Site(kind): value for kind, value in {"input_data": tensor, **together}.items()}
-    recorder = Recorder(bus.faults)
+    recorder = Recorder(bus.error_guard)
     bus.post(NetworkMessage(stamp, "batch_started"))
     recorder.open(stamp, Demand().plan(bus.subscriptions, stamp))
     for _ in range(2):

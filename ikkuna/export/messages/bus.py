@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.messages.error_guard import Faults
+from ikkuna.export.messages.error_guard import ErrorGuard
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.registration import check_registration, known_kinds
 from ikkuna.export.model.module_entries import described
@@ -89,7 +89,7 @@ class MessageBus:
     ----------
     subscriptions : tuple of Subscription
         In the order of registration.
-    faults : Faults
+    error_guard : ErrorGuard
         What went wrong.
     is_silent : bool
         Whether no run is opened: of several ranks one writes.
@@ -101,7 +101,7 @@ class MessageBus:
         self.subscriptions: tuple[Subscription, ...] = ()
         self._by_kind: dict[str, tuple[Subscription, ...]] = {}
         self.sources: tuple[Source, ...] = ()
-        self.faults = Faults()
+        self.error_guard = ErrorGuard()
         self.is_silent = False
         self._queue: deque[Message | Finished] = deque()
         self._draining = False
@@ -210,7 +210,7 @@ class MessageBus:
                         return
                     self._deliver(self._queue.popleft())
         except Exception as error:
-            self.faults.own("delivery", error)
+            self.error_guard.report_internal("delivery", error)
         finally:
             self._draining = False
 
@@ -233,7 +233,7 @@ class MessageBus:
         """Deliver an event or a result to everyone who subscribed to it."""
         for subscription in self._by_kind.get(message.kind, ()):
             if subscription.takes(message):
-                self.faults.call(subscription, "compute", subscription.deliver, message)
+                self.error_guard.call(subscription, "compute", subscription.deliver, message)
 
     # -- where values go ------------------------------------------------------------------------------------------
 

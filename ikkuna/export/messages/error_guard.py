@@ -1,4 +1,4 @@
-"""What went wrong after set-up: caught, counted and said once, so that none of it reaches training."""
+"""Catches, counts and logs the errors of subscribers and of ikkuna's own hooks, so that none reaches training."""
 
 import logging
 import threading
@@ -12,104 +12,110 @@ import torch
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.failures import FailureCounter
 
-__all__ = ["ON_ERROR", "Faults", "Here"]
+__all__ = ["ON_ERROR", "ErrorGuard", "ThreadState"]
 
 ON_ERROR = ("disable", "log", "raise")
-PATIENCE = 10
 
 log = logging.getLogger("ikkuna")
 
 
-class Here(threading.local):
-    """What goes on on this thread.
+class ThreadState(threading.local):
+    """State of the current thread.
 
     Attributes
     ----------
-    calling : whether a subscriber's code runs
+    subscriber_is_running : bool
+        Whether a subscriber's code runs on this thread.
     """
 
-    calling = False
+    subscriber_is_running = False
 
 
-class Faults:
-    """Guards every call of a subscriber and of our own hooks.
+class ErrorGuard:
+    """Calls the code of subscribers and handles its errors.
 
-    While a subscriber's code runs nobody looks: a model that it calls would be seen by itself, for ever.
+    Nothing is recorded while a subscriber's code runs: a subscriber that calls the model would otherwise observe its own call.
 
     Parameters
     ----------
-    on_error : str
-        ``"disable"``: a subscriber that fails 10 times in a row is not called again; ``"log"``: it is called for ever;
-        ``"raise"``: errors pass, for tests and authors of plugins.
+    on_error : {'disable', 'log', 'raise'}
+        ``"disable"``: a subscriber that fails 10 times in a row is disabled; ``"log"``: errors are only logged;
+        ``"raise"``: errors are raised, for tests and authors of plugins.
 
     Attributes
     ----------
-    here : what goes on on the thread that asks
+    errors : int
+        Number of errors caught.
+    disabled : list of str
+        Class names of the disabled subscribers.
+    thread : ThreadState
+        State of the current thread.
     """
 
     def __init__(self, on_error: str = "disable") -> None:
         self.errors = 0
         self.disabled: list[str] = []
-        self.here = Here()
+        self.thread = ThreadState()
         self.set_policy(on_error)
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Look for the time of a ``with`` block although a subscriber's code runs: it asked for an evaluation."""
-        was, self.here.calling = self.here.calling, False
+    def recording_allowed(self) -> Iterator[None]:
+        """Record inside a ``with`` block although a subscriber's code runs, because the subscriber started an evaluation."""
+        before, self.thread.subscriber_is_running = self.thread.subscriber_is_running, False
         try:
             yield
         finally:
-            self.here.calling = was
+            self.thread.subscriber_is_running = before
 
     def set_policy(self, on_error: str) -> None:
-        """Choose what happens on an error; raise `ConfigError` for an unknown policy."""
+        """Set what happens on an error; raise `ConfigError` for an unknown policy."""
         if on_error not in ON_ERROR:
             raise ConfigError(f"on_error must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
         self.on_error = on_error
 
     def call(self, subscription: Subscription, stage: str, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call a subscriber's function; on an error return ``None`` after telling whose it was."""
-        here = self.here
-        was, here.calling = here.calling, True
+        """Return ``function(argument)``, a call of a subscriber's code; count and log an error and return ``None``."""
+        thread = self.thread
+        before, thread.subscriber_is_running = thread.subscriber_is_running, True
         began = time.perf_counter()
         try:
             result = function(argument)
         except Exception as error:
-            self._blame(subscription, stage, error)
+            self._report(subscription, stage, error)
             return None
         finally:
-            here.calling = was
+            thread.subscriber_is_running = before
             subscription.seconds += time.perf_counter() - began
-        if subscription.failures:
-            subscription.failures.pop(stage, None)
+        subscription.failures.reset(stage)
         return result
 
-    def blame(self, subscription: Subscription, reason: str) -> None:
-        """Disable a subscriber at once for what it did to training."""
+    def disable(self, subscription: Subscription, reason: str) -> None:
+        """Count an error and disable a subscriber at once."""
         self.errors += 1
         self._disable(subscription, reason)
 
-    def own(self, what: str, error: BaseException) -> None:
-        """Count and tell an error of our own."""
+    def report_internal(self, where: str, error: BaseException) -> None:
+        """Count and log an error of ikkuna's own code."""
         if self.on_error == "raise":
             raise error
         self.errors += 1
-        if self._is_telling(self.errors):
-            _tell("ikkuna failed in %s (training is not affected)", what, exc_info=error)
+        if FailureCounter.is_logged(self.errors):
+            _log_error("ikkuna failed in %s (training is not affected)", where, exc_info=error)
 
-    def _blame(self, subscription: Subscription, stage: str, error: Exception) -> None:
+    def _report(self, subscription: Subscription, stage: str, error: Exception) -> None:
         if self.on_error == "raise":
             raise error
         self.errors += 1
-        failures = subscription.failures[stage] = subscription.failures.get(stage, 0) + 1
-        name = type(subscription.subscriber).__name__  # never the user's own repr, which may be what fails
-        if self._is_telling(failures):
-            _tell("subscriber %s (%s) failed in %s", name, ", ".join(subscription.kinds), stage, exc_info=error)
-        if isinstance(error, torch.OutOfMemoryError) or (self.on_error == "disable" and failures >= PATIENCE):
-            last = traceback.format_exception_only(error)[-1]  # where str(error) may fail as well
-            self._disable(subscription, f"{failures} consecutive failures; last: {last.strip()}")
+        count = subscription.failures.add(stage)
+        name = type(subscription.subscriber).__name__  # not repr(subscriber), which may be the user's and fail
+        if FailureCounter.is_logged(count):
+            _log_error("subscriber %s (%s) failed in %s", name, ", ".join(subscription.kinds), stage, exc_info=error)
+        is_exhausted = self.on_error == "disable" and subscription.failures.is_exhausted(stage)
+        if is_exhausted or isinstance(error, torch.OutOfMemoryError):
+            last = traceback.format_exception_only(error)[-1]  # str(error) may fail as well
+            self._disable(subscription, f"{count} consecutive failures; last: {last.strip()}")
 
     def _disable(self, subscription: Subscription, reason: str) -> None:
         if subscription.disabled:
@@ -117,14 +123,9 @@ class Faults:
         subscription.disabled = True
         name = type(subscription.subscriber).__name__
         self.disabled.append(name)
-        _tell("subscriber %s (%s) disabled after %s", name, ", ".join(subscription.kinds), reason)
-
-    @staticmethod
-    def _is_telling(count: int) -> bool:
-        """Tell the 1st, 10th, 100th … time."""
-        return str(count).strip("0") == "1"
+        _log_error("subscriber %s (%s) disabled after %s", name, ", ".join(subscription.kinds), reason)
 
 
-def _tell(message: str, *arguments: Any, exc_info: BaseException | None = None) -> None:
-    with suppress(Exception):  # of a handler that is not ours
+def _log_error(message: str, *arguments: Any, exc_info: BaseException | None = None) -> None:
+    with suppress(Exception):  # a log handler of the user may raise
         log.error(message, *arguments, exc_info=exc_info)

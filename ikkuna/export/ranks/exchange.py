@@ -182,7 +182,7 @@ class Exchange:
             rows.entries = self._translation.entries(rows, merged)
             rows.skipped = any(block.skipped for block in share.blocks)
         except Exception as error:
-            self._bus.faults.own("merging what the ranks have measured", error)
+            self._bus.error_guard.report_internal("merging what the ranks have measured", error)
 
     def block(self, rows: Rows, is_lost: bool) -> Block:
         """Return what this rank measured."""
@@ -213,7 +213,9 @@ class Exchange:
         if any(map(is_run_together, self._roots())):
             for subscription in self._bus.subscriptions:
                 if subscription.subscriber.needs_model:
-                    self._bus.faults.blame(subscription, "the loss of other ranks, without which the model cannot run")
+                    self._bus.error_guard.disable(
+                        subscription, "the loss of other ranks, without which the model cannot run"
+                    )
 
     def _end_gather(self) -> None:
         gather, self._gather = self._gather, None

@@ -38,7 +38,7 @@ class Finished:
             bus.publish(self.event)
         for subscription in bus.subscriptions:
             if subscription.samples(rows.stamp) and (not rows.skipped or subscription.subscriber.sees_skipped):
-                bus.faults.call(subscription, "finish", subscription.subscriber.finish, rows.stamp)
+                bus.error_guard.call(subscription, "finish", subscription.subscriber.finish, rows.stamp)
         for subscription in bus.subscriptions:
             subscription.finish(rows.stamp)
         bus.commit(rows.stamp.global_step)
@@ -59,4 +59,4 @@ def _deliver_entry(bus: MessageBus, entry: Entry, rows: Rows) -> None:
         message: Message | MessageBundle = entry.message(rows.stamp, data, record)
         if subscription.together:
             message = MessageBundle({kind: NetworkMessage(rows.stamp, kind) for kind in subscription.kinds}, data)
-        bus.faults.call(subscription, "compute", subscription.deliver, message)
+        bus.error_guard.call(subscription, "compute", subscription.deliver, message)

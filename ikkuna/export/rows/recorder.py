@@ -10,7 +10,7 @@ from torch import Tensor
 from ikkuna.distributed.dtensor import is_spread, local_part, whole
 from ikkuna.export.hooks.nested_tensors import detached
 from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.error_guard import Faults
+from ikkuna.export.messages.error_guard import ErrorGuard
 from ikkuna.export.messages.message import Message, NetworkMessage, Stamp
 from ikkuna.export.rows.plan import NOTHING, Plan, Task
 from ikkuna.export.rows.rows import Entry, Rows
@@ -31,7 +31,8 @@ class Recorder:
 
     Parameters
     ----------
-    faults : where errors go
+    error_guard : ErrorGuard
+        Handles errors.
     compiled : whether compiled kernels measure, where they are to be had
 
     Attributes
@@ -40,8 +41,8 @@ class Recorder:
     is_agreed : whether other ranks do the same, so that they can be asked for what they have of a tensor
     """
 
-    def __init__(self, faults: Faults, compiled: bool = True) -> None:
-        self.faults = faults
+    def __init__(self, error_guard: ErrorGuard, compiled: bool = True) -> None:
+        self.error_guard = error_guard
         self.kernels = native.library() if compiled else None  # made now rather than within a step
         self.plan = NOTHING
         self.rows: Rows | None = None
@@ -86,7 +87,7 @@ class Recorder:
             else:
                 self.unreadable += 1
         except Exception as error:
-            self.faults.own(f"measuring {place}", error)
+            self.error_guard.report_internal(f"measuring {place}", error)
 
     def receive_difference(self, place: Site, after: Tensor, before: Tensor, path: str) -> None:
         """Measure ``after - before``; it is not made where nobody has to see it, and otherwise takes the place of `before`."""
@@ -99,7 +100,7 @@ class Recorder:
             else:
                 self.receive(place, torch.sub(after.detach(), before, out=before), path)
         except Exception as error:
-            self.faults.own(f"measuring {place}", error)
+            self.error_guard.report_internal(f"measuring {place}", error)
 
     def _receive_any(self, rows: Rows, entry: Entry, tensor: Tensor, weight: int | Tensor | None) -> None:
         entry.is_mean = weight is not None
@@ -142,7 +143,7 @@ class Recorder:
                 "gather=True lets it gather them at the steps it samples",
                 *(subscriber, message.kind, message.series_name),
             )
-        self._add_own(entry, subscription, self.faults.call(subscription, "measure", subscriber.unknown, message))
+        self._add_own(entry, subscription, self.error_guard.call(subscription, "measure", subscriber.unknown, message))
 
     def _measure_fields(self, entry: Entry, tensor: Tensor, weight: int | Tensor | None) -> None:
         fields, random = entry.task.fields, self._random(tensor, entry.task)
@@ -185,10 +186,10 @@ class Recorder:
             return
         version = None if tensor.is_inference() else tensor._version
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-            row = self.faults.call(subscription, "measure", subscription.subscriber.measure, message)
+            row = self.error_guard.call(subscription, "measure", subscription.subscriber.measure, message)
         self._add_own(entry, subscription, row)
         if version is not None and tensor._version != version:
-            self.faults.blame(
+            self.error_guard.disable(
                 subscription, f"it changed {entry.place.kind!r} of {entry.place.module or 'the network'} in place"
             )
 
@@ -196,7 +197,7 @@ class Recorder:
         if isinstance(row, Tensor):
             is_first = not entry.measured or subscription not in entry.measured
             stage = "keep" if is_first else "merge"  # what has nothing to merge with pardons no failure to merge
-            self.faults.call(subscription, stage, partial(entry.add_measured, subscription), row)
+            self.error_guard.call(subscription, stage, partial(entry.add_measured, subscription), row)
 
     def receive_together(self, tensors: Mapping[str, Tensor]) -> None:
         """Hand the tensors of one call of the loss module to those who measure them side by side."""

@@ -9,6 +9,7 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.kinds import EVENT_KINDS, MEASURED_TOGETHER
 from ikkuna.export.messages.message import Message, ModuleMessage, Stamp
+from ikkuna.failures import FailureCounter
 
 if TYPE_CHECKING:
     from ikkuna.export.subscriber.base import Subscriber
@@ -82,7 +83,7 @@ class Subscription:
         self.subsample = subsample
         self.modules = modules
         self.matches = _matcher(modules)
-        self.failures: dict[str, int] = {}  # by stage, in a row
+        self.failures = FailureCounter()  # by stage
         self.disabled = False
         self.seconds = 0.0  # spent in the subscriber's own code
         self.dropped = 0
