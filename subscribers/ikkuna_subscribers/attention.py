@@ -7,10 +7,10 @@ import torch
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
+from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.attention import AttentionRow, attention_means, attention_row
 from ikkuna_subscribers._helpers.attention_watch import NamedProjections, watch_attention
 from ikkuna_subscribers._helpers.multihead import Attention
-from ikkuna_subscribers._helpers.naming import name_results
 from ikkuna_subscribers._helpers.probe import ProbeSubscriber
 
 __all__ = ["AttentionSubscriber"]

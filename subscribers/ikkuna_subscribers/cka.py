@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
+from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.representation.cka import centred_kernels, cka_of_hsic, to_rows
 from ikkuna.visualization.matrix import Matrix
-from ikkuna_subscribers._helpers.naming import name_results
 from ikkuna_subscribers._helpers.probe import ProbeSubscriber
 from ikkuna_subscribers._helpers.references import References
 

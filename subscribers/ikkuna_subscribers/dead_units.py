@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.activation import dead_share, dormant_share, unit_counters
-from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["DeadUnitsSubscriber"]
 

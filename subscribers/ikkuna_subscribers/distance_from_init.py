@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.inner import squared_distance, squared_norm
 from ikkuna_subscribers._helpers.kept import Kept, require_parameter_kind
-from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["DistanceFromInitSubscriber"]
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.messages.kinds import PARAMETER_KINDS
-from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna_subscribers._helpers.recurrent import RecurrentLayers
 
 __all__ = ["GateSubscriber"]

@@ -14,11 +14,10 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Message, NetworkMessage, Stamp
 from ikkuna.export.messages.kinds import MICRO_KINDS
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.inner import dot, squared_norm
 from ikkuna.numerics.noise import RunningNoise, pairwise_noise_scale
-from ikkuna_subscribers._helpers.naming import name_results
 from ikkuna_subscribers._helpers.sample_count import SampleCount
 
 __all__ = ["GradientNoiseScaleSubscriber"]

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import NetworkMessage
+from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.curvature import HessianProduct, hutchinson_trace
 from ikkuna.numerics.curvature.lanczos import Density, lanczos, spectral_density
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
 from ikkuna.numerics.statistics.histogram import Buckets
-from ikkuna_subscribers._helpers.naming import name_results
 from ikkuna_subscribers._helpers.probe import ProbeSubscriber
 
 __all__ = ["HessianSubscriber"]

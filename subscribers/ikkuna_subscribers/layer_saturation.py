@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
+from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.representation.cka import to_rows
 from ikkuna.numerics.representation.layer_saturation import Scatter, intrinsic_dimension
-from ikkuna_subscribers._helpers.naming import name_results
 from ikkuna_subscribers._helpers.probe import ProbeSubscriber
 
 __all__ = ["LayerSaturationSubscriber"]

@@ -2,28 +2,28 @@
 
 from typing import Any
 
-from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import SharedStatisticSubscriber
+from ikkuna.numerics.statistics import Record
 
 __all__ = ["MeanSubscriber"]
 
 
-class MeanSubscriber(PlotSubscriber):
+class MeanSubscriber(SharedStatisticSubscriber):
     r"""The arithmetic mean of all elements of a tensor, :math:`\frac 1 n \sum_i x_i`.
 
     Takes any kind with a tensor, and other subscribers' results; publishes ``{kind}_mean``, in the unit of x.
     Over several calls and micro-batches it is the mean of all elements together; a loss is weighted by its number of labels.
-    An empty tensor has no mean and publishes nothing; data with a NaN or Inf has mean NaN, unless `finite_only`.
+    An empty tensor publishes nothing; data with a NaN or Inf has mean NaN, unless `finite_only` is set.
 
-    Look for: activations that drift away from 0 layer by layer.
+    Look for: activations whose mean moves away from 0 from layer to layer.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     finite_only : bool
-        Leave out elements that are NaN or infinite.
-    **options
+        Whether NaN and infinite elements are left out.
+    **options : Any
         See `Subscriber`.
 
     Examples
@@ -33,14 +33,13 @@ class MeanSubscriber(PlotSubscriber):
     """
 
     fields = ("mean",)
+    results = ("mean",)
     derived = True
 
     def __init__(self, kind: str, *, finite_only: bool = False, **options: Any) -> None:
-        options.setdefault("publishes", f"{kind}_mean")
         super().__init__(kind, **options)
         self.finite_only = finite_only
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Emit the mean."""
-        assert message.record is not None
-        self.emit(message, message.record.mean)
+    def values(self, record: Record) -> tuple[float]:
+        """Return the mean."""
+        return (record.mean,)

@@ -1,28 +1,25 @@
-"""The range of a tensor."""
+"""The smallest and the largest element of a tensor."""
 
-from typing import Any
-
-from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna.export.subscriber import SharedStatisticSubscriber
+from ikkuna.numerics.statistics import Record
 
 __all__ = ["MinMaxSubscriber"]
 
 
-class MinMaxSubscriber(PlotSubscriber):
+class MinMaxSubscriber(SharedStatisticSubscriber):
     r"""The smallest and the largest element of a tensor, :math:`\min_i x_i` and :math:`\max_i x_i`.
 
     Takes any kind with a tensor, and other subscribers' results; publishes ``{kind}_min`` and ``{kind}_max``, in the unit of x.
-    Over several calls and micro-batches they are those of all elements together.
-    Infinities are elements like others; data with a NaN has extrema NaN; an empty tensor publishes nothing.
+    Over several calls and micro-batches they are the extrema of all elements together.
+    Infinite elements count; the extrema of data with a NaN are NaN; an empty tensor publishes nothing.
 
-    Look for: a maximum that leaves the rest behind, which is one outlier and hides in a norm; rectified outputs with maximum 0.
+    Look for: a maximum that grows much faster than the norm, which is one outlier; rectified outputs with maximum 0.
 
     Parameters
     ----------
     kind : str
-        What to look at.
-    **options
+        The kind to measure.
+    **options : Any
         See `Subscriber`.
 
     Examples
@@ -32,17 +29,9 @@ class MinMaxSubscriber(PlotSubscriber):
     """
 
     fields = ("min", "max")
+    results = ("min", "max")
     derived = True
 
-    def __init__(self, kind: str, **options: Any) -> None:
-        name_results(options, f"{kind}_min", f"{kind}_max")
-        super().__init__(kind, **options)
-
-    def compute(self, message: ModuleMessage) -> None:
-        """Emit both."""
-        record = message.record
-        assert record is not None
-        assert record.min is not None
-        assert record.max is not None
-        for kind, value in zip(self.publishes, (record.min, record.max), strict=True):
-            self.emit(message, value, kind)
+    def values(self, record: Record) -> tuple[float | None, float | None]:
+        """Return both extrema."""
+        return record.min, record.max

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ikkuna.export.messages import Message, NetworkMessage, Stamp
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import all_finite
-from ikkuna_subscribers._helpers.naming import name_results
 from ikkuna_subscribers._helpers.producer import producer_of
 
 __all__ = ["NonFiniteSubscriber"]

@@ -4,8 +4,7 @@ from typing import Any
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 
 __all__ = ["OptimizerStateSubscriber"]
 

@@ -4,50 +4,49 @@ from collections.abc import Sequence
 from typing import Any
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import SharedStatisticSubscriber
+from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.histogram import Histogram
-from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["SIGMA_PERCENTILES", "PercentileSubscriber"]
 
 SIGMA_PERCENTILES = (0.13, 2.28, 15.87, 50.0, 84.13, 97.72, 99.87)
-"""Where a normal distribution is -3, -2, … 3 standard deviations from its mean."""
+"""The percentiles of a normal distribution at -3, -2, … 3 standard deviations from its mean."""
 
 
-class PercentileSubscriber(PlotSubscriber):
+class PercentileSubscriber(SharedStatisticSubscriber):
     r"""Values below which given percentages of the elements of a tensor lie.
 
-    The percentile *q* lies at rank :math:`(n - 1) q / 100` of the ordered elements, between two of them by linear interpolation,
-    as ``numpy.percentile`` has it.  It is found from counts by leading bits (see `HistogramSubscriber`),
-    which put it within an eighth of its value of the exact one; the 0th and the 100th are exact.
+    The percentile *q* is at rank :math:`(n - 1) q / 100` of the ordered elements, with linear interpolation between two elements,
+    as in ``numpy.percentile``.  It is computed from a histogram of leading bits (see `HistogramSubscriber`).
+    Its relative error is at most one eighth; the 0th and the 100th percentile are exact.
 
     Takes any kind with a tensor; publishes ``{kind}_percentile_{q}`` for each, in the unit of x.
     Over several calls and micro-batches they are those of all elements together.
-    Infinite elements have their place in the order; data with a NaN has percentiles NaN; `finite_only` leaves both out.
+    Infinite elements are ordered like others; data with a NaN has percentiles NaN; `finite_only` leaves both out.
     An empty tensor publishes nothing.
 
-    Look for: the fan of the seven default percentiles is evenly spaced for a normal distribution;
-    one that opens upwards only, or closes on one value, says how a layer goes wrong where its norm says that it does.
+    Look for: for a normal distribution the seven default percentiles are evenly spaced.
+    Percentiles that spread to one side, or converge to one value, show how a layer fails.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     percentiles : number or sequence of numbers
-        In [0, 100], all different; by default those of -3 to 3 standard deviations of a normal distribution.
+        Different numbers in [0, 100]; by default those at -3 to 3 standard deviations of a normal distribution.
     exact : bool
-        Count all elements, at the cost of about five sums over them, rather than a random 65,536,
-        of which the share below a percentile is known to 0.2 %.
+        Whether all elements are counted, which costs about five sums over them.
+        By default a random sample of 65,536 elements is counted; it gives the share below a percentile to 0.2 %.
     finite_only : bool
-        Leave out elements that are NaN or infinite.
-    **options
+        Whether NaN and infinite elements are left out.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        If `percentiles` are none, out of range or the same.
+        If `percentiles` is empty, out of range or has a number twice.
 
     Examples
     --------
@@ -65,19 +64,15 @@ class PercentileSubscriber(PlotSubscriber):
         **options: Any,
     ) -> None:
         self.percentiles = _checked(percentiles)
-        name_results(options, *(f"{kind}_percentile_{q:g}" for q in self.percentiles))
-        super().__init__(kind, **options)
+        super().__init__(kind, results=[f"percentile_{q:g}" for q in self.percentiles], **options)
         self.exact = exact
         self.finite_only = finite_only
         self.fields = ("codes" if exact else "sampled_codes", "min", "max")
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Emit each percentile."""
-        assert message.record is not None
-        histogram = Histogram.of_record(message.record, self.exact)
-        values = histogram.quantile([q / 100 for q in self.percentiles], self.finite_only)
-        for kind, value in zip(self.publishes, values, strict=True):
-            self.emit(message, value, kind)
+    def values(self, record: Record) -> list[float]:
+        """Return the percentiles."""
+        histogram = Histogram.of_record(record, self.exact)
+        return list(histogram.quantile([q / 100 for q in self.percentiles], self.finite_only))
 
 
 def _checked(percentiles: float | Sequence[float]) -> tuple[float, ...]:

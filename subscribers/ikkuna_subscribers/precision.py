@@ -5,10 +5,9 @@ from typing import Any
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.precision import FORMATS, histogram_shares
 from ikkuna.numerics.statistics.histogram import Histogram
-from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["PrecisionSubscriber"]
 

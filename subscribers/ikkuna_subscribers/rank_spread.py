@@ -7,9 +7,8 @@ from typing import Any
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.statistics import Record
-from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["RankSpreadSubscriber"]
 

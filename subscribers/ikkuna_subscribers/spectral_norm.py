@@ -7,10 +7,9 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.spectral import conv_operator_norm, spectral_norm
-from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["SpectralNormSubscriber"]
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.export.messages import NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna_subscribers._helpers.naming import name_results
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna_subscribers._helpers.sample_count import SampleCount
 
 __all__ = ["SpeedSubscriber", "resident_peak"]

@@ -6,12 +6,11 @@ from typing import Any
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.statistics import Record, merge
 from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.numerics.statistics.percentile import SIGMA
 from ikkuna.visualization.module_table import ModuleEntry
-from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["StatisticsSubscriber"]
 

@@ -2,28 +2,28 @@
 
 from typing import Any
 
-from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import SharedStatisticSubscriber
+from ikkuna.numerics.statistics import Record
 
 __all__ = ["SumSubscriber"]
 
 
-class SumSubscriber(PlotSubscriber):
+class SumSubscriber(SharedStatisticSubscriber):
     r"""The sum of all elements of a tensor, :math:`\sum_i x_i`.
 
     Takes any kind with a tensor, and other subscribers' results; publishes ``{kind}_sum``, in the unit of x.
-    Over several calls and micro-batches it is the sum over all of them; of a loss it is the weighted mean.
-    An empty tensor publishes nothing; data with a NaN or Inf has sum NaN, unless `finite_only`.
+    Over several calls and micro-batches it is the sum over all of them; for a loss it is the weighted mean.
+    An empty tensor publishes nothing; data with a NaN or Inf has sum NaN, unless `finite_only` is set.
 
-    Look for: what should cancel and does not, such as the gradient of the logits of a softmax.
+    Look for: sums that should be 0 and are not, such as that of the gradient of a softmax's logits.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     finite_only : bool
-        Leave out elements that are NaN or infinite.
-    **options
+        Whether NaN and infinite elements are left out.
+    **options : Any
         See `Subscriber`.
 
     Examples
@@ -33,15 +33,13 @@ class SumSubscriber(PlotSubscriber):
     """
 
     fields = ("mean",)
+    results = ("sum",)
     derived = True
 
     def __init__(self, kind: str, *, finite_only: bool = False, **options: Any) -> None:
-        options.setdefault("publishes", f"{kind}_sum")
         super().__init__(kind, **options)
         self.finite_only = finite_only
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Emit the sum."""
-        record = message.record
-        assert record is not None
-        self.emit(message, record.mean * record.count)
+    def values(self, record: Record) -> tuple[float]:
+        """Return the sum."""
+        return (record.mean * record.count,)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
+from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.representation.canonical import principal_basis, svcca_of_bases
 from ikkuna.numerics.representation.cka import to_rows
-from ikkuna_subscribers._helpers.naming import name_results
 from ikkuna_subscribers._helpers.probe import ProbeSubscriber
 from ikkuna_subscribers._helpers.references import References
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import readable
-from ikkuna_subscribers._helpers.naming import name_results
 from ikkuna_subscribers._helpers.recurrent import RecurrentLayers
 
 __all__ = ["TIMESTEPS", "TimestepGradientSubscriber"]

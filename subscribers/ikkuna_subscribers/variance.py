@@ -1,38 +1,38 @@
-"""The spread of a tensor."""
+"""The variance of a tensor."""
 
 from typing import Any
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import SharedStatisticSubscriber
+from ikkuna.numerics.statistics import Record
 
 __all__ = ["VarianceSubscriber"]
 
 
-class VarianceSubscriber(PlotSubscriber):
+class VarianceSubscriber(SharedStatisticSubscriber):
     r"""The variance of all elements of a tensor, :math:`\frac{1}{n - c} \sum_i (x_i - \bar x)^2` with correction c.
 
     Takes any kind with a tensor; publishes ``{kind}_variance``, in the squared unit of x.
     Over several calls and micro-batches it is the variance of all elements together, merged without cancellation.
-    With n ≤ c it is NaN; data with a NaN or Inf has variance NaN, unless `finite_only`.
+    With n ≤ c it is NaN; data with a NaN or Inf has variance NaN, unless `finite_only` is set.
 
-    Look for: activations whose variance grows or dies with depth, the sign of a poor initialisation.
+    Look for: activations whose variance grows or vanishes with depth, which indicates a poor initialisation.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     correction : int
-        0 for the spread of these elements (the default), 1 for Bessel's estimate of a population's.
+        0 for the variance of these elements, 1 for Bessel's estimate of the variance of a population.
     finite_only : bool
-        Leave out elements that are NaN or infinite.
-    **options
+        Whether NaN and infinite elements are left out.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        If `correction` is not a whole number at least 0.
+        If `correction` is not an integer of at least 0.
 
     Examples
     --------
@@ -40,17 +40,16 @@ class VarianceSubscriber(PlotSubscriber):
     ('weights_variance',)
     """
 
-    fields = ("m2", "sumsq")  # the sum of squares makes the second moment nearly free where the mean is small
+    fields = ("m2", "sumsq")  # with the sum of squares the second moment costs little where the mean is small
+    results = ("variance",)
 
     def __init__(self, kind: str, *, correction: int = 0, finite_only: bool = False, **options: Any) -> None:
         if isinstance(correction, bool) or not isinstance(correction, int) or correction < 0:
             raise ConfigError(f"VarianceSubscriber needs a correction >= 0, got {correction!r}")
-        options.setdefault("publishes", f"{kind}_variance")
         super().__init__(kind, **options)
         self.correction = correction
         self.finite_only = finite_only
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Emit the variance."""
-        assert message.record is not None
-        self.emit(message, message.record.variance(self.correction))
+    def values(self, record: Record) -> tuple[float]:
+        """Return the variance."""
+        return (record.variance(self.correction),)

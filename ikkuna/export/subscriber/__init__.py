@@ -11,10 +11,21 @@ from ikkuna.errors import PluginError
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.callback import CallbackSubscriber
 from ikkuna.export.subscriber.plot import PlotSubscriber
+from ikkuna.export.subscriber.result_names import name_results
+from ikkuna.export.subscriber.shared_statistic import SharedStatisticSubscriber
 from ikkuna.export.subscriber.subscription import Subscription, SynchronizedSubscription
 from ikkuna.plugins import load_plugin, plugin_names
 
-__all__ = ["GROUP", "CallbackSubscriber", "PlotSubscriber", "Subscriber", "Subscription", "SynchronizedSubscription"]
+__all__ = [
+    "GROUP",
+    "CallbackSubscriber",
+    "PlotSubscriber",
+    "SharedStatisticSubscriber",
+    "Subscriber",
+    "Subscription",
+    "SynchronizedSubscription",
+    "name_results",
+]
 
 GROUP = "ikkuna.export.subscriber"
 

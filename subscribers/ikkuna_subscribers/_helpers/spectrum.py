@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.spectrum import singular_values
-from ikkuna_subscribers._helpers.naming import name_results
 
 __all__ = ["SpectrumSubscriber"]
 

@@ -1,4 +1,4 @@
-"""Names of what a metric publishes, where it publishes several kinds."""
+"""Default names of the kinds that a subscriber publishes."""
 
 from typing import Any
 
@@ -8,12 +8,19 @@ __all__ = ["name_results"]
 
 
 def name_results(options: dict[str, Any], *defaults: str) -> None:
-    """Set ``options["publishes"]`` to `defaults`, unless it holds as many other names already.
+    """Set ``options["publishes"]`` to `defaults`, unless it already holds the same number of other names.
+
+    Parameters
+    ----------
+    options : dict of str to Any
+        Keyword arguments for the constructor of `Subscriber`; changed in place.
+    *defaults : str
+        One name for each kind that the subscriber publishes.
 
     Raises
     ------
     ConfigError
-        If it holds fewer or more.
+        If ``options["publishes"]`` holds fewer or more names than `defaults`.
 
     Examples
     --------
