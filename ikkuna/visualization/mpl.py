@@ -15,8 +15,8 @@ from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.names import picture_name
-from ikkuna.visualization.pictures.chart import Chart, MatrixChart, RidgeChart
-from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_matrix, draw_ridges
+from ikkuna.visualization.pictures.chart import Chart, HistogramChart, MatrixChart
+from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_histograms, draw_matrix
 from ikkuna.visualization.pictures.notebook import Screen, Sheet, in_notebook
 from ikkuna.visualization.pictures.redraw_thread import RedrawThread
 
@@ -169,7 +169,7 @@ class MPLBackend(Backend):
         if ending == "_matrix":
             chart, draw = MatrixChart(series), draw_matrix
         elif ending:
-            chart, draw = RidgeChart(series), lambda view: draw_ridges(view, self._order.key)
+            chart, draw = HistogramChart(series), lambda view: draw_histograms(view, self._order.key)
         else:
             chart, draw = Chart(series, self._lines), lambda view: draw_chart(view, self._order.key)
         frame = _Frame(name, chart, draw, self._dpi)

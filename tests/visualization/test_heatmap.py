@@ -10,7 +10,7 @@ from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
 from ikkuna.visualization.pictures import heatmap_schedule as gallery_module
-from ikkuna.visualization.pictures.heatmap import COLUMNS, Cells, Heatmap
+from ikkuna.visualization.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
 from ikkuna.visualization.pictures.heatmap_picture import draw, scaled
 from ikkuna.visualization.pictures.heatmap_schedule import HeatmapSchedule
 from ikkuna.visualization.tensorboard import TensorBoardBackend
@@ -21,16 +21,16 @@ def cells(values, known=None, names=None):
     rows, columns = values.shape
     names = names or tuple(f"features.{i}" for i in range(rows))
     known = np.ones_like(values, bool) if known is None else np.asarray(known)
-    return Cells(names, tuple(range(columns)), values, known)
+    return HeatmapView(names, tuple(range(columns)), values, known)
 
 
 def test_a_long_run_is_thinned_out_evenly():
     heatmap = Heatmap()
     for step in range(0, 30_000, 3):
         heatmap.add(step, {"a": float(step), "b": 1.0})
-        held = heatmap.cells()
-        assert len(held.steps) <= COLUMNS
-    assert len(held.steps) > COLUMNS // 2
+        held = heatmap.view()
+        assert len(held.steps) <= CAPACITY
+    assert len(held.steps) > CAPACITY // 2
     assert held.steps[0] == 0
     [stride] = set(np.diff(held.steps))
     assert 30_000 - held.steps[-1] <= 2 * stride
@@ -43,7 +43,7 @@ def test_modules_may_come_late_leave_and_change_their_order():
     heatmap.add(0, {"a": 1.0})
     heatmap.add(1, {"b": 2.0, "a": 3.0})
     heatmap.add(2, {"c": math.nan, "b": 1e300})
-    held = heatmap.cells()
+    held = heatmap.view()
     assert held.names == ("a", "b", "c")
     assert held.known.tolist() == [[True, True, False], [False, True, True], [False, False, True]]
     assert held.values[held.known].tolist() == pytest.approx([1, 3, 2, math.inf, math.nan], nan_ok=True)
@@ -51,15 +51,15 @@ def test_modules_may_come_late_leave_and_change_their_order():
 
 def test_what_was_thinned_out_does_not_show_through():
     heatmap = Heatmap()
-    for step in range(COLUMNS + 1):
-        heatmap.add(step, {"a": 1.0, "b": 1.0} if step < COLUMNS else {"a": 1.0})
-    assert heatmap.cells().known[:, -1].tolist() == [True, False]
+    for step in range(CAPACITY + 1):
+        heatmap.add(step, {"a": 1.0, "b": 1.0} if step < CAPACITY else {"a": 1.0})
+    assert heatmap.view().known[:, -1].tolist() == [True, False]
 
 
 def test_cells_are_a_copy():
     heatmap = Heatmap()
     heatmap.add(0, {"a": 1.0})
-    held = heatmap.cells()
+    held = heatmap.view()
     heatmap.add(1, {"a": 2.0})
     assert held.values.tolist() == [[1.0]]
 
@@ -83,7 +83,7 @@ def test_scales(values, shares, ends):
 
 
 @pytest.mark.parametrize("rows", [2, 10, 100, 1000])
-@pytest.mark.parametrize("columns", [2, 40, COLUMNS])
+@pytest.mark.parametrize("columns", [2, 40, CAPACITY])
 def test_pictures_show_each_cell_and_mark_what_is_broken_or_missing(rows, columns):
     values = np.random.default_rng(0).random((rows, columns)) + 1
     values[0, 0], values[1, 0] = math.nan, math.inf
@@ -162,7 +162,7 @@ def test_rows_are_in_the_order_of_the_network():
     made, _ = gallery()
     made.arrange(ModuleOrder([ModuleEntry(name, "Linear") for name in ("stem", "body.2", "body.10", "a")]))
     made.add("x", 0, dict.fromkeys(("a", "new", "body.10", "body.2:1", "body.2", "stem"), 1.0))
-    ordered = made._arranged(made._heatmaps["x"].cells())
+    ordered = made._arranged(made._heatmaps["x"].view())
     assert ordered.names == ("stem", "body.2", "body.2:1", "body.10", "a", "new")
 
 

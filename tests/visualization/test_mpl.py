@@ -23,10 +23,10 @@ from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.mpl import MPLBackend
-from ikkuna.visualization.pictures.chart import Chart, RidgeChart
-from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_ridges
+from ikkuna.visualization.pictures.chart import Chart, HistogramChart
+from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_histograms
 from ikkuna.visualization.pictures.curve import CAPACITY, Curve
-from ikkuna.visualization.pictures.margins import Margins
+from ikkuna.visualization.pictures.quantile_bands import QuantileBands
 from tests.plugins.children import answer_of
 
 FC, OUT = Series("weights_norm2", "fc"), Series("weights_norm2", "out")
@@ -80,22 +80,22 @@ def test_a_nan_is_never_thinned_out():
 
 def test_margins_are_the_quantiles_of_numpy():
     values = np.random.default_rng(1).normal(size=(5, 9))
-    margins = Margins()
+    margins = QuantileBands()
     for step, row in enumerate(values):
         margins.add(step, row.tolist())
     expected = np.quantile(values, [0, 0.25, 0.5, 0.75, 1], axis=1)
-    np.testing.assert_allclose(margins.band().values, expected, rtol=1e-12)
+    np.testing.assert_allclose(margins.view().values, expected, rtol=1e-12)
 
 
 def test_margins_of_many_steps_have_the_extremes_of_all():
-    margins = Margins()
+    margins = QuantileBands()
     for step in range(3000):
         margins.add(step, [0.0, 1.0, 5.0 if step == 1234 else 2.0])
-    band = margins.band()
+    band = margins.view()
     assert len(band.steps) < 257
     assert (band.values[0].min(), band.values[-1].max()) == (0.0, 5.0)
     margins.add(3000, [0.0, math.nan])
-    assert np.isnan(margins.band().values[:, -1]).all()
+    assert np.isnan(margins.view().values[:, -1]).all()
 
 
 # -- what is drawn ----------------------------------------------------------------------------------------------------
@@ -141,10 +141,10 @@ def buckets(shift):
 
 
 def test_histograms_stand_behind_one_another_in_a_panel_for_each_module():
-    made = RidgeChart(Series("weights", "fc", title="Weights", ylims=(-3.0, 200.0)))
+    made = HistogramChart(Series("weights", "fc", title="Weights", ylims=(-3.0, 200.0)))
     for step in (0, 10, 20):
         made.add(step, {"out": buckets(step), "fc": buckets(50)})
-    picture = draw_ridges(made.view(), ModuleOrder([ModuleEntry("fc", "L"), ModuleEntry("out", "L")]).key)
+    picture = draw_histograms(made.view(), ModuleOrder([ModuleEntry("fc", "L"), ModuleEntry("out", "L")]).key)
     assert [ax.get_title() for ax in picture.axes] == ["fc", "out"]
     assert {ax.get_xlim() for ax in picture.axes} == {(-3.0, 200.0)}
     assert [label.get_text() for label in picture.axes[1].get_yticklabels()] == ["20", "10", "0"]  # upwards
@@ -156,9 +156,9 @@ def test_histograms_stand_behind_one_another_in_a_panel_for_each_module():
 
 
 def test_histograms_of_more_modules_than_panels_are_counted():
-    made = RidgeChart(Series("weights", "0"))
+    made = HistogramChart(Series("weights", "0"))
     made.add(0, {str(i): buckets(i) for i in range(30)})
-    picture = draw_ridges(made.view())
+    picture = draw_histograms(made.view())
     assert len(picture.axes) == 12
     assert picture.get_suptitle() == "weights, 12 of 30 modules"
 

@@ -1,4 +1,4 @@
-"""What the picture of a kind shows: a line for each module, or the margins of many."""
+"""The data of a picture: a line for each module, quantiles over many modules, histograms, or a matrix."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.pictures.curve import Curve
-from ikkuna.visualization.pictures.margins import Band, Margins
-from ikkuna.visualization.pictures.ridge import Ridge, Row
+from ikkuna.visualization.pictures.histogram_history import HistogramAtStep, HistogramHistory
+from ikkuna.visualization.pictures.quantile_bands import QuantileBands, QuantileView
 
-__all__ = ["Chart", "ChartView", "Line", "MatrixChart", "MatrixView", "RidgeChart", "RidgeView", "heading"]
+__all__ = ["Chart", "ChartView", "HistogramChart", "HistogramsView", "Line", "MatrixChart", "MatrixView", "heading"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,25 +26,25 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class ChartView:
-    """A chart at one moment: lines, or where there are too many of them, the band in which they lie."""
+    """A copy of a chart: a line for each module, or quantiles if there are too many modules."""
 
     title: str
     label: str
     ylims: tuple[float, float] | None
     modules: int
     lines: tuple[Line, ...] = ()
-    band: Band | None = None
+    quantiles: QuantileView | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class RidgeView:
+class HistogramsView:
     """The histograms of some of all modules."""
 
     title: str
     label: str
     ylims: tuple[float, float] | None
     modules: int
-    ridges: tuple[tuple[str | None, list[Row]], ...]
+    histories: tuple[tuple[str | None, list[HistogramAtStep]], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +80,13 @@ class Chart:
         self._most = most
         self._names: set[str | None] = set()
         self._curves: dict[str | None, Curve] = {}
-        self._margins = Margins()
+        self._quantiles = QuantileBands()
 
     def add(self, step: int, values: Mapping[str | None, float]) -> None:
         """Take the values of a step, by module."""
         self._names.update(values)
         if len(self._names) > 1:
-            self._margins.add(step, list(values.values()))
+            self._quantiles.add(step, list(values.values()))
         if len(self._names) > self._most:
             self._curves.clear()
             return
@@ -98,32 +98,34 @@ class Chart:
     def view(self) -> ChartView:
         """Return a copy of what is to be drawn."""
         lines = tuple(Line(name, *curve.points()) for name, curve in self._curves.items())
-        band = None if lines else self._margins.band()
-        return ChartView(heading(self._series), self._series.kind, self._series.ylims, len(self._names), lines, band)
+        quantiles = None if lines else self._quantiles.view()
+        return ChartView(
+            heading(self._series), self._series.kind, self._series.ylims, len(self._names), lines, quantiles
+        )
 
 
-class RidgeChart:
+class HistogramChart:
     """Takes the histograms of one kind in one pass; those of the first `most` modules are kept."""
 
     def __init__(self, series: Series, most: int = 12) -> None:
         self._series = series
         self._most = most
         self._names: set[str | None] = set()
-        self._ridges: dict[str | None, Ridge] = {}
+        self._histories: dict[str | None, HistogramHistory] = {}
 
     def add(self, step: int, values: Mapping[str | None, object]) -> None:
         """Take the histograms of a step, by module."""
         self._names.update(values)
         for name, histogram in values.items():
-            if name not in self._ridges and len(self._ridges) < self._most:
-                self._ridges[name] = Ridge()
-            if name in self._ridges:
-                self._ridges[name].add(step, histogram)  # type: ignore[arg-type]  # what add_histogram() takes
+            if name not in self._histories and len(self._histories) < self._most:
+                self._histories[name] = HistogramHistory()
+            if name in self._histories:
+                self._histories[name].add(step, histogram)  # type: ignore[arg-type]  # what add_histogram() takes
 
-    def view(self) -> RidgeView:
+    def view(self) -> HistogramsView:
         """Return a copy of what is to be drawn."""
-        ridges = tuple((name, rows) for name, ridge in self._ridges.items() if (rows := ridge.rows()))
-        return RidgeView(heading(self._series), self._series.kind, self._series.ylims, len(self._names), ridges)
+        histories = tuple((name, view) for name, history in self._histories.items() if (view := history.view()))
+        return HistogramsView(heading(self._series), self._series.kind, self._series.ylims, len(self._names), histories)
 
 
 class MatrixChart:

@@ -19,9 +19,9 @@ from ikkuna.plot.images import draw_image
 from ikkuna.plot.look import Look, curve_colors
 from ikkuna.plot.marks import remark
 from ikkuna.plot.picture import Picture, count_nonfinite
-from ikkuna.visualization.pictures.chart import ChartView, MatrixView, RidgeView
+from ikkuna.visualization.pictures.chart import ChartView, HistogramsView, MatrixView
 
-__all__ = ["draw_chart", "draw_matrix", "draw_ridges", "plain"]
+__all__ = ["draw_chart", "draw_histograms", "draw_matrix", "plain"]
 
 Array = NDArray[np.float64]
 Order = Callable[[str], object]
@@ -31,7 +31,7 @@ _BLUE = "#0072b2"
 
 
 def draw_chart(view: ChartView, order: Order = str) -> Picture:
-    """Return a picture with a line for each module, or with the band in which all of them lie.
+    """Return a picture with a line for each module, or with quantiles over all modules.
 
     Steps with a value that is not finite are holes, and counted in a corner.
     The scale is logarithmic where values are positive and span more than a factor of 100, unless limits are given.
@@ -44,7 +44,7 @@ def draw_chart(view: ChartView, order: Order = str) -> Picture:
     style = Look(title=plain(view.title))
     picture = style.figure(8.0, 4.5)
     ax = picture.subplots()
-    drawn = _draw_band(ax, view) if view.band is not None else _draw_lines(ax, view, order)
+    drawn = _draw_quantiles(ax, view) if view.quantiles is not None else _draw_lines(ax, view, order)
     if drawn and (count := count_nonfinite(np.concatenate(drawn))):
         remark(ax, str(count))
     _scale(ax, drawn, view.ylims)
@@ -66,14 +66,16 @@ def _draw_lines(ax: Axes, view: ChartView, order: Order) -> list[Array]:
     return [line.values for line in lines]
 
 
-def _draw_band(ax: Axes, view: ChartView) -> list[Array]:
-    assert view.band is not None
-    low, first, median, third, high = np.where(np.isfinite(view.band.values), _bounded(view.band.values), math.nan)
-    draw_fan(ax, FanSeries("*", "", ((low, high), (first, third)), median), view.band.steps, _BLUE)
+def _draw_quantiles(ax: Axes, view: ChartView) -> list[Array]:
+    assert view.quantiles is not None
+    low, first, median, third, high = np.where(
+        np.isfinite(view.quantiles.values), _bounded(view.quantiles.values), math.nan
+    )
+    draw_fan(ax, FanSeries("*", "", ((low, high), (first, third)), median), view.quantiles.steps, _BLUE)
     middle = Patch(color=_BLUE, alpha=0.36, linewidth=0)  # as both bands look over one another
     names = ["all", "the middle half", "median"]
     _legend(ax, [ax.collections[0], middle, *ax.lines], names, f"{view.modules:,} modules")
-    return [view.band.values[0], view.band.values[-1]]
+    return [view.quantiles.values[0], view.quantiles.values[-1]]
 
 
 def _legend(ax: Axes, artists: Iterable[Artist], names: Sequence[str], title: str | None = None) -> None:
@@ -94,7 +96,7 @@ def _scale(ax: Axes, drawn: Sequence[Array], ylims: tuple[float, float] | None) 
         ax.set_yscale("log")
 
 
-def draw_ridges(view: RidgeView, order: Order = str) -> Picture:
+def draw_histograms(view: HistogramsView, order: Order = str) -> Picture:
     """Return a picture with a panel for each module, in which histograms stand behind one another, the latest in front.
 
     Parameters
@@ -102,12 +104,12 @@ def draw_ridges(view: RidgeView, order: Order = str) -> Picture:
     view : what to draw
     order : what to sort modules by
     """
-    ridges = sorted(view.ridges, key=lambda ridge: (ridge[0] is not None, order(ridge[0] or "")))
-    shown = f", {len(ridges)} of {view.modules:,} modules" if view.modules > len(ridges) else ""
+    histories = sorted(view.histories, key=lambda history: (history[0] is not None, order(history[0] or "")))
+    shown = f", {len(histories)} of {view.modules:,} modules" if view.modules > len(histories) else ""
     style = Look(title=plain(view.title) + shown)
-    rows, columns = grid_shape(len(ridges))
-    picture, axes = panels(style, len(ridges), rows, False, (3.6 * columns + 0.8, 3.2 * rows + 0.6))
-    for ax, (name, histograms) in zip(axes, ridges, strict=True):
+    rows, columns = grid_shape(len(histories))
+    picture, axes = panels(style, len(histories), rows, False, (3.6 * columns + 0.8, 3.2 * rows + 0.6))
+    for ax, (name, histograms) in zip(axes, histories, strict=True):
         draw_ridge(ax, [(f"{row.step}", row.counts, _bounded(row.edges)) for row in histograms])
         ax.set_title(plain(name or "network"), fontsize="medium")
         ax.set_xlabel(plain(view.label))

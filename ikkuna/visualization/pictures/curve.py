@@ -1,27 +1,37 @@
-"""A curve of bounded size, however long the training."""
+"""A curve of bounded size."""
 
-import math
-from array import array
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ikkuna.visualization.pictures.decimator import Decimator
+
 __all__ = ["CAPACITY", "Curve"]
 
 CAPACITY = 512
-"""Points; more than a picture is wide in pixels that the eye can tell apart."""
+"""Largest number of points, apart from the first and the last: more than the eye can distinguish in a picture."""
+
+_Point = tuple[int, float]
+
+
+class _Extremes(NamedTuple):
+    """The points with the least and the greatest value of consecutive steps."""
+
+    low: _Point
+    high: _Point
 
 
 class Curve:
-    """Takes the value of a step after another, and keeps what a picture can show.
+    """Keeps the first and the last value of a series, and the least and the greatest value of each group of steps.
 
-    When its room is used up, the lowest and the highest of every four points stay, and of what follows the lowest and
-    the highest of as many steps: a spike is never lost, and the picture stays that of all values.
-    A NaN counts as both.
+    All values are kept while there are at most `capacity` of them.
+    NaN is less than every number, so that it is never merged away.
 
     Parameters
     ----------
-    capacity : number of points, a multiple of 4
+    capacity : int
+        Largest number of points, apart from the first and the last; a multiple of 4.
 
     Examples
     --------
@@ -29,50 +39,36 @@ class Curve:
     >>> for step in range(100):
     ...     curve.add(step, 9.0 if step == 42 else 0.0)
     >>> steps, values = curve.points()
-    >>> len(steps) <= 8 + 32, steps[values == 9.0].tolist(), int(steps[-1])
-    (True, [42], 99)
+    >>> len(steps) <= 8 + 2, steps[values == 9.0].tolist(), steps[[0, -1]].tolist()
+    (True, [42], [0, 99])
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._capacity = capacity
-        self._steps, self._values = array("q"), array("d")
-        self._last_steps, self._last_values = array("q"), array("d")  # of a group that is not full
-        self._group = 2  # values of which two are kept
-        self._latest = (0, math.nan)
+        self._extremes = Decimator(capacity // 2, _merge)
+        self._first: _Point | None = None
+        self._last: _Point | None = None
 
     def add(self, step: int, value: float) -> None:
-        """Take a value."""
-        self._latest = step, value
-        self._last_steps.append(step)
-        self._last_values.append(value)
-        if len(self._last_steps) < self._group:
-            return
-        picked = _extremes(np.array(self._last_values)[None])[0]
-        self._steps.extend(self._last_steps[i] for i in picked)
-        self._values.extend(self._last_values[i] for i in picked)
-        del self._last_steps[:], self._last_values[:]
-        if len(self._steps) >= self._capacity:
-            self._thin_out()
-
-    def _thin_out(self) -> None:
-        steps, values = (np.array(points).reshape(-1, 4) for points in (self._steps, self._values))
-        picked = _extremes(values)
-        self._steps = array("q", np.take_along_axis(steps, picked, 1).reshape(-1).tolist())
-        self._values = array("d", np.take_along_axis(values, picked, 1).reshape(-1).tolist())
-        self._group *= 2
+        """Add a value."""
+        self._last = point = step, value
+        if self._first is None:
+            self._first = point
+        self._extremes.add(_Extremes(point, point))
 
     def points(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return steps and values, as copies; the latest is always among them."""
-        steps, values = self._steps + self._last_steps, self._values + self._last_values
-        if steps and steps[-1] != self._latest[0]:
-            steps.append(self._latest[0])
-            values.append(self._latest[1])
-        return np.array(steps, np.int64), np.array(values, np.float64)
+        """Return steps and values, as copies."""
+        kept = [point for extremes in self._extremes.entries() for point in extremes]
+        ends = [point for point in (self._first, self._last) if point is not None]
+        values = dict(sorted((*kept, *ends), key=lambda point: point[0]))
+        return np.array(list(values), np.int64), np.array(list(values.values()), np.float64)
 
 
-def _extremes(rows: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return where each row has its least and its greatest value, in their order; two different places."""
-    low = rows.argmin(1)  # of a NaN, if there is one
-    high = np.where(np.isnan(rows), -math.inf, rows).argmax(1)
-    high = np.where(high == low, np.where(low == 0, rows.shape[1] - 1, 0), high)
-    return np.sort(np.stack([low, high], 1), 1)
+def _merge(a: _Extremes, b: _Extremes) -> _Extremes:
+    """Return the extremes of both; of equal values the outermost, so that two items stay two points."""
+    low = b.low if b.low[1] < a.low[1] or (_is_nan(b.low) and not _is_nan(a.low)) else a.low
+    high = a.high if a.high[1] > b.high[1] or (_is_nan(b.high) and not _is_nan(a.high)) else b.high
+    return _Extremes(low, high)
+
+
+def _is_nan(point: _Point) -> bool:
+    return point[1] != point[1]  # math.isnan() takes twice as long

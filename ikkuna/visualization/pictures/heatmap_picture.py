@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.visualization.matrix import Matrix
-from ikkuna.visualization.pictures.heatmap import Cells
+from ikkuna.visualization.pictures.heatmap import HeatmapView
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -25,7 +25,7 @@ _TOP = 8
 _TEXT = (40, 40, 40)
 
 
-def draw(cells: Cells) -> tuple[bytes, int, int]:
+def draw(cells: HeatmapView) -> tuple[bytes, int, int]:
     """Return the picture of a heatmap as a PNG, with its height and width.
 
     Rows are labelled where there is room for it, the others by what is above them.
@@ -83,7 +83,7 @@ def _drawn(
     return _png(picture), picture.height, picture.width
 
 
-def scaled(cells: Cells) -> tuple[NDArray[np.float64], tuple[float, float] | None]:
+def scaled(cells: HeatmapView) -> tuple[NDArray[np.float64], tuple[float, float] | None]:
     """Return where values lie between the ends of the scale, in [0, 1], and what its ends are.
 
     NaN stands for what is not finite; without a finite value there are no ends.
@@ -91,9 +91,9 @@ def scaled(cells: Cells) -> tuple[NDArray[np.float64], tuple[float, float] | Non
     Examples
     --------
     >>> steps, known = (0, 1, 2), np.ones((1, 3), bool)
-    >>> scaled(Cells(("fc",), steps, np.array([[1.0, 2.0, 3.0]]), known))
+    >>> scaled(HeatmapView(("fc",), steps, np.array([[1.0, 2.0, 3.0]]), known))
     (array([[0. , 0.5, 1. ]]), (1.0, 3.0))
-    >>> scaled(Cells(("fc",), steps, np.array([[0.01, 1.0, 100.0]]), known))
+    >>> scaled(HeatmapView(("fc",), steps, np.array([[0.01, 1.0, 100.0]]), known))
     (array([[0. , 0.5, 1. ]]), (0.01, 100.0))
     """
     values = np.where(np.isfinite(cells.values) & cells.known, cells.values, np.nan).astype(np.float64)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ikkuna.visualization.module_order import ModuleOrder
-from ikkuna.visualization.pictures.heatmap import Cells, Heatmap
+from ikkuna.visualization.pictures.heatmap import Heatmap, HeatmapView
 from ikkuna.visualization.pictures.heatmap_picture import draw
 
 __all__ = ["HeatmapSchedule", "Picture"]
@@ -74,13 +74,13 @@ class HeatmapSchedule:
         if (self._thread is None or not self._thread.is_alive()) and (work := self._work()):
             self._draw(*work, deadline)
 
-    def _work(self) -> tuple[dict[str, Cells], int] | None:
+    def _work(self) -> tuple[dict[str, HeatmapView], int] | None:
         if self._step == self._drawn or self._failed:
             return None
         self._drawn = self._step
-        return {title: heatmap.cells() for title, heatmap in self._heatmaps.items()}, self._step
+        return {title: heatmap.view() for title, heatmap in self._heatmaps.items()}, self._step
 
-    def _draw(self, tables: dict[str, Cells], step: int, deadline: float | None = None) -> None:
+    def _draw(self, tables: dict[str, HeatmapView], step: int, deadline: float | None = None) -> None:
         pictures: list[Picture] = []
         try:
             for title, cells in tables.items():
@@ -94,8 +94,8 @@ class HeatmapSchedule:
             self._failed = True
             log.exception("heatmaps cannot be drawn; there will be none")
 
-    def _arranged(self, cells: Cells) -> Cells:
+    def _arranged(self, cells: HeatmapView) -> HeatmapView:
         rows = sorted(range(len(cells.names)), key=lambda row: self._order.key(cells.names[row]))
         picked = np.array(rows, np.intp)
         names = tuple(cells.names[row] for row in rows)
-        return Cells(names, cells.steps, cells.values[picked], cells.known[picked])
+        return HeatmapView(names, cells.steps, cells.values[picked], cells.known[picked])
