@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ikkuna.export.message.message import NetworkMessage
+from ikkuna.export.message.stamp import Stamp
 from ikkuna.export.messages import MessageBundle, ModuleMessage
-from ikkuna.export.messages.message import NetworkMessage, Stamp
 from ikkuna.numerics import inner
 from ikkuna.numerics.statistics import FIELDS, closure, float_code
 from ikkuna.numerics.statistics.device import measure_vectors

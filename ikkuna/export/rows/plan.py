@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ikkuna.export.messages.kinds import (
+from ikkuna.export.message.kinds import (
     EVENT_KINDS,
     FORWARD_KINDS,
     MICRO_KINDS,
@@ -11,7 +11,7 @@ from ikkuna.export.messages.kinds import (
     STATE_PREFIXES,
     is_built_in,
 )
-from ikkuna.export.messages.message import Stamp
+from ikkuna.export.message.stamp import Stamp
 from ikkuna.export.subscriber.subscription import Subscription
 from ikkuna.numerics.statistics import HISTOGRAMS, closure
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.message import Message, Stamp
+from ikkuna.export.message.bundle import MessageBundle
+from ikkuna.export.message.message import Message
+from ikkuna.export.message.stamp import Stamp
 from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
 from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics import closure

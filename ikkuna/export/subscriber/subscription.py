@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.kinds import EVENT_KINDS, MEASURED_TOGETHER
-from ikkuna.export.messages.message import Message, ModuleMessage, Stamp
+from ikkuna.export.message.bundle import MessageBundle
+from ikkuna.export.message.kinds import EVENT_KINDS, MEASURED_TOGETHER
+from ikkuna.export.message.message import Message, ModuleMessage
+from ikkuna.export.message.stamp import Stamp
 from ikkuna.failures import FailureCounter
 
 if TYPE_CHECKING:

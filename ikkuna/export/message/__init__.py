@@ -1,0 +1,1 @@
+"""The content of a message: its kind, its stamp and its data."""
