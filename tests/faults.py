@@ -1,14 +1,24 @@
-"""Everything that can go wrong, and what ikkuna does about it; tests bear the numbers as ``@pytest.mark.fault(12)``.
+"""The faults that can happen, and what ikkuna does about each; tests name them as ``@pytest.mark.fault(12)``.
 
-The site's page on faults is made of this and of the tests that are so marked; a test checks that none is missing.
-Where a number is not here, the catalogue speaks of another part of ikkuna.
+The documentation's page on faults is generated from this list and from the marked tests; a test checks that no test is missing.
+Numbers that are not listed here belong to other parts of the catalogue of faults.
 """
 
 from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """What goes wrong, and what happens then; `aside` says what was considered and decided in another way."""
+    """A fault and its consequence.
+
+    Parameters
+    ----------
+    what : str
+        The fault.
+    then : str
+        What ikkuna does.
+    aside : str
+        An alternative that was considered, and why it was not chosen.
+    """
 
     what: str
     then: str
@@ -16,220 +26,236 @@ class Fault(NamedTuple):
 
 
 LEFT_OUT = {
-    37: "Time is measured for each subscriber, and told by ``health().seconds``; who is slow is not slowed down further by a rule.",
-    38: "A metric that never returns cannot be stopped in Python, and a thread that watches the first is one more that can fail.",
+    37: "A slow subscriber is not slowed down or disabled; ``health().seconds`` reports the time of each subscriber.",
+    38: "A metric that never returns cannot be stopped in Python; a supervising thread would be another source of faults.",
 }
-"""Faults that are left to the user, and why."""
+"""Faults that ikkuna does not handle, and why."""
 
 ARGUMENTS = {
-    1: Fault(
-        "what is added is no module", "``ConfigTypeError`` names the type that was given; no hook is put anywhere"
-    ),
-    2: Fault("a pair that is not a name and a module", "``ConfigTypeError`` names the types of its parts"),
-    3: Fault("a kind with a typing error", "``UnknownKindError`` suggests the nearest kind, and lists all"),
+    1: Fault("a model that is not a module", "``ConfigTypeError`` names the given type; no hook is registered"),
+    2: Fault("a pair that is not a name and a module", "``ConfigTypeError`` names the types of the pair"),
+    3: Fault("a misspelled kind", "``UnknownKindError`` suggests the nearest kind and lists all kinds"),
     4: Fault(
-        "a backend that does not exist or cannot be imported", "the subscriber is refused, and the bus is as it was"
+        "a backend that does not exist or cannot be imported",
+        "the subscriber is refused, and the bus does not change",
     ),
-    5: Fault("``subsample`` that is no whole number from 1 on", "``ConfigError`` says what was given"),
-    6: Fault("a test accuracy that is measured every 0 steps", "``ConfigError`` says what was given"),
-    7: Fault("``depth`` below -1 or no whole number", "``ConfigError`` says what is possible"),
-    8: Fault("a module filter that fits nothing", "``ConfigError`` lists the types of modules there are"),
-    9: Fault("a module that is added twice", "it is looked at once, and the log says so"),
-    10: Fault("two exporters on one model", "each gets every message once; closing one leaves the other as it is"),
+    5: Fault("``subsample`` that is not an integer of at least 1", "``ConfigError`` names the given value"),
+    6: Fault("a test accuracy that is measured every 0 steps", "``ConfigError`` names the given value"),
+    7: Fault("``depth`` below -1 or not an integer", "``ConfigError`` names the possible values"),
+    8: Fault("a module filter that selects no module", "``ConfigError`` lists the types of the modules"),
+    9: Fault("a module that is added twice", "it is observed once, and a warning is logged"),
+    10: Fault("two exporters on one model", "each receives every message once; closing one does not affect the other"),
     11: Fault(
-        "no kind, a kind twice, or something that is no name", "``ConfigError``; a single name stands for a list of one"
+        "no kind, a repeated kind, or a kind that is not a string",
+        "``ConfigError``; a single string is accepted as a list of one kind",
     ),
-    12: Fault("a ratio of one, of three, or of the same kind twice", "``ConfigError`` names the kinds that were given"),
-    13: Fault("an unknown backend", "``ConfigError`` lists those that are installed"),
+    12: Fault("a ratio of one kind, of three kinds, or of a kind with itself", "``ConfigError`` names the given kinds"),
+    13: Fault("an unknown backend", "``ConfigError`` lists the installed backends"),
     14: Fault(
-        "a log directory that is empty, a number, bytes, or has a NUL in it",
-        "``ConfigError``; without one it is ``run``",
+        "a log directory that is empty, a number, bytes, or contains a NUL character",
+        "``ConfigError``; the default directory is ``run``",
     ),
     15: Fault(
-        "a test set that is empty or has no labels", "``ConfigError`` when the metric is made, not while training runs"
+        "a test set that is empty or has no labels",
+        "``ConfigError`` when the metric is constructed, not during training",
     ),
-    16: Fault("a scripted module", "``ConfigError``: it takes no hooks; add it before scripting"),
+    16: Fault(
+        "a scripted module",
+        "``ConfigError``, because scripted modules do not support hooks; add the module before scripting it",
+    ),
     17: Fault(
-        "a model that was compiled and called before it is watched",
-        "it is compiled once more, and seen from then on; the log says so",
-        "nothing has to be asked for: a second compilation costs seconds, a run without data costs the run",
+        "a model that was compiled and called before it is observed",
+        "it is compiled once more and observed from then on; a warning is logged",
+        "no option is needed: a second compilation costs seconds, a run without data costs the run",
     ),
-    18: Fault("lazy modules", "they are seen as soon as they have parameters, in their first step"),
+    18: Fault("lazy modules", "they are observed from their first step, as soon as they have parameters"),
     19: Fault("an exporter that is used after ``close()``", "``ClosedError``; a second ``close()`` does nothing"),
     20: Fault(
-        "a second model, or none at all", "``ConfigError`` names the class of the first, ``ConfigTypeError`` the type"
+        "a second model, or ``None``",
+        "``ConfigError`` names the class of the first model, ``ConfigTypeError`` the given type",
     ),
 }
 
 PLUGINS = {
     21: Fault(
-        "a plugin that fails while it is imported",
-        "``PluginError`` with its distribution and the cause, when it is asked for; the others work",
+        "a plugin that fails during its import",
+        "``PluginError`` with its distribution and the cause, when its name is first used; other plugins work",
     ),
-    22: Fault("a plugin that ends the process while it is imported", "``PluginError`` says so; the process goes on"),
-    23: Fault("Ctrl-C while a plugin is imported", "it is let through"),
-    24: Fault("an entry point that leads to no subscriber", "``PluginError`` says what is there in its place"),
+    22: Fault("a plugin that calls ``sys.exit`` during its import", "``PluginError``; the process continues"),
+    23: Fault("Ctrl-C during the import of a plugin", "``KeyboardInterrupt`` is raised"),
+    24: Fault("an entry point that does not refer to a subscriber", "``PluginError`` names the object that was found"),
     25: Fault(
-        "two distributions that offer one name",
-        "``PluginError`` names both, also if one is ikkuna itself",
-        "the built-in metric does not win: a name that means two things is worth knowing of",
+        "two distributions that register the same name",
+        "``PluginError`` names both, also if one of them is ikkuna",
+        "the built-in metric has no priority, because the user should know that the name is ambiguous",
     ),
     26: Fault(
-        "a plugin whose name is no identifier, or a private one",
-        "it is ignored, and the log says so",
-        "listing plugins must not fail, so this is no error",
+        "a plugin whose name is not an identifier, or is private",
+        "it is ignored, and a warning is logged",
+        "this is not an error, because listing plugins must not fail",
     ),
     27: Fault(
-        "metadata of another package that cannot be read",
-        "it is passed over, the log names it, and all other plugins work",
+        "another package with damaged metadata",
+        "it is skipped, a warning names it, and all other plugins work",
     ),
-    28: Fault("a subscriber whose constructor fails", "its own error arrives, and the bus is as it was"),
+    28: Fault("a subscriber whose constructor fails", "its exception is raised, and the bus does not change"),
     29: Fault(
         "a metric that always fails",
-        "it is logged the 1st and the 10th time, then disabled; training gives the same bits, others go on",
+        "it is logged at the 1st and the 10th failure, then disabled; training is bit-identical, and other metrics continue",
     ),
-    30: Fault("a metric that fails now and then", "it is counted and logged; a success in between pardons"),
-    31: Fault("Ctrl-C and ``sys.exit`` in a metric", "they are let through; every other error is kept from training"),
-    32: Fault("a metric that runs out of memory on the device", "it is disabled at once"),
+    30: Fault(
+        "a metric that fails sometimes",
+        "failures are counted and logged; a success resets the count of failures in a row",
+    ),
+    31: Fault("Ctrl-C and ``sys.exit`` in a metric", "they are raised; every other exception is caught"),
+    32: Fault("a metric that runs out of device memory", "it is disabled at once"),
     33: Fault(
-        "metrics that go in a circle",
-        "``ConfigError`` shows the circle, when the last one is registered",
-        "there is no limit of depth while training runs: what is no circle ends",
+        "metrics that depend on each other in a circle",
+        "``ConfigError`` names the circle when the last of them is registered",
+        "there is no limit of depth during training, because a chain without a circle ends",
     ),
     34: Fault(
-        "a result that was not announced", "it counts as the metric's failure, and the message says what it may emit"
+        "a result of an undeclared kind",
+        "it counts as a failure of the metric; the error message lists the declared kinds",
     ),
     35: Fault(
-        "who registers, leaves or closes while messages are delivered", "it holds from the next message or step on"
+        "registering, removing or closing during the delivery of messages",
+        "the change takes effect at the next message or step",
     ),
-    36: Fault("the order of subscribers", "is that of registration, in every process"),
-    39: Fault("a metric that calls the model", "nobody looks at that call; ``evaluate`` is the way to have it seen"),
+    36: Fault("the order of subscribers", "subscribers are called in the order of registration, in every process"),
+    39: Fault("a metric that calls the model", "this call is not recorded; ``evaluate`` records a call of the model"),
     40: Fault(
-        "a metric that writes to the tensor it was lent",
-        "it is disabled, and the log says what it changed; writes through ``.data`` are found by ``check_subscriber``, in a test",
-        "there is no slow mode with copies of all tensors",
+        "a metric that writes to a borrowed tensor",
+        "it is disabled, and the log states what it changed; writes through ``.data`` are detected by ``check_subscriber`` in a test",
+        "there is no slow mode that copies every tensor",
     ),
-    41: Fault(
-        "a metric that keeps the tensors it was lent", "they hold no graph; numbers that were emitted are floats"
-    ),
+    41: Fault("a metric that keeps borrowed tensors", "the tensors hold no graph; emitted values are floats"),
     42: Fault(
-        "a tensor that is overwritten after it was seen",
-        "what a metric returned is copied at once, even if it is a view",
+        "a tensor that is overwritten after ``measure``",
+        "the result of ``measure`` is copied at once, even if it is a view",
     ),
-    43: Fault("an object whose ``repr`` or ``str`` fails", "errors are told with the name of its class"),
-    44: Fault("a handler of the log that fails", "nothing reaches training"),
-    45: Fault("a metric that returns something", "it changes nothing: hooks return nothing"),
+    43: Fault("an object whose ``repr`` or ``str`` fails", "error messages contain the name of its class instead"),
+    44: Fault("a log handler that fails", "no exception reaches training"),
+    45: Fault("a metric that returns a value", "the value is ignored, because hooks return nothing"),
     46: Fault(
-        "kinds that never meet, as of a frozen weight",
-        "the incomplete bundle is dropped at the end of the step, and counted",
+        "joined kinds of which one is missing, for example with a frozen weight",
+        "the incomplete bundle is dropped at the end of the step and counted",
     ),
 }
 
 TENSORS = {
     47: Fault(
-        "NaN and infinities",
-        "norms, means and percentiles are NaN, counts are exact, histograms hold the finite elements",
+        "NaN and Inf",
+        "norms, means and percentiles are NaN, counts are exact, histograms contain the finite elements",
     ),
-    48: Fault("a NaN in a matrix that is decomposed", "its value is NaN; nothing fails, and the next one is right"),
-    49: Fault("half precision", "everything is summed in single precision or more"),
+    48: Fault("NaN in a matrix that is decomposed", "the value is NaN; no error occurs, and the next value is right"),
+    49: Fault("half precision", "all sums use single precision or more"),
     50: Fault(
         "integers, 8-bit floats, sparse, quantised and complex tensors; tensors without numbers",
-        "they are read, complex ones as magnitudes; those without numbers are counted in ``health().skipped``",
+        "they are measured, complex tensors by magnitude; tensors without numbers are counted in ``health().skipped``",
     ),
     51: Fault(
-        "tensors without elements, or with one",
-        "a norm is 0, what is undefined is NaN or not published; there is no warning",
+        "tensors with no element or one element",
+        "a norm is 0, an undefined value is NaN or not published, and no warning is raised",
     ),
     52: Fault(
-        "a ratio to nothing", "it is NaN, whatever is divided", "an infinity would spoil the axis of the whole curve"
+        "a division by zero in a ratio",
+        "the result is NaN for every dividend",
+        "an infinity would make the axis of the whole curve unusable",
     ),
     53: Fault(
-        "a module that returns a tuple, a dictionary, a dataclass or nothing",
-        "every tensor in it has a series of its own, named by its place",
+        "a module that returns a tuple, a dictionary, a dataclass or ``None``",
+        "each tensor in the output is a separate series, named by its position",
     ),
     54: Fault(
-        "outputs without gradient, ``no_grad`` and ``inference_mode``", "they have no layer gradient, which is no error"
+        "outputs without gradients, ``no_grad`` and ``inference_mode``",
+        "no layer gradient is published, and no error is raised",
     ),
-    55: Fault("what is measured in ``inference_mode``", "it merges with what is measured outside"),
+    55: Fault("values that are measured in ``inference_mode``", "they are merged with values measured outside of it"),
     56: Fault(
         "a module that is called several times, tied weights, checkpointing",
-        "all calls of a step are one value over all their elements; a tied weight and a recomputed module are seen once",
-        "calls are merged, not numbered, so that a curve does not depend on how often a module is called",
+        "all calls of a step are merged into one value; tied weights and recomputed modules are measured once",
+        "calls are merged, not numbered, so that a curve does not depend on the number of calls",
     ),
-    57: Fault("accumulated gradients, clipping and closures", "a gradient is what the optimizer uses"),
+    57: Fault(
+        "accumulated gradients, clipping and closures", "the published gradient is the one that the optimizer uses"
+    ),
     58: Fault(
-        "weights that are computed from others",
-        "their parameters are read, never the attribute, which may run code that changes training",
+        "weights that are computed from other parameters",
+        "the parameters are read; the attribute is not read, because this can run code that changes training",
     ),
-    59: Fault("a parameter or a module that is replaced", "the new one is seen, from the next step or epoch on"),
+    59: Fault("a parameter or a module that is replaced", "the new one is observed, from the next step or epoch on"),
     60: Fault(
-        "tensors too large to be counted in single precision, or to be copied",
-        "counts are exact; an update there is no memory for is left out, and counted in ``health().skipped``",
+        "tensors that are too large to count in single precision or to copy",
+        "counts are exact; an update that does not fit into memory is skipped and counted in ``health().skipped``",
     ),
 }
 
 FILES = {
     67: Fault(
-        "a log directory that cannot be written",
-        "``LogDirError`` with the reason, when the exporter is made; found out by writing",
+        "a log directory that is not writable",
+        "``LogDirError`` with the reason when the exporter is constructed; the check writes to the directory",
     ),
     68: Fault(
-        "a disk that is full",
-        "training goes on; values wait, what does not fit is counted, the file stays whole and says what is missing",
+        "a full disk",
+        "training continues; values wait in memory, values that do not fit are counted, and the file stays valid and reports the loss",
     ),
     69: Fault(
         "a disk that fails, is over quota or read-only",
-        "as a full one; with ``fallback=True`` a backend goes on among the temporary files, and says where",
+        "as for a full disk; with ``fallback=True`` the backend switches to a new file in the temp directory and logs its path",
     ),
     70: Fault(
         "a write that never returns",
-        "training does not wait for it, and ``close()`` ends after 2 seconds",
-        "training waits not even 50 ms for a step to be written; ``acked_step`` tells how far it is",
+        "training does not wait, and ``close()`` returns after 2 seconds",
+        "training does not even wait 50 ms for a step to be written; ``acked_step`` is the last written step",
     ),
-    71: Fault("a log directory that is deleted", "it is made again with a new file, and the log says so"),
-    72: Fault("two writers in one directory in the same second", "each has a file of its own"),
-    73: Fault("values after ``close()``", "they are counted; a file is never opened again"),
-    74: Fault("two runs that begin at once", "each gets a directory of its own: the name is claimed by making it"),
-    75: Fault("too many open files", "a process needs one, for any number of modules and metrics"),
-    76: Fault("hundreds of modules and metrics", "they are one file, and one thread"),
+    71: Fault("a log directory that is deleted", "it is created again with a new file, and a warning is logged"),
+    72: Fault("two writers in one directory in the same second", "each writer has its own file"),
+    73: Fault("values after ``close()``", "they are counted as dropped; the file is not opened again"),
+    74: Fault(
+        "two runs that start at the same time", "each run has its own directory, because creating it claims the name"
+    ),
+    75: Fault("too many open files", "a process opens one file for any number of modules and metrics"),
+    76: Fault("hundreds of modules and metrics", "they share one file and one thread"),
     77: Fault(
         "names with ``..``, a leading ``/``, NUL, newlines or 10,000 characters",
-        "they become short, printable, different tags, and never paths",
+        "they become short, printable and distinct tags; they are never used as paths",
     ),
     78: Fault(
-        "a file whose end a crash has cut off",
-        "it is read up to there; nobody appends to it, a new start is a new file",
+        "a file that was truncated by a crash",
+        "its complete records are readable; a new start writes a new file",
     ),
     79: Fault(
         "a flipped byte in the middle of a file",
-        "``read`` passes over the line, ``recover`` over the record, and both go on behind it",
-        "single precision is all an event file has; the lines of ``jsonl`` are the full record",
+        "``read`` skips the line, ``recover`` skips the record, and both continue after it",
+        "an event file has single precision only; the lines of ``jsonl`` are the full record",
     ),
     80: Fault(
-        "numbers beyond single precision", "``jsonl`` keeps every bit; in TensorBoard they are rounded, or infinite"
+        "numbers beyond single precision",
+        "``jsonl`` keeps every bit; in TensorBoard they are rounded, or infinite",
     ),
     81: Fault(
-        "steps that are negative or no whole numbers",
-        "only the exporter counts; what is restored from a checkpoint is checked",
-        "there is no limit of the number of series",
+        "steps that are negative or not integers",
+        "only the exporter counts steps; the state of a checkpoint is checked when it is loaded",
+        "the number of series is not limited",
     ),
-    82: Fault("a clock that is set back", "times of values never decrease"),
+    82: Fault("a system clock that is set back", "the times of values never decrease"),
 }
 
 ENDINGS = {
-    83: Fault("SIGKILL, or the system runs out of memory", "all up to ``health().acked_step`` is in the file"),
-    84: Fault("``flush()``, then the end", "when it returns true, all that was published before is on the disk"),
-    85: Fault("SIGTERM, as clusters send it", "as SIGKILL; no handler of a signal is installed"),
-    86: Fault("``os._exit``, ``abort``, a crash of an extension", "as SIGKILL"),
+    83: Fault("SIGKILL, or the system runs out of memory", "all values up to ``health().acked_step`` are in the file"),
+    84: Fault("``flush()``, then the end", "if it returns ``True``, all values published before it are on the disk"),
+    85: Fault("SIGTERM, which clusters send", "as for SIGKILL; ikkuna installs no signal handler"),
+    86: Fault("``os._exit``, ``abort``, a crash of an extension", "as for SIGKILL"),
     87: Fault("an exception, Ctrl-C, the normal end", "the file is complete"),
-    88: Fault("a power failure", "files are brought to the disk every 30 seconds"),
+    88: Fault("a power failure", "files are synchronised with the disk every 30 seconds"),
     89: Fault(
-        "the end of a process whose disk does not answer",
-        "it is delayed by 2 seconds at most, and the log says how many values are lost",
+        "the end of a process whose disk does not respond",
+        "it is delayed by at most 2 seconds, and the log states the number of lost values",
     ),
     90: Fault(
         "a run that is resumed from a checkpoint",
-        "steps go on where it was saved; TensorBoard hides what an earlier file holds of later ones",
+        "steps continue from the checkpoint; TensorBoard hides later steps of an earlier file",
     ),
 }
 

@@ -1,6 +1,6 @@
-"""The gallery: pictures of the examples, drawn when the site is built, above the code that draws them.
+"""Inserts the examples of a topic: their docstrings, their pictures, and the code that draws them.
 
-``.. ikkuna-gallery:: inspection`` puts all of ``examples/inspection`` in its place.
+``.. ikkuna-gallery:: inspection`` inserts every example of ``examples/inspection``.
 """
 
 import ast
@@ -20,7 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
-PLACE = "generated/gallery"  # below the pages, and not under version control
+FOLDER = "generated/gallery"  # below the pages, not under version control
 
 
 def examples(topic: str) -> list[Path]:
@@ -29,7 +29,7 @@ def examples(topic: str) -> list[Path]:
 
 
 def draw(topic: str, directory: Path) -> dict[str, list[Path]]:
-    """Draw what is not up to date in `directory`; return the pictures of each example by its name."""
+    """Draw the pictures that are out of date, and return the pictures of each example by its name."""
     directory.mkdir(parents=True, exist_ok=True)
     record = directory / "pictures.txt"
     sources = (*(EXAMPLES / topic).glob("*.py"), *(ROOT / "ikkuna" / "plot").glob("*.py"), Path(__file__))
@@ -48,7 +48,7 @@ def _draw(name: str, directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Let the examples be imported, keep their remarks from the build's, and run them on one thread, which is faster for small networks."""
+    """Make the examples importable, silence their log, and use one thread, which is faster for small networks."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
     logging.getLogger("ikkuna").setLevel(logging.CRITICAL)
@@ -65,26 +65,26 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def section(path: Path, pictures: list[Path]) -> str:
-    """Return the part of the page that shows an example: what it says of itself, its pictures, its code."""
-    told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    """Return the part of the page that shows an example: its docstring, its pictures, its code."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     title = path.stem.split("_", 1)[1].replace("_", " ").capitalize()
     title = title.replace("Lstm", "LSTM").replace("Nan", "NaN")
-    lines = [title, "~" * len(title), "", told, ""]
+    lines = [title, "~" * len(title), "", text, ""]
     for picture in pictures:
         alt = re.sub(r"[_\d]+", " ", picture.stem).strip()
-        lines += [f".. image:: /{PLACE}/{path.parent.name}/{picture.name}", f"   :alt: {alt}", "   :width: 90%", ""]
+        lines += [f".. image:: /{FOLDER}/{path.parent.name}/{picture.name}", f"   :alt: {alt}", "   :width: 90%", ""]
     lines += [f".. literalinclude:: /../../{path.relative_to(ROOT)}", "   :pyobject: main", ""]
     return "\n".join(lines)
 
 
 class IkkunaGallery(SphinxDirective):
-    """Puts the examples of a topic into a page."""
+    """Inserts the examples of a topic."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         [topic] = self.arguments
-        pictures = draw(topic, Path(self.env.srcdir) / PLACE / topic)
+        pictures = draw(topic, Path(self.env.srcdir) / FOLDER / topic)
         text = "\n".join(section(path, pictures[path.stem]) for path in examples(topic))
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 

@@ -1,6 +1,6 @@
-"""Tables that the site makes from the code, so that they cannot say something else than the code.
+"""Generates tables of the documentation from the code, so that they agree with it.
 
-``.. ikkuna-table:: NAME`` puts one of `TABLES` in its place.
+``.. ikkuna-table:: NAME`` inserts one of `TABLES`.
 """
 
 import ast
@@ -25,26 +25,32 @@ ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))  # the tests are not installed
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS  # noqa: E402
 
-KINDS = {  # kind → what it is, and when it is seen
-    "layer_inputs": ("what a module was called with, but for what it wrote its output over", "at its call"),
-    "activations": ("what a module returned", "at its call"),
-    "layer_gradients": ("gradient of the loss with respect to what it returned", "in the backward pass"),
-    "weights": ("its weights, as the step used them", "before the optimizer's step"),
-    "weight_gradients": ("gradients of its weights, as the optimizer uses them", "before the optimizer's step"),
+KINDS = {  # kind → description, and when it is recorded
+    "layer_inputs": ("the module's inputs, except inputs that it modified in place", "when the module is called"),
+    "activations": ("the module's outputs", "when the module is called"),
+    "layer_gradients": ("gradients of the loss with respect to the module's outputs", "during the backward pass"),
+    "weights": ("weights before the step", "before the optimizer's step"),
+    "weight_gradients": ("gradients of the weights, as the optimizer uses them", "before the optimizer's step"),
     "weight_updates": ("weights after the step minus weights before it", "after the optimizer's step"),
-    "biases": ("its biases, as the step used them", "before the optimizer's step"),
-    "bias_gradients": ("gradients of its biases, as the optimizer uses them", "before the optimizer's step"),
+    "biases": ("biases before the step", "before the optimizer's step"),
+    "bias_gradients": ("gradients of the biases, as the optimizer uses them", "before the optimizer's step"),
     "bias_updates": ("biases after the step minus biases before it", "after the optimizer's step"),
-    "weight_micro_gradients": ("what one backward pass adds to the gradients of its weights", "in the backward pass"),
-    "bias_micro_gradients": ("what one backward pass adds to the gradients of its biases", "in the backward pass"),
-    "input_data": ("what the network was called with", "at its call"),
-    "network_output": ("what the network returned; measured beside labels, what the loss received", "at that call"),
-    "input_labels": ("the labels the loss received", "at the loss module's call"),
-    "loss": ("what the loss module returned", "at its call"),
-    "batch_started": ("a step begins; no data", "at the network's call in training"),
-    "batch_finished": ("a step is over; no data, and whether it was skipped", "when its optimizers have stepped"),
-    "epoch_started": ("an epoch begins; no data", "at its first step"),
-    "epoch_finished": ("an epoch is over; no data", "at ``epoch_finished()``, or when its steps are made"),
+    "weight_micro_gradients": ("gradients of the weights from a single backward pass", "during the backward pass"),
+    "bias_micro_gradients": ("gradients of the biases from a single backward pass", "during the backward pass"),
+    "input_data": ("the inputs of the network", "when the network is called"),
+    "network_output": (
+        "the outputs of the network; joined with labels, the outputs that the loss received",
+        "when the network or the loss is called",
+    ),
+    "input_labels": ("the labels that the loss module received", "when the loss module is called"),
+    "loss": ("the output of the loss module", "when the loss module is called"),
+    "batch_started": ("start of a step; no data", "when the network is called in training"),
+    "batch_finished": (
+        "end of a step; no data; states whether the step was skipped",
+        "after the optimizers have stepped",
+    ),
+    "epoch_started": ("start of an epoch; no data", "at its first step"),
+    "epoch_finished": ("end of an epoch; no data", "at ``epoch_finished()``, or after ``steps_per_epoch`` steps"),
 }
 
 
@@ -61,10 +67,10 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], widths: str = "aut
 
 
 def kinds() -> str:
-    """Return the table of built-in kinds; a kind that nobody described is an error."""
+    """Return the table of built-in kinds.  A kind without a description is an error."""
     if missing := set(BUILT_IN) ^ set(KINDS):
         raise ValueError(f"kinds without a description, or descriptions without a kind: {sorted(missing)}")
-    return table(("kind", "what", "when"), ((f"``{kind}``", *KINDS[kind]) for kind in BUILT_IN))
+    return table(("kind", "description", "recorded"), ((f"``{kind}``", *KINDS[kind]) for kind in BUILT_IN))
 
 
 def paragraphs(thing: Any) -> list[str]:
@@ -74,9 +80,9 @@ def paragraphs(thing: Any) -> list[str]:
 
 
 def exchange(metric: type) -> tuple[str, str, str]:
-    """Return what a subscriber's docstring says that it takes and publishes, and the unit.
+    """Return what a subscriber takes, what it publishes, and the unit, as its docstring states.
 
-    The convention is a paragraph such as: Takes x; publishes ``y``, in the unit of x.
+    The docstring contains a paragraph such as: Takes x; publishes ``y``, in the unit of x.
     """
     text = " ".join(paragraphs(metric))
     takes = re.search(r"\bTakes (.+?)(?:[;.](?= |$)| and publishes )", text)
@@ -97,14 +103,14 @@ def metrics() -> str:
         )  # the formula is on the metric's own page
         takes, publishes, unit = exchange(metric)
         rows.append((f":class:`~{metric.__module__}.{name}`", what, takes, f"{publishes}, {unit}".rstrip(", ")))
-    return table(("metric", "what", "takes", "publishes, unit"), rows, widths="20 32 24 24")
+    return table(("metric", "description", "takes", "publishes, unit"), rows, widths="20 32 24 24")
 
 
 def backends() -> str:
     """Return the table of installed backends."""
     loaded = {name: load_plugin(BACKENDS, name, Backend) for name in sorted(plugins(BACKENDS))}
     rows = ((f"``'{n}'``", f":class:`~{b.__module__}.{b.__name__}`", paragraphs(b)[0]) for n, b in loaded.items())
-    return table(("name", "class", "what it does"), rows)
+    return table(("name", "class", "description"), rows)
 
 
 def metric_pages() -> str:
@@ -120,26 +126,26 @@ def backend_pages() -> str:
 
 
 def loops() -> str:
-    """Return the table of training loops: situation, what is published, and the test that shows it."""
-    return _told_by("test_loops.py", "situation", "what is published")
+    """Return the table of training loops: the loop, the published values, and the test."""
+    return _tests_table("test_loops.py", "loop", "published values")
 
 
 def trainers() -> str:
-    """Return the table of other people's loops: trainer, how it is watched, and the test that shows it."""
-    return _told_by("test_trainers.py", "trainer", "what is watched, and what is published")
+    """Return the table of trainers: the trainer, the published values, and the test."""
+    return _tests_table("test_trainers.py", "trainer", "observed model and published values")
 
 
-def _told_by(name: str, what: str, told: str) -> str:
+def _tests_table(name: str, situation_head: str, text_head: str) -> str:
     rows = []
     for node in ast.parse((ROOT / "tests" / "export" / name).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and (text := ast.get_docstring(node)):
             situation = node.name.removeprefix("test_").replace("_", " ")
             rows.append((situation, text.partition("\n\n")[0].replace("\n", " "), f"``{node.name}``"))
-    return table((what, told, "test"), rows)
+    return table((situation_head, text_head, "test"), rows)
 
 
 def marked_tests() -> dict[int, list[str]]:
-    """Return the tests that hold each fault, as their marks tell: by its number, sorted by file."""
+    """Return the tests that are marked with each fault, sorted by file."""
     found: dict[int, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -151,7 +157,7 @@ def marked_tests() -> dict[int, list[str]]:
 
 
 def faults(section: str) -> str:
-    """Return the table of what can go wrong, what happens then, and the tests that show it; one without a test is an error."""
+    """Return the table of faults, their consequences and their tests.  A fault without a test is an error."""
     tests = marked_tests()
     if missing := FAULTS.keys() ^ tests.keys():
         raise ValueError(f"faults without a test, or tests of no fault: {sorted(missing)}")
@@ -163,7 +169,7 @@ def faults(section: str) -> str:
         )
         for number, fault in SECTIONS[section].items()
     ]
-    return table(("what goes wrong", "what happens", "tests"), rows, widths="28 42 30")
+    return table(("fault", "consequence", "tests"), rows, widths="28 42 30")
 
 
 def _sentence(aside: str) -> str:
@@ -171,19 +177,19 @@ def _sentence(aside: str) -> str:
 
 
 def left_out() -> str:
-    """Return the list of faults that are left to the user."""
+    """Return the list of faults that ikkuna does not handle."""
     return "\n".join(f"* {why}" for why in LEFT_OUT.values())
 
 
 def costs() -> str:
-    """Return the table of what metrics cost, as it was measured; a metric that was not is an error."""
+    """Return the table of measured costs of metrics.  A metric that was not measured is an error."""
     lines = (ROOT / "benchmarks" / "metrics.md").read_text(encoding="utf-8").splitlines()
     head, _, *rows = (
         [re.sub("`+", "``", cell.strip()) for cell in line.strip("|").split("|")] for line in lines if line
     )
     measured = {row[0].strip("`") for row in rows}
     if missing := set(plugins(subscriber.GROUP)) - measured:
-        raise ValueError(f"metrics whose cost is not told: {sorted(missing)}")
+        raise ValueError(f"metrics whose cost was not measured: {sorted(missing)}")
     return table(head, rows)
 
 
@@ -202,7 +208,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 class IkkunaTable(SphinxDirective):
-    """Puts a generated table into a page."""
+    """Inserts a generated table."""
 
     required_arguments = 1
 
