@@ -40,11 +40,14 @@ class Call(NamedTuple):
         Such as ``"ikkuna/export/session.py"``.
     function : str
         Qualified name of the function within its file.
+    callers : tuple of str
+        The functions of ikkuna that called it, the outermost first.
     """
 
     thread: str
     file: str
     function: str
+    callers: tuple[str, ...]
 
 
 class Tracer:
@@ -58,6 +61,7 @@ class Tracer:
         self.calls: list[Call] = []
         self._files: dict[CodeType, str | None] = {}
         self._training_thread = threading.get_ident()
+        self._running: dict[int, list[FrameType]] = {}
         self._done: set[int] = set()
 
     @contextmanager
@@ -82,19 +86,25 @@ class Tracer:
 
     def profile(self, frame: FrameType, event: str, called: Any) -> None:
         """Record a call; see `sys.setprofile`."""
-        if not self.active or threading.get_ident() in self._done:
+        thread = threading.get_ident()
+        if not self.active or thread in self._done:
             return
+        running = self._running.setdefault(thread, [])
         if event == "c_call" and called is os.write:
-            self._done.add(threading.get_ident())
-        if event != "call":
-            return
-        code = frame.f_code
+            self._done.add(thread)
+        elif event == "call" and (file := self._file(frame.f_code)) is not None:
+            callers = tuple(caller.f_code.co_qualname for caller in running)
+            name = "training" if thread == self._training_thread else "writer"
+            self.calls.append(Call(name, file, frame.f_code.co_qualname, callers))
+            running.append(frame)
+        elif event == "return" and running and running[-1] is frame:
+            running.pop()
+
+    def _file(self, code: CodeType) -> str | None:
         if code not in self._files:
-            self._files[code] = name_of(Path(code.co_filename))
-        file = self._files[code]
-        if file is not None and not code.co_name.endswith(COMPREHENSIONS):
-            thread = "training" if threading.get_ident() == self._training_thread else "writer"
-            self.calls.append(Call(thread, file, code.co_qualname))
+            is_part = code.co_name in COMPREHENSIONS
+            self._files[code] = None if is_part else name_of(Path(code.co_filename))
+        return self._files[code]
 
 
 def name_of(path: Path) -> str | None:
@@ -142,10 +152,20 @@ def files(calls: list[Call]) -> list[str]:
     return list(dict.fromkeys(call.file for call in calls))
 
 
+def tree(calls: list[Call]) -> list[str]:
+    """Return a line for each function, indented below its caller; repeated calls by the same caller are one line."""
+    counts = Counter((call.thread, *call.callers, call.function) for call in calls)
+    lines = []
+    for (thread, *callers, function), count in counts.items():
+        [file] = {call.file for call in calls if (call.thread, *call.callers, call.function) == (thread, *callers, function)}
+        times = f" ({count} times)" if count > 1 else ""
+        lines.append(f"{'  ' * len(callers)}{function}{times}")
+    return lines
+
+
 def report(calls: list[Call]) -> str:
-    """Return the functions in the order of their first call, and the number of calls of each file."""
-    lines = [f"{call.thread:8}  {call.file:48}  {call.function:44} {n:3}" for call, n in Counter(calls).items()]
-    lines += ["", f"{len(files(calls))} files, {len(calls)} calls"]
+    """Return the tree of calls, and the number of calls of each file."""
+    lines = [*tree(calls), "", f"{len(files(calls))} files, {len(calls)} calls"]
     lines += [f"{n:3}  {file}" for file, n in Counter(call.file for call in calls).most_common()]
     return "\n".join(lines) + "\n"
 
