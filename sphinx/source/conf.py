@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "ikkuna_costs",
     "ikkuna_gallery",
+    "ikkuna_life",
     "ikkuna_tables",
 ]
 html_theme = "furo"

@@ -1,8 +1,14 @@
-"""The way of one activation from the hook to the file is short."""
+"""The page on the life of an activation shows what runs, and the way from the hook to the file is short."""
+
+import sys
+from xml.etree import ElementTree
 
 import pytest
 
-from tests.documentation.tracing import files, trace
+from tests.documentation.tracing import files, trace, tree
+from tests.plugins.children import ROOT
+
+EXTENSIONS = ROOT / "sphinx" / "source" / "_ext"
 
 
 @pytest.fixture(scope="module")
@@ -10,14 +16,52 @@ def calls():
     return trace()
 
 
+@pytest.fixture
+def life(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(EXTENSIONS))
+    import ikkuna_life
+
+    yield ikkuna_life
+    for name in ("ikkuna_life", "ikkuna_tables"):
+        sys.modules.pop(name)
+
+
 def test_the_way_from_the_hook_to_the_file_is_short(calls):
-    assert len(files(calls)) <= 40
-    assert len(calls) <= 200
+    assert len(files(calls)) <= 43
+    assert len(calls) <= 210
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):
     assert files(calls)[0].startswith("ikkuna/export/hooks/")
     assert calls[0].thread == "training"
     assert calls[-1].thread == "writer"
-    order = [files(calls).index(f"ikkuna/visualization/{file}.py") for file in ("tensorboard", "files/append_file")]
-    assert order == sorted(order)
+    assert calls[-1].file.startswith("ikkuna/visualization/files/")
+    assert any(call.file == "ikkuna_subscribers/norm.py" for call in calls)
+
+
+def test_every_step_runs_the_same_functions(calls):
+    assert trace() == calls
+
+
+def test_the_table_lists_the_traced_files_in_order(life, calls):
+    cells = [line.strip(" -`") for line in life.file_table(calls).splitlines()]
+    assert [cell for cell in cells if cell.endswith(".py")] == files(calls)
+
+
+def test_the_drawing_shows_every_file_in_its_folder(life, calls):
+    drawn = [node.text for node in ElementTree.fromstring(life.draw(calls)).iter() if node.text]
+    for (thread, folder), names in life.rooms(calls).items():
+        below = " ".join(drawn[drawn.index(f"{folder} · {thread} thread") + 1 :])
+        assert ", ".join(names) in below
+
+
+def test_every_file_has_a_summary(life, calls):
+    assert all(life.summary(file) for file in files(calls))
+
+
+def test_the_tree_shows_each_call_below_its_caller(calls):
+    lines = tree(calls)
+    [compute] = [i for i, line in enumerate(lines) if line.strip().startswith("NormSubscriber.compute ")]
+    assert "Subscriber.emit" in "".join(lines[compute:])
+    assert not lines[0].startswith(" ")

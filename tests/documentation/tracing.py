@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -40,14 +41,14 @@ class Call(NamedTuple):
         Such as ``"ikkuna/export/session.py"``.
     function : str
         Qualified name of the function within its file.
-    callers : tuple of str
-        The functions of ikkuna that called it, the outermost first.
+    depth : int
+        Number of functions of ikkuna that were running in this thread.
     """
 
     thread: str
     file: str
     function: str
-    callers: tuple[str, ...]
+    depth: int
 
 
 class Tracer:
@@ -93,9 +94,8 @@ class Tracer:
         if event == "c_call" and called is os.write:
             self._done.add(thread)
         elif event == "call" and (file := self._file(frame.f_code)) is not None:
-            callers = tuple(caller.f_code.co_qualname for caller in running)
             name = "training" if thread == self._training_thread else "writer"
-            self.calls.append(Call(name, file, frame.f_code.co_qualname, callers))
+            self.calls.append(Call(name, file, frame.f_code.co_qualname, len(running)))
             running.append(frame)
         elif event == "return" and running and running[-1] is frame:
             running.pop()
@@ -153,14 +153,14 @@ def files(calls: list[Call]) -> list[str]:
 
 
 def tree(calls: list[Call]) -> list[str]:
-    """Return a line for each function, indented below its caller; repeated calls by the same caller are one line."""
-    counts = Counter((call.thread, *call.callers, call.function) for call in calls)
-    lines = []
-    for (thread, *callers, function), count in counts.items():
-        [file] = {call.file for call in calls if (call.thread, *call.callers, call.function) == (thread, *callers, function)}
-        times = f" ({count} times)" if count > 1 else ""
-        lines.append(f"{'  ' * len(callers)}{function}{times}")
-    return lines
+    """Return a line for each call, indented below its caller; the file is named where it changes."""
+    lines, last = [], ""
+    for call, repeated in groupby(calls):
+        times = f" × {n}" if (n := len(list(repeated))) > 1 else ""
+        lines.append((f"{'  ' * call.depth}{call.function}{times}", "" if call.file == last else call.file))
+        last = call.file
+    width = max(len(text) for text, _ in lines)
+    return [f"{text:{width}}  {file}".rstrip() for text, file in lines]
 
 
 def report(calls: list[Call]) -> str:
