@@ -7,7 +7,6 @@ from sklearn.datasets import load_digits
 from table import print_table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
 from ikkuna.export import Exporter  # *
 from ikkuna.export.subscriber import (  # *
@@ -66,7 +65,7 @@ def main(epochs=20, log_dir="run"):
             NearZeroSubscriber("activations", subsample=5),  # *
         ):
             exporter.message_bus.register_subscriber(subscriber)  # *
-        for _ in tqdm(range(epochs), desc="epochs"):
+        for _ in range(epochs):
             for inputs, labels in loader:
                 optimizer.zero_grad()
                 loss_function(model(inputs), labels).backward()

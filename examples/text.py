@@ -6,7 +6,6 @@ from pydoc_data.topics import topics
 import torch
 from table import print_table
 from torch import nn
-from tqdm import tqdm
 
 from ikkuna.export import Exporter  # *
 from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscriber, RatioSubscriber  # *
@@ -49,7 +48,7 @@ def main(steps=200, log_dir="run"):
             RatioSubscriber(["weight_updates", "weights"], subsample=10),  # *
         ):
             exporter.message_bus.register_subscriber(subscriber)  # *
-        for _ in tqdm(range(steps), desc="steps"):
+        for _ in range(steps):
             starts = torch.randint(0, len(data) - CONTEXT - 1, (16, 1))
             window = data[starts + torch.arange(CONTEXT + 1)]
             optimizer.zero_grad()

@@ -1,30 +1,46 @@
-"""The user's modules and parameters under the names a person expects."""
+"""Names of the user's modules and parameters, without the names of wrappers."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 
-__all__ = ["ModuleFilter", "NamedModule", "NamedParameter", "class_name", "parameters_of", "unwrap", "walk"]
+__all__ = [
+    "ModuleFilter",
+    "NamedModule",
+    "NamedParameter",
+    "class_name",
+    "is_bias",
+    "named_children",
+    "named_modules",
+    "named_parameters",
+    "owned_parameters",
+    "parameters_of",
+    "unwrap",
+    "walk",
+]
 
 ModuleFilter = Callable[["NamedModule"], bool] | Iterable[type[nn.Module]] | None
 
-_INNER = {  # wrapper class → the attribute that holds the user's module
+_INNER = {  # name of a wrapper class → the attribute that holds the wrapped module
     "OptimizedModule": "_orig_mod",
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+    "AveragedModel": "module",
     "_FabricModule": "_original_module",
 }
+_ORIGINAL = re.compile(r"\.original\d*$")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedModule:
-    """A module under its dotted name, with the other names it is reachable by."""
+    """A module with its dotted name and the other names that lead to the same module."""
 
     name: str
     module: nn.Module = field(repr=False)
@@ -33,15 +49,20 @@ class NamedModule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedParameter:
-    """A parameter as a part of its module.
+    """A parameter of a named module.
 
     Parameters
     ----------
-    module : dotted name of the module that owns it
-    path : its own name, empty if its last part is ``weight`` or ``bias``
-    is_bias : whether it counts as a bias, decided by its own name
-    parameter : the tensor
-    aliases : other full names of the same tensor, if it is tied
+    module : str
+        Dotted name of the module that owns the parameter.
+    path : str
+        The parameter's own name; empty for ``weight`` and ``bias``.
+    is_bias : bool
+        The result of :func:`is_bias`.
+    parameter : nn.Parameter
+        The tensor.
+    aliases : tuple of str
+        Other names of the same tensor, if it is tied.
     """
 
     module: str
@@ -52,49 +73,109 @@ class NamedParameter:
 
     @property
     def name(self) -> str:
-        """The name of its series: the module's, with the parameter's own where it needs one."""
+        """The name of the parameter's series: the name of the module, followed by `path` if that is not empty."""
         return f"{self.module}.{self.path}" if self.path else self.module
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the user's own module inside compile, data-parallel and checkpoint wrappers."""
-    while (attribute := _INNER.get(type(module).__name__)) and isinstance(
-        inner := getattr(module, attribute, None), nn.Module
-    ):
+    """Return the user's own module inside compile, data-parallel, checkpoint and averaging wrappers.
+
+    Examples
+    --------
+    >>> type(unwrap(nn.DataParallel(nn.Linear(2, 2)))).__name__
+    'Linear'
+    """
+    while isinstance(inner := getattr(module, _inner_attribute(module), None), nn.Module):
         module = inner
     return module
 
 
+def _inner_attribute(module: nn.Module) -> str:
+    return next((_INNER[base.__name__] for base in type(module).__mro__ if base.__name__ in _INNER), "")
+
+
 def class_name(module: nn.Module) -> str:
-    """Return the name of the user's class, without what a parametrisation or sharding puts in front.
+    """Return the name of the user's class, without the prefix that a parametrisation or FSDP adds.
 
     Examples
     --------
     >>> class_name(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
     'Linear'
     """
+    module = unwrap(module)
     name = type(module).__name__
+    bases = {base.__name__ for base in type(module).__mro__[1:]}
     for prefix in ("Parametrized", "FSDP"):
-        bases = {base.__name__ for base in type(module).__mro__[1:]}
         if name.startswith(prefix) and name.removeprefix(prefix) in bases:
             name = name.removeprefix(prefix)
     return name
 
 
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield direct children, looking through wrappers; what implements a parametrisation is not a child."""
+def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and the unwrapped module of each direct child, except the container of parametrisations."""
     for name, child in module._modules.items():
-        if child is not None and not (
-            name == "parametrizations" and torch.nn.utils.parametrize.is_parametrized(module)
-        ):
+        if child is not None and not (name == "parametrizations" and is_parametrized(module)):
             yield name, unwrap(child)
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and module of the unwrapped `root` (``''``) and of all modules inside it, each module once.
+
+    This is ``nn.Module.named_modules()`` without wrappers and without the modules of parametrisations.
+
+    Examples
+    --------
+    >>> [name for name, _ in named_modules(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))))]
+    ['', '0']
+    """
+    return _named_modules(unwrap(root), "", set())
+
+
+def _named_modules(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield name, module
+        for part, child in named_children(module):
+            yield from _named_modules(child, f"{name}.{part}" if name else part, seen)
+
+
+def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the name and tensor of every parameter in `root`, each tensor once, without wrappers in the names.
+
+    A tensor behind a parametrisation is named after the parametrised one, such as ``fc.weight.original0``.
+
+    Examples
+    --------
+    >>> model = nn.DataParallel(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    >>> [name for name, _ in named_parameters(model)]
+    ['bias', 'weight.original0', 'weight.original1']
+    """
+    seen = set()
+    for name, module in named_modules(root):
+        for own, parameter in owned_parameters(module):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{name}.{own}" if name else own, parameter
+
+
+def is_bias(name: str) -> bool:
+    """Return whether the last part of a parameter's name contains ``bias``.
+
+    The tensors behind a parametrised bias, such as ``fc.bias.original0``, count as biases.
+
+    Examples
+    --------
+    >>> is_bias("rnn.bias_ih_l0"), is_bias("relative_bias.weight")
+    (True, False)
+    """
+    return "bias" in _ORIGINAL.sub("", name).rpartition(".")[2]
 
 
 def _paths(
     module: nn.Module, name: str, prefix: str, depth: int, seen: frozenset[int]
 ) -> Iterator[tuple[str, nn.Module, int]]:
     yield name, module, depth
-    for part, child in _children(module):
+    for part, child in named_children(module):
         if id(child) not in seen:  # a module that contains itself
             path = f"{prefix}{part}"
             yield from _paths(child, path, path + ".", depth + 1, seen | {id(child)})
@@ -104,9 +185,8 @@ def _chosen(module: nn.Module, level: int, depth: int) -> bool:
     if depth >= 0 and level == depth:
         return True
     owns = any(parameter is not None for parameter in module._parameters.values())
-    is_leaf = next(_children(module), None) is None
-    parametrized = torch.nn.utils.parametrize.is_parametrized(module)
-    return (depth < 0 or level < depth) and (owns or is_leaf or parametrized)
+    is_leaf = next(named_children(module), None) is None
+    return (depth < 0 or level < depth) and (owns or is_leaf or is_parametrized(module))
 
 
 def _accepts(module_filter: ModuleFilter) -> Callable[[NamedModule], bool]:
@@ -129,27 +209,27 @@ def walk(
     module_filter: ModuleFilter = None,
     recursive: bool = True,
 ) -> tuple[NamedModule, ...]:
-    """Return the modules below `root` that are looked at, in the order of their registration.
+    """Return the observed modules of `root`, in the order of their registration.
 
     Parameters
     ----------
     root : nn.Module
-        Wrappers (compile, data parallel, checkpoint) are looked through and never show in a name.
+        The model.  Wrappers (compile, data parallel, checkpoint) are skipped and never appear in a name.
     name : str, optional
-        What to call the root; names below then begin with it.  By default the root is its class name in lower case and
-        names below are its own dotted paths.
+        Name of the root and prefix of all names inside it.  By default the root has its class name in lower case, and
+        the modules inside it have their dotted paths.
     depth : int
-        -1 for all leaves and all modules that own parameters; otherwise what stands at this depth (the root's is 0) and
-        the leaves and owners above it.
-    module_filter : classes, or a function of a NamedModule
-        Which of these to keep.
+        -1 selects all leaves and all modules that own parameters.  Otherwise the modules at this depth (that of the
+        root is 0) are selected, with the leaves and the owners of parameters above it.
+    module_filter : classes, or callable
+        Keep only modules of these classes, or those for which a function of a :class:`NamedModule` returns True.
     recursive : bool
-        False for the root alone.
+        If False, return only the root.
 
     Raises
     ------
     ConfigError
-        If `module_filter` leaves nothing.
+        If `module_filter` matches no module.
 
     Examples
     --------
@@ -181,9 +261,9 @@ def walk(
 
 
 def parameters_of(modules: Iterable[NamedModule]) -> tuple[NamedParameter, ...]:
-    """Return every parameter that `modules` own, each tensor once, under the first name it is met by.
+    """Return every parameter that `modules` own, each tensor once, under the first of its names.
 
-    Nothing but ``named_parameters()`` is read: ``module.weight`` can run code that changes buffers.
+    Only ``named_parameters()`` is read, because reading ``module.weight`` can run code that changes buffers.
 
     Examples
     --------
@@ -192,9 +272,9 @@ def parameters_of(modules: Iterable[NamedModule]) -> tuple[NamedParameter, ...]:
     """
     found: dict[int, NamedParameter] = {}
     for named in modules:
-        for raw, parameter in _owned(named.module):
-            path, is_bias = _role(raw)
-            entry = NamedParameter(named.name, path, is_bias, parameter)
+        for raw, parameter in owned_parameters(named.module):
+            path = "" if raw in ("weight", "bias") else raw
+            entry = NamedParameter(named.name, path, is_bias(raw), parameter)
             if (known := found.get(id(parameter))) is None:
                 found[id(parameter)] = entry
             else:
@@ -203,14 +283,9 @@ def parameters_of(modules: Iterable[NamedModule]) -> tuple[NamedParameter, ...]:
     return tuple(found.values())
 
 
-def _owned(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def owned_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a module's own parameters; ``weight.original`` of a parametrisation is named ``weight``."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    if torch.nn.utils.parametrize.is_parametrized(module):
-        yield from module.get_submodule("parametrizations").named_parameters()
-
-
-def _role(raw: str) -> tuple[str, bool]:
-    """Return the path of a parameter and whether it is a bias; ``weight.original`` of a parametrisation is ``weight``."""
-    own = raw.removesuffix(".original")
-    is_bias = "bias" in own.split(".")[0]
-    return ("" if own in ("weight", "bias") else own), is_bias
+    if is_parametrized(module):
+        for name, parameter in module.get_submodule("parametrizations").named_parameters():
+            yield name.removesuffix(".original"), parameter

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ikkuna.errors import ConfigError
+from ikkuna.modules import class_name, is_bias, named_modules, owned_parameters, unwrap
 from ikkuna.numerics.statistics import Record, closure, merge
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.percentile import SIGMA, percentiles
@@ -135,7 +136,7 @@ def parameter_statistics(
     layer = layer if layer is not None else layer_name
     tensors = [_content(p, attr) for p in _select(model, param, layer, include_norm)]
     present = [tensor for tensor in tensors if tensor is not None]
-    prefix = f"{name or type(model).__name__}/{_label(model, layer)}/{param_names.get(param, param)}/{attr}"
+    prefix = f"{name or class_name(model)}/{_label(model, layer)}/{param_names.get(param, param)}/{attr}"
     return {f"{prefix}/{key}": value for key, value in _statistics(present, percentiles, correction, nan).items()}
 
 
@@ -168,7 +169,7 @@ def sparsity(
     zeros = sum(int(torch.count_nonzero(t.abs() <= tol)) for t in tensors)
     total = sum(t.numel() for t in tensors)
     what = param_names.get("weight", "weight") + (param_names.get("bias", "bias") if include_bias else "")
-    prefix = f"{name or type(model).__name__}/{_label(model, layer)}/{what}/sparsity"
+    prefix = f"{name or class_name(model)}/{_label(model, layer)}/{what}/sparsity"
     fraction = zeros / total if total else math.nan
     return {f"{prefix}/zeros": zeros, f"{prefix}/fraction": fraction, f"{prefix}/total": total}
 
@@ -185,55 +186,37 @@ def _content(parameter: Tensor, attr: str) -> Tensor | None:
     return None if content is None else content.detach()
 
 
-def _role(path: str) -> str:
-    """Tell a bias from a weight by the last part of its name; a re-parametrised one is named before its wrapper."""
-    parts = path.split(".")
-    if "parametrizations" in parts[:-1]:
-        return "bias" if "bias" in parts[parts.index("parametrizations") + 1] else "weight"
-    if "bias" in parts[-1]:
-        return "bias"
-    return "weight" if "weight" in parts[-1] else "other"
-
-
 def _select(model: nn.Module, param: str, layer: str | nn.Module | None, include_norm: bool) -> Iterator[nn.Parameter]:
-    root = model if layer is None else _find(model, layer)
+    root = model if layer is None else _find(model, layer)[1]
     seen: set[int] = set()
-    for module in root.modules():
+    for _, module in named_modules(root):
         if layer is None and not include_norm and isinstance(module, _NORMS):
             continue
-        for path, parameter in _own_parameters(module):
-            if id(parameter) not in seen and (param == "all" or _role(path) == param):
+        for name, parameter in owned_parameters(module):
+            if id(parameter) not in seen and _fits(name, param):
                 seen.add(id(parameter))
                 yield parameter
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters a module owns; those behind a parametrisation belong to the module that is parametrised."""
-    yield from module.named_parameters(recurse=False)
-    hidden = getattr(module, "parametrizations", None)
-    if isinstance(hidden, nn.ModuleDict):
-        yield from ((f"parametrizations.{path}", p) for path, p in hidden.named_parameters())
+def _fits(name: str, param: str) -> bool:
+    return param == "all" or (is_bias(name) if param == "bias" else "weight" in name and not is_bias(name))
 
 
-def _find(model: nn.Module, layer: str | nn.Module) -> nn.Module:
-    modules: dict[str, nn.Module] = dict(model.named_modules())
+def _find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
+    modules = dict(named_modules(model))
     if isinstance(layer, nn.Module):
-        if any(module is layer for module in modules.values()):
-            return layer
-        raise KeyError(f"the layer given, a {type(layer).__name__}, is not part of the model")
+        for name, module in modules.items():
+            if module is unwrap(layer):
+                return name, module
+        raise KeyError(f"the given layer, a {class_name(layer)}, is not part of the model")
     if layer not in modules:
         close = difflib.get_close_matches(layer, modules, n=5, cutoff=0.3) or [key for key in modules if key][:10]
-        raise KeyError(f"no layer {layer!r} in {type(model).__name__}; close: {', '.join(close)}")
-    return modules[layer]
+        raise KeyError(f"no layer {layer!r} in {class_name(model)}; close: {', '.join(close)}")
+    return layer, modules[layer]
 
 
 def _label(model: nn.Module, layer: str | nn.Module | None) -> str:
-    if layer is None:
-        return "*"
-    if isinstance(layer, str):
-        return layer
-    names = (name for name, module in model.named_modules() if module is layer)
-    return str(next(names))
+    return "*" if layer is None else _find(model, layer)[0]
 
 
 def _statistics(tensors: list[Tensor], q: Sequence[float], correction: int, nan: str) -> dict[str, float]:

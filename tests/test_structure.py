@@ -19,11 +19,22 @@ LAYERS = {
     "plugins": ("errors",),
     "numerics": ("errors", "numerics"),
     "arrays": ("errors",),
-    "probe": ("errors", "arrays", "numerics", "probe"),
-    "plot": ("errors", "arrays", "numerics", "probe", "plot"),
+    "undisturbed": (),
+    "probe": ("errors", "modules", "undisturbed", "arrays", "numerics", "probe"),
+    "plot": ("errors", "modules", "arrays", "numerics", "probe", "plot"),
     "visualization": ("errors", "failures", "plugins", "numerics", "plot", "visualization"),
     "distributed": ("errors", "numerics", "distributed"),
-    "export": ("errors", "failures", "plugins", "modules", "numerics", "distributed", "visualization", "export"),
+    "export": (
+        "errors",
+        "failures",
+        "plugins",
+        "modules",
+        "undisturbed",
+        "numerics",
+        "distributed",
+        "visualization",
+        "export",
+    ),
 }
 # What a metric may import of ikkuna: what any third party may.
 DOORS = (
@@ -32,6 +43,7 @@ DOORS = (
     "ikkuna.export.preset",
     "ikkuna.export.subscriber",
     "ikkuna.numerics",
+    "ikkuna.undisturbed",
     "ikkuna.visualization",
 )
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["NetDict"]
 
 
-class NetDict(Arithmetic, Mapping[str, "Tensor | float"]):
+class NetDict(Arithmetic):
     r"""Tensors (or numbers) by name, in order: a snapshot of a net that nothing changes afterwards.
 
     Arithmetic goes name by name and returns a new one: with a number, or with another mapping of the same names whose
@@ -56,6 +56,10 @@ class NetDict(Arithmetic, Mapping[str, "Tensor | float"]):
         dtype: torch.dtype | None = None,
     ) -> None:
         self._values = {str(name): _own(value, copy, device, dtype) for name, value in values.items()}
+
+    def with_values(self, values: Mapping[str, Any]) -> "NetDict":
+        """Return a new NetDict with `values`, which are not copied."""
+        return NetDict(values, copy=False)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._values:

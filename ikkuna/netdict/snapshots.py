@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ikkuna.errors import ConfigError
+from ikkuna.modules import named_parameters
 from ikkuna.netdict.description import Description
 from ikkuna.netdict.net_dict import NetDict
 
@@ -149,7 +150,7 @@ def compute_stats(
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((name, p) for name, p in model.named_parameters() if not is_lazy(p))
+    return ((name, p) for name, p in named_parameters(model) if not is_lazy(p))
 
 
 def _place(cpu: bool, device: str | torch.device | None) -> str | torch.device:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
+from ikkuna.modules import is_bias, named_parameters
 from ikkuna.plot.look import ALIASES, INK, OPTIONS, Look, LookOptions
 from ikkuna.plot.picture import save
 from ikkuna.plot.spelling import spelled
@@ -35,10 +36,10 @@ def flow_of(gradients: nn.Module | Mapping[str, Any], include_bias: bool = False
     Flow(names=('a.weight',), mean=(2.0,), largest=(3.0,))
     """
     if isinstance(gradients, nn.Module):
-        found: Mapping[str, Any] = {name: p.grad for name, p in gradients.named_parameters() if p.requires_grad}
+        found: Mapping[str, Any] = {name: p.grad for name, p in named_parameters(gradients) if p.requires_grad}
     else:
         found = gradients
-    chosen = {k: v for k, v in found.items() if include_bias or "bias" not in k.rsplit(".", 1)[-1]}
+    chosen = {k: v for k, v in found.items() if include_bias or not is_bias(k)}
     if not chosen or all(value is None for value in chosen.values()):
         raise ConfigError("there are no gradients yet: call backward() before")
     magnitudes = [np.abs(to_array(v)) if v is not None else np.full(1, np.nan) for v in chosen.values()]

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.modules import named_parameters, unwrap
 from ikkuna.probe.capture import Call, capture
-from ikkuna.probe.guard import untouched
-from ikkuna.probe.layers import LayerId, bare, find_layers
+from ikkuna.probe.isolation import isolated
+from ikkuna.probe.layers import LayerId, find_layers
 from ikkuna.probe.loss import as_tensor, compute_loss, run_model
 from ikkuna.probe.outputs import called, choose, pad_value, shape_result
 
@@ -99,16 +100,17 @@ def get_gradients(
     wrt = wrt if mode is None else mode
     if wrt not in _WRT:
         raise ConfigError(f"wrt (or mode) must be one of {', '.join(map(repr, _WRT))}, got {wrt!r}")
-    model = bare(model)
+    model = unwrap(model)
     chosen = [("", model)] if layers is None else find_layers(model, layers)
     run = closure or _closure(model, x, y, loss_fn, sample_weight)
-    with untouched(model, train):
+    with isolated(model, train):
         if wrt == "weights":
             results = _of_weights(chosen, run)
         else:
             with capture([module for _, module in chosen], wrt, rnn_layer, through_time) as calls:
                 loss = _checked(run())
-            met = [(name, calls[module]) for name, module in chosen if calls[module] or layers != "*"]
+            # Copies: recomputation inside a checkpoint calls the modules again while the gradients are computed.
+            met = [(name, list(calls[module])) for name, module in chosen if calls[module] or layers != "*"]
             results = _of_calls([(name, called(each, name)) for name, each in met], loss, part, pad)
     return shape_result(results, 0 if layers is None else layers, as_dict)
 
@@ -128,7 +130,7 @@ def _checked(loss: Any) -> Tensor:
 
 
 def _of_weights(chosen: list[tuple[str, nn.Module]], run: Callable[[], Tensor]) -> dict[str, Any]:
-    named = {name: dict(module.named_parameters()) for name, module in chosen}
+    named = {name: dict(named_parameters(module)) for name, module in chosen}
     flat = list({id(p): p.requires_grad_() for group in named.values() for p in group.values()}.values())
     loss = _checked(run())
     gradients = torch.autograd.grad(loss, flat, allow_unused=True) if flat else ()

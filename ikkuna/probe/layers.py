@@ -7,32 +7,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LayerId", "bare", "find_layer", "find_layers", "leaves"]
+from ikkuna.modules import class_name, named_children, named_modules, unwrap
+
+__all__ = ["LayerId", "find_layer", "find_layers", "leaves"]
 
 LayerId = int | str | nn.Module
 _log = logging.getLogger(__name__)
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers of ``torch.compile`` and of data parallelism."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
-        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        else:
-            return model
-
-
 def leaves(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that do the work, by name: those without children other than parametrisations."""
-    found = {}
-    for name, module in model.named_modules():
-        inside = name.startswith("parametrizations.") or ".parametrizations" in name
-        children = [child for child, _ in module.named_children() if child != "parametrizations"]
-        if not inside and not children:
-            found[name] = module
-    return found
+    """Return the modules without children, by name; parametrisations do not count as children."""
+    return {name: module for name, module in named_modules(model) if next(named_children(module), None) is None}
 
 
 def find_layers(model: nn.Module, layers: LayerId | Sequence[LayerId]) -> list[tuple[str, nn.Module]]:
@@ -74,7 +59,7 @@ def find_layer(model: nn.Module, layer: LayerId) -> tuple[str, nn.Module]:
         raise KeyError(f"a layer is a number, a name or a module, got {type(layer).__name__}")
     if isinstance(layer, int):
         return _at(model, layer)
-    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules = dict(named_modules(model))
     if layer in modules and layer:
         return layer, modules[layer]
     fitting = _fitting(modules, layer)
@@ -86,37 +71,37 @@ def find_layer(model: nn.Module, layer: LayerId) -> tuple[str, nn.Module]:
 
 
 def _fitting(modules: dict[str, nn.Module], text: str) -> list[str]:
-    names = [name for name in modules if name and ".parametrizations" not in f".{name}"]
+    names = [name for name in modules if name]
     tests: tuple[Any, ...] = (
         lambda name: name.endswith(f".{text}"),
         lambda name: text in name,
-        lambda name: text.lower() in type(modules[name]).__name__.lower(),
+        lambda name: text.lower() in class_name(modules[name]).lower(),
     )
     for test in tests:
         if fitting := [name for name in names if test(name)]:
             return fitting
-    root = type(modules[""]).__name__.lower()
+    root = class_name(modules[""]).lower()
     return [""] if text and text.lower() in root else []
 
 
 def _at(model: nn.Module, position: int) -> tuple[str, nn.Module]:
     there = list(leaves(model).items())
     if not -len(there) <= position < len(there):
-        known = ", ".join(f"{i}: {name or type(module).__name__}" for i, (name, module) in enumerate(there[:20]))
+        known = ", ".join(f"{i}: {name or class_name(module)}" for i, (name, module) in enumerate(there[:20]))
         raise KeyError(f"no layer {position}; the model has {len(there)}: {known}")
     return there[position]
 
 
 def _name_of(model: nn.Module, layer: nn.Module) -> tuple[str, nn.Module]:
-    for name, module in model.named_modules():
-        if module is layer:
+    for name, module in named_modules(model):
+        if module is unwrap(layer):
             return name, module
-    raise KeyError(f"the layer given, a {type(layer).__name__}, is not part of the model")
+    raise KeyError(f"the given layer, a {class_name(layer)}, is not part of the model")
 
 
 def _unknown(model: nn.Module, text: str, modules: dict[str, nn.Module]) -> str:
-    known = [f"{name} ({type(module).__name__})" for name, module in leaves(model).items()]
+    known = [f"{name} ({class_name(module)})" for name, module in leaves(model).items()]
     close = difflib.get_close_matches(text, [name for name in modules if name], n=3, cutoff=0.5)
     hint = f"close: {', '.join(close)}; " if close else ""
     more = f" and {len(known) - 20} more" if len(known) > 20 else ""
-    return f"no layer {text!r} in {type(model).__name__}; {hint}there are: {', '.join(known[:20])}{more}"
+    return f"no layer {text!r} in {class_name(model)}; {hint}there are: {', '.join(known[:20])}{more}"

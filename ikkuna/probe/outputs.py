@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.modules import class_name, unwrap
 from ikkuna.probe.capture import Call, capture
-from ikkuna.probe.guard import untouched
-from ikkuna.probe.layers import LayerId, bare, find_layers
+from ikkuna.probe.isolation import isolated
+from ikkuna.probe.layers import LayerId, find_layers
 from ikkuna.probe.loss import run_model
 
 __all__ = ["called", "choose", "get_outputs", "pad_value", "sequence_summary", "shape_result"]
@@ -69,9 +70,9 @@ def get_outputs(
     >>> get_outputs(rnn, "rnn", torch.ones(1, 3, 1)).flatten()
     tensor([1.0000, 1.5000, 1.7500])
     """
-    model = bare(model)
+    model = unwrap(model)
     chosen = find_layers(model, layers)
-    with untouched(model, train), torch.no_grad(), capture([m for _, m in chosen], "outputs", rnn_layer) as calls:
+    with isolated(model, train), torch.no_grad(), capture([m for _, m in chosen], "outputs", rnn_layer) as calls:
         run_model(model, x)
     results = {}
     for name, module in chosen:
@@ -108,7 +109,7 @@ def choose(call: Call, part: str) -> tuple[str, Tensor]:
     name = {"h_n": "output", "c_n": "1"}.get(name, name) if isinstance(call.module, nn.RNNCellBase) else name
     if name not in call.parts:
         known = ", ".join(call.parts) or "no tensors"
-        raise ConfigError(f"{type(call.module).__name__} has no part {part!r}; there are: {known}")
+        raise ConfigError(f"{class_name(call.module)} has no part {part!r}; there are: {known}")
     return name, call.parts[name]
 
 

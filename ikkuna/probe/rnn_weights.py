@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.modules import class_name, named_modules, unwrap
 from ikkuna.probe.gradients import get_gradients
-from ikkuna.probe.layers import LayerId, bare, find_layer
+from ikkuna.probe.layers import LayerId, find_layer
+from ikkuna.undisturbed import undisturbed
 
 __all__ = ["GATES", "Gate", "RNNWeights", "find_rnn", "get_rnn_weights", "rnn_summary"]
 
@@ -95,24 +97,24 @@ def find_rnn(model: nn.Module, layer: LayerId | None = None) -> tuple[str, nn.Mo
     ConfigError
         If it is no RNN, or the model has none.
     """
-    model = bare(model)
+    model = unwrap(model)
     if layer is None:
-        for name, module in model.named_modules():
+        for name, module in named_modules(model):
             if isinstance(module, _Recurrent):
                 return name, module
-        raise ConfigError(f"{type(model).__name__} has no recurrent layer (nn.RNN, nn.LSTM, nn.GRU or their cells)")
+        raise ConfigError(f"{class_name(model)} has no recurrent layer (nn.RNN, nn.LSTM, nn.GRU or their cells)")
     name, module = _by_kind(model, layer) or find_layer(model, layer)
-    for inner, candidate in module.named_modules():  # a wrapper around one RNN may be named too
+    for inner, candidate in named_modules(module):  # a wrapper around one RNN may be named too
         if isinstance(candidate, _Recurrent):
             return ".".join(part for part in (name, inner) if part), candidate
-    raise ConfigError(f"{name!r} is no recurrent layer but a {type(module).__name__}")
+    raise ConfigError(f"{name!r} is no recurrent layer but a {class_name(module)}")
 
 
 def _by_kind(model: nn.Module, layer: LayerId) -> tuple[str, nn.Module] | None:
     """Return the first bidirectional RNN for a word such as ``'bidir'``, which is no class here."""
     if not isinstance(layer, str) or not layer or not "bidirectional".startswith(layer.lower()):
         return None
-    rnns = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.RNNBase))
+    rnns = ((name, module) for name, module in named_modules(model) if isinstance(module, nn.RNNBase))
     return next(((name, module) for name, module in rnns if module.bidirectional), None)
 
 
@@ -153,7 +155,8 @@ def get_rnn_weights(
         raise ConfigError(f"mode must be 'weights' or 'grads', got {mode!r}")
     name, module = find_rnn(rnn, layer)
     if mode == "weights":
-        tensors = {key: getattr(module, key) for key in _keys(module)}
+        with undisturbed(module):  # reading a parametrised weight can update buffers
+            tensors = {key: getattr(module, key) for key in _keys(module)}
     else:
         tensors = _gradients(rnn, module, name, loss)
     return [_one(module, tensors, k, reverse) for k, reverse in _places(module)]
@@ -235,7 +238,8 @@ def rnn_summary(rnn: nn.Module, layer: LayerId | None = None) -> str:
     lines = [head]
     for (k, reverse), part in zip(places, parts, strict=True):
         lines.append(f"  layer {k} {part.direction}")
-        lines += _rows(module, _suffix(module, k, reverse), part)
+        with undisturbed(module):
+            lines += _rows(module, _suffix(module, k, reverse), part)
     return "\n".join(lines)
 
 

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ikkuna.errors import ConfigError
-from ikkuna.probe.layers import LayerId, bare, find_layer, find_layers, leaves
+from ikkuna.modules import named_modules, named_parameters, unwrap
+from ikkuna.probe.layers import LayerId, find_layer, find_layers, leaves
 from ikkuna.probe.outputs import shape_result
+from ikkuna.undisturbed import undisturbed
 
 __all__ = ["Penalty", "effective", "get_weights", "weight_penalties", "weights_norm"]
 
@@ -44,7 +47,7 @@ def get_weights(model: nn.Module, layers: LayerId | Sequence[LayerId], *, as_dic
     >>> {name: tuple(value.shape) for name, value in get_weights(nn.Linear(3, 2), "linear").items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
-    model = bare(model)
+    model = unwrap(model)
     single = isinstance(layers, int | str | nn.Module)
     asked: Sequence[Any] = [layers] if single else layers  # type: ignore[assignment]
     if layers == "*":
@@ -68,14 +71,17 @@ def _weights(model: nn.Module, layer: LayerId) -> tuple[str, Any]:
 def effective(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of a module's parameters by name, re-parametrised ones under the name they are used by."""
     tensors: dict[str, Tensor] = {}
-    for name, _ in module.named_parameters():
-        head, inside, tail = name.partition("parametrizations.")
-        if inside:
-            key = tail.split(".")[0]
-            owner = module.get_submodule(head.rstrip("."))
-            tensors[head + key] = getattr(owner, key).detach().clone()
-        else:
-            tensors[name] = module.get_parameter(name).detach().clone()
+    seen: set[int] = set()
+    for name, child in named_modules(module):
+        prefix = f"{name}." if name else ""
+        for own, parameter in child.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                tensors[prefix + own] = parameter.detach().clone()
+        if is_parametrized(child):
+            keys = child.get_submodule("parametrizations")._modules
+            with undisturbed(child):  # a spectral norm updates its buffers when the weight is read
+                tensors |= {prefix + key: getattr(child, key).clone() for key in keys}
     return tensors
 
 
@@ -118,7 +124,7 @@ def weights_norm(
     >>> weights_norm(layer, "linear", p=1)
     {'': {'weight': {'max': [6.0], 'mean': [5.0]}}}
     """
-    model = bare(model)
+    model = unwrap(model)
     omitted = [omit] if isinstance(omit, str) else list(omit)
     before = history or {}
     result = {
@@ -198,7 +204,7 @@ def weight_penalties(
         raise ConfigError("give an optimizer, or penalties by parameter name, or both")
     result = {}
     decays = {} if optimizer is None else _decays(optimizer)
-    for name, parameter in bare(model).named_parameters():
+    for name, parameter in named_parameters(model):
         decay, decoupled = decays.get(id(parameter), (0.0, False))
         l1 = sum(pair[0] for key, pair in (penalties or {}).items() if key in name)
         l2 = sum(pair[1] for key, pair in (penalties or {}).items() if key in name) + decay / 2

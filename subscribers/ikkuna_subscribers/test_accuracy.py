@@ -1,12 +1,9 @@
 """The share of right answers on data that is not trained on."""
 
 import math
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -15,6 +12,7 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.accuracy import count_correct
+from ikkuna.undisturbed import undisturbed_randomness
 
 __all__ = ["TestAccuracySubscriber"]
 
@@ -119,7 +117,7 @@ def _check_dataset(dataset: Any) -> None:
         )
     if not len(dataset):
         raise ConfigError("TestAccuracySubscriber needs a data set with at least one item, got an empty one")
-    with _undisturbed_randomness():
+    with undisturbed_randomness():  # an item may be augmented at random
         item = dataset[0]
     if not isinstance(item, tuple | list) or len(item) != 2:
         what = f"{len(item)} values" if isinstance(item, tuple | list) else type(item).__name__
@@ -127,15 +125,3 @@ def _check_dataset(dataset: Any) -> None:
             f"TestAccuracySubscriber needs a data set of pairs (input, label), the first item is {what}; "
             "wrap it in one that returns labels"
         )
-
-
-@contextmanager
-def _undisturbed_randomness() -> Iterator[None]:
-    """Put the global random states back: an item may be augmented at random."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

@@ -162,7 +162,7 @@ def test_arithmetic(net):
     assert (net / net.norm(2, layerwise=True)).norm(2, layerwise=True).to_dict() == pytest.approx({"a": 1, "b": 1})
     assert NetDict({"a": 0.0}).sign() == NetDict({"a": 0.0})
     assert net != {"a": 1}
-    with pytest.raises(ConfigError, match="only here: b"):
+    with pytest.raises(ConfigError, match="only on the left: b"):
         net + {"a": 1.0}
     with pytest.raises(ConfigError, match=r"'a' has shape \(2,\) on the left and \(3,\)"):
         net + NetDict({"a": [1.0, 2, 3], "b": 1.0})

@@ -1,4 +1,4 @@
-"""Looking inside leaves everything as it was found, also after an exception."""
+"""The inspection half leaves everything as it was, also after an exception."""
 
 import random
 
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ikkuna.errors import ConfigError
-from ikkuna.probe import get_gradients, get_outputs, get_rnn_weights
-from ikkuna.probe.guard import untouched
+from ikkuna.probe import get_gradients, get_outputs, get_rnn_weights, get_weights, rnn_summary, weights_norm
+from ikkuna.undisturbed import undisturbed, undisturbed_randomness
 
 
 class Model(nn.Module):
@@ -106,7 +106,7 @@ def test_nothing_changes_when_the_loss_raises(wrt):
 def test_a_buffer_that_is_replaced_comes_back():
     model = nn.BatchNorm1d(2)
     before = model.running_mean
-    with untouched(model):
+    with undisturbed(model):
         model.running_mean = torch.ones(2) * 9
     assert model.running_mean is before
     assert before.tolist() == [0, 0]
@@ -124,3 +124,101 @@ def test_results_are_copies():
     x.zero_()
     assert out.tolist() == [[1, 1]]
     assert not out.requires_grad
+
+
+@pytest.mark.parametrize("autograd", [False, True])
+def test_modes_buffers_and_gradients_are_restored(autograd):
+    model = Model()
+    model.drop.eval()
+    model(torch.randn(5, 6, 4)).sum().backward()
+    before = state(model)
+    with undisturbed(model, autograd=autograd, train=True):
+        assert torch.is_grad_enabled() is autograd
+        assert all(module.training for module in model.modules())
+        model.norm.running_mean += 1
+        model.norm.num_batches_tracked.data += 1
+        out = model(torch.randn(5, 6, 4)).sum()
+        if autograd:
+            assert all(p.grad is None for p in model.parameters())
+            model.head.weight.requires_grad_()
+            out.backward()
+    assert same(state(model), before)
+
+
+def test_own_train_and_eval_methods_are_not_called():
+    class Merging(nn.Linear):
+        def train(self, mode=True):
+            raise AssertionError
+
+    with undisturbed(Merging(2, 2)):
+        pass
+
+
+def test_a_pending_backward_survives_where_buffers_did_not_change():
+    model = nn.BatchNorm1d(2).eval()
+    out = model(torch.randn(3, 2)).sum()
+    with undisturbed(model):
+        model(torch.randn(3, 2))
+    out.backward()
+
+
+def test_generators_of_loaders_and_samplers_are_restored():
+    data = torch.utils.data.TensorDataset(torch.arange(8))
+    data.generator = torch.Generator()
+    samplers = [torch.utils.data.RandomSampler(data, generator=torch.Generator()) for _ in range(2)]
+    loaders = [
+        torch.utils.data.DataLoader(data, shuffle=True, generator=torch.Generator()),
+        torch.utils.data.DataLoader(data, sampler=samplers[0]),
+        torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(samplers[1], 2, False)),
+    ]
+
+    def drawn(loader):
+        return [*(batch.tolist() for (batch,) in loader), torch.rand(1, generator=data.generator)]
+
+    for loader in loaders:
+        with undisturbed_randomness(loader):
+            first = drawn(loader)
+        assert drawn(loader) == first
+
+
+@pytest.mark.parametrize(("kind", "devices"), [("cuda", [0, 1]), ("mps", [()])])
+def test_every_device_of_the_accelerator_is_restored(kind, devices, monkeypatch):
+    """Without such a device here, its module is played by one with a state for each device."""
+    states = dict.fromkeys(devices, 0)
+
+    class Module:
+        is_available = is_initialized = staticmethod(lambda: True)
+        device_count = staticmethod(lambda: len(devices))
+
+        @staticmethod
+        def get_rng_state(*device):
+            return states[device[0] if device else ()]
+
+        @staticmethod
+        def set_rng_state(value, *device):
+            states[device[0] if device else ()] = value
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    with undisturbed_randomness():
+        states.update((device, 7) for device in devices)
+    assert set(states.values()) == {0}
+    Module.is_initialized = staticmethod(lambda: False)
+    Module.get_rng_state = None
+    with undisturbed_randomness():
+        pass
+
+
+def test_reading_a_parametrised_weight_does_not_move_its_buffers():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(40, 40)))
+    before = state(model)
+    get_weights(model, 0)
+    weights_norm(model)
+    assert same(state(model), before)
+    rnn = nn.utils.parametrizations.spectral_norm(nn.RNN(9, 8), "weight_hh_l0")
+    model.append(rnn)
+    before = state(model)
+    get_rnn_weights(model)
+    rnn_summary(model)
+    assert same(state(model), before)
