@@ -41,10 +41,10 @@ def health_of(observer: Session) -> Health:
         steps=observer.steps,
         errors=bus.error_guard.errors,
         dropped=(run.dropped if run is not None else 0)
-        + sum(s.dropped for s in bus.subscriptions)
+        + sum(s.dropped for s in bus.registered)
         + observer.exchange.dropped,
         disabled=tuple(bus.error_guard.disabled),
         skipped=observer.skipped,
         overhead=observer.stopwatch.overhead,
-        seconds={f"{type(s.subscriber).__name__}({', '.join(s.kinds)})": s.seconds for s in bus.subscriptions},
+        seconds={s.label: s.seconds for s in bus.registered},
     )

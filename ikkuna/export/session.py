@@ -128,11 +128,11 @@ class Session:
 
     def demand_changed(self) -> bool:
         """Take a change of what is wanted; say whether a compiled model has to be traced anew."""
-        wishes = Plan(tuple(s for s in self.bus.subscriptions if not s.disabled))
+        wishes = Plan(tuple(s for s in self.bus.registered if not s.disabled))
         return self.model.taps.prepare(wishes, self._next_plan())
 
     def _next_plan(self) -> Plan:
-        return self._demand.plan(self.bus.subscriptions, self.clock.stamp)
+        return self._demand.plan(self.bus.registered, self.clock.stamp)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Session:
     def _record(self, stamp: Stamp) -> None:
         self.exchange.step_opened()
         self.recorder.is_agreed = self.exchange.is_shared
-        self.recorder.open(stamp, self._demand.plan(self.bus.subscriptions, stamp))
+        self.recorder.open(stamp, self._demand.plan(self.bus.registered, stamp))
 
     def _tap(self) -> None:
         plan = self.recorder.plan

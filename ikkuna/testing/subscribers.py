@@ -186,7 +186,7 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
     seen |= {Site(kind): value for kind, value in {"input_data": tensor, **together}.items()}
     recorder = Recorder(bus.error_guard)
     bus.post(NetworkMessage(stamp, "batch_started"))
-    recorder.open(stamp, Demand().plan(bus.subscriptions, stamp))
+    recorder.open(stamp, Demand().plan(bus.registered, stamp))
     for _ in range(2):
         for place, value in seen.items():
             recorder.receive(place, value, "")

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ikkuna.export.message.message import NetworkMessage
 from ikkuna.export.message.stamp import Stamp
 from ikkuna.export.messages import MessageBundle, ModuleMessage
+from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics import inner
 from ikkuna.numerics.statistics import FIELDS, closure, float_code
 from ikkuna.numerics.statistics.device import measure_vectors
@@ -46,7 +47,7 @@ def random(*shape):
 
 
 def message_for(subscriber):
-    if subscriber.subscription.together:
+    if Registered(subscriber).together:
         seen = {"network_output": random(6, 8), "input_labels": torch.arange(6), "loss": random()}
         return MessageBundle({kind: NetworkMessage(STAMP, kind, seen[kind]) for kind in subscriber.kinds})
     return ModuleMessage(STAMP, subscriber.kinds[0], random(6, 8), module="a", name="a")

@@ -159,7 +159,7 @@ def test_a_refused_registration_leaves_the_bus_unchanged():
         metric = CKASubscriber(torch.randn(9, 4), backend="null")
         with pytest.raises(ConfigError, match="cannot look"):
             bus.register_subscriber(metric)
-        assert not bus.subscriptions
+        assert not bus.registered
         metric.forward = lambda m, x: m(values=x, scale=1.0)
         bus.register_subscriber(metric)
 

@@ -253,7 +253,7 @@ def test_rows_that_do_not_merge_are_the_fault_of_who_made_them(training, caplog)
             training.forward().backward()
         training.optimizer.step()
     assert training.exporter.health().errors == 10
-    assert "subscriber Growing (activations) failed in merge" in caplog.text
+    assert "subscriber Growing(activations) failed in merge" in caplog.text
     assert training.exporter.health().disabled == ("Growing",)
     assert "disabled after 10 consecutive failures; last: RuntimeError" in caplog.text
 

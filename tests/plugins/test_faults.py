@@ -108,7 +108,7 @@ for name in {backends!r}:
     except Exception as error:
         answers[name] = f"{{type(error).__name__}}: {{error}}"
 works = subscriber.NormSubscriber("weights").publishes
-left = len(bus.subscriptions)
+left = len(bus.registered)
 print(json.dumps(dict(answers=answers, logged=logged, loaded=loaded, listed=listed, works=works, left=left)))
 """
 

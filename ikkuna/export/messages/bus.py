@@ -1,4 +1,4 @@
-"""Carries messages from whoever publishes to whoever subscribed, and owns the run that values are shown in."""
+"""The bus that delivers messages to subscribers and owns the run that values are written to."""
 
 import logging
 from collections import deque
@@ -16,9 +16,9 @@ from ikkuna.export.messages.error_guard import ErrorGuard
 from ikkuna.export.messages.registration import check_registration, known_kinds
 from ikkuna.export.model.module_entries import described
 from ikkuna.export.subscriber.base import Subscriber
-from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.export.subscriber.registered import Registered
 from ikkuna.modules import NamedModule
-from ikkuna.visualization.backend import Series
+from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.files.run_directory import check_log_dir
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
@@ -29,77 +29,79 @@ log = logging.getLogger("ikkuna")
 
 
 class Source(Protocol):
-    """What publishes on a bus: an exporter."""
+    """A publisher on a bus: an exporter."""
 
     @property
     def modules(self) -> Sequence[NamedModule]:
-        """The modules it looks at, in their order in the network."""
+        """The modules it observes, in the order of the network."""
 
     @property
     def module_names(self) -> frozenset[str]:
-        """Their names."""
+        """The names of these modules."""
 
     @property
     def model(self) -> nn.Module | None:
-        """The whole network, if it is known."""
+        """The whole network; ``None`` if it is unknown."""
 
     def demand_changed(self) -> None:
-        """Take a change of what subscribers want."""
+        """Prepare for subscribers that were added or removed."""
 
     @property
     def evaluate(self) -> Callable[..., None]:
-        """Runs the model over data and leaves training as it was."""
+        """The function that runs the model over data without an effect on training."""
 
     def close(self) -> None:
         """Stop publishing."""
 
 
 class Finished(Protocol):
-    """The measurements of a step or pass that is over, queued between events."""
+    """The measurements of a finished step or pass."""
 
     def arrived(self) -> bool:
-        """Whether all measurements have reached the host."""
+        """Return whether all measurements have been copied to the host."""
 
     def deliver(self, bus: "MessageBus") -> None:
-        """Deliver every measurement to the subscribers that want it."""
+        """Deliver every measurement to its subscribers."""
 
 
 class Handle:
-    """Undoes one registration."""
+    """Removes one registration."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo: Callable[[], None] | None = undo
 
     def remove(self) -> None:
-        """Unregister; a second call does nothing."""
+        """Unregister the subscriber; a second call does nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
 
 class MessageBus:
-    """Delivers messages in the order subscribers were registered.
+    """Delivers messages to subscribers in the order of their registration.
 
     Parameters
     ----------
-    name : what to call it in messages to a person
-    log_dir : where its run is written; ``run`` by default, or what the first exporter says
+    name : str
+        Name of the bus in log lines and errors.
+    log_dir : path, optional
+        The directory of the run; by default that of the first exporter with one, or ``run``.
 
     Attributes
     ----------
-    subscriptions : tuple of Subscription
-        In the order of registration.
+    registered : tuple of Registered
+        The registered subscribers in the order of registration.
     error_guard : ErrorGuard
-        What went wrong.
+        Handles the errors of subscribers and hooks.
     is_silent : bool
-        Whether no run is opened: of several ranks one writes.
+        Whether values are discarded, because another rank writes the run.
     """
 
     def __init__(self, name: str = "bus", log_dir: str | Path | None = None) -> None:
         self.name = name
         self.log_dir = log_dir
-        self.subscriptions: tuple[Subscription, ...] = ()
-        self._by_kind: dict[str, tuple[Subscription, ...]] = {}
+        self.registered: tuple[Registered, ...] = ()
+        self._by_kind: dict[str, tuple[Registered, ...]] = {}
         self.sources: tuple[Source, ...] = ()
         self.error_guard = ErrorGuard()
         self.is_silent = False
@@ -107,44 +109,46 @@ class MessageBus:
         self._draining = False
         self._run: Run | None = None
 
-    # -- who takes part -------------------------------------------------------------------------------------------
+    # -- registration ---------------------------------------------------------------------------------------------
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Every kind that can be subscribed to: the built-in ones and what subscribers announced."""
-        return known_kinds(self.subscriptions)
+        """Every kind that can be subscribed to: the built-in kinds and those that subscribers publish."""
+        return known_kinds(self._subscribers)
 
     @property
     def network(self) -> tuple[ModuleEntry, ...]:
-        """What there is to tell of the modules that are looked at, in their order in the network."""
+        """Names, classes and parameter shapes of the observed modules, in the order of the network."""
         return described(self.modules)
 
     @property
     def modules(self) -> tuple[NamedModule, ...]:
-        """The modules that are looked at."""
+        """The observed modules, in the order of the network."""
         return tuple(named for source in self.sources for named in source.modules)
 
     def register_subscriber(self, subscriber: Subscriber) -> Handle:
-        """Let `subscriber` take part from the next step on; return what undoes it.
+        """Register `subscriber` from the next step on; return a handle that unregisters it.
 
         Raises
         ------
         ConfigError
-            For a kind nobody publishes, a result somebody else publishes already, a circle of results, or a class that cannot work,
-            in itself or with this model.  The bus is unchanged then.
+            If a kind is unknown, if another subscriber publishes the same result, if results form a cycle,
+            or if the class cannot work by itself or with this model.  The bus is unchanged then.
         """
         if not isinstance(subscriber, Subscriber):
             raise ConfigTypeError(f"register_subscriber() needs a Subscriber, got {type(subscriber).__name__}")
-        if subscriber._bus is not None:
-            raise ConfigError(f"{subscriber!r} is registered already; make another one for a second registration")
+        if subscriber._host is not None:
+            raise ConfigError(
+                f"{subscriber!r} is registered already; create another instance for a second registration"
+            )
         subscriber.check()
         names = frozenset(name for source in self.sources for name in source.module_names)
-        check_registration(subscriber, self.subscriptions, names)
+        check_registration(subscriber, self._subscribers, names)
         Run(self.log_dir or "run").prepare(subscriber.backends)
-        subscriber._bus = self
+        subscriber._host = self
         if subscriber.needs_model:
             self._lend_model(subscriber)
-        self._set_subscriptions((*self.subscriptions, subscriber.subscription))
+        self._set_registered((*self.registered, Registered(subscriber)))
         return Handle(lambda: self._unregister(subscriber))
 
     def _lend_model(self, subscriber: Subscriber) -> None:
@@ -154,17 +158,21 @@ class MessageBus:
         try:
             subscriber.begin()
         except BaseException:
-            subscriber._bus = subscriber.evaluate = None
+            subscriber._host = subscriber.evaluate = None
             raise
 
     def _unregister(self, subscriber: Subscriber) -> None:
-        subscriber._bus = None
-        self._set_subscriptions(tuple(s for s in self.subscriptions if s.subscriber is not subscriber))
+        subscriber._host = None
+        self._set_registered(tuple(r for r in self.registered if r.subscriber is not subscriber))
 
-    def _set_subscriptions(self, subscriptions: tuple[Subscription, ...]) -> None:
-        self.subscriptions = subscriptions
-        kinds = dict.fromkeys(kind for s in subscriptions for kind in s.kinds)
-        self._by_kind = {kind: tuple(s for s in subscriptions if kind in s.kinds) for kind in kinds}
+    @property
+    def _subscribers(self) -> tuple[Subscriber, ...]:
+        return tuple(r.subscriber for r in self.registered)
+
+    def _set_registered(self, registered: tuple[Registered, ...]) -> None:
+        self.registered = registered
+        kinds = dict.fromkeys(kind for r in registered for kind in r.kinds)
+        self._by_kind = {kind: tuple(r for r in registered if kind in r.kinds) for kind in kinds}
         for source in self.sources:
             source.demand_changed()
 
@@ -174,36 +182,36 @@ class MessageBus:
         self.sources[0].evaluate(batches, name, **options)
 
     def attach(self, source: Source, log_dir: str | Path | None) -> None:
-        """Let an exporter publish here; refuse a second log directory."""
+        """Add an exporter; raise `ConfigError` if it has another log directory."""
         if log_dir is not None:
             if self.log_dir is not None and Path(log_dir) != Path(self.log_dir):
                 raise ConfigError(
                     f"bus {self.name!r} writes to {str(self.log_dir)!r} already, not to {str(log_dir)!r}; "
-                    "close() the exporter that opened it, or give this one a message_bus of its own"
+                    "close() the other exporter, or pass message_bus=MessageBus() for a separate run"
                 )
             check_log_dir(log_dir)
             self.log_dir = log_dir
         self.sources = (*self.sources, source)
 
     def detach(self, source: Source) -> None:
-        """Let an exporter go; with the last one the run is closed and every subscriber unregistered."""
+        """Remove an exporter; with the last one, close the run and unregister every subscriber."""
         self.sources = tuple(s for s in self.sources if s is not source)
         if not self.sources:
             self.close()
 
-    # -- what is carried ------------------------------------------------------------------------------------------
+    # -- delivery -------------------------------------------------------------------------------------------------
 
     def post(self, item: Message | Finished) -> None:
-        """Queue an event, or the rows of a step, behind everything before it."""
+        """Append an event, or the measurements of a step, to the queue."""
         self._queue.append(item)
 
     def drain(self, wait: bool = False) -> None:
-        """Deliver, in order, what has arrived; with `wait`, everything."""
-        if self._draining:  # a subscriber that evaluates the model in compute: what it makes waits its turn
+        """Deliver the items of the queue in order, up to the first that has not arrived; with `wait`, all of them."""
+        if self._draining:  # a subscriber evaluates the model in compute; its items stay in the queue
             return
         self._draining = True
         try:
-            with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of a row is NaN, without a word
+            with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of rows is NaN without a warning
                 while self._queue:
                     item = self._queue[0]
                     if not (wait or isinstance(item, Message) or item.arrived()):
@@ -221,40 +229,40 @@ class MessageBus:
             item.deliver(self)
 
     def commit(self, step: int) -> None:
-        """Mark the end of a step for the backends."""
+        """Pass the end of a step on to the backends."""
         if self._run is not None:
             self._run.commit(step)
 
     def is_wanted(self, kind: str) -> bool:
-        """Whether anybody subscribed to a kind."""
+        """Return whether a subscriber takes messages of this kind."""
         return kind in self._by_kind
 
     def publish(self, message: Message) -> None:
-        """Deliver an event or a result to everyone who subscribed to it."""
-        for subscription in self._by_kind.get(message.kind, ()):
-            if subscription.takes(message):
-                self.error_guard.call(subscription, "compute", subscription.deliver, message)
+        """Deliver an event or a result to its subscribers."""
+        for registered in self._by_kind.get(message.kind, ()):
+            if registered.takes(message):
+                self.error_guard.call(registered, "compute", registered.deliver, message)
 
-    # -- where values go ------------------------------------------------------------------------------------------
+    # -- the run --------------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run | None:
         """The open run; ``None`` before the first value."""
         return self._run
 
-    def show(self, series: Series, value: Any, step: int, backends: tuple[Any, ...]) -> None:
-        """Send a value to backends; the run is opened by the first."""
+    def show(self, series: Series, value: Any, step: int, backends: tuple[str | Backend, ...]) -> None:
+        """Send a value to backends; the first value opens the run."""
         if self._run is None and not self.is_silent:
             self._run = Run(self.log_dir or "run", self.network)
         if self._run is not None:
             self._run.show(series, value, step, backends)
 
     def close(self) -> None:
-        """Deliver what waits, close the run, and unregister every subscriber."""
+        """Deliver the queue, close the run, and unregister every subscriber."""
         self.drain(wait=True)
-        for subscription in self.subscriptions:
-            subscription.subscriber._bus = None
-        self._set_subscriptions(())
+        for subscriber in self._subscribers:
+            subscriber._host = None
+        self._set_registered(())
         run, self._run = self._run, None
         if run is not None:
             run.close()
@@ -263,5 +271,5 @@ class MessageBus:
 
 @cache
 def get_default_bus() -> MessageBus:
-    """Return the bus that exporters use unless they are given one."""
+    """Return the bus that exporters use by default."""
     return MessageBus("default")

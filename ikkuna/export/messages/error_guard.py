@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.export.subscriber.registered import Registered
 from ikkuna.failures import FailureCounter
 
 __all__ = ["ON_ERROR", "ErrorGuard", "ThreadState"]
@@ -75,7 +75,7 @@ class ErrorGuard:
             raise ConfigError(f"on_error must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
         self.on_error = on_error
 
-    def call(self, subscription: Subscription, stage: str, function: Callable[[Any], Any], argument: Any) -> Any:
+    def call(self, registered: Registered, stage: str, function: Callable[[Any], Any], argument: Any) -> Any:
         """Return ``function(argument)``, a call of a subscriber's code; count and log an error and return ``None``."""
         thread = self.thread
         before, thread.subscriber_is_running = thread.subscriber_is_running, True
@@ -83,18 +83,18 @@ class ErrorGuard:
         try:
             result = function(argument)
         except Exception as error:
-            self._report(subscription, stage, error)
+            self._report(registered, stage, error)
             return None
         finally:
             thread.subscriber_is_running = before
-            subscription.seconds += time.perf_counter() - began
-        subscription.failures.reset(stage)
+            registered.seconds += time.perf_counter() - began
+        registered.failures.reset(stage)
         return result
 
-    def disable(self, subscription: Subscription, reason: str) -> None:
+    def disable(self, registered: Registered, reason: str) -> None:
         """Count an error and disable a subscriber at once."""
         self.errors += 1
-        self._disable(subscription, reason)
+        self._disable(registered, reason)
 
     def report_internal(self, where: str, error: BaseException) -> None:
         """Count and log an error of ikkuna's own code."""
@@ -104,26 +104,24 @@ class ErrorGuard:
         if FailureCounter.is_logged(self.errors):
             _log_error("ikkuna failed in %s (training is not affected)", where, exc_info=error)
 
-    def _report(self, subscription: Subscription, stage: str, error: Exception) -> None:
+    def _report(self, registered: Registered, stage: str, error: Exception) -> None:
         if self.on_error == "raise":
             raise error
         self.errors += 1
-        count = subscription.failures.add(stage)
-        name = type(subscription.subscriber).__name__  # not repr(subscriber), which may be the user's and fail
+        count = registered.failures.add(stage)
         if FailureCounter.is_logged(count):
-            _log_error("subscriber %s (%s) failed in %s", name, ", ".join(subscription.kinds), stage, exc_info=error)
-        is_exhausted = self.on_error == "disable" and subscription.failures.is_exhausted(stage)
+            _log_error("subscriber %s failed in %s", registered.label, stage, exc_info=error)
+        is_exhausted = self.on_error == "disable" and registered.failures.is_exhausted(stage)
         if is_exhausted or isinstance(error, torch.OutOfMemoryError):
             last = traceback.format_exception_only(error)[-1]  # str(error) may fail as well
-            self._disable(subscription, f"{count} consecutive failures; last: {last.strip()}")
+            self._disable(registered, f"{count} consecutive failures; last: {last.strip()}")
 
-    def _disable(self, subscription: Subscription, reason: str) -> None:
-        if subscription.disabled:
+    def _disable(self, registered: Registered, reason: str) -> None:
+        if registered.disabled:
             return
-        subscription.disabled = True
-        name = type(subscription.subscriber).__name__
-        self.disabled.append(name)
-        _log_error("subscriber %s (%s) disabled after %s", name, ", ".join(subscription.kinds), reason)
+        registered.disabled = True
+        self.disabled.append(type(registered.subscriber).__name__)
+        _log_error("subscriber %s disabled after %s", registered.label, reason)
 
 
 def _log_error(message: str, *arguments: Any, exc_info: BaseException | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What must hold before a subscriber may take part; each check raises and changes nothing."""
+"""The checks that a subscriber passes before it is registered; each of them raises and changes nothing."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -6,87 +6,102 @@ from difflib import get_close_matches
 from ikkuna.errors import ConfigError, UnknownKindError
 from ikkuna.export.message.kinds import BUILT_IN, EVENT_KINDS, is_built_in, is_of_module
 from ikkuna.export.subscriber.base import Subscriber
-from ikkuna.export.subscriber.subscription import Subscription, SynchronizedSubscription
+from ikkuna.export.subscriber.subscription import Subscription
 
 __all__ = ["check_registration", "known_kinds"]
 
-Subscriptions = Sequence[Subscription]
+
+def known_kinds(subscribers: Sequence[Subscriber]) -> tuple[str, ...]:
+    """Return the built-in kinds and those that `subscribers` publish."""
+    return tuple(dict.fromkeys((*BUILT_IN, *(kind for s in subscribers for kind in s.publishes))))
 
 
-def known_kinds(subscriptions: Subscriptions) -> tuple[str, ...]:
-    """Return the built-in kinds and those that `subscriptions` announce."""
-    announced = (kind for s in subscriptions for kind in s.subscriber.publishes)
-    return tuple(dict.fromkeys((*BUILT_IN, *announced)))
+def check_registration(subscriber: Subscriber, others: Sequence[Subscriber], modules: frozenset[str]) -> None:
+    """Check that a subscriber can be registered.
 
-
-def check_registration(subscriber: Subscriber, others: Subscriptions, modules: frozenset[str]) -> None:
-    """Check that `subscriber` fits to `others` and to the names of `modules`.
+    Parameters
+    ----------
+    subscriber : Subscriber
+        The new subscriber.
+    others : sequence of Subscriber
+        The registered subscribers.
+    modules : frozenset of str
+        The names of the observed modules.
 
     Raises
     ------
     UnknownKindError
-        For a kind that nobody publishes.
+        If a kind is neither built-in nor published.
     ConfigError
-        For a kind it cannot take, a result that has a publisher already, a circle of results, a pattern that matches no module.
+        If the subscriber cannot take a kind, if another one publishes the same result, if results form a cycle,
+        or if the pattern matches no module.
     """
     for kind in subscriber.kinds:
         _check_kind(subscriber, kind, others)
     _check_join(subscriber, others)
-    if path := _circle(subscriber, others):
-        raise ConfigError(f"publication cycle {' -> '.join(path)}")
-    _check_publications(subscriber, others, modules)
+    if cycle := _cycle(subscriber, others):
+        raise ConfigError(f"{subscriber!r} would close a cycle of results: {' -> '.join(cycle)}")
+    for kind in subscriber.publishes:
+        _check_result(subscriber, kind, others, modules)
     _check_modules(subscriber, modules)
 
 
-def _check_kind(subscriber: Subscriber, kind: str, others: Subscriptions) -> None:
-    if not is_built_in(kind) and kind not in (known := known_kinds(others)):
+def _check_kind(subscriber: Subscriber, kind: str, others: Sequence[Subscriber]) -> None:
+    is_result = _is_published(kind, others)
+    if not is_built_in(kind) and not is_result:
+        known = known_kinds(others)
         near = get_close_matches(kind, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise UnknownKindError(f"unknown kind {kind!r}{hint} known: {', '.join(known)}")
-    is_event, is_derived = kind in EVENT_KINDS, _is_announced(kind, others) or not is_built_in(kind)
-    if is_derived and not subscriber.derived:
+    if is_result and not subscriber.derived:
         raise ConfigError(
             f"{subscriber!r} measures tensors, but {kind!r} is a result and carries a float; "
-            "a subscriber that can use one says so with `derived = True`"
+            "set `derived = True` in the class if it can use floats"
         )
-    if not (is_event or is_derived or subscriber.measures or subscriber.fields):
+    if not (kind in EVENT_KINDS or is_result or subscriber.measures or subscriber.fields):
         raise ConfigError(f"{subscriber!r} needs a `measure` or `fields` to take {kind!r}, it has neither")
 
 
-def _is_announced(kind: str, others: Subscriptions) -> bool:
-    return any(kind in other.subscriber.publishes for other in others)
+def _is_published(kind: str, others: Sequence[Subscriber]) -> bool:
+    return any(kind in other.publishes for other in others)
 
 
-def _check_join(subscriber: Subscriber, others: Subscriptions) -> None:
-    is_joining = isinstance(subscriber.subscription, SynchronizedSubscription)
-    if is_joining and len({_is_of_module(kind, others) for kind in subscriber.kinds}) > 1:
-        raise ConfigError(f"{subscriber!r} joins kinds of modules with kinds of the network, which never meet")
+def _check_join(subscriber: Subscriber, others: Sequence[Subscriber]) -> None:
+    if not subscriber.subscription.is_joined:
+        return
+    of_modules = [kind for kind in subscriber.kinds if _belongs_to_modules(kind, others)]
+    of_network = [kind for kind in subscriber.kinds if kind not in of_modules]
+    if of_modules and of_network:
+        raise ConfigError(
+            f"{subscriber!r} joins kinds of modules with kinds of the network, whose messages have no module in common: "
+            f"{', '.join(of_modules)} and {', '.join(of_network)}"
+        )
 
 
-def _is_of_module(kind: str, others: Subscriptions) -> bool:
-    if not _is_announced(kind, others):
+def _belongs_to_modules(kind: str, others: Sequence[Subscriber]) -> bool:
+    publisher = next((other for other in others if kind in other.publishes), None)
+    if publisher is None:
         return is_of_module(kind)
-    maker = next(s for s in others if kind in s.subscriber.publishes)
-    return not maker.subscriber.of_network and _is_of_module(maker.kinds[0], others)
+    return not publisher.of_network and _belongs_to_modules(publisher.kinds[0], others)
 
 
-def _check_publications(subscriber: Subscriber, others: Subscriptions, modules: frozenset[str]) -> None:
-    for kind in subscriber.publishes:
-        # The name of a result of an optimizer's state begins as those states do, of which there is no list.
-        is_result = kind not in BUILT_IN and any(kind.startswith(f"{source}_") for source in subscriber.kinds)
-        if is_built_in(kind) and not is_result:
+def _check_result(subscriber: Subscriber, kind: str, others: Sequence[Subscriber], modules: frozenset[str]) -> None:
+    # Results of optimizer states begin with a prefix of built-in kinds, of which there is no complete list.
+    is_result = kind not in BUILT_IN and any(kind.startswith(f"{source}_") for source in subscriber.kinds)
+    if is_built_in(kind) and not is_result:
+        raise ConfigError(
+            f"{subscriber!r} cannot publish {kind!r}, which is a built-in kind; choose another name with publishes="
+        )
+    for other in others:
+        if kind in other.publishes and _overlap(subscriber.subscription, other.subscription, modules):
             raise ConfigError(
-                f"{subscriber!r} cannot publish {kind!r}, which is a built-in kind; choose another with publishes="
+                f"{kind!r} is published already, by {other!r}, for the same pass and modules; "
+                "close() its exporter, pass other modules=, or choose another name with publishes="
             )
-        for other in others:
-            if kind in other.subscriber.publishes and _overlap(subscriber.subscription, other, modules):
-                raise ConfigError(
-                    f"{kind!r} is published already, by {other.subscriber!r}, for the same pass and modules; "
-                    "close() its exporter, give other modules=, or another name with publishes="
-                )
 
 
 def _overlap(one: Subscription, other: Subscription, modules: frozenset[str]) -> bool:
+    """Return whether two subscriptions can produce results for the same pass and module."""
     if one.tag != other.tag and None not in (one.tag, other.tag):
         return False
     if one.modules is None or other.modules is None or one.modules == other.modules:
@@ -94,16 +109,17 @@ def _overlap(one: Subscription, other: Subscription, modules: frozenset[str]) ->
     return any(one.matches(name) and other.matches(name) for name in modules)
 
 
-def _circle(subscriber: Subscriber, others: Subscriptions) -> list[str]:
-    leads: dict[str, set[str]] = {}
-    for s in (*(other.subscriber for other in others), subscriber):
+def _cycle(subscriber: Subscriber, others: Sequence[Subscriber]) -> list[str]:
+    """Return the kinds of a cycle that `subscriber` closes, the first one again at the end; empty if there is none."""
+    results: dict[str, set[str]] = {}
+    for s in (*others, subscriber):
         for kind in s.kinds:
-            leads.setdefault(kind, set()).update(s.publishes)
+            results.setdefault(kind, set()).update(s.publishes)
 
     def search(kind: str, path: list[str]) -> list[str]:
         if kind in path:
             return [*path[path.index(kind) :], kind]
-        found = (search(after, [*path, kind]) for after in sorted(leads.get(kind, ())))
+        found = (search(after, [*path, kind]) for after in sorted(results.get(kind, ())))
         return next((path for path in found if path), [])
 
     return next((path for kind in subscriber.publishes if (path := search(kind, []))), [])
@@ -112,7 +128,7 @@ def _circle(subscriber: Subscriber, others: Subscriptions) -> list[str]:
 def _check_modules(subscriber: Subscriber, modules: frozenset[str]) -> None:
     wants_modules = any(is_of_module(kind) for kind in subscriber.kinds)
     if modules and wants_modules and not any(map(subscriber.subscription.matches, modules)):
-        some = ", ".join(sorted(modules)[:8])
+        names = ", ".join(sorted(modules)[:8]) + (", …" if len(modules) > 8 else "")
         raise ConfigError(
-            f"modules={subscriber.subscription.modules!r} matches none of the {len(modules)} modules ({some}, …)"
+            f"modules={subscriber.subscription.modules!r} matches none of the {len(modules)} modules ({names})"
         )

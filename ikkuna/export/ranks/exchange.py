@@ -114,7 +114,7 @@ class Exchange:
     def _meet(self, world: World) -> None:
         self._bus.is_silent = world.rank != 0
         try:
-            self._verdict, group = meeting.hold(world, signature_of(self._bus.subscriptions))
+            self._verdict, group = meeting.hold(world, signature_of(self._bus.registered))
             self._group = min((model_parallel_group(root, world.rank) for root in self._roots()), default=world.rank)
         except Exception as error:
             self._go_alone(f"they could not meet: {error}")
@@ -134,7 +134,7 @@ class Exchange:
         """
         if not self.is_shared:
             return False
-        calling = (s for s in self._bus.subscriptions if s.subscriber.needs_model and not s.disabled)
+        calling = (s for s in self._bus.registered if s.subscriber.needs_model and not s.disabled)
         if stamp is None:
             return any("epoch_finished" in s.kinds for s in calling)
         return any(s.samples(stamp) and any(not kind.startswith("epoch") for kind in s.kinds) for s in calling)
@@ -211,7 +211,7 @@ class Exchange:
         with suppress(Exception):  # of a handler that is not ours
             log.error("training on several ranks: %s. From here on values are those of rank %d alone", reason, rank)
         if any(map(is_run_together, self._roots())):
-            for subscription in self._bus.subscriptions:
+            for subscription in self._bus.registered:
                 if subscription.subscriber.needs_model:
                     self._bus.error_guard.disable(
                         subscription, "the loss of other ranks, without which the model cannot run"

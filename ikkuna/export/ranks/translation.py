@@ -13,7 +13,7 @@ from ikkuna.export.message.kinds import PARAMETER_KINDS, STATE_PREFIXES
 from ikkuna.export.messages.bus import MessageBus
 from ikkuna.export.rows.plan import Demand, Plan
 from ikkuna.export.rows.rows import Entry, Rows
-from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.export.subscriber.registered import Registered
 
 __all__ = ["Translation", "signature_of"]
 
@@ -22,7 +22,7 @@ _SHOWN_ONLY = frozenset(("title", "ylims", "backends", "message_bus", "evaluate"
 _TOGETHER = "measured together: "
 
 
-def signature_of(subscriptions: Iterable[Subscription]) -> list[str]:
+def signature_of(subscriptions: Iterable[Registered]) -> list[str]:
     """Return a line for each subscription that tells everything which decides what it measures and when, the same on every rank."""
     lines = [_describe(s) for s in subscriptions]
     seen: Counter[str] = Counter()
@@ -33,11 +33,12 @@ def signature_of(subscriptions: Iterable[Subscription]) -> list[str]:
     return lines
 
 
-def _describe(subscription: Subscription) -> str:
+def _describe(subscription: Registered) -> str:
     subscriber = subscription.subscriber
     known = {name: value for name, value in sorted(vars(subscriber).items()) if name not in _SHOWN_ONLY}
     arguments = {name: value for name, value in known.items() if not name.startswith("_") and _is_plain(value)}
-    arguments |= {"subsample": subscription.subsample, "tag": subscription.tag, "modules": _named(subscription.modules)}
+    wish = subscription.subscription
+    arguments |= {"subsample": wish.subsample, "tag": wish.tag, "modules": _named(wish.modules)}
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{type(subscriber).__name__}({', '.join(subscription.kinds)}; {shown})"
 
@@ -64,13 +65,13 @@ class Translation:
         self._bus = bus
         self._place = place
         self._demand = Demand()
-        self._named: tuple[Subscription, ...] = ()
-        self._name_of: dict[Subscription, str] = {}
-        self._by_name: dict[str, Subscription] = {}
+        self._named: tuple[Registered, ...] = ()
+        self._name_of: dict[Registered, str] = {}
+        self._by_name: dict[str, Registered] = {}
 
     def _refresh(self) -> None:
-        if self._bus.subscriptions != self._named:
-            self._named = self._bus.subscriptions
+        if self._bus.registered != self._named:
+            self._named = self._bus.registered
             names = signature_of(self._named)
             self._name_of = dict(zip(self._named, names, strict=True))
             self._by_name = dict(zip(names, self._named, strict=True))
@@ -110,7 +111,7 @@ class Translation:
         """Return the entries of all ranks, each with this rank's own message."""
         self._refresh()
         known = {self._key(entry): entry for entry in rows.entries.values()}
-        plan = self._demand.plan(self._bus.subscriptions, rows.stamp)
+        plan = self._demand.plan(self._bus.registered, rows.stamp)
         found: dict[tuple[object, ...], Entry] = {}
         for one in merged:
             entry = known.get(one.key) or self._entry_of_others(one.key, rows, plan)

@@ -36,11 +36,11 @@ class Finished:
         if self.event is not None:
             self.event.skipped = rows.skipped
             bus.publish(self.event)
-        for subscription in bus.subscriptions:
+        for subscription in bus.registered:
             if subscription.samples(rows.stamp) and (not rows.skipped or subscription.subscriber.sees_skipped):
                 bus.error_guard.call(subscription, "finish", subscription.subscriber.finish, rows.stamp)
-        for subscription in bus.subscriptions:
-            subscription.finish(rows.stamp)
+        for subscription in bus.registered:
+            subscription.drop_incomplete(rows.stamp)
         bus.commit(rows.stamp.global_step)
 
 

@@ -12,7 +12,7 @@ from ikkuna.export.message.kinds import (
     is_built_in,
 )
 from ikkuna.export.message.stamp import Stamp
-from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import HISTOGRAMS, closure
 
 __all__ = ["NOTHING", "Demand", "Plan", "Task"]
@@ -34,8 +34,8 @@ class Task:
     """
 
     fields: frozenset[str]
-    subscriptions: tuple[Subscription, ...]
-    measurers: tuple[Subscription, ...]
+    subscriptions: tuple[Registered, ...]
+    measurers: tuple[Registered, ...]
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Task:
 class Plan:
     """What to do at one step; a pure function of who samples it."""
 
-    def __init__(self, subscriptions: tuple[Subscription, ...]) -> None:
+    def __init__(self, subscriptions: tuple[Registered, ...]) -> None:
         self.subscriptions = subscriptions
         self._tasks: dict[tuple[str, str | None], Task | None] = {}
         kinds = {kind for s in subscriptions if not s.together for kind in s.kinds}
@@ -100,9 +100,9 @@ class Demand:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, ...], Plan] = {}
-        self._known: tuple[Subscription, ...] = ()
+        self._known: tuple[Registered, ...] = ()
 
-    def plan(self, subscriptions: Iterable[Subscription], stamp: Stamp) -> Plan:
+    def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
         """Return what to do at `stamp`."""
         subscriptions = tuple(subscriptions)
         if subscriptions != self._known:

@@ -16,7 +16,7 @@ from ikkuna.export.messages.error_guard import ErrorGuard
 from ikkuna.export.rows.plan import NOTHING, Plan, Task
 from ikkuna.export.rows.rows import Entry, Rows
 from ikkuna.export.rows.site import Site
-from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics import native
 from ikkuna.numerics.statistics.device import measure_vectors
@@ -51,7 +51,7 @@ class Recorder:
         self.is_agreed = False
         self._generators: dict[torch.device, torch.Generator] = {}
         self._spare: dict[tuple[object, ...], Entry] = {}
-        self._told: set[Subscription] = set()
+        self._told: set[Registered] = set()
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
         """Begin the rows of a step."""
@@ -130,7 +130,7 @@ class Recorder:
             else:
                 self._measure_all(rows, entry, (subscription,), local)
 
-    def _measure_whole(self, rows: Rows, entry: Entry, subscription: Subscription, tensor: Tensor) -> None:
+    def _measure_whole(self, rows: Rows, entry: Entry, subscription: Registered, tensor: Tensor) -> None:
         """Measure what says nothing of a shard: NaN, unless all of the tensor may be gathered."""
         subscriber = subscription.subscriber
         if subscriber.gather and self.is_agreed:
@@ -173,7 +173,7 @@ class Recorder:
             self._generators[device] = torch.Generator(device).manual_seed(0)
         return self._generators[device]
 
-    def _measure_all(self, rows: Rows, entry: Entry, measurers: Iterable[Subscription], tensor: Tensor) -> None:
+    def _measure_all(self, rows: Rows, entry: Entry, measurers: Iterable[Registered], tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
         message = entry.message(rows.stamp, tensor)
@@ -181,7 +181,7 @@ class Recorder:
             self._measure_own(entry, subscription, message, tensor)
 
     def _measure_own(
-        self, entry: Entry, subscription: Subscription, message: Message | MessageBundle, tensor: Tensor
+        self, entry: Entry, subscription: Registered, message: Message | MessageBundle, tensor: Tensor
     ) -> None:
         if subscription.disabled:  # since the step began
             return
@@ -194,7 +194,7 @@ class Recorder:
                 subscription, f"it changed {entry.place.kind!r} of {entry.place.module or 'the network'} in place"
             )
 
-    def _add_own(self, entry: Entry, subscription: Subscription, row: Tensor | None) -> None:
+    def _add_own(self, entry: Entry, subscription: Registered, row: Tensor | None) -> None:
         if isinstance(row, Tensor):
             is_first = not entry.measured or subscription not in entry.measured
             stage = "keep" if is_first else "merge"  # what has nothing to merge with pardons no failure to merge

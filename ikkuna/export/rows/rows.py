@@ -12,7 +12,7 @@ from ikkuna.export.message.message import Message
 from ikkuna.export.message.stamp import Stamp
 from ikkuna.export.rows.plan import Task
 from ikkuna.export.rows.site import Site
-from ikkuna.export.subscriber.subscription import Subscription
+from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import Record, merge
 from ikkuna.numerics.statistics.device import from_vectors, merge_vectors
 from ikkuna.numerics.statistics.native.look import Look, record_of
@@ -49,7 +49,7 @@ class Entry:
     pivot: float = 0.0
     is_mean: bool = False
     on_device: dict[str, Tensor] | None = None
-    measured: dict[Subscription, Tensor] | None = None
+    measured: dict[Registered, Tensor] | None = None
 
     def message(self, stamp: Stamp, data: Any = None, record: Record | None = None) -> Message:
         """Return the message that tells of it."""
@@ -66,7 +66,7 @@ class Entry:
             vectors = {name: merge_vectors(name, known[name], vector) for name, vector in vectors.items()}
         self.on_device = vectors
 
-    def add_measured(self, subscription: Subscription, row: Tensor) -> None:
+    def add_measured(self, subscription: Registered, row: Tensor) -> None:
         """Take in a subscriber's own row."""
         row = row.detach().to(torch.float64, copy=True)
         if self.measured is None:
@@ -146,7 +146,7 @@ class Rows:
         key = (place, path)
         return self.entries.get(key) or self._fresh(key, place, path, task)
 
-    def entry_together(self, subscription: Subscription) -> Entry:
+    def entry_together(self, subscription: Registered) -> Entry:
         """Return the entry of what one subscriber measures side by side."""
         if (entry := self.entries.get((subscription,))) is None:
             task = Task(frozenset(), (subscription,), (subscription,))

@@ -6,7 +6,6 @@ importing this package loads none.
 
 from typing import Any
 
-import ikkuna.export.messages  # noqa: F401 - the bus needs the base class, and the base class needs messages: this order serves both
 from ikkuna.errors import PluginError
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.callback import CallbackSubscriber

@@ -1,9 +1,9 @@
-"""The class every metric derives from."""
+"""The base class of all metrics."""
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from inspect import Signature, signature
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,17 +18,38 @@ from ikkuna.numerics.statistics import closure
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.module_table import ModuleEntry
 
-if TYPE_CHECKING:
-    from ikkuna.export.messages.bus import MessageBus
-
-__all__ = ["MERGES", "Subscriber"]
+__all__ = ["MERGES", "Host", "Subscriber"]
 
 MERGES = ("sum", "min", "max", "last")
-"""How rows of one identity become one over calls, micro-batches and ranks."""
+"""How the rows of one module and path are merged over calls, micro-batches and ranks."""
 
 
-class _Registering(ABCMeta):
-    """Registers an instance that was given a bus, once its constructor is through and not before."""
+class Host(Protocol):
+    """The part of a message bus that a subscriber uses."""
+
+    @property
+    def modules(self) -> tuple[NamedModule, ...]:
+        """The observed modules."""
+
+    @property
+    def network(self) -> tuple[ModuleEntry, ...]:
+        """Names, classes and parameter shapes of the observed modules."""
+
+    def register_subscriber(self, subscriber: "Subscriber") -> object:
+        """Register a subscriber."""
+
+    def is_wanted(self, kind: str) -> bool:
+        """Return whether a subscriber takes messages of this kind."""
+
+    def publish(self, message: Message) -> None:
+        """Deliver a message to the subscribers of its kind."""
+
+    def show(self, series: Series, value: Any, step: int, backends: tuple[str | Backend, ...]) -> None:
+        """Send a value to backends."""
+
+
+class _RegisteringType(ABCMeta):
+    """Registers a new instance on its ``message_bus`` after the constructor has returned."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         subscriber = super().__call__(*args, **kwargs)
@@ -38,59 +59,66 @@ class _Registering(ABCMeta):
 
     @property
     def __signature__(cls) -> Signature:
-        """The constructor's, which ``help()`` and editors show; otherwise they would show that of ``__call__``."""
-        whole = signature(cls.__init__)  # type: ignore[misc]  # whichever constructor it is, that one is meant
+        """The signature of the constructor, for ``help()`` and editors; by default they show that of ``__call__``."""
+        whole = signature(cls.__init__)  # type: ignore[misc]  # any override is meant
         return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
-class Subscriber(metaclass=_Registering):
-    """A metric: looks at messages of some kinds and emits numbers.
+class Subscriber(metaclass=_RegisteringType):
+    """A metric: takes messages of some kinds and emits numbers.
 
-    Data takes one way.  ``measure`` sees the tensor, in the hook, and returns a small tensor, its *row*;
-    rows of one identity merge over calls, micro-batches and ranks; ``compute`` sees the merged row as float64, when the batch is over.
-    A metric that is a function of shared statistics sets `fields` in place of ``measure`` and finds them in ``message.record``.
+    ``measure`` receives the tensor in the hook and returns a small tensor, its *row*.
+    Rows of the same module and path are merged over calls, micro-batches and ranks.
+    ``compute`` receives the merged row as a float64 array after the end of the step.
+    A metric that is a function of shared statistics sets `fields` instead of ``measure`` and reads ``message.record``.
 
     Parameters
     ----------
     kinds : str or list of str
-        What to look at.
+        The kinds to subscribe to.
     publishes : str or list of str
-        The kinds it emits; others can subscribe to them.
+        The kinds that the subscriber emits; other subscribers can subscribe to them.
     join : bool
-        Wait until there is one message of each kind and get them as a `MessageBundle`.
-    subsample, modules, tag
+        Whether the messages of all kinds are delivered together, as one `MessageBundle`.
+    subsample : int
         See `Subscription`.
-    backend : str, Backend or a list of these
-        Where values are shown: an installed backend's name (``"tb"``, ``"jsonl"``, ``"null"``) or an object.
+    modules : str, Pattern, callable, sequence of them, or None
+        See `Subscription`.
+    tag : str or None
+        See `Subscription`.
+    backend : str, Backend or list of these
+        Where values are shown: the name of an installed backend (``"tb"``, ``"jsonl"``, ``"null"``) or an object.
     message_bus : MessageBus, optional
-        A bus to register with at once; by default nothing outside this object is touched.
+        The bus to register with at once; by default the constructor has no effect outside this object.
     gather : bool
-        Let a metric that says nothing of a part of a tensor have tensors that are spread over ranks put together, at every step it samples.
-    title, ylims
-        What a person should read in place of the kind, and limits for backends that draw axes.
+        For a metric with `needs_whole`: whether sharded tensors are gathered from all ranks on the steps it samples.
+    title : str, optional
+        The title of its charts; by default the kind.
+    ylims : pair of float, optional
+        Limits of the value axis, for backends that draw axes.
 
     Attributes
     ----------
     fields : collection of str
-        Statistics it needs, from `ikkuna.numerics.statistics.FIELDS`.
+        The shared statistics that it reads, from `ikkuna.numerics.statistics.FIELDS`.
     finite_only : bool
-        Whether those statistics speak of finite elements alone, rather than being NaN when one is not finite.
-    merge : str
-        How its rows become one: ``"sum"``, ``"min"``, ``"max"`` or ``"last"``.
+        Whether those statistics ignore NaN and Inf; otherwise they are NaN if an element is not finite.
+    merge : {'sum', 'min', 'max', 'last'}
+        How its rows are merged.
     derived : bool
-        Whether it accepts other subscribers' results, which are floats and skip ``measure``.
+        Whether it accepts results of other subscribers, which are floats and skip ``measure``.
     sees_skipped : bool
-        Whether it also gets what was measured in a step that a gradient scaler skipped.
+        Whether it also receives measurements of steps that a gradient scaler skipped.
     needs_model : bool
-        Whether it runs the model over data of its own; then ``self.evaluate`` is the exporter's, from registration on,
-        and `modules` are the modules themselves.
+        Whether it runs the model over its own data.
+        From registration on, ``self.evaluate`` is then the exporter's, and `modules` are the modules themselves.
     of_network : bool
-        Whether what it makes of modules' messages belongs to the whole network.
+        Whether its results belong to the whole network although its inputs belong to modules.
     needs_whole : bool
-        Whether its row says nothing if it is measured of a part of a tensor, as a spectrum does.
-        Of a tensor that is spread over ranks its row is then :meth:`unknown`, or is measured of all elements with ``gather=True``.
+        Whether its row is undefined for a part of a tensor, as that of a spectrum is.
+        For a sharded tensor the row is then :meth:`unknown`, or is measured of the gathered tensor if ``gather=True``.
     per_rank : bool
-        Whether it also wants the records of each rank, as ``message.record.ranks``.
+        Whether it also reads the records of the single ranks, as ``message.record.ranks``.
 
     Examples
     --------
@@ -130,73 +158,75 @@ class Subscriber(metaclass=_Registering):
         modules: ModulePattern = None,
         tag: str | None = "training",
         backend: "str | Backend | list[str | Backend]" = "tb",
-        message_bus: "MessageBus | None" = None,
+        message_bus: Host | None = None,
         gather: bool = False,
         title: str | None = None,
         ylims: tuple[float, float] | None = None,
     ) -> None:
         subscription = SynchronizedSubscription if join else Subscription
-        self.subscription = subscription(self, kinds, tag, subsample, modules)
+        self.subscription = subscription(kinds, tag, subsample, modules)
         self.publishes = (publishes,) if isinstance(publishes, str) else tuple(publishes)
         self.backends = tuple(backend) if isinstance(backend, list | tuple) else (backend,)
         if wrong := [b for b in self.backends if not isinstance(b, str | Backend)]:
             raise ConfigTypeError(f"backend needs a name or a Backend, got {type(wrong[0]).__name__} {wrong[0]!r}")
+        if message_bus is not None and not callable(getattr(message_bus, "register_subscriber", None)):
+            raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__} {message_bus!r}")
         self.message_bus = message_bus
         self.gather = gather
         self.title = title
         self.ylims = ylims
-        self._bus: MessageBus | None = None
+        self._host: Host | None = None
         self._series: dict[tuple[str, str | None, str], Series] = {}
         self.evaluate: Callable[..., None] | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds it looks at."""
+        """The kinds it subscribes to."""
         return self.subscription.kinds
 
     @property
     def measures(self) -> bool:
-        """Whether it has a ``measure`` of its own."""
+        """Whether its class overrides ``measure``."""
         return type(self).measure is not Subscriber.measure
 
     @property
     def network(self) -> tuple[ModuleEntry, ...]:
-        """The modules that are looked at, with their classes and the shapes of their parameters; none before registration."""
-        return self._bus.network if self._bus is not None else ()
+        """Names, classes and parameter shapes of the observed modules; empty before registration."""
+        return self._host.network if self._host is not None else ()
 
     @property
     def modules(self) -> tuple[NamedModule, ...]:
-        """The modules it wants, for one that needs the model; none before registration.  To be read, not to be changed."""
-        if self._bus is None or not self.needs_model:
+        """The modules it subscribes to, to read and not to change; empty before registration or without `needs_model`."""
+        if self._host is None or not self.needs_model:
             return ()
-        return tuple(named for named in self._bus.modules if self.subscription.matches(named.name))
+        return tuple(named for named in self._host.modules if self.subscription.matches(named.name))
 
     def begin(self) -> None:
-        """Look at the model before training goes on; called at registration of one that needs it, if it is known by then.
+        """Prepare for training; called at registration if `needs_model` is set and the model has been added.
 
-        What this raises is raised by the registration.
+        An exception is raised by the registration.
         """
 
     def measure(self, message: Any) -> Tensor | None:
         """Return the row of a message, a small tensor of fixed size and type, or ``None``.
 
-        Called in the hook with the borrowed tensor in ``message.data``, detached, without gradient and autocast.
+        Called in the hook with the borrowed tensor in ``message.data``, detached, without gradients and autocast.
         It must not synchronise with the device, keep the tensor, write to it, or draw from a global random generator.
         """
         raise NotImplementedError
 
     def unknown(self, message: Any) -> Tensor:
-        """Return the row that stands for a tensor of which only a part is here: NaN for each kind that is published."""
+        """Return the row of a tensor of which this rank holds only a part: NaN for each published kind."""
         return torch.full((max(len(self.publishes), 1),), torch.nan)
 
     @abstractmethod
     def compute(self, message: Any) -> None:
-        """Turn a merged message (or bundle) into numbers and :meth:`emit` them; called when the batch is over."""
+        """Compute numbers from a merged message or bundle and :meth:`emit` them; called after the end of the step."""
 
     def finish(self, stamp: Stamp) -> None:
-        """Take the end of a step or pass that this subscriber samples, after everything of it was delivered.
+        """Handle the end of a step or pass that this subscriber samples, after all its messages were delivered.
 
-        The place to emit what is made of several modules: ``self.emit(NetworkMessage(stamp, kind), value)``.
+        A result of several modules is emitted here: ``self.emit(NetworkMessage(stamp, kind), value)``.
         """
 
     def emit(self, message: Message | MessageBundle, value: float, kind: str | None = None) -> None:
@@ -212,24 +242,24 @@ class Subscriber(metaclass=_Registering):
             raise ConfigError(f"{type(self).__name__} emits {kind!r} but publishes {list(self.publishes)}")
         value = float(value)
         self._show(message, value, kind)
-        if self._bus is not None and self._bus.is_wanted(kind):
-            self._bus.publish(message.result(kind, value))
+        if self._host is not None and self._host.is_wanted(kind):
+            self._host.publish(message.result(kind, value))
 
     def show(self, message: Message | MessageBundle, value: Any) -> None:
         """Show `value`, a float or a histogram, under the kind and name of `message`, without publishing it."""
         self._show(message, value, message.first.kind if isinstance(message, MessageBundle) else message.kind)
 
     def _show(self, message: Message | MessageBundle, value: Any, kind: str) -> None:
-        if self._bus is None:
+        if self._host is None:
             return
         stamp = message.stamp
         key = kind, message.series_name, stamp.pass_name
         if (series := self._series.get(key)) is None:
             series = self._series[key] = Series(*key, self.title, self.ylims)
-        self._bus.show(series, value, stamp.global_step, self.backends)
+        self._host.show(series, value, stamp.global_step, self.backends)
 
     def check(self) -> None:
-        """Raise `ConfigError` if this class cannot work as it stands; called at registration."""
+        """Raise `ConfigError` if an attribute of the class is invalid; called at registration."""
         if self.merge not in MERGES:
             raise ConfigError(f"{type(self).__name__}.merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
         if isinstance(self.fields, str):

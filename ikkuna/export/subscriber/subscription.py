@@ -1,19 +1,14 @@
-"""What a subscriber wants to see: which kinds, of which modules, in which pass, how often."""
+"""The messages that a subscriber asks for: kinds, modules, pass, and how often."""
 
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.message.bundle import MessageBundle
-from ikkuna.export.message.kinds import EVENT_KINDS, MEASURED_TOGETHER
 from ikkuna.export.message.message import Message, ModuleMessage
 from ikkuna.export.message.stamp import Stamp
-from ikkuna.failures import FailureCounter
-
-if TYPE_CHECKING:
-    from ikkuna.export.subscriber.base import Subscriber
 
 __all__ = ["ModulePattern", "Subscription", "SynchronizedSubscription"]
 
@@ -33,14 +28,14 @@ def _matcher(modules: ModulePattern) -> Callable[[str], bool]:
     if callable(modules):
         return modules
     raise ConfigTypeError(
-        f"modules needs a glob, a compiled regex, a function of a name or a list of these, got {modules!r}"
+        f"modules needs a glob, a compiled regex, a function of a name, or a list of globs and regexes, got {modules!r}"
     )
 
 
 def _checked_kinds(kinds: str | Iterable[str]) -> tuple[str, ...]:
     names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     if not names:
-        raise ConfigError("a subscriber needs at least one kind, got an empty list")
+        raise ConfigError("kinds needs at least one kind, got an empty list")
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise ConfigTypeError(f"kinds are strings, got {type(wrong[0]).__name__} {wrong[0]!r}")
     if len(set(names)) < len(names):
@@ -48,27 +43,48 @@ def _checked_kinds(kinds: str | Iterable[str]) -> tuple[str, ...]:
     return names
 
 
+@dataclass(frozen=True, eq=False, init=False)
 class Subscription:
-    """A subscriber's wish, apart from what it does with what it gets.
+    """The messages that a subscriber asks for.
 
     Parameters
     ----------
-    subscriber : whose wish it is
-    kinds : the kinds it wants, one or several
-    tag : the pass it listens to; ``None`` for every pass
-    subsample : take every so-many-th optimizer step, the first included.
-        Passes other than training are always taken, and epochs are counted in epochs.
-    modules : which modules, as a glob such as ``"features.*"``, a compiled regex, a function of the name, or a list of these
+    kinds : str or iterable of str
+        One or several kinds.
+    tag : str or None
+        The name of a pass; ``None`` for every pass.
+    subsample : int
+        Sample every `subsample`-th optimizer step, including step 0.
+        Steps of other passes are always sampled; events of epochs are counted in epochs.
+    modules : str, Pattern, callable, sequence of them, or None
+        A glob such as ``"features.*"``, a compiled regex, a function of the name, or a list of globs and regexes.
+
+    Attributes
+    ----------
+    matches : callable
+        ``matches(name)`` returns whether the module of this name is among `modules`.
 
     Raises
     ------
     ConfigError
-        For arguments that cannot be meant.
+        If an argument is invalid.
+
+    Examples
+    --------
+    >>> subscription = Subscription("weights", subsample=10, modules="features.*")
+    >>> subscription.matches("features.0"), subscription.samples(Stamp(10, 0, 1)), subscription.samples(Stamp(11, 1, 1))
+    (True, True, False)
     """
+
+    kinds: tuple[str, ...]
+    tag: str | None
+    subsample: int
+    modules: ModulePattern
+    matches: Callable[[str], bool]
+    is_joined: ClassVar[bool] = False
 
     def __init__(
         self,
-        subscriber: "Subscriber",
         kinds: str | Iterable[str],
         tag: str | None = "training",
         subsample: int = 1,
@@ -78,51 +94,35 @@ class Subscription:
             raise ConfigError(f"subsample must be an int >= 1, got {subsample!r}")
         if tag is not None and not isinstance(tag, str):
             raise ConfigTypeError(f"tag must be the name of a pass or None, got {tag!r}")
-        self.subscriber = subscriber
-        self.kinds = _checked_kinds(kinds)
-        self.tag = tag
-        self.subsample = subsample
-        self.modules = modules
-        self.matches = _matcher(modules)
-        self.failures = FailureCounter()  # by stage
-        self.disabled = False
-        self.seconds = 0.0  # spent in the subscriber's own code
-        self.dropped = 0
+        names = _checked_kinds(kinds)
+        if self.is_joined and len(names) < 2:
+            raise ConfigError(f"join=True needs at least 2 kinds, got 1: {names[0]!r}")
+        values = {"kinds": names, "tag": tag, "subsample": subsample, "modules": modules}
+        for name, value in (values | {"matches": _matcher(modules)}).items():
+            object.__setattr__(self, name, value)
 
     def samples(self, stamp: Stamp) -> bool:
-        """Whether data of this step is wanted: a pure function of the stamp."""
-        if self.disabled or (self.tag is not None and self.tag != stamp.pass_name):
+        """Return whether data of this step is sampled: a pure function of the stamp, so that all ranks agree."""
+        if self.tag is not None and self.tag != stamp.pass_name:
             return False
         return stamp.pass_name != "training" or stamp.global_step % self.subsample == 0
 
     def takes(self, message: Message) -> bool:
-        """Whether this very message is wanted."""
-        if message.kind not in self.kinds or self.disabled:
+        """Return whether this message is delivered.  Events of epochs are delivered whatever the tag."""
+        if message.kind not in self.kinds:
             return False
-        if message.kind in EVENT_KINDS and message.kind.startswith("epoch"):
+        if message.kind in ("epoch_started", "epoch_finished"):
             return message.epoch % self.subsample == 0
         if not self.samples(message.stamp):
             return False
         return not isinstance(message, ModuleMessage) or self.matches(message.module)
 
-    @property
-    def together(self) -> bool:
-        """Whether tensors of several kinds are measured in one call."""
-        return False
-
-    def deliver(self, message: Message | MessageBundle) -> None:
-        """Hand a message of floats to the subscriber."""
-        self.subscriber.compute(message)
-
-    def finish(self, stamp: Stamp) -> None:
-        """Forget what waited for company at `stamp`."""
-
 
 class SynchronizedSubscription(Subscription):
-    """A wish for several kinds at once: they arrive as one `MessageBundle` per stamp, module and path.
+    """A subscription of several kinds whose messages are delivered as one `MessageBundle` per stamp, module and path.
 
-    What has not met its company by the end of the step is dropped and counted in ``dropped``.
-    It takes what `Subscription` takes.
+    Messages whose partners have not arrived by the end of the step are dropped and counted in ``health().dropped``.
+    The parameters are those of `Subscription`.
 
     Raises
     ------
@@ -130,31 +130,4 @@ class SynchronizedSubscription(Subscription):
         If there is only one kind.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        if len(self.kinds) < 2:
-            raise ConfigError(f"messages of one kind cannot be joined, got {list(self.kinds)}")
-        self._waiting: dict[tuple[object, ...], dict[str, Message]] = {}
-
-    @property
-    def together(self) -> bool:
-        """Whether all kinds are seen in the loss module's one call."""
-        return self.subscriber.measures and set(self.kinds) <= set(MEASURED_TOGETHER)
-
-    def deliver(self, message: Message | MessageBundle) -> None:
-        """Keep a message until its company has come, then hand over the bundle."""
-        if isinstance(message, MessageBundle):
-            self.subscriber.compute(message)
-            return
-        waiting = self._waiting.setdefault(message.identity, {})
-        waiting[message.kind] = message
-        if len(waiting) == len(self.kinds):
-            del self._waiting[message.identity]
-            self.subscriber.compute(MessageBundle({kind: waiting[kind] for kind in self.kinds}))
-
-    def finish(self, stamp: Stamp) -> None:
-        """Drop and count the incomplete bundles of `stamp`."""
-        stale = [identity for identity in self._waiting if identity[0] == stamp]
-        for identity in stale:
-            del self._waiting[identity]
-        self.dropped += len(stale)
+    is_joined = True
