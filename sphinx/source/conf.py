@@ -1,4 +1,7 @@
-"""The site: built offline by ``make docs``; with IKKUNA_DOCS_ONLINE=1 names of torch and numpy link to their own sites."""
+"""Configures the documentation, which ``make docs`` builds offline.
+
+With ``IKKUNA_DOCS_ONLINE=1``, names of torch and numpy link to their documentation.
+"""
 
 import os
 import re
@@ -35,27 +38,19 @@ exclude_patterns = ["generated"]
 
 default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_typehints = "both"  # in signatures, and in the sections of parameters
+autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = False
-napoleon_use_param = False  # types are told in signatures, and once
-napoleon_use_rtype = False
+suppress_warnings = ["ref.python"]  # a word in a type, as in "sequence of (name, value)", may be the name of two attributes
 
-# What belongs to others is not in our inventory; every reference of our own must resolve.
+# References to names of ikkuna must resolve; names of other packages are not in the inventory.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|nn|np|numpy|matplotlib|collections|pathlib|typing|types|re|os|abc|importlib|contextlib)(\..*)?"),
-    (
-        "py:class",
-        r"Tensor|Path|Any|Self|Callable|Iterable|Iterator|Sequence|Mapping|Collection|Pattern|Parameter|Module|Figure",
-    ),
-    (
-        "py:(class|exc)",
-        r"[A-Z][A-Za-z]*(Error|Exception|Warning)|(.*\.)?[A-Z]|ndarray|Optimizer|NDArray|Generator|device",
-    ),
-    ("py:class", r"int|float|str|bool|bytes|None|list|dict|tuple|set|frozenset|object|type"),
-    ("py:class", r"ikkuna\.export\.(rows|observer)\..*"),  # the inside of the export
-    ("py:obj", r".*"),  # `name` in a docstring may be an argument's
+    ("py:.*", r"(?!ikkuna).*"),
+    ("py:class", r".*\.[A-Z]"),  # type variables
+    ("py:class", r"ikkuna\.export\.(rows|session)\..*"),  # internal classes
+    ("py:obj", r".*"),  # `name` in a docstring may be a parameter
 ]
 
 intersphinx_mapping = {}
@@ -67,7 +62,7 @@ if os.environ.get("IKKUNA_DOCS_ONLINE") == "1":
         "numpy": ("https://numpy.org/doc/stable", None),
     }
 
-# A colon in the summary of a property or a constant is a colon, not the end of a type.
+# A colon in the summary of a property or of a constant does not end a type.
 docstring.GoogleDocstring._parse_attribute_docstring = docstring.GoogleDocstring._consume_to_end
 
 _HEAD = re.compile(r"(?P<name>\*{0,2}\w+(?:, \w+)*) : (?P<text>.+)")
@@ -75,7 +70,7 @@ _TYPE = re.compile(r"[\w.`,:()*| -]{1,60}")
 
 
 def _describe(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Let ``name : words`` of a parameter be its description where nothing follows; types of attributes are not told."""
+    """Treat ``name : words`` as a name and its description if the words are not a type."""
     section = ""
     for i, line in enumerate(lines):
         following = lines[i + 1] if i + 1 < len(lines) else ""
@@ -87,11 +82,9 @@ def _describe(app: Any, what: str, name: str, obj: Any, options: Any, lines: lis
         is_type = following.startswith(" ") and _TYPE.fullmatch(found["text"]) is not None
         if not is_type:
             lines[i] = f"{found['name']}\n    {found['text']}"
-        elif section == "Attributes":
-            lines[i] = found["name"]
     lines[:] = "\n".join(lines).split("\n")
 
 
 def setup(app: Any) -> None:
-    """Add what reads docstrings before napoleon does."""
+    """Process docstrings before napoleon does."""
     app.connect("autodoc-process-docstring", _describe, priority=100)
