@@ -1,4 +1,4 @@
-"""Pictures of features, gates and statistics, as matplotlib Figures that nothing else knows of.
+"""FigureList of features, gates and statistics, as matplotlib Figures that nothing else knows of.
 
 Nothing is shown and no global state is touched: a function returns what it drew.
 What could not be drawn is marked and counted.
@@ -6,11 +6,11 @@ What could not be drawn is marked and counted.
 
 from ikkuna.plot.curves import draw_curves, features_1d
 from ikkuna.plot.fan import FanSeries, draw_fan, fan_series, percentile_fan
+from ikkuna.plot.figure import FigureList, NanCount, NotebookFigure
 from ikkuna.plot.flow import Flow, draw_flow, flow_of, gradient_flow
 from ikkuna.plot.histograms import draw_histogram, draw_ridge, features_hist, features_hist_v2, hist_clipped
 from ikkuna.plot.images import draw_image, features_2d
 from ikkuna.plot.matrices import layer_step_heatmap, similarity_matrix
-from ikkuna.plot.picture import NanCount, Picture, Pictures
 from ikkuna.plot.points import draw_points, features_0d
 from ikkuna.plot.rnn import rnn_heatmap, rnn_histogram
 
@@ -20,10 +20,10 @@ features_2D = features_2d  # noqa: N816
 
 __all__ = [
     "FanSeries",
+    "FigureList",
     "Flow",
     "NanCount",
-    "Picture",
-    "Pictures",
+    "NotebookFigure",
     "draw_curves",
     "draw_fan",
     "draw_flow",

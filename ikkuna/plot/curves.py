@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.grid import grid_shape, outer, panels, share
-from ikkuna.plot.look import ALIASES, INK, OPTIONS, Look, LookOptions, curve_colors
-from ikkuna.plot.marks import annotate, legend, name_axes, remark
-from ikkuna.plot.picture import Picture, count_nonfinite, save
-from ikkuna.plot.spelling import spelled
+from ikkuna.plot.annotations import add_color_legend, add_note, label_outer_axes, label_panel
+from ikkuna.plot.figure import NotebookFigure, count_nonfinite, save_figures
+from ikkuna.plot.grid import create_panels, grid_shape, outer_axes, share_limits
+from ikkuna.plot.keyword_aliases import keyword_aliases
+from ikkuna.plot.style import NOTE_COLOR, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, curve_colors
 
 __all__ = ["draw_curves", "features_1d"]
 
 
-@spelled(
-    OPTIONS,
-    **ALIASES,
+@keyword_aliases(
+    STYLE_KEYWORDS,
+    **STYLE_ALIASES,
     show_y_zero="zero_line",
     y_zero="zero_line",
     annotations="labels",
@@ -39,7 +39,7 @@ def features_1d(
     cmap: Any = None,
     fig: Any = None,
     ax: Axes | None = None,
-    **look: Unpack[LookOptions],
+    **style_options: Unpack[StyleOptions],
 ) -> Any:
     """Draw channels as curves over time, a panel for each channel and a curve for each sample.
 
@@ -63,12 +63,12 @@ def features_1d(
         One colour for all curves, a list of them, or a map.
     fig, ax
         Where to draw: a Figure for the grid, or the Axes of a single panel.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
-    Picture
+    NotebookFigure
         Or what was given as `fig`, or the figure of `ax`.
 
     Raises
@@ -78,37 +78,37 @@ def features_1d(
 
     Examples
     --------
-    >>> picture = features_1d(np.zeros((3, 10, 4)))
-    >>> [len(ax.lines) for ax in picture.axes]
+    >>> figure = features_1d(np.zeros((3, 10, 4)))
+    >>> [len(ax.lines) for ax in figure.axes]
     [3, 3, 3, 3]
     """
     values, curve, panel = _curves(data, "sample" if subplot_samples else by, max_steps)
-    style = Look.of(look)
+    style = Style.of(style_options)
     target: Any = ax.figure if ax is not None else fig
     if ax is not None and len(values) > 1:
         raise ConfigError(f"ax takes one panel, but the data has {len(values)}; give fig")
     columns = grid_shape(len(values), n_rows)[1]
-    picture, axes = (target, [ax]) if ax is not None else _grid(style, len(values), n_rows, share_xy, fig)
+    figure, axes = (target, [ax]) if ax is not None else _grid(style, len(values), n_rows, share_xy, fig)
     colors = curve_colors(values.shape[2], color, cmap)
     for i, each in enumerate(axes):
         draw_curves(each, values[i], colors, zero_line, **style.config("plot"))
-        style.frame(each)
+        style.format_panel(each)
         if panel:
-            annotate(each, i, labels, len(values), style)
+            label_panel(each, i, labels, len(values), style)
         if count := count_nonfinite(values[i]):
-            remark(each, str(count))
-    share(axes, columns, share_xy)
-    bottom, left = outer(axes, columns, len(values))
-    name_axes(bottom, left, "timestep", "value")
-    style.entitle(
-        picture, f"a panel for each {panel}, a curve for each {curve}" if panel else f"a curve for each {curve}"
+            add_note(each, str(count))
+    share_limits(axes, columns, share_xy)
+    bottom, left = outer_axes(axes, columns, len(values))
+    label_outer_axes(bottom, left, "timestep", "value")
+    style.add_title(
+        figure, f"a panel for each {panel}, a curve for each {curve}" if panel else f"a curve for each {curve}"
     )
     if not panel:
-        legend(axes[0], values.shape[2], curve, color, cmap)
-    if isinstance(picture, Picture):
-        picture.report({f"{panel or 'data'} {i}": count_nonfinite(v) for i, v in enumerate(values)})
-    save([picture], style.savepath, **style.config("save"))
-    return picture
+        add_color_legend(axes[0], values.shape[2], curve, color, cmap)
+    if isinstance(figure, NotebookFigure):
+        figure.report({f"{panel or 'data'} {i}": count_nonfinite(v) for i, v in enumerate(values)})
+    save_figures([figure], style.savepath, **style.config("save"))
+    return figure
 
 
 def _curves(data: Any, by: str, max_steps: int | None) -> tuple[NDArray[np.float64], str, str]:
@@ -129,8 +129,8 @@ def _curves(data: Any, by: str, max_steps: int | None) -> tuple[NDArray[np.float
     return values.transpose(2, 1, 0), "sample", "channel"
 
 
-def _grid(style: Look, count: int, n_rows: Any, share_xy: Any, fig: Any) -> tuple[Any, list[Axes]]:
-    return panels(style, count, n_rows, share_xy, (10.0, 5.0) if count == 1 else (10.0, 8.0), fig)
+def _grid(style: Style, count: int, n_rows: Any, share_xy: Any, fig: Any) -> tuple[Any, list[Axes]]:
+    return create_panels(style, count, n_rows, share_xy, (10.0, 5.0) if count == 1 else (10.0, 8.0), fig)
 
 
 def draw_curves(
@@ -138,7 +138,7 @@ def draw_curves(
 ) -> Axes:
     """Draw `values`: (time, curve) into `ax`; NaN leaves a hole."""
     if zero_line:
-        ax.axhline(0, color=INK, linewidth=1)
+        ax.axhline(0, color=NOTE_COLOR, linewidth=1)
     steps = np.arange(len(values)) if x is None else x
     width = 1.2 if values.shape[1] <= 16 else 0.6
     shown = np.where(np.isfinite(values), values, np.nan)

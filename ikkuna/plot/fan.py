@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
-from ikkuna.plot.look import ALIASES, OPTIONS, Look, LookOptions
-from ikkuna.plot.picture import save
-from ikkuna.plot.spelling import spelled
+from ikkuna.plot.figure import save_figures
+from ikkuna.plot.keyword_aliases import keyword_aliases
+from ikkuna.plot.style import STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions
 
 __all__ = ["FanSeries", "draw_fan", "fan_series", "percentile_fan"]
 
@@ -108,7 +108,7 @@ def draw_fan(ax: Axes, series: FanSeries, x: Any = None, color: Any = "#0072b2",
     return ax
 
 
-@spelled(OPTIONS, **ALIASES)
+@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES)
 def percentile_fan(
     log: Any,
     *,
@@ -118,7 +118,7 @@ def percentile_fan(
     xlabel: str = "Epochs",
     color: Any = "#0072b2",
     ax: Axes | None = None,
-    **look: Unpack[LookOptions],
+    **style_options: Unpack[StyleOptions],
 ) -> Any:
     """Draw minimum, maximum and percentiles over time.
 
@@ -138,12 +138,12 @@ def percentile_fan(
         What the entries are.
     ax : Axes, optional
         Where to draw a single fan.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
-    Picture
+    NotebookFigure
         Or the figure of `ax`.
 
     Raises
@@ -161,7 +161,7 @@ def percentile_fan(
     by_place = {(fan.layer, fan.column): fan for fan in fans}
     _check(rows, {fan.layer for fan in fans}, "layer")
     _check(columns, present, "column")
-    style = Look.of(look, title=None)
+    style = Style.of(style_options, title=None)
     if ax is not None:
         if len(rows) * len(columns) > 1:
             raise ConfigError(
@@ -169,8 +169,8 @@ def percentile_fan(
             )
         draw_fan(ax, by_place[rows[0], columns[0]], x, color, **style.config("plot"))
         return ax.figure
-    picture = style.figure(3.2 * len(columns) + 0.5, 2.2 * len(rows) + 0.5, len(rows) * len(columns))
-    axes = picture.subplots(len(rows), len(columns), squeeze=False, sharex=True, **style.config("subplot"))
+    figure = style.new_figure(3.2 * len(columns) + 0.5, 2.2 * len(rows) + 0.5, len(rows) * len(columns))
+    axes = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, **style.config("subplot"))
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
             _draw_place(axes[i, j], by_place.get((row, column)), x, color, style)
@@ -178,17 +178,17 @@ def percentile_fan(
     for j, column in enumerate(columns):
         axes[0, j].set_title(column)
         axes[-1, j].set_xlabel(xlabel)
-    style.entitle(picture, "minimum, maximum and percentiles")
-    save([picture], style.savepath, **style.config("save"))
-    return picture
+    style.add_title(figure, "minimum, maximum and percentiles")
+    save_figures([figure], style.savepath, **style.config("save"))
+    return figure
 
 
-def _draw_place(ax: Axes, fan: FanSeries | None, x: Any, color: Any, style: Look) -> None:
+def _draw_place(ax: Axes, fan: FanSeries | None, x: Any, color: Any, style: Style) -> None:
     if fan is None:
         ax.set_visible(False)
         return
     draw_fan(ax, fan, x, color, **style.config("plot"))
-    style.frame(ax)
+    style.format_panel(ax)
 
 
 def _check(asked: Sequence[str], known: set[str], word: str) -> None:

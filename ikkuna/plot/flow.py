@@ -11,9 +11,9 @@ from torch import nn
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.modules import is_bias, named_parameters
-from ikkuna.plot.look import ALIASES, INK, OPTIONS, Look, LookOptions
-from ikkuna.plot.picture import save
-from ikkuna.plot.spelling import spelled
+from ikkuna.plot.figure import save_figures
+from ikkuna.plot.keyword_aliases import keyword_aliases
+from ikkuna.plot.style import NOTE_COLOR, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions
 
 __all__ = ["Flow", "draw_flow", "flow_of", "gradient_flow"]
 
@@ -58,7 +58,7 @@ def draw_flow(ax: Axes, flow: Flow, log: bool = True) -> Axes:
     for row, (mean, largest) in enumerate(zip(flow.mean, flow.largest, strict=True)):
         if not np.isfinite(mean) or not largest:
             text = "0" if largest == 0 else "NaN" if np.isnan(mean) else "Inf"
-            ax.text(0.01, row, text, transform=ax.get_yaxis_transform(), color=INK, weight="bold", va="center")
+            ax.text(0.01, row, text, transform=ax.get_yaxis_transform(), color=NOTE_COLOR, weight="bold", va="center")
     every = max(1, -(-len(rows) // 60))
     ax.set_yticks(rows[::every], flow.names[::every])
     ax.set_ylim(len(rows) - 0.4, -0.6)
@@ -67,9 +67,14 @@ def draw_flow(ax: Axes, flow: Flow, log: bool = True) -> Axes:
     return ax
 
 
-@spelled(OPTIONS, **ALIASES)
+@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES)
 def gradient_flow(
-    gradients: Any, *, include_bias: bool = False, log: bool = True, ax: Axes | None = None, **look: Unpack[LookOptions]
+    gradients: Any,
+    *,
+    include_bias: bool = False,
+    log: bool = True,
+    ax: Axes | None = None,
+    **style_options: Unpack[StyleOptions],
 ) -> Axes:
     """Draw how large the gradient of every layer is, from the input down to the loss.
 
@@ -82,9 +87,9 @@ def gradient_flow(
     log : bool
         A logarithmic scale.
     ax : Axes, optional
-        Where to draw; otherwise in a new picture.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+        Where to draw; otherwise in a new figure.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
@@ -97,11 +102,13 @@ def gradient_flow(
         If there are no gradients.
     """
     flow = flow_of(gradients, include_bias)
-    style = Look.of(look, title="Gradient flow")
-    axes: Axes = ax if ax is not None else style.figure(8, max(2.5, min(0.3 * len(flow.names) + 1.2, 20))).subplots()
+    style = Style.of(style_options, title="Gradient flow")
+    axes: Axes = (
+        ax if ax is not None else style.new_figure(8, max(2.5, min(0.3 * len(flow.names) + 1.2, 20))).subplots()
+    )
     draw_flow(axes, flow, log)
-    style.frame(axes)
-    style.entitle(axes, "")
+    style.format_panel(axes)
+    style.add_title(axes, "")
     if ax is None:
-        save([axes.figure], style.savepath, **style.config("save"))  # type: ignore[list-item]  # never a SubFigure
+        save_figures([axes.figure], style.savepath, **style.config("save"))  # type: ignore[list-item]  # never a SubFigure
     return axes

@@ -7,10 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from ikkuna.errors import ConfigError
-from ikkuna.plot.look import Look
-from ikkuna.plot.picture import Picture
+from ikkuna.plot.figure import NotebookFigure
+from ikkuna.plot.style import Style
 
-__all__ = ["grid_shape", "outer", "panels", "share", "shared"]
+__all__ = ["create_panels", "grid_shape", "outer_axes", "share_limits", "sharing"]
 
 
 def grid_shape(count: int, n_rows: int | str | None = None) -> tuple[int, int]:
@@ -37,7 +37,7 @@ def grid_shape(count: int, n_rows: int | str | None = None) -> tuple[int, int]:
     return root, math.ceil(count / root)
 
 
-def shared(share_xy: Any) -> tuple[Any, Any]:
+def sharing(share_xy: Any) -> tuple[Any, Any]:
     """Return how x and how y are shared, from one value or a pair of True, False, 'row', 'col'."""
     pair = share_xy if isinstance(share_xy, tuple | list) else (share_xy, share_xy)
     if len(pair) != 2 or any(v not in (True, False, "row", "col", "all", "none") for v in pair):
@@ -47,34 +47,34 @@ def shared(share_xy: Any) -> tuple[Any, Any]:
     return x, y
 
 
-def panels(
-    look: Look,
+def create_panels(
+    style: Style,
     count: int,
     n_rows: int | str | None = None,
     share_xy: Any = True,
     size: tuple[float, float] = (10, 10),
     fig: Any = None,
 ) -> tuple[Any, list[Axes]]:
-    """Return a picture with a grid, and the `count` axes to draw into; places left over are hidden."""
+    """Return a figure with a grid, and the `count` axes to draw into; places left over are hidden."""
     rows, columns = grid_shape(count, n_rows)
-    picture: Any = look.figure(*size, panels=rows * columns) if fig is None else fig
-    x, y = shared(share_xy)
-    # Matplotlib's own sharing looks at every panel for each panel, which takes minutes for hundreds: see share().
-    axes: Any = picture.subplots(rows, columns, squeeze=False, **look.config("subplot"))
+    figure: Any = style.new_figure(*size, panels=rows * columns) if fig is None else fig
+    x, y = sharing(share_xy)
+    # Matplotlib's own sharing looks at every panel for each panel, which takes minutes for hundreds: see share_limits().
+    axes: Any = figure.subplots(rows, columns, squeeze=False, **style.config("subplot"))
     for ax in axes.flat[count:]:
         ax.set_visible(False)
-    if look.tight:
-        top = 0.94 if look.title else 1.0
+    if style.tight:
+        top = 0.94 if style.title else 1.0
         adjust = {"left": 0.0, "right": 1.0, "bottom": 0.0, "top": top, "wspace": 0.0, "hspace": 0.0}
-        picture.subplots_adjust(**look.config("tight", **adjust))
-    elif isinstance(picture, Picture) and picture.get_layout_engine() is None:
+        figure.subplots_adjust(**style.config("tight", **adjust))
+    elif isinstance(figure, NotebookFigure) and figure.get_layout_engine() is None:
         close = 0.12 if count <= 100 else 0.04
         gaps = {"wspace": close if y else 0.4, "hspace": close if x else 0.4}
         adjust = {"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.94, **gaps}
-        picture.subplots_adjust(**look.config("tight", **adjust))
+        figure.subplots_adjust(**style.config("tight", **adjust))
     if count > 16:
         _shrink_ticks(axes.flat[:count], 6 if count > 36 else 8)
-    return picture, list(np.asarray(axes).flat[:count])
+    return figure, list(np.asarray(axes).flat[:count])
 
 
 def _shrink_ticks(axes: Any, size: int) -> None:
@@ -84,15 +84,15 @@ def _shrink_ticks(axes: Any, size: int) -> None:
         ax.locator_params(nbins=3, prune="both")
 
 
-def share(axes: list[Axes], columns: int, share_xy: Any) -> None:
+def share_limits(axes: list[Axes], columns: int, share_xy: Any) -> None:
     """Give the panels of a grid common limits, and tick labels only where they are not said by another panel.
 
     To be called when everything is drawn.
     """
-    bottom, left = (set(map(id, edge)) for edge in outer(axes, columns, len(axes)))
+    bottom, left = (set(map(id, edge)) for edge in outer_axes(axes, columns, len(axes)))
     if len(axes) > 100:  # labels beside each other could not be read
         bottom = {id(axes[-1])}
-    for name, how, edge, along in zip("xy", shared(share_xy), (bottom, left), ("col", "row"), strict=True):
+    for name, how, edge, along in zip("xy", sharing(share_xy), (bottom, left), ("col", "row"), strict=True):
         for group in _groups(axes, columns, how):
             _equate(group, name)
         for ax in axes if how in (True, along) else ():
@@ -115,7 +115,7 @@ def _equate(axes: list[Axes], name: str) -> None:
         getattr(ax, f"set_{name}lim")((high, low) if first > last else (low, high))
 
 
-def outer(axes: list[Axes], columns: int, count: int) -> tuple[list[Axes], list[Axes]]:
+def outer_axes(axes: list[Axes], columns: int, count: int) -> tuple[list[Axes], list[Axes]]:
     """Return the axes at the bottom of a column, and those at the left."""
     bottom = [ax for i, ax in enumerate(axes) if i + columns >= count]
     return bottom, axes[::columns]

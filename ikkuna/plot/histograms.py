@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.grid import grid_shape, panels, share
-from ikkuna.plot.look import ALIASES, INK, OPTIONS, Look, LookOptions, curve_colors
-from ikkuna.plot.marks import annotate, remark
-from ikkuna.plot.picture import Picture, count_nonfinite, save
-from ikkuna.plot.spelling import spelled
+from ikkuna.plot.annotations import add_note, label_panel
+from ikkuna.plot.figure import NotebookFigure, count_nonfinite, save_figures
+from ikkuna.plot.grid import create_panels, grid_shape, share_limits
+from ikkuna.plot.keyword_aliases import keyword_aliases
+from ikkuna.plot.style import NOTE_COLOR, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, curve_colors
 
 __all__ = ["draw_histogram", "draw_ridge", "features_hist", "features_hist_v2", "hist_clipped"]
 
@@ -26,7 +26,7 @@ def draw_histogram(ax: Axes, values: Array, bins: Any = 100, **options: Any) -> 
     counts, edges = np.histogram(finite, bins, options.pop("range", None), density=options.pop("density", False))
     ax.stairs(counts, edges, **{"fill": True, "color": "#0072b2", **options})
     if count := count_nonfinite(values):
-        remark(ax, str(count))
+        add_note(ax, str(count))
     return counts.astype(np.float64)
 
 
@@ -53,9 +53,9 @@ def draw_ridge(
     return ax
 
 
-@spelled(
-    OPTIONS,
-    **ALIASES,
+@keyword_aliases(
+    STYLE_KEYWORDS,
+    **STYLE_ALIASES,
     annotations="labels",
     colnames="column_names",
     side_annot="row_name",
@@ -77,7 +77,7 @@ def features_hist(
     pad_xticks: bool = False,
     color: Any = None,
     fig: Any = None,
-    **look: Unpack[LookOptions],
+    **style_options: Unpack[StyleOptions],
 ) -> Any:
     """Draw a histogram of each entry of `data`.
 
@@ -110,44 +110,44 @@ def features_hist(
         Write the limits of x into the panel, and no ticks.
     color : optional
         One colour, or a list for the histograms of a cell.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
-    Picture
+    NotebookFigure
 
     Examples
     --------
-    >>> picture = features_hist([[1.0, 2.0, 2.0], [5.0]], bins=3)
-    >>> [float(ax.patches[0].get_data().values.sum()) for ax in picture.axes]
+    >>> figure = features_hist([[1.0, 2.0, 2.0], [5.0]], bins=3)
+    >>> [float(ax.patches[0].get_data().values.sum()) for ax in figure.axes]
     [3.0, 1.0]
     """
     table = _table(data, layout)
     columns = len(table[0])
     cells = [cell for row in table for cell in row]
-    style = Look.of(look)
+    style = Style.of(style_options)
     rows: Any = len(table) if layout == "table" else None if layout == "grid" else n_rows
     size = (4.0 * max(columns, 2), 10.0) if layout == "table" else (10.0, 10.0)
-    picture, axes = panels(style, len(cells), rows, share_xy, size, fig)
+    figure, axes = create_panels(style, len(cells), rows, share_xy, size, fig)
     for i, (ax, cell) in enumerate(zip(axes, cells, strict=True)):
         _draw_cell(ax, cell, bins, peaks_to_clip, curve_colors(len(cell), color), style)
         _set_limits(ax, cell, xlims, ylim, center_zero)
-        style.frame(ax)
+        style.format_panel(ax)
         if layout != "table":
-            annotate(ax, i, labels, len(cells), style)
-    share(axes, columns if layout == "table" else grid_shape(len(cells), rows)[1], share_xy)
+            label_panel(ax, i, labels, len(cells), style)
+    share_limits(axes, columns if layout == "table" else grid_shape(len(cells), rows)[1], share_xy)
     if layout == "table":
         _name_table(axes, columns, column_names, row_name)
     for ax in axes if pad_xticks else ():
         _write_limits(ax, style)
     axes[-1].set_xlabel("value")
     axes[len(axes) // 2].set_ylabel("number of elements")
-    style.entitle(picture, "a histogram for each entry")
-    if isinstance(picture, Picture):
-        picture.report({f"panel {i}": count_nonfinite(np.concatenate(cell)) for i, cell in enumerate(cells)})
-    save([picture], style.savepath, **style.config("save"))
-    return picture
+    style.add_title(figure, "a histogram for each entry")
+    if isinstance(figure, NotebookFigure):
+        figure.report({f"panel {i}": count_nonfinite(np.concatenate(cell)) for i, cell in enumerate(cells)})
+    save_figures([figure], style.savepath, **style.config("save"))
+    return figure
 
 
 def features_hist_v2(data: Any, colnames: Sequence[str] = (), **options: Any) -> Any:
@@ -177,7 +177,7 @@ def _cell(cell: Any) -> list[Array]:
     return [np.concatenate(parts)] if numbers else parts
 
 
-def _draw_cell(ax: Axes, cell: list[Array], bins: Any, peaks: int, colors: list[Any], style: Look) -> None:
+def _draw_cell(ax: Axes, cell: list[Array], bins: Any, peaks: int, colors: list[Any], style: Style) -> None:
     finite = np.concatenate([part[np.isfinite(part)] for part in cell])
     edges = np.histogram_bin_edges(finite, bins)
     alpha = 1.0 if len(cell) == 1 else 0.6
@@ -200,7 +200,7 @@ def _set_limits(ax: Axes, cell: list[Array], xlims: Any, ylim: Any, center_zero:
         ax.set_ylim(*ylim)
 
 
-def _write_limits(ax: Axes, style: Look) -> None:
+def _write_limits(ax: Axes, style: Style) -> None:
     low, high = ax.get_xlim()
     ax.tick_params(axis="x", labelbottom=False, bottom=False)
     font = style.config("pad_xticks", fontsize=8, va="bottom", transform=ax.transAxes)
@@ -230,7 +230,7 @@ def hist_clipped(
     peaks_to_clip : int
         How many bins to cut off.
     ax : Axes, optional
-        Where to draw; otherwise in a new picture.
+        Where to draw; otherwise in a new figure.
     annot_kw : mapping or None
         Options for the text; ``None`` writes none.
     bins : int or sequence of float
@@ -254,7 +254,7 @@ def hist_clipped(
     ([(0.0, 1000)], 10.5)
     """
     values = to_array(data).reshape(-1)
-    axes: Axes = ax if ax is not None else Look().figure(8, 4).subplots()
+    axes: Axes = ax if ax is not None else Style().new_figure(8, 4).subplots()
     edges = np.histogram_bin_edges(values[np.isfinite(values)], bins)
     counts = draw_histogram(axes, values, edges, **options)
     axes.set(xlabel="value", ylabel="number of elements")
@@ -269,6 +269,6 @@ def _clip(ax: Axes, counts: Array, edges: Array, peaks: int, annot_kw: Any) -> l
     clipped = [(float(edges[i]), int(counts[i])) for i in order[:peaks]]
     if clipped and annot_kw is not None:
         text = "\n".join(f"({left:.2f}, {count})" for left, count in clipped)
-        font = {"color": INK, "weight": "bold", "ha": "left", "va": "top", "transform": ax.transAxes}
+        font = {"color": NOTE_COLOR, "weight": "bold", "ha": "left", "va": "top", "transform": ax.transAxes}
         ax.text(0.05, 0.95, text, **{**font, **dict(annot_kw)})
     return clipped

@@ -1,4 +1,4 @@
-"""Channels over time as images: ``features_2d``; and the images other pictures are made of."""
+"""Channels over time as images: ``features_2d``; and the images other figures are made of."""
 
 from typing import Any, Unpack
 
@@ -10,11 +10,20 @@ from numpy.typing import NDArray
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.grid import grid_shape, outer, panels, share
-from ikkuna.plot.look import ALIASES, DIVERGING, OPTIONS, Look, LookOptions, colormap, limits, own_limits
-from ikkuna.plot.marks import annotate, name_axes, remark
-from ikkuna.plot.picture import Picture, count_nonfinite, save
-from ikkuna.plot.spelling import spelled
+from ikkuna.plot.annotations import add_note, label_outer_axes, label_panel
+from ikkuna.plot.figure import NotebookFigure, count_nonfinite, save_figures
+from ikkuna.plot.grid import create_panels, grid_shape, outer_axes, share_limits
+from ikkuna.plot.keyword_aliases import keyword_aliases
+from ikkuna.plot.style import (
+    DIVERGING,
+    STYLE_ALIASES,
+    STYLE_KEYWORDS,
+    Style,
+    StyleOptions,
+    color_limits,
+    colormap,
+    finite_limits,
+)
 
 __all__ = ["draw_image", "features_2d"]
 
@@ -26,7 +35,7 @@ def draw_image(
 ) -> AxesImage:
     """Draw `values`: (row, column) as an image that fills `ax`, first row on top; NaN and Inf in their own colour."""
     if low is None or high is None:
-        low, high = own_limits(values)
+        low, high = finite_limits(values)
     shown = np.ma.masked_invalid(values)
     # Matplotlib's own choice blurs few large pixels, but alone keeps many small ones from vanishing.
     defaults = {"aspect": "auto", "interpolation": "nearest" if max(values.shape) <= 300 else "auto"}
@@ -38,9 +47,9 @@ def draw_image(
     return image
 
 
-@spelled(
-    OPTIONS,
-    **ALIASES,
+@keyword_aliases(
+    STYLE_KEYWORDS,
+    **STYLE_ALIASES,
     show_colorbar="colorbar",
     max_timesteps="max_steps",
     annotations="labels",
@@ -61,7 +70,7 @@ def features_2d(
     labels: Any = "auto",
     colorbar: bool | None = None,
     fig: Any = None,
-    **look: Unpack[LookOptions],
+    **style_options: Unpack[StyleOptions],
 ) -> Any:
     """Draw channels over time as an image for each sample.
 
@@ -87,12 +96,12 @@ def features_2d(
         As for :func:`~ikkuna.plot.curves.features_1d`.
     colorbar : bool, optional
         By default, where there is room for it.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
-    Picture
+    NotebookFigure
 
     Raises
     ------
@@ -101,35 +110,35 @@ def features_2d(
 
     Examples
     --------
-    >>> picture = features_2d(np.zeros((2, 50, 3)), norm=(-1, 1))
-    >>> [ax.images[0].get_array().shape for ax in picture.axes[:2]]
+    >>> figure = features_2d(np.zeros((2, 50, 3)), norm=(-1, 1))
+    >>> [ax.images[0].get_array().shape for ax in figure.axes[:2]]
     [(3, 50), (3, 50)]
     """
     values, names = _images(data, dims, channel_axis, max_steps, reflect_half)
     if time_axis in ("x", True, 1):
         values, names = values.transpose(0, 2, 1), (names[0], names[2], names[1])
-    style = Look.of(look)
-    picture, axes = panels(style, len(values), n_rows, share_xy, size=_size(len(values)), fig=fig)
-    low, high = limits(norm, [values])
+    style = Style.of(style_options)
+    figure, axes = create_panels(style, len(values), n_rows, share_xy, size=_size(len(values)), fig=fig)
+    low, high = color_limits(norm, [values])
     images = [draw_image(ax, v, low, high, cmap, **style.config("plot")) for ax, v in zip(axes, values, strict=True)]
     counts = [count_nonfinite(each) for each in values]
     for i, (ax, count) in enumerate(zip(axes, counts, strict=True)):
-        style.frame(ax)
+        style.format_panel(ax)
         if len(values) > 1 and not style.tight:
-            annotate(ax, i, labels, len(values), style)
+            label_panel(ax, i, labels, len(values), style)
         if count:
-            remark(ax, str(count))
+            add_note(ax, str(count))
     columns = grid_shape(len(values), n_rows)[1]
-    share(axes, columns, share_xy)
-    bottom, left = outer(axes, columns, len(values))
-    name_axes(bottom, left, names[2], names[1])
-    _bars(picture, axes, images, norm, not style.tight if colorbar is None else colorbar, style)
+    share_limits(axes, columns, share_xy)
+    bottom, left = outer_axes(axes, columns, len(values))
+    label_outer_axes(bottom, left, names[2], names[1])
+    _bars(figure, axes, images, norm, not style.tight if colorbar is None else colorbar, style)
     each = f"an image for each {names[0]}, " if names[0] and len(values) > 1 else ""
-    style.entitle(picture, f"{each}{names[1]} down, {names[2]} to the right")
-    if isinstance(picture, Picture):
-        picture.report({f"{names[0] or 'data'} {i}": count for i, count in enumerate(counts)})
-    save([picture], style.savepath, **style.config("save"))
-    return picture
+    style.add_title(figure, f"{each}{names[1]} down, {names[2]} to the right")
+    if isinstance(figure, NotebookFigure):
+        figure.report({f"{names[0] or 'data'} {i}": count for i, count in enumerate(counts)})
+    save_figures([figure], style.savepath, **style.config("save"))
+    return figure
 
 
 def _size(count: int) -> tuple[float, float]:
@@ -165,12 +174,12 @@ def _images(
     return values, (_AXES["N"], _AXES["T"], _AXES["C"])
 
 
-def _bars(picture: Any, axes: list[Axes], images: list[AxesImage], norm: Any, wanted: bool, style: Look) -> None:
+def _bars(figure: Any, axes: list[Axes], images: list[AxesImage], norm: Any, wanted: bool, style: Style) -> None:
     """Draw one colour bar where all images share their limits, otherwise one beside each of a few."""
     if not wanted:
         return
     if norm is not None:
-        picture.colorbar(images[0], ax=axes, **style.config("colorbar", fraction=0.04, pad=0.02))
+        figure.colorbar(images[0], ax=axes, **style.config("colorbar", fraction=0.04, pad=0.02))
     elif len(images) <= 16:
         for ax, image in zip(axes, images, strict=True):
-            picture.colorbar(image, ax=ax, **style.config("colorbar"))
+            figure.colorbar(image, ax=ax, **style.config("colorbar"))

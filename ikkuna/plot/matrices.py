@@ -9,16 +9,24 @@ from matplotlib.colors import LogNorm
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
+from ikkuna.plot.annotations import add_note
+from ikkuna.plot.figure import count_nonfinite, save_figures
 from ikkuna.plot.images import draw_image
-from ikkuna.plot.look import ALIASES, OPTIONS, SEQUENTIAL, Look, LookOptions, limits, own_limits
-from ikkuna.plot.marks import remark
-from ikkuna.plot.picture import count_nonfinite, save
-from ikkuna.plot.spelling import spelled
+from ikkuna.plot.keyword_aliases import keyword_aliases
+from ikkuna.plot.style import (
+    SEQUENTIAL,
+    STYLE_ALIASES,
+    STYLE_KEYWORDS,
+    Style,
+    StyleOptions,
+    color_limits,
+    finite_limits,
+)
 
 __all__ = ["layer_step_heatmap", "similarity_matrix"]
 
 
-@spelled(OPTIONS, **ALIASES, show_colorbar="colorbar")
+@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES, show_colorbar="colorbar")
 def layer_step_heatmap(
     values: Any,
     *,
@@ -30,7 +38,7 @@ def layer_step_heatmap(
     label: str = "value",
     colorbar: bool = True,
     ax: Axes | None = None,
-    **look: Unpack[LookOptions],
+    **style_options: Unpack[StyleOptions],
 ) -> Axes:
     """Draw one value of every layer over the steps of a training as an image.
 
@@ -47,9 +55,9 @@ def layer_step_heatmap(
     label : str
         What the value is.
     ax : Axes, optional
-        Where to draw; otherwise in a new picture.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+        Where to draw; otherwise in a new figure.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
@@ -71,26 +79,26 @@ def layer_step_heatmap(
     names = names or [str(i) for i in range(len(matrix))]
     if matrix.ndim != 2 or len(names) != len(matrix) or (steps is not None and len(steps) != matrix.shape[1]):
         raise ConfigError(f"expected (layer, step) with a name for each, got {matrix.shape} and {len(names)} names")
-    style = Look.of(look)
-    axes: Axes = ax if ax is not None else style.figure(10, max(2.5, 0.3 * len(names) + 1)).subplots()
+    style = Style.of(style_options)
+    axes: Axes = ax if ax is not None else style.new_figure(10, max(2.5, 0.3 * len(names) + 1)).subplots()
     shown = np.where(matrix > 0, matrix, np.nan) if log else matrix
-    low, high = limits(norm, [shown])
+    low, high = color_limits(norm, [shown])
     options: dict[str, Any] = {}
     if log:
-        low, high = own_limits(shown) if low is None or high is None else (low, high)
+        low, high = finite_limits(shown) if low is None or high is None else (low, high)
         options = {"norm": LogNorm(max(low, high * 1e-12), high), "vmin": None, "vmax": None}
     image = draw_image(axes, shown, low, high, cmap, **style.config("plot", interpolation="nearest", **options))
     _name_rows(axes, names)
     _name_columns(axes, steps)
     axes.set(xlabel="step")
-    style.frame(axes)
+    style.format_panel(axes)
     if colorbar:
         axes.figure.colorbar(image, ax=axes, **style.config("colorbar", label=label, pad=0.02))
     _finish(axes, ax is None, shown, style, f"{label} of every layer over the steps")
     return axes
 
 
-@spelled(OPTIONS, **ALIASES, show_colorbar="colorbar")
+@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES, show_colorbar="colorbar")
 def similarity_matrix(
     matrix: Any,
     labels: Sequence[str] | None = None,
@@ -102,7 +110,7 @@ def similarity_matrix(
     numbers: bool | None = None,
     colorbar: bool = True,
     ax: Axes | None = None,
-    **look: Unpack[LookOptions],
+    **style_options: Unpack[StyleOptions],
 ) -> Axes:
     """Draw how alike layers (or channels) are as a square image, with the numbers where they fit.
 
@@ -119,9 +127,9 @@ def similarity_matrix(
     numbers : bool, optional
         Write the values; by default up to 12 rows.
     ax : Axes, optional
-        Where to draw; otherwise in a new picture.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+        Where to draw; otherwise in a new figure.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
@@ -145,16 +153,16 @@ def similarity_matrix(
     across = columns or (rows if values.shape[0] == values.shape[1] else [str(i) for i in range(values.shape[1])])
     if (len(rows), len(across)) != values.shape:
         raise ConfigError(f"a matrix {values.shape} needs as many names, got {len(rows)} and {len(across)}")
-    style = Look.of(look)
+    style = Style.of(style_options)
     side = min(max(4.0, 0.5 * len(rows) + 1.5), 10.0)
-    axes: Axes = ax if ax is not None else style.figure(side + 1, side).subplots()
-    image = draw_image(axes, values, *limits(norm, [values]), cmap, **style.config("plot", aspect="equal"))
+    axes: Axes = ax if ax is not None else style.new_figure(side + 1, side).subplots()
+    image = draw_image(axes, values, *color_limits(norm, [values]), cmap, **style.config("plot", aspect="equal"))
     _name_rows(axes, rows)
     if len(across) <= 40:
         axes.set_xticks(range(len(across)), across, rotation=45, ha="right")
     if numbers or (numbers is None and len(rows) <= 12):
         _write(axes, values, image)
-    style.frame(axes)
+    style.format_panel(axes)
     if colorbar:
         axes.figure.colorbar(image, ax=axes, **style.config("colorbar", label=label, fraction=0.046))
     _finish(axes, ax is None, values, style, label)
@@ -180,11 +188,11 @@ def _write(ax: Axes, values: Any, image: Any) -> None:
         ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
 
 
-def _finish(ax: Axes, own: bool, values: Any, style: Look, what: str) -> None:
+def _finish(ax: Axes, own: bool, values: Any, style: Style, what: str) -> None:
     count = count_nonfinite(values)
     if count:
-        remark(ax, str(count), bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0})
+        add_note(ax, str(count), bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0})
     if own:
-        style.entitle(ax, what)
-        ax.figure.report({"data": count})  # type: ignore[union-attr]  # one's own is a Picture
-        save([ax.figure], style.savepath, **style.config("save"))  # type: ignore[list-item]
+        style.add_title(ax, what)
+        ax.figure.report({"data": count})  # type: ignore[union-attr]  # one's own is a NotebookFigure
+        save_figures([ax.figure], style.savepath, **style.config("save"))  # type: ignore[list-item]

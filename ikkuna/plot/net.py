@@ -7,11 +7,11 @@ import numpy as np
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.grid import panels
+from ikkuna.plot.figure import NotebookFigure, count_nonfinite, save_figures
+from ikkuna.plot.grid import create_panels
 from ikkuna.plot.histograms import draw_histogram
 from ikkuna.plot.images import draw_image
-from ikkuna.plot.look import DIVERGING, Look, limits
-from ikkuna.plot.picture import Picture, count_nonfinite, save
+from ikkuna.plot.style import DIVERGING, Style, color_limits
 
 __all__ = ["net_heatmap", "net_histogram"]
 
@@ -25,8 +25,8 @@ def net_histogram(
     bins: Any = 100,
     log: bool = False,
     sample: int | None = _SAMPLE,
-    **look: Any,
-) -> Picture:
+    **style_options: Any,
+) -> NotebookFigure:
     """Draw a histogram of all elements, or a panel for each tensor.
 
     Parameters
@@ -35,31 +35,33 @@ def net_histogram(
         A logarithmic count.
     sample : int, optional
         Of more elements than this, draw as many, evenly spaced; the panel says so.  ``None`` draws all.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
     """
     arrays = {name: to_array(value).reshape(-1) for name, value in net.items()}
     if not arrays:
         raise ConfigError("there is nothing to draw: no tensor is selected")
     shown = arrays if layerwise else {"all": np.concatenate(list(arrays.values()))}
-    style = Look.of(look)
-    picture, axes = panels(style, len(shown), None, False, _size(len(shown)))
+    style = Style.of(style_options)
+    figure, axes = create_panels(style, len(shown), None, False, _size(len(shown)))
     for ax, (name, values) in zip(axes, shown.items(), strict=True):
         thin = -(-values.size // sample) if sample and values.size else 1
         draw_histogram(ax, values[::thin], bins, **style.config("plot"))
         ax.set_title(f"{name} (1 of {thin} elements)" if thin > 1 else name, fontsize=9)
         if log:
             ax.set_yscale("log")
-        style.frame(ax)
+        style.format_panel(ax)
     axes[-1].set_xlabel("value")
     axes[0].set_ylabel("number of elements")
-    style.entitle(picture, "a histogram for each tensor" if layerwise else "a histogram of all elements")
-    picture.report({name: count_nonfinite(values) for name, values in shown.items()})
-    save([picture], style.savepath, **style.config("save"))
-    return picture  # type: ignore[no-any-return]  # made here, so a Picture
+    style.add_title(figure, "a histogram for each tensor" if layerwise else "a histogram of all elements")
+    figure.report({name: count_nonfinite(values) for name, values in shown.items()})
+    save_figures([figure], style.savepath, **style.config("save"))
+    return figure  # type: ignore[no-any-return]  # made here, so a NotebookFigure
 
 
-def net_heatmap(net: Mapping[str, Any], *, norm: Any = None, cmap: Any = DIVERGING, **look: Any) -> Picture:
+def net_heatmap(
+    net: Mapping[str, Any], *, norm: Any = None, cmap: Any = DIVERGING, **style_options: Any
+) -> NotebookFigure:
     """Draw an image of each tensor: its first axis downwards, all others flattened; a vector is one row.
 
     `norm` is as for :func:`~ikkuna.plot.images.features_2d`; ``None`` is each tensor's largest magnitude to either side of 0.
@@ -68,19 +70,19 @@ def net_heatmap(net: Mapping[str, Any], *, norm: Any = None, cmap: Any = DIVERGI
     if not arrays:
         raise ConfigError("there is nothing to draw: no tensor is selected")
     shown = {name: a.reshape(1, -1) if a.ndim < 2 else a.reshape(len(a), -1) for name, a in arrays.items()}
-    style = Look.of(look)
-    picture, axes = panels(style, len(shown), None, False, _size(len(shown)))
+    style = Style.of(style_options)
+    figure, axes = create_panels(style, len(shown), None, False, _size(len(shown)))
     for ax, (name, values) in zip(axes, shown.items(), strict=True):
         image = draw_image(
-            ax, values, *limits("auto" if norm is None else norm, [values]), cmap, **style.config("plot")
+            ax, values, *color_limits("auto" if norm is None else norm, [values]), cmap, **style.config("plot")
         )
-        picture.colorbar(image, ax=ax)
+        figure.colorbar(image, ax=ax)
         ax.set_title(f"{name} {tuple(arrays[name].shape)}", fontsize=9)
-        style.frame(ax)
-    style.entitle(picture, "an image for each tensor, first axis down")
-    picture.report({name: count_nonfinite(values) for name, values in shown.items()})
-    save([picture], style.savepath, **style.config("save"))
-    return picture  # type: ignore[no-any-return]  # made here, so a Picture
+        style.format_panel(ax)
+    style.add_title(figure, "an image for each tensor, first axis down")
+    figure.report({name: count_nonfinite(values) for name, values in shown.items()})
+    save_figures([figure], style.savepath, **style.config("save"))
+    return figure  # type: ignore[no-any-return]  # made here, so a NotebookFigure
 
 
 def _size(count: int) -> tuple[float, float]:

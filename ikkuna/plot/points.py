@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.look import ALIASES, OPTIONS, Look, LookOptions, curve_colors
-from ikkuna.plot.marks import legend, remark
-from ikkuna.plot.picture import count_nonfinite, save
-from ikkuna.plot.spelling import spelled
+from ikkuna.plot.annotations import add_color_legend, add_note
+from ikkuna.plot.figure import count_nonfinite, save_figures
+from ikkuna.plot.keyword_aliases import keyword_aliases
+from ikkuna.plot.style import STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, curve_colors
 
 __all__ = ["draw_points", "features_0d"]
 
 
-@spelled(OPTIONS, **ALIASES, show_y_zero="zero_line", y_zero="zero_line", ylims="ylim")
+@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES, show_y_zero="zero_line", y_zero="zero_line", ylims="ylim")
 def features_0d(
     data: Any,
     *,
@@ -26,7 +26,7 @@ def features_0d(
     zero_line: bool = True,
     ylim: Any = "auto",
     ax: Axes | None = None,
-    **look: Unpack[LookOptions],
+    **style_options: Unpack[StyleOptions],
 ) -> Axes:
     """Draw the value of every channel as a point, a column of points for each sample.
 
@@ -42,9 +42,9 @@ def features_0d(
     ylim : 'auto' or (float, float)
         ``'auto'`` is the largest magnitude to either side of 0.
     ax : Axes, optional
-        Where to draw; otherwise in a new picture.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+        Where to draw; otherwise in a new figure.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
@@ -63,9 +63,9 @@ def features_0d(
     values = to_array(data)
     if values.ndim != 2:
         raise ConfigError(f"features_0d expects 2-D data (sample, channel), got shape {values.shape}")
-    style = Look.of(look, borders=False)
-    picture = style.figure(12, 4) if ax is None else None
-    target: Axes = ax if ax is not None else picture.subplots()  # type: ignore[union-attr]  # one of them is there
+    style = Style.of(style_options, borders=False)
+    figure = style.new_figure(12, 4) if ax is None else None
+    target: Axes = ax if ax is not None else figure.subplots()  # type: ignore[union-attr]  # one of them is there
     draw_points(target, values, curve_colors(values.shape[1], color, cmap), **style.config("plot", marker=marker))
     if zero_line:
         target.axhline(0, color="black", linewidth=1, zorder=0)
@@ -74,14 +74,14 @@ def features_0d(
     target.set_ylim(*((-top, top) if isinstance(ylim, str) else ylim))
     target.set_xticks(np.arange(1, len(values) + 1), minor=True)
     target.set(xlabel="sample", ylabel="value", xlim=(0.25, len(values) + 0.75))
-    style.frame(target)
-    style.entitle(target, "a column of channels for each sample")
-    legend(target, values.shape[1], "channel", color, cmap)
+    style.format_panel(target)
+    style.add_title(target, "a column of channels for each sample")
+    add_color_legend(target, values.shape[1], "channel", color, cmap)
     if count := count_nonfinite(values):
-        remark(target, str(count))
-    if picture is not None:
-        picture.report({"data": count})
-        save([picture], style.savepath, **style.config("save"))
+        add_note(target, str(count))
+    if figure is not None:
+        figure.report({"data": count})
+        save_figures([figure], style.savepath, **style.config("save"))
     return target
 
 

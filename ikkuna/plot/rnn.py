@@ -1,4 +1,4 @@
-"""Pictures of an RNN's weights or gradients, gate by gate: ``rnn_heatmap`` and ``rnn_histogram``."""
+"""FigureList of an RNN's weights or gradients, gate by gate: ``rnn_heatmap`` and ``rnn_histogram``."""
 
 from typing import Any, Unpack
 
@@ -6,17 +6,17 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from ikkuna.errors import ConfigError
+from ikkuna.plot.figure import FigureList, NotebookFigure, save_figures
 from ikkuna.plot.histograms import draw_histogram
 from ikkuna.plot.images import draw_image
-from ikkuna.plot.look import ALIASES, DIVERGING, OPTIONS, Look, LookOptions, limits
-from ikkuna.plot.picture import Picture, Pictures, save
+from ikkuna.plot.keyword_aliases import keyword_aliases
 from ikkuna.plot.rnn_panels import RNNPanels, rnn_panels
-from ikkuna.plot.spelling import spelled
+from ikkuna.plot.style import DIVERGING, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, color_limits
 
 __all__ = ["rnn_heatmap", "rnn_histogram"]
 
 _ALIASES = {
-    **ALIASES,
+    **STYLE_ALIASES,
     "_id": "layer",
     "input_data": "x",
     "labels": "y",
@@ -29,7 +29,7 @@ _TITLES = {"kernel": "KERNEL", "recurrent": "RECURRENT", "bias": "BIAS", "projec
 _ROWS = {"kernel": "input channel", "recurrent": "hidden unit", "projection": "hidden unit"}
 
 
-@spelled(OPTIONS, **_ALIASES)
+@keyword_aliases(STYLE_KEYWORDS, **_ALIASES)
 def rnn_heatmap(
     rnn: Any,
     layer: Any = None,
@@ -50,9 +50,9 @@ def rnn_heatmap(
     colorbar: bool = True,
     per_layer: bool = False,
     nan: str = "mask",
-    **look: Unpack[LookOptions],
-) -> Pictures:
-    """Draw an RNN's weights as images, with lines between the gates: a picture for each layer and direction.
+    **style_options: Unpack[StyleOptions],
+) -> FigureList:
+    """Draw an RNN's weights as images, with lines between the gates: a figure for each layer and direction.
 
     Kernel (input channel down), recurrent (hidden unit down) and, where it is there, projection stand side by side,
     with the two biases as strips below.  Columns are hidden units, gate after gate.
@@ -81,15 +81,15 @@ def rnn_heatmap(
     gate_lines : float
         Width of the lines between gates; 0 for none.
     per_layer : bool
-        Find ``'auto'`` limits for each picture by itself.
+        Find ``'auto'`` limits for each figure by itself.
     nan : {'mask', 'zero'}
-        Draw NaN and Inf in a colour of their own, or as 0.  The picture's ``nan_report`` counts them either way.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+        Draw NaN and Inf in a colour of their own, or as 0.  The figure's ``nan_report`` counts them either way.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
-    Pictures
+    FigureList
         A list, forward before backward, layer by layer.
 
     Raises
@@ -99,8 +99,8 @@ def rnn_heatmap(
 
     Examples
     --------
-    >>> (picture,) = rnn_heatmap(__import__("torch").nn.GRU(4, 8), bias=False)
-    >>> [line.get_xdata()[0] for line in picture.axes[0].lines]
+    >>> (figure,) = rnn_heatmap(__import__("torch").nn.GRU(4, 8), bias=False)
+    >>> [line.get_xdata()[0] for line in figure.axes[0].lines]
     [7.5, 15.5]
     """
     if nan not in ("mask", "zero"):
@@ -108,45 +108,52 @@ def rnn_heatmap(
     loss = {"x": x, "y": y, "loss_fn": loss_fn, "closure": closure} if mode == "grads" else {}
     scaling = {"absolute": absolute, "normalize": normalize}
     parts = rnn_panels(rnn, layer, mode=mode, data=data, rnn_layers=rnn_layers, bias=bias, **scaling, **loss)
-    style = Look.of(look)
+    style = Style.of(style_options)
     everywhere = _color_limits(norm, parts, absolute or normalize)
-    pictures = Pictures()
+    figures = FigureList()
     for part in parts:
-        picture = style.figure(14, 8)
-        picture.report(part.nan_counts())
+        figure = style.new_figure(14, 8)
+        figure.report(part.nan_counts())
         own = _color_limits(norm, [part], absolute or normalize) if per_layer else everywhere
-        _draw_matrices(picture, part, own, cmap, gate_lines, colorbar, nan == "zero", style)
-        pictures.append(picture)
-    save(pictures, style.savepath, **style.config("save"))
-    return pictures
+        _draw_matrices(figure, part, own, cmap, gate_lines, colorbar, nan == "zero", style)
+        figures.append(figure)
+    save_figures(figures, style.savepath, **style.config("save"))
+    return figures
 
 
 def _color_limits(norm: Any, parts: list[RNNPanels], positive: bool) -> tuple[float | None, float | None]:
-    low, high = limits(norm, [part.panels[name] for part in parts for name in ("kernel", "recurrent")])
+    low, high = color_limits(norm, [part.panels[name] for part in parts for name in ("kernel", "recurrent")])
     return (0.0 if positive and isinstance(norm, str) else low), high
 
 
 def _draw_matrices(
-    picture: Picture, part: RNNPanels, norm: Any, cmap: Any, width: float, colorbar: bool, zero: bool, style: Look
+    figure: NotebookFigure,
+    part: RNNPanels,
+    norm: Any,
+    cmap: Any,
+    width: float,
+    colorbar: bool,
+    zero: bool,
+    style: Style,
 ) -> None:
     tops = [name for name in ("kernel", "recurrent", "projection") if name in part.panels]
-    grid = picture.add_gridspec(2, len(tops), height_ratios=(9, 1) if "bias" in part.panels else (1, 1e-6))
-    axes = {name: picture.add_subplot(grid[0, i]) for i, name in enumerate(tops)}
+    grid = figure.add_gridspec(2, len(tops), height_ratios=(9, 1) if "bias" in part.panels else (1, 1e-6))
+    axes = {name: figure.add_subplot(grid[0, i]) for i, name in enumerate(tops)}
     if "bias" in part.panels:
-        axes["bias"] = picture.add_subplot(grid[1, :])
+        axes["bias"] = figure.add_subplot(grid[1, :])
     for name, ax in axes.items():
         values = part.panels[name]
         shown = np.where(np.isfinite(values), values, 0.0) if zero else values
         image = draw_image(ax, shown, norm[0], norm[1], cmap, **style.config("plot"))
         _dress(ax, name, part, width, style)
         if colorbar and name == tops[-1]:
-            picture.colorbar(image, ax=[axes[top] for top in tops], **style.config("colorbar", fraction=0.05, pad=0.02))
+            figure.colorbar(image, ax=[axes[top] for top in tops], **style.config("colorbar", fraction=0.05, pad=0.02))
     if style.title:
         text = part.name if style.title is True else f"{style.title} — {part.name}"
-        picture.suptitle(text, **style.config("title", weight="bold"))
+        figure.suptitle(text, **style.config("title", weight="bold"))
 
 
-def _dress(ax: Axes, name: str, part: RNNPanels, width: float, style: Look) -> None:
+def _dress(ax: Axes, name: str, part: RNNPanels, width: float, style: Style) -> None:
     ax.set_title(_TITLES[name], fontsize=11, weight="bold")
     if name != "projection":
         for position in part.separators if width else ():
@@ -159,10 +166,10 @@ def _dress(ax: Axes, name: str, part: RNNPanels, width: float, style: Look) -> N
         ax.set_yticks(range(len(part.panels["bias"])), ("b_ih", "b_hh")[: len(part.panels["bias"])])
     else:
         ax.set_ylabel(_ROWS[name])
-    style.frame(ax)
+    style.format_panel(ax)
 
 
-@spelled(OPTIONS, **_ALIASES)
+@keyword_aliases(STYLE_KEYWORDS, **_ALIASES)
 def rnn_histogram(
     rnn: Any,
     layer: Any = None,
@@ -178,9 +185,9 @@ def rnn_histogram(
     bins: int = 150,
     bias: bool = True,
     nan: str = "drop",
-    **look: Unpack[LookOptions],
-) -> Pictures:
-    """Draw the distribution of an RNN's weights in each gate: a picture for each layer and direction.
+    **style_options: Unpack[StyleOptions],
+) -> FigureList:
+    """Draw the distribution of an RNN's weights in each gate: a figure for each layer and direction.
 
     A row for each gate, kernel on the left and recurrent on the right; all biases below.  Heights are densities.
 
@@ -189,7 +196,7 @@ def rnn_histogram(
     rnn, layer, mode, x, y, loss_fn, closure, data, rnn_layers
         As for :func:`rnn_heatmap`.
     equate_axes : {0, 1, 2}
-        Limits of each panel's own; common to kernel and recurrent; or to all pictures too, and symmetric about 0.
+        Limits of each panel's own; common to kernel and recurrent; or to all figures too, and symmetric about 0.
         The biases keep their own.
     bins : int
         In each panel.
@@ -197,12 +204,12 @@ def rnn_histogram(
         Whether to draw the biases.
     nan : {'drop', 'zero'}
         Leave NaN and Inf out, or draw them as 0.  Either way the panel tells how many there are.
-    **look
-        See :class:`~ikkuna.plot.look.Look`.
+    **style_options
+        See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
-    Pictures
+    FigureList
         A list, forward before backward, layer by layer.
 
     Raises
@@ -216,28 +223,28 @@ def rnn_histogram(
         raise ConfigError(f"nan must be 'drop' or 'zero', got {nan!r}")
     loss = {"x": x, "y": y, "loss_fn": loss_fn, "closure": closure} if mode == "grads" else {}
     parts = rnn_panels(rnn, layer, mode=mode, data=data, rnn_layers=rnn_layers, bias=bias, **loss)
-    style = Look.of(look, borders=False)
-    pictures, gated = Pictures(), []
+    style = Style.of(style_options, borders=False)
+    figures, gated = FigureList(), []
     for part in parts:
-        picture = style.figure(9, 9)
-        picture.report(part.nan_counts())
-        gated.append(_draw_distributions(picture, part, bins, nan == "zero", style))
-        pictures.append(picture)
+        figure = style.new_figure(9, 9)
+        figure.report(part.nan_counts())
+        gated.append(_draw_distributions(figure, part, bins, nan == "zero", style))
+        figures.append(figure)
     groups = gated if equate_axes == 1 else [[ax for axes in gated for ax in axes]]
     for group in groups if equate_axes else ():
         _equate(group, symmetric=equate_axes == 2)
-    save(pictures, style.savepath, **style.config("save"))
-    return pictures
+    save_figures(figures, style.savepath, **style.config("save"))
+    return figures
 
 
-def _draw_distributions(picture: Picture, part: RNNPanels, bins: int, zero: bool, style: Look) -> list[Axes]:
+def _draw_distributions(figure: NotebookFigure, part: RNNPanels, bins: int, zero: bool, style: Style) -> list[Axes]:
     """Draw one layer and direction, and return the axes of its gates."""
     count = len(part.gates)
-    grid = picture.add_gridspec(count + 1, 2, height_ratios=[*[2] * count, 1 if "bias" in part.panels else 1e-6])
+    grid = figure.add_gridspec(count + 1, 2, height_ratios=[*[2] * count, 1 if "bias" in part.panels else 1e-6])
     gated = []
     for column, panel in enumerate(("kernel", "recurrent")):
         for row, gate in enumerate(part.gates):
-            ax = picture.add_subplot(grid[row, column])
+            ax = figure.add_subplot(grid[row, column])
             _draw_distribution(ax, part.gate(panel, row), bins, zero, style)
             if row == 0:
                 ax.set_title(f"{_TITLES[panel]} GATES" if count > 1 else _TITLES[panel], weight="bold")
@@ -249,23 +256,23 @@ def _draw_distributions(picture: Picture, part: RNNPanels, bins: int, zero: bool
                 ax.set_ylabel("density")
             gated.append(ax)
     if "bias" in part.panels:
-        ax = picture.add_subplot(grid[count, :])
+        ax = figure.add_subplot(grid[count, :])
         _draw_distribution(ax, part.panels["bias"], bins, zero, style)
         ax.set_title("BIAS", weight="bold")
         ax.set(xlabel="value", ylabel="density")
     if style.title:
         text = part.name if style.title is True else f"{style.title} — {part.name}"
-        picture.suptitle(text, **style.config("title", weight="bold"))
+        figure.suptitle(text, **style.config("title", weight="bold"))
     return gated
 
 
-def _draw_distribution(ax: Axes, values: Any, bins: int, zero: bool, style: Look) -> None:
+def _draw_distribution(ax: Axes, values: Any, bins: int, zero: bool, style: Style) -> None:
     flat = values.reshape(-1)
     draw_histogram(ax, flat, bins, **style.config("plot", density=bool(np.isfinite(flat).any())))
     if zero and not np.isfinite(flat).all():
         ax.patches[-1].remove()
         draw_histogram(ax, np.where(np.isfinite(flat), flat, 0.0), bins, **style.config("plot", density=True))
-    style.frame(ax)
+    style.format_panel(ax)
 
 
 def _equate(axes: list[Axes], symmetric: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the pictures of an RNN are made of: its matrices for each layer and direction, as arrays."""
+"""What the figures of an RNN are made of: its matrices for each layer and direction, as arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import nn
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.picture import NanCount, count_nonfinite
+from ikkuna.plot.figure import NanCount, count_nonfinite
 from ikkuna.probe.rnn_weights import GATES, RNNWeights, get_rnn_weights
 
 __all__ = ["RNNPanels", "rnn_panels"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.errors import ConfigError
-from ikkuna.plot.picture import Picture
+from ikkuna.plot.figure import NotebookFigure
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
@@ -31,7 +31,7 @@ class _Frame:
     Training fills it, a thread draws it; the lock is held to copy numbers only.
     """
 
-    def __init__(self, name: str, chart: Any, draw: Callable[[Any], Picture], dpi: float) -> None:
+    def __init__(self, name: str, chart: Any, draw: Callable[[Any], NotebookFigure], dpi: float) -> None:
         self.name = name
         self.sheet = Sheet(name)
         self.screen: Screen | None = None
@@ -165,7 +165,7 @@ class MPLBackend(Backend):
 
     def _new_frame(self, series: Series, name: str, ending: str) -> _Frame:
         chart: Any
-        draw: Callable[[Any], Picture]
+        draw: Callable[[Any], NotebookFigure]
         if ending == "_matrix":
             chart, draw = MatrixChart(series), draw_matrix
         elif ending:

@@ -1,4 +1,4 @@
-"""Pictures, read by their artists."""
+"""Figures, read by their artists."""
 
 import gc
 import math
@@ -462,7 +462,7 @@ def test_a_thousand_pictures_leave_nothing():
 
     before = count()
     for _ in range(1000):
-        plot.Picture()
+        plot.NotebookFigure()
     for _ in range(20):
         plot.features_2d(DATA[:1])
     assert count() <= before

@@ -11,14 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from ikkuna.plot.annotations import add_note
 from ikkuna.plot.curves import draw_curves
 from ikkuna.plot.fan import FanSeries, draw_fan
-from ikkuna.plot.grid import grid_shape, panels
+from ikkuna.plot.figure import NotebookFigure, count_nonfinite
+from ikkuna.plot.grid import create_panels, grid_shape
 from ikkuna.plot.histograms import draw_ridge
 from ikkuna.plot.images import draw_image
-from ikkuna.plot.look import Look, curve_colors
-from ikkuna.plot.marks import remark
-from ikkuna.plot.picture import Picture, count_nonfinite
+from ikkuna.plot.style import Style, curve_colors
 from ikkuna.visualization.pictures.chart import ChartView, HistogramsView, MatrixView
 
 __all__ = ["draw_chart", "draw_histograms", "draw_matrix", "plain"]
@@ -30,7 +30,7 @@ _LEAST = 1e-100
 _BLUE = "#0072b2"
 
 
-def draw_chart(view: ChartView, order: Order = str) -> Picture:
+def draw_chart(view: ChartView, order: Order = str) -> NotebookFigure:
     """Return a picture with a line for each module, or with quantiles over all modules.
 
     Steps with a value that is not finite are holes, and counted in a corner.
@@ -41,17 +41,17 @@ def draw_chart(view: ChartView, order: Order = str) -> Picture:
     view : what to draw
     order : what to sort modules by
     """
-    style = Look(title=plain(view.title))
-    picture = style.figure(8.0, 4.5)
+    style = Style(title=plain(view.title))
+    picture = style.new_figure(8.0, 4.5)
     ax = picture.subplots()
     drawn = _draw_quantiles(ax, view) if view.quantiles is not None else _draw_lines(ax, view, order)
     if drawn and (count := count_nonfinite(np.concatenate(drawn))):
-        remark(ax, str(count))
+        add_note(ax, str(count))
     _scale(ax, drawn, view.ylims)
     ax.set_xlabel("step")
     ax.set_ylabel(plain(view.label))
     ax.grid(alpha=0.25)
-    style.entitle(picture, "")
+    style.add_title(picture, "")
     return picture
 
 
@@ -96,7 +96,7 @@ def _scale(ax: Axes, drawn: Sequence[Array], ylims: tuple[float, float] | None) 
         ax.set_yscale("log")
 
 
-def draw_histograms(view: HistogramsView, order: Order = str) -> Picture:
+def draw_histograms(view: HistogramsView, order: Order = str) -> NotebookFigure:
     """Return a picture with a panel for each module, in which histograms stand behind one another, the latest in front.
 
     Parameters
@@ -106,9 +106,9 @@ def draw_histograms(view: HistogramsView, order: Order = str) -> Picture:
     """
     histories = sorted(view.histories, key=lambda history: (history[0] is not None, order(history[0] or "")))
     shown = f", {len(histories)} of {view.modules:,} modules" if view.modules > len(histories) else ""
-    style = Look(title=plain(view.title) + shown)
+    style = Style(title=plain(view.title) + shown)
     rows, columns = grid_shape(len(histories))
-    picture, axes = panels(style, len(histories), rows, False, (3.6 * columns + 0.8, 3.2 * rows + 0.6))
+    picture, axes = create_panels(style, len(histories), rows, False, (3.6 * columns + 0.8, 3.2 * rows + 0.6))
     for ax, (name, histograms) in zip(axes, histories, strict=True):
         draw_ridge(ax, [(f"{row.step}", row.counts, _bounded(row.edges)) for row in histograms])
         ax.set_title(plain(name or "network"), fontsize="medium")
@@ -117,23 +117,23 @@ def draw_histograms(view: HistogramsView, order: Order = str) -> Picture:
             ax.set_xlim(*view.ylims)  # values lie along x here
     for ax in axes[::columns]:
         ax.set_ylabel("step")
-    style.entitle(picture, "")
-    assert isinstance(picture, Picture)
+    style.add_title(picture, "")
+    assert isinstance(picture, NotebookFigure)
     return picture
 
 
-def draw_matrix(view: MatrixView) -> Picture:
+def draw_matrix(view: MatrixView) -> NotebookFigure:
     """Return a picture of a matrix, its first row on top, with the names of rows and columns."""
     matrix = view.matrix
-    style = Look(title=f"{plain(view.title)}, step {view.step}")
-    picture = style.figure(8.0, 4.5)
+    style = Style(title=f"{plain(view.title)}, step {view.step}")
+    picture = style.new_figure(8.0, 4.5)
     ax = picture.subplots()
     low, high = matrix.limits or (None, None)
     image = draw_image(ax, matrix.values, low, high, cmap="viridis", aspect="equal")
     picture.colorbar(image, ax=ax)
     ax.set_xticks(range(len(matrix.columns)), map(plain, matrix.columns), rotation=90, fontsize=8)
     ax.set_yticks(range(len(matrix.rows)), map(plain, matrix.rows), fontsize=8)
-    style.entitle(picture, "")
+    style.add_title(picture, "")
     return picture
 
 

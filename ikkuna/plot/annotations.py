@@ -1,4 +1,4 @@
-"""Words on a picture: numbers of panels, remarks, names of axes, legends."""
+"""Words on a figure: numbers of panels, remarks, names of axes, legends."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.lines import Line2D
 
-from ikkuna.plot.look import INK, SEQUENTIAL, Look, colormap, curve_colors
+from ikkuna.plot.style import NOTE_COLOR, SEQUENTIAL, Style, colormap, curve_colors
 
-__all__ = ["annotate", "legend", "name_axes", "remark"]
+__all__ = ["add_color_legend", "add_note", "label_outer_axes", "label_panel"]
 
 
-def annotate(ax: Axes, index: int, labels: Any, count: int, style: Look) -> None:
+def label_panel(ax: Axes, index: int, labels: Any, count: int, style: Style) -> None:
     """Write the number of one of `count` panels into its corner, or its label; nothing where there is none."""
     if labels is None or (not isinstance(labels, str) and index >= len(labels)):
         return
@@ -22,13 +22,13 @@ def annotate(ax: Axes, index: int, labels: Any, count: int, style: Look) -> None
     ax.text(0.03, 0.96, text, transform=ax.transAxes, **style.config("annot", **font))
 
 
-def remark(ax: Axes, text: str, **options: Any) -> None:
+def add_note(ax: Axes, text: str, **options: Any) -> None:
     """Write a remark into the corner of a panel."""
-    font = {"color": INK, "weight": "bold", "ha": "right", "va": "top", "zorder": 5, **options}
+    font = {"color": NOTE_COLOR, "weight": "bold", "ha": "right", "va": "top", "zorder": 5, **options}
     ax.text(0.97, 0.96, text, transform=ax.transAxes, **font)
 
 
-def name_axes(bottom: list[Axes], left: list[Axes], x: str, y: str) -> None:
+def label_outer_axes(bottom: list[Axes], left: list[Axes], x: str, y: str) -> None:
     """Name the axes at the edge of a grid: all of a small one, the middle ones of a large one."""
     for ax in bottom if len(bottom) <= 6 else [bottom[len(bottom) // 2]]:
         ax.set_xlabel(x)
@@ -36,7 +36,7 @@ def name_axes(bottom: list[Axes], left: list[Axes], x: str, y: str) -> None:
         ax.set_ylabel(y)
 
 
-def legend(ax: Axes, count: int, word: str, color: Any, cmap: Any) -> None:
+def add_color_legend(ax: Axes, count: int, word: str, color: Any, cmap: Any) -> None:
     """Tell which colour is which: by name for a few, by a bar for many, not at all for chosen ones."""
     if color is not None or count < 2:
         return

@@ -1,4 +1,4 @@
-"""What all pictures have in common: size, title, frame, ticks, colours."""
+"""What all figures have in common: size, title, frame, ticks, colours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,34 +11,34 @@ from matplotlib.colors import Colormap
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
-from ikkuna.plot.picture import Picture
+from ikkuna.plot.figure import NotebookFigure
 
 __all__ = [
-    "ALIASES",
-    "BAD",
     "DIVERGING",
-    "INK",
-    "OPTIONS",
+    "NAN_COLOR",
+    "NOTE_COLOR",
     "SEQUENTIAL",
-    "Look",
-    "LookOptions",
+    "STYLE_ALIASES",
+    "STYLE_KEYWORDS",
+    "Style",
+    "StyleOptions",
+    "color_limits",
     "colormap",
     "curve_colors",
-    "limits",
-    "own_limits",
+    "finite_limits",
 ]
 
 DIVERGING = "RdBu_r"
 SEQUENTIAL = "viridis"
-INK = "#d55e00"
+NOTE_COLOR = "#d55e00"
 """Colour of remarks: vermilion of the Okabe–Ito palette, which is safe for the colour-blind."""
-BAD = "#f0e442"
+NAN_COLOR = "#f0e442"
 """Colour of NaN in an image: the palette's yellow, which no diverging map contains."""
 _CURVES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
 _TITLES = {"outputs": "Outputs", "grads": "Gradients", "generic": "Values", True: "Values"}
 _CONFIGS = ("plot", "title", "annot", "subplot", "tight", "colorbar", "save", "pad_xticks")
 
-ALIASES = {
+STYLE_ALIASES = {
     "show_xy_ticks": "ticks",
     "xy_ticks": "ticks",
     "show_borders": "borders",
@@ -46,11 +46,11 @@ ALIASES = {
     "width": "w",
     "height": "h",
 }
-"""Other names of the arguments that all pictures take."""
+"""Other names of the arguments that all figures take."""
 
 
-class LookOptions(TypedDict, total=False):
-    """Arguments that all pictures take (see :class:`Look`)."""
+class StyleOptions(TypedDict, total=False):
+    """Arguments that all figures take (see :class:`Style`)."""
 
     title: Any
     w: float
@@ -64,12 +64,12 @@ class LookOptions(TypedDict, total=False):
     savepath: Any
 
 
-OPTIONS = tuple(LookOptions.__annotations__)
+STYLE_KEYWORDS = tuple(StyleOptions.__annotations__)
 
 
 @dataclass
-class Look:
-    """How a picture looks.
+class Style:
+    """How a figure looks.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class Look:
         Options for matplotlib: of ``plot`` (the artists), ``title``, ``annot``, ``subplot`` (the grid), ``tight``
         (``subplots_adjust``), ``colorbar`` and ``save``.
     savepath : path, optional
-        Write the picture there too.
+        Write the figure there too.
     """
 
     title: Any = True
@@ -111,7 +111,7 @@ class Look:
         self._config = {key: dict(value) for key, value in (self.configs or {}).items()}
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], **defaults: Any) -> "Look":
+    def of(cls, options: Mapping[str, Any], **defaults: Any) -> "Style":
         """Return the look of a function's `options`, with `defaults` of its own."""
         return cls(**{**defaults, **options})
 
@@ -119,21 +119,21 @@ class Look:
         """Return the defaults, overridden by what the user gave under `key`."""
         return {**defaults, **self._config.get(key, {})}
 
-    def figure(self, width: float, height: float, panels: int = 1) -> Picture:
-        """Return an empty picture of that size in inches, times the factors."""
+    def new_figure(self, width: float, height: float, panels: int = 1) -> NotebookFigure:
+        """Return an empty figure of that size in inches, times the factors."""
         # Constrained layout takes seconds for a hundred panels; those are spaced by hand.
         layout = "constrained" if panels <= 36 and not self.tight else "none"
-        return Picture(figsize=(width * self.w, height * self.h), layout=layout)
+        return NotebookFigure(figsize=(width * self.w, height * self.h), layout=layout)
 
-    def entitle(self, picture: Any, what: str) -> None:
+    def add_title(self, figure: Any, what: str) -> None:
         """Write the title: `what` is drawn, after the word for the quantity."""
         if not isinstance(self.title, str | bool | int) or not self.title:
             return
         text = f"{_TITLES[self.title]}: {what}" if self.title in _TITLES else str(self.title)
-        set_title = picture.suptitle if hasattr(picture, "suptitle") else picture.set_title
+        set_title = figure.suptitle if hasattr(figure, "suptitle") else figure.set_title
         set_title(text, **self.config("title", wrap=True))
 
-    def frame(self, ax: Axes) -> None:
+    def format_panel(self, ax: Axes) -> None:
         """Set frame and ticks of one panel."""
         x, y = self.ticks if isinstance(self.ticks, tuple | list) else (self.ticks, self.ticks)
         if not x:
@@ -148,7 +148,7 @@ class Look:
                 spine.set_edgecolor(self.bordercolor)
 
 
-def limits(norm: Any, arrays: Sequence[NDArray[Any]]) -> tuple[float | None, float | None]:
+def color_limits(norm: Any, arrays: Sequence[NDArray[Any]]) -> tuple[float | None, float | None]:
     """Return the limits that `norm` means for `arrays`, from their finite elements alone.
 
     ``'auto'`` is the largest magnitude to either side of 0, ``None`` leaves every array its own.
@@ -172,7 +172,7 @@ def limits(norm: Any, arrays: Sequence[NDArray[Any]]) -> tuple[float | None, flo
     return low, high
 
 
-def own_limits(array: NDArray[Any]) -> tuple[float, float]:
+def finite_limits(array: NDArray[Any]) -> tuple[float, float]:
     """Return the smallest and largest finite element; (0, 1) if there is none, and never the same twice."""
     finite = array[np.isfinite(array)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
@@ -182,7 +182,7 @@ def own_limits(array: NDArray[Any]) -> tuple[float, float]:
 def colormap(name: Any) -> Colormap:
     """Return a map by its name, with NaN in a colour of its own; ``None`` is greys."""
     cmap = mpl.colormaps["gray" if name is None else name] if not isinstance(name, Colormap) else name
-    return cmap.with_extremes(bad=BAD)
+    return cmap.with_extremes(bad=NAN_COLOR)
 
 
 def curve_colors(count: int, color: Any = None, cmap: Any = None) -> list[Any]:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
-__all__ = ["spelled"]
+__all__ = ["keyword_aliases"]
 
 R = TypeVar("R")
 
 
-def spelled(extra: Iterable[str] = (), **aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+def keyword_aliases(extra: Iterable[str] = (), **aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Let a function take its keywords under other names too.
 
     Parameters
@@ -29,7 +29,7 @@ def spelled(extra: Iterable[str] = (), **aliases: str) -> Callable[[Callable[...
 
     Examples
     --------
-    >>> @spelled(y_zero="zero_line")
+    >>> @keyword_aliases(y_zero="zero_line")
     ... def draw(*, zero_line=False):
     ...     return zero_line
     >>> draw(y_zero=True)

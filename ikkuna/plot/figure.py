@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-__all__ = ["NanCount", "Picture", "Pictures", "count_nonfinite", "save"]
+__all__ = ["FigureList", "NanCount", "NotebookFigure", "count_nonfinite", "save_figures"]
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def count_nonfinite(data: NDArray[Any]) -> NanCount | None:
     return NanCount(nans, infs, data.size) if nans or infs else None
 
 
-class Picture(Figure):
+class NotebookFigure(Figure):
     """A matplotlib Figure that a notebook shows, and that knows what could not be drawn.
 
     Attributes
@@ -76,19 +76,19 @@ class Picture(Figure):
         return buffer.getvalue()
 
 
-class Pictures(list[Picture]):
-    """Several pictures, one below the other in a notebook."""
+class FigureList(list[NotebookFigure]):
+    """Several figures, one below the other in a notebook."""
 
     def _repr_html_(self) -> str:
-        encoded = (base64.b64encode(picture._repr_png_()).decode() for picture in self)
+        encoded = (base64.b64encode(figure._repr_png_()).decode() for figure in self)
         return "".join(f'<img src="data:image/png;base64,{data}"/>' for data in encoded)
 
 
-def save(pictures: Sequence[Figure], path: Any, **options: Any) -> None:
-    """Write a picture to `path`; several to ``name_0.png``, ``name_1.png``, …; nothing for an empty path."""
+def save_figures(figures: Sequence[Figure], path: Any, **options: Any) -> None:
+    """Write a figure to `path`; several to ``name_0.png``, ``name_1.png``, …; nothing for an empty path."""
     if not path:
         return
     target = Path(path)
     target = target if target.suffix else target.with_suffix(".png")
-    for i, picture in enumerate(pictures):
-        picture.savefig(target if len(pictures) == 1 else target.with_stem(f"{target.stem}_{i}"), **options)
+    for i, figure in enumerate(figures):
+        figure.savefig(target if len(figures) == 1 else target.with_stem(f"{target.stem}_{i}"), **options)
