@@ -10,10 +10,10 @@ from torch import nn
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
 from ikkuna.export import evaluation
 from ikkuna.export.at_exit import close_at_exit
+from ikkuna.export.bus.bus import MessageBus, get_default_bus
 from ikkuna.export.health import Health, health_of
 from ikkuna.export.hooks.hook import blind_after_fork
 from ikkuna.export.hooks.install import Attachment
-from ikkuna.export.messages.bus import MessageBus, get_default_bus
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.session import Session
 from ikkuna.export.steps.step_tracker import TRAINING

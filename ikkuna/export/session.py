@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.hooks.forward import ModelWatch
 from ikkuna.export.hooks.hook import in_backward
 from ikkuna.export.hooks.layer_gradients import BackwardWatch
 from ikkuna.export.hooks.micro_gradients import GradientWatch
 from ikkuna.export.hooks.optimizers import OptimizerWatch
 from ikkuna.export.hooks.slots import SLOTS
-from ikkuna.export.message.message import NetworkMessage
-from ikkuna.export.message.stamp import Stamp
-from ikkuna.export.messages.bus import MessageBus
+from ikkuna.export.messages.message import NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.model.parameters import TrackedParameters
 from ikkuna.export.ranks.exchange import Exchange
 from ikkuna.export.rows.delivery import Finished

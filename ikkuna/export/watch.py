@@ -4,8 +4,8 @@ from pathlib import Path
 
 from torch import nn
 
+from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.exporter import Exporter
-from ikkuna.export.messages.bus import MessageBus
 from ikkuna.export.preset import GROUP, Preset
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.plugins import load_plugin

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.exporter import Exporter
-from ikkuna.export.message.kinds import MEASURED_TOGETHER, MODULE_KINDS
-from ikkuna.export.message.message import Message, NetworkMessage
-from ikkuna.export.message.stamp import Stamp
-from ikkuna.export.messages.bus import MessageBus
+from ikkuna.export.messages.kinds import MEASURED_TOGETHER, MODULE_KINDS
+from ikkuna.export.messages.message import Message, NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.rows.delivery import Finished
 from ikkuna.export.rows.plan import Demand
 from ikkuna.export.rows.recorder import Recorder

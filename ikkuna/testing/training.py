@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.exporter import Exporter
-from ikkuna.export.messages.bus import MessageBus
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.testing.recording import RecordingBackend
 

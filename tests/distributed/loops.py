@@ -8,8 +8,8 @@ from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
-from ikkuna.export.message.kinds import FORWARD_KINDS, PARAMETER_KINDS
 from ikkuna.export.messages import MessageBus
+from ikkuna.export.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber
 
 STEPS = 3

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ikkuna.export import Exporter
-from ikkuna.export.message.kinds import FORWARD_KINDS, PARAMETER_KINDS
+from ikkuna.export.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber, TrainAccuracySubscriber
 from tests.distributed.loops import data, local, network
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ikkuna.export import Exporter
-from ikkuna.export.message.kinds import BUILT_IN
 from ikkuna.export.messages import get_default_bus
+from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.export.subscriber import GROUP
 from ikkuna.plugins import plugin_names
 

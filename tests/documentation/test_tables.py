@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ikkuna.export import subscriber
-from ikkuna.export.message.kinds import BUILT_IN
+from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.plugins import plugin_names
 from ikkuna.visualization.backend import GROUP as BACKENDS
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS

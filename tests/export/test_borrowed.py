@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.message.kinds import MODULE_KINDS
+from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, MinMaxSubscriber, NormSubscriber, Subscriber
 from ikkuna.testing import RecordingBackend
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, LogDirError, PluginError, UnknownKindError
 from ikkuna.export import Exporter, subscriber
-from ikkuna.export.message.kinds import BUILT_IN
 from ikkuna.export.messages import MessageBus, get_default_bus
+from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
     LossSubscriber,

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from ikkuna.export import Exporter
-from ikkuna.export.message.kinds import MODULE_KINDS
+from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.export.test_invisible import same

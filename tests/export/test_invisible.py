@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.message.kinds import MODULE_KINDS
+from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from ikkuna.testing import RecordingBackend
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
@@ -214,7 +214,7 @@ def test_a_write_to_a_borrowed_tensor_is_noticed_and_ends_the_subscriber(bus, ca
     bad = Bad(lambda x: x.add_(0.0))
     trained(case, bus, [bad])
     assert "changed 'weights'" in caplog.text
-    assert bad.subscription.disabled
+    assert bus.error_guard.disabled == ["Bad"]
 
 
 def test_every_module_kind_was_looked_at(bus):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.message.kinds import MODULE_KINDS
+from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, NormSubscriber, VarianceSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
-from ikkuna.export.message.kinds import MODULE_KINDS
 from ikkuna.export.messages import MessageBus
+from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber, Subscriber, TrainAccuracySubscriber
 from ikkuna.testing import RecordingBackend
 from tests.export.test_invisible import same

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.message.kinds import MICRO_KINDS
+from ikkuna.export.messages.kinds import MICRO_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber
 from tests.zoo import CASES, Loop
 

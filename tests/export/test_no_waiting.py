@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ikkuna.export.message.message import NetworkMessage
-from ikkuna.export.message.stamp import Stamp
 from ikkuna.export.messages import MessageBundle, ModuleMessage
+from ikkuna.export.messages.message import NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics import inner
 from ikkuna.numerics.statistics import FIELDS, closure, float_code
@@ -84,7 +84,8 @@ def test_no_measure_of_a_subscriber_waits(name, monkeypatch):
 
 def test_a_model_is_watched_on_its_device_without_waiting(bus, monkeypatch):
     """The whole way from hook to row, with tensors that say they are elsewhere."""
-    from ikkuna.export import Exporter, recorder
+    from ikkuna.export import Exporter
+    from ikkuna.export.rows import recorder
     from ikkuna.export.subscriber import MomentsSubscriber, NormSubscriber
 
     def on_host(tensor, *arguments, **options):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from ikkuna.export import Exporter
-from ikkuna.export.message.kinds import MODULE_KINDS
+from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from tests.zoo import CASES, Loop
 

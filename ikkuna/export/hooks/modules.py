@@ -6,7 +6,7 @@ from torch import nn
 
 from ikkuna.export.hooks.compiler_stance import Stance
 from ikkuna.export.hooks.hook import ModulePlaces, ModuleTap, Switch, Undo, tap_module, was_compiled
-from ikkuna.export.message.kinds import FORWARD_KINDS
+from ikkuna.export.messages.kinds import FORWARD_KINDS
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import TRAINING

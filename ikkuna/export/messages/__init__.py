@@ -1,36 +1,19 @@
-"""Messages, their kinds, and the bus that delivers them."""
+"""Messages, and the bus that delivers them.
 
-from ikkuna.export.message.bundle import MessageBundle
-from ikkuna.export.message.kinds import (
-    BUILT_IN,
-    EVENT_KINDS,
-    FORWARD_KINDS,
-    MEASURED_TOGETHER,
-    MICRO_KINDS,
-    MODULE_KINDS,
-    NETWORK_KINDS,
-    PARAMETER_KINDS,
-    STATE_PREFIXES,
-)
-from ikkuna.export.message.message import Message, ModuleMessage, NetworkMessage
-from ikkuna.export.message.stamp import Stamp
-from ikkuna.export.messages.bus import MessageBus, get_default_bus
+`MessageBus` and `get_default_bus` are imported from `ikkuna.export.bus` on first use: that package imports this one.
+"""
 
-__all__ = [
-    "BUILT_IN",
-    "EVENT_KINDS",
-    "FORWARD_KINDS",
-    "MEASURED_TOGETHER",
-    "MICRO_KINDS",
-    "MODULE_KINDS",
-    "NETWORK_KINDS",
-    "PARAMETER_KINDS",
-    "STATE_PREFIXES",
-    "Message",
-    "MessageBundle",
-    "MessageBus",
-    "ModuleMessage",
-    "NetworkMessage",
-    "Stamp",
-    "get_default_bus",
-]
+from importlib import import_module
+from typing import Any
+
+from ikkuna.export.messages.bundle import MessageBundle
+from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
+
+__all__ = ["Message", "MessageBundle", "MessageBus", "ModuleMessage", "NetworkMessage", "Stamp", "get_default_bus"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("MessageBus", "get_default_bus"):
+        return getattr(import_module("ikkuna.export.bus.bus"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,8 @@ from ikkuna.distributed.gather import Gather
 from ikkuna.distributed.layout import Layouts
 from ikkuna.distributed.merge import merge_blocks
 from ikkuna.distributed.world import World
-from ikkuna.export.message.stamp import Stamp
-from ikkuna.export.messages.bus import MessageBus
+from ikkuna.export.bus.bus import MessageBus
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.ranks.translation import Translation, signature_of
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.rows import Rows

@@ -9,8 +9,8 @@ import torch
 from ikkuna.distributed.block import Row
 from ikkuna.distributed.layout import OWN, Key
 from ikkuna.distributed.merge import Merged
-from ikkuna.export.message.kinds import PARAMETER_KINDS, STATE_PREFIXES
-from ikkuna.export.messages.bus import MessageBus
+from ikkuna.export.bus.bus import MessageBus
+from ikkuna.export.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
 from ikkuna.export.rows.plan import Demand, Plan
 from ikkuna.export.rows.rows import Entry, Rows
 from ikkuna.export.subscriber.registered import Registered

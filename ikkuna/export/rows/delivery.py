@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from ikkuna.export.message.bundle import MessageBundle
-from ikkuna.export.message.message import Message, NetworkMessage
-from ikkuna.export.messages.bus import MessageBus
+from ikkuna.export.bus.bus import MessageBus
+from ikkuna.export.messages.bundle import MessageBundle
+from ikkuna.export.messages.message import Message, NetworkMessage
 from ikkuna.export.rows.rows import Entry, Rows
 
 __all__ = ["Finished"]

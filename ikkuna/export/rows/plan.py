@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ikkuna.export.message.kinds import (
+from ikkuna.export.messages.kinds import (
     EVENT_KINDS,
     FORWARD_KINDS,
     MICRO_KINDS,
@@ -11,7 +11,7 @@ from ikkuna.export.message.kinds import (
     STATE_PREFIXES,
     is_built_in,
 )
-from ikkuna.export.message.stamp import Stamp
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import HISTOGRAMS, closure
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ikkuna.distributed.dtensor import is_spread, local_part, whole
+from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.hooks.nested_tensors import detached
-from ikkuna.export.message.bundle import MessageBundle
-from ikkuna.export.message.message import Message, NetworkMessage
-from ikkuna.export.message.stamp import Stamp
-from ikkuna.export.messages.error_guard import ErrorGuard
+from ikkuna.export.messages.bundle import MessageBundle
+from ikkuna.export.messages.message import Message, NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.rows.plan import NOTHING, Plan, Task
 from ikkuna.export.rows.rows import Entry, Rows
 from ikkuna.export.rows.site import Site

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ikkuna.distributed.dtensor import Part
-from ikkuna.export.message.message import Message
-from ikkuna.export.message.stamp import Stamp
+from ikkuna.export.messages.message import Message
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.rows.plan import Task
 from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.registered import Registered

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ikkuna.export.message.kinds import FORWARD_KINDS
-from ikkuna.export.message.message import Message, ModuleMessage, NetworkMessage
-from ikkuna.export.message.stamp import Stamp
+from ikkuna.export.messages.kinds import FORWARD_KINDS
+from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.numerics.statistics import Record
 
 __all__ = ["Site"]

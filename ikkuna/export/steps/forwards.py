@@ -8,7 +8,7 @@ from ikkuna.distributed.dtensor import holds_gradients
 from ikkuna.export.hooks.hook import Hook
 from ikkuna.export.hooks.hook_owner import HookOwner
 from ikkuna.export.hooks.nested_tensors import Leaves
-from ikkuna.export.message.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
+from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, NETWORK_KINDS
 
 if TYPE_CHECKING:
     from ikkuna.export.session import Session

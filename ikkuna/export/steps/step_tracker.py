@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.message.stamp import Stamp
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.model.parameters import TrackedParameters
 from ikkuna.export.steps.running_optimizers import step_calls
 

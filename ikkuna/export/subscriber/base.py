@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.message.bundle import MessageBundle
-from ikkuna.export.message.message import Message
-from ikkuna.export.message.stamp import Stamp
+from ikkuna.export.messages.bundle import MessageBundle
+from ikkuna.export.messages.message import Message
+from ikkuna.export.messages.stamp import TRAINING, Stamp
 from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
 from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics import closure
@@ -156,7 +156,7 @@ class Subscriber(metaclass=_RegisteringType):
         join: bool = False,
         subsample: int = 1,
         modules: ModulePattern = None,
-        tag: str | None = "training",
+        tag: str | None = TRAINING,
         backend: "str | Backend | list[str | Backend]" = "tb",
         message_bus: Host | None = None,
         gather: bool = False,

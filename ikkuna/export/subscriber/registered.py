@@ -1,9 +1,9 @@
 """A subscriber that is registered on a bus, and its running state."""
 
-from ikkuna.export.message.bundle import MessageBundle
-from ikkuna.export.message.kinds import MEASURED_TOGETHER
-from ikkuna.export.message.message import Message
-from ikkuna.export.message.stamp import Stamp
+from ikkuna.export.messages.bundle import MessageBundle
+from ikkuna.export.messages.kinds import MEASURED_TOGETHER
+from ikkuna.export.messages.message import Message
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.failures import FailureCounter
 

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ikkuna.export.message.message import Message
+from ikkuna.export.messages.message import Message
 from ikkuna.export.subscriber.plot import PlotSubscriber
 from ikkuna.export.subscriber.result_names import name_results
 from ikkuna.numerics.statistics import Record

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.message.message import Message, ModuleMessage
-from ikkuna.export.message.stamp import Stamp
+from ikkuna.export.messages.message import Message, ModuleMessage
+from ikkuna.export.messages.stamp import TRAINING, Stamp
 
 __all__ = ["ModulePattern", "Subscription", "SynchronizedSubscription"]
 
@@ -86,7 +86,7 @@ class Subscription:
     def __init__(
         self,
         kinds: str | Iterable[str],
-        tag: str | None = "training",
+        tag: str | None = TRAINING,
         subsample: int = 1,
         modules: ModulePattern = None,
     ) -> None:
@@ -105,7 +105,7 @@ class Subscription:
         """Return whether data of this step is sampled: a pure function of the stamp, so that all ranks agree."""
         if self.tag is not None and self.tag != stamp.pass_name:
             return False
-        return stamp.pass_name != "training" or stamp.global_step % self.subsample == 0
+        return stamp.pass_name != TRAINING or stamp.global_step % self.subsample == 0
 
     def takes(self, message: Message) -> bool:
         """Return whether this message is delivered.  Events of epochs are delivered whatever the tag."""

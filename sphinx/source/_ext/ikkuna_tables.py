@@ -16,7 +16,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from ikkuna.export import subscriber
-from ikkuna.export.message.kinds import BUILT_IN
+from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.plugins import load_plugin, plugins
 from ikkuna.visualization.backend import GROUP as BACKENDS
 from ikkuna.visualization.backend import Backend

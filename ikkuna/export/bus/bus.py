@@ -11,9 +11,9 @@ import numpy as np
 from torch import nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.message.message import Message
-from ikkuna.export.messages.error_guard import ErrorGuard
-from ikkuna.export.messages.registration import check_registration, known_kinds
+from ikkuna.export.bus.error_guard import ErrorGuard
+from ikkuna.export.bus.registration import check_registration, known_kinds
+from ikkuna.export.messages.message import Message
 from ikkuna.export.model.module_entries import described
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from ikkuna.errors import ConfigError, UnknownKindError
-from ikkuna.export.message.kinds import BUILT_IN, EVENT_KINDS, is_built_in, is_of_module
+from ikkuna.export.messages.kinds import BUILT_IN, EVENT_KINDS, is_built_in, is_of_module
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.subscription import Subscription
 

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Stamp"]
+__all__ = ["TRAINING", "Stamp"]
+
+TRAINING = "training"
+"""The name of the training pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +21,10 @@ class Stamp:
     epoch : int
         Number of finished epochs.
     pass_name : str
-        ``"training"``, or the name of another pass over data such as ``"testing"``.
+        `TRAINING`, or the name of another pass over data such as ``"testing"``.
     """
 
     global_step: int
     train_step: int
     epoch: int
-    pass_name: str = "training"
+    pass_name: str = TRAINING

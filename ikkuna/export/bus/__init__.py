@@ -1,0 +1,1 @@
+"""The bus that delivers messages to subscribers."""

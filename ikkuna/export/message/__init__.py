@@ -1,1 +1,0 @@
-"""The content of a message: its kind, its stamp and its data."""

@@ -1,0 +1,6 @@
+from ikkuna.export.bus.bus import MessageBus, get_default_bus
+from ikkuna.export.messages.bundle import MessageBundle
+from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
+
+__all__ = ["Message", "MessageBundle", "MessageBus", "ModuleMessage", "NetworkMessage", "Stamp", "get_default_bus"]
