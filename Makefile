@@ -1,4 +1,4 @@
-# Every target makes .venv first if there is none; nothing else has to be installed by hand.
+# Every target creates .venv if there is none; it contains everything that the target needs.
 PYTHON ?= python3
 BIN := .venv/bin
 
