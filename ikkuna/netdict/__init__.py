@@ -2,14 +2,7 @@
 
 from ikkuna.netdict.description import STATISTICS, Description
 from ikkuna.netdict.net_dict import NetDict
-from ikkuna.netdict.noise import (
-    NoiseScale,
-    compute_noise_scale,
-    fit_noise_scale,
-    noise_scale_from_moments,
-    noise_scale_table,
-    two_batch_noise_scale,
-)
+from ikkuna.netdict.noise import compute_noise_scale, noise_scale_table, two_batch_noise_scale
 from ikkuna.netdict.snapshots import (
     compute_stats,
     get_adam_update,
@@ -19,6 +12,7 @@ from ikkuna.netdict.snapshots import (
     get_weight,
 )
 from ikkuna.netdict.trust import compute_trust_ratio, trust_ratio
+from ikkuna.numerics.noise import NoiseScale, fit_noise_scale, noise_scale_from_moments
 
 __all__ = [
     "STATISTICS",

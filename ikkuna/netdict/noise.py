@@ -1,61 +1,21 @@
-r"""The gradient noise scale: the batch size beyond which a larger batch mostly averages what is already known.
-
-After McCandlish, Kaplan, Amodei & the OpenAI Dota team, *An Empirical Model of Large-Batch Training* (2018).
-Expected squared gradient norms at batch size :math:`B` lie on the line :math:`|G|^2 + \operatorname{tr}(\Sigma) / B`.
-"""
+"""The gradient noise scale of a model, measured with micro-batches."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.noise import NoiseScale, fit_noise_scale, noise_scale
 
-__all__ = [
-    "NoiseScale",
-    "compute_noise_scale",
-    "fit_noise_scale",
-    "noise_scale_from_moments",
-    "noise_scale_table",
-    "two_batch_noise_scale",
-]
-
-
-@dataclass(frozen=True)
-class NoiseScale:
-    r"""An estimate of the noise scale :math:`\operatorname{tr}(\Sigma) / |G|^2`, in samples.
-
-    Parameters
-    ----------
-    grad_sq : :math:`|G|^2`, squared norm of the true gradient; both estimates are unbiased, and may fall below 0
-    trace : :math:`\operatorname{tr}(\Sigma)`, variance of a single sample's gradient, summed over parameters
-    batch_sizes, grad_sqs : the measured squared norms, for a plot of the line
-    """
-
-    grad_sq: float
-    trace: float
-    batch_sizes: tuple[float, ...] = field(default=(), repr=False)
-    grad_sqs: tuple[float, ...] = field(default=(), repr=False)
-
-    @property
-    def valid(self) -> bool:
-        """Whether the squared norm came out positive; otherwise more iterations are needed."""
-        return self.grad_sq > 0
-
-    @property
-    def noise_scale(self) -> float:
-        """The ratio, or NaN where it means nothing."""
-        return self.trace / self.grad_sq if self.valid else math.nan
+__all__ = ["compute_noise_scale", "noise_scale_table", "two_batch_noise_scale"]
 
 
 def two_batch_noise_scale(small: float, small_sq: float, big: float, big_sq: float) -> NoiseScale:
     r"""Return the noise scale from mean squared gradient norms at two batch sizes.
 
-    .. math::
-        |G|^2 = \frac{B_b g_b - B_s g_s}{B_b - B_s}, \qquad
-        \operatorname{tr}(\Sigma) = \frac{g_s - g_b}{1/B_s - 1/B_b}
+    This is :func:`~ikkuna.numerics.noise.noise_scale` with a check of the batch sizes.
 
     Raises
     ------
@@ -68,55 +28,8 @@ def two_batch_noise_scale(small: float, small_sq: float, big: float, big_sq: flo
     25.0
     """
     if not 0 < small < big:
-        raise ConfigError(f"the two batch sizes must be positive and rising, got {small} and {big}")
-    grad_sq = (big * big_sq - small * small_sq) / (big - small)
-    trace = (small_sq - big_sq) / (1 / small - 1 / big)
-    return NoiseScale(grad_sq, trace, (small, big), (small_sq, big_sq))
-
-
-def fit_noise_scale(
-    batch_sizes: Sequence[float], grad_sqs: Sequence[float], weights: Sequence[float] | None = None
-) -> NoiseScale:
-    """Return the noise scale from a least-squares line through squared gradient norms against ``1 / batch size``.
-
-    Raises
-    ------
-    ConfigError
-        For fewer than two different batch sizes, or lists of different lengths.
-
-    Examples
-    --------
-    >>> fit = fit_noise_scale([10, 20, 50, 100], [14.0, 9.0, 6.0, 5.0])
-    >>> round(fit.grad_sq, 9), round(fit.trace, 9)
-    (4.0, 100.0)
-    """
-    w = [1.0] * len(batch_sizes) if weights is None else list(weights)
-    if not len(batch_sizes) == len(grad_sqs) == len(w):
-        raise ConfigError(f"got {len(batch_sizes)} batch sizes, {len(grad_sqs)} squared norms and {len(w)} weights")
-    if len(set(batch_sizes)) < 2:
-        raise ConfigError("a line needs at least two different batch sizes")
-    x = [1 / size for size in batch_sizes]
-    total = math.fsum(w)
-    mean_x = math.fsum(a * b for a, b in zip(w, x, strict=True)) / total
-    mean_y = math.fsum(a * b for a, b in zip(w, grad_sqs, strict=True)) / total
-    covariance = math.fsum(a * (b - mean_x) * (c - mean_y) for a, b, c in zip(w, x, grad_sqs, strict=True))
-    slope = covariance / math.fsum(a * (b - mean_x) ** 2 for a, b in zip(w, x, strict=True))
-    return NoiseScale(mean_y - slope * mean_x, slope, tuple(batch_sizes), tuple(grad_sqs))
-
-
-def noise_scale_from_moments(gradient: Tensor, covariance: Tensor, hessian: Tensor | None = None) -> NoiseScale:
-    r"""Return :math:`\operatorname{tr}(H\Sigma) / G^\top H G` of a known gradient; :math:`H = I` by default.
-
-    Examples
-    --------
-    >>> G, H = torch.tensor([1.0, 4.0]), torch.diag(torch.tensor([1.0, 4.0]))
-    >>> estimate = noise_scale_from_moments(G, torch.diag(torch.tensor([2.0, 16.0])), H)
-    >>> estimate.trace, estimate.grad_sq
-    (66.0, 65.0)
-    """
-    g, s = gradient.double().reshape(-1), covariance.double()
-    h = torch.eye(g.numel(), dtype=torch.float64) if hessian is None else hessian.double()
-    return NoiseScale(float(g @ h @ g), float(torch.trace(h @ s)))
+        raise ConfigError(f"the batch sizes must be positive, the second larger than the first; got {small} and {big}")
+    return noise_scale(small_sq, big_sq, small, big)
 
 
 def compute_noise_scale(
@@ -131,30 +44,43 @@ def compute_noise_scale(
 ) -> NoiseScale:
     """Estimate the noise scale from the gradients of `num_iters` micro-batches.
 
-    Each of ``num_iters * num_average`` calls of ``closure()`` returns the loss of a new micro-batch, without calling
-    ``backward``.  Gradients stored in the model, and all else that `closure` leaves alone, stay as they are.
+    The gradients stored in the model do not change.
 
     Parameters
     ----------
+    model : nn.Module
+        The model.
+    closure : callable
+        Returns the loss of a new micro-batch, without calling ``backward``.  It is called
+        ``num_iters * num_average`` times.
     micro_batch_size : int
-        Samples in each call.
+        The number of samples in a micro-batch.
+    num_iters : int
+        The number of micro-batches in one round.
     num_average : int
-        How many such rounds are averaged; estimates below 0 become rarer.
+        The number of rounds to average.  More rounds make negative estimates rarer.
     method : {'two_batch', 'curve'}
-        Compare the micro-batches' mean squared norm with that of their average, or fit a line through the squared norms
-        of the average of the first 1, 2, … micro-batches, weighted by their number.
+        ``'two_batch'`` compares the mean squared norm of the micro-batches with the squared norm of their mean.
+        ``'curve'`` fits a line through the squared norms of the mean of the first 1, 2, … micro-batches, weighted by
+        their number.
     reduction : {'mean', 'sum'}
         Whether the loss is the mean or the sum over the samples.
 
     Raises
     ------
     ConfigError
-        For fewer than two iterations, an unknown word, or a loss that does not depend on the model.
+        If there are fewer than two iterations, if `method` or `reduction` is unknown, or if the loss does not depend
+        on the model.
     """
     if num_iters < 2 or num_average < 1 or micro_batch_size < 1:
-        raise ConfigError("the noise scale needs at least 2 iterations, 1 round and 1 sample in a micro-batch")
+        raise ConfigError(
+            "the noise scale needs num_iters >= 2, num_average >= 1 and micro_batch_size >= 1, "
+            f"got {num_iters}, {num_average} and {micro_batch_size}"
+        )
     if method not in ("two_batch", "curve") or reduction not in ("mean", "sum"):
-        raise ConfigError(f"method is 'two_batch' or 'curve', reduction 'mean' or 'sum'; got {method!r}, {reduction!r}")
+        raise ConfigError(
+            f"method must be 'two_batch' or 'curve' and reduction 'mean' or 'sum', got {method!r} and {reduction!r}"
+        )
     parameters = [p for p in model.parameters() if p.requires_grad]
     scale = 1.0 if reduction == "mean" else 1.0 / micro_batch_size
     micro, nested = [0.0] * num_iters, [0.0] * num_iters
@@ -171,7 +97,7 @@ def compute_noise_scale(
 def _squared_norms(
     closure: Callable[[], Tensor], parameters: list[nn.Parameter], num_iters: int, scale: float
 ) -> Iterable[tuple[float, float]]:
-    """Yield the squared norm of each micro-batch's gradient, and of the average of all so far."""
+    """Yield the squared norm of the gradient of each micro-batch, and of the mean gradient of all so far."""
     total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     for i in range(num_iters):
         gradients = _gradients(closure(), parameters)

@@ -1,18 +1,18 @@
-r"""The noise of a gradient, from its squared norms at two batch sizes or over micro-batches.
+r"""The gradient noise scale, from squared gradient norms at several batch sizes or of micro-batches.
 
-With :math:`G` the true gradient and :math:`\Sigma` the covariance of one sample's gradient, a batch of :math:`B`
-samples has
-:math:`E |g|^2 = |G|^2 + \operatorname{tr} \Sigma / B`.  Two batch sizes give both terms without bias.
-Their ratio is not unbiased (of two micro-batches of 16 and for a true value of 330 its median is 121, and it has no
-mean), so
-average the terms over
-steps with :class:`RunningNoise` and divide last.
+:math:`G` is the true gradient and :math:`\Sigma` the covariance of the gradient of one sample.
+The expected squared norm of the gradient of a batch of :math:`B` samples is
+:math:`E |g|^2 = |G|^2 + \operatorname{tr} \Sigma / B`, so two batch sizes give unbiased estimates of both terms.
+The ratio of the two estimates is biased: for 2 micro-batches of 16 samples and a true value of 330, its median is 121
+and its mean does not exist.  Average the terms over steps with :class:`RunningNoise`, which divides last.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ikkuna.errors import ConfigError
 
@@ -20,24 +20,50 @@ __all__ = [
     "NoiseScale",
     "RunningMean",
     "RunningNoise",
+    "fit_noise_scale",
     "micro_batch_noise_scale",
     "noise_scale",
+    "noise_scale_from_moments",
     "pairwise_noise_scale",
 ]
 
 
-class NoiseScale(NamedTuple):
-    r"""Estimates :math:`\operatorname{tr} \Sigma`, :math:`|G|^2`, and their ratio in samples (NaN for :math:`|G|^2
-    \le 0`).
+@dataclass(frozen=True)
+class NoiseScale:
+    r"""An estimate of the noise scale :math:`\operatorname{tr} \Sigma / |G|^2`.
+
+    Both terms are unbiased and can be negative if there is much noise.
+
+    Parameters
+    ----------
+    grad_sq : float
+        :math:`|G|^2`, the squared norm of the true gradient.
+    trace : float
+        :math:`\operatorname{tr} \Sigma`, the variance of the gradient of one sample, summed over all parameters.
+    batch_sizes, grad_sqs : tuple of float
+        Batch sizes and the squared norms measured at them, for a plot of the line.
     """
 
-    trace: float
     grad_sq: float
-    ratio: float
+    trace: float
+    batch_sizes: tuple[float, ...] = field(default=(), repr=False)
+    grad_sqs: tuple[float, ...] = field(default=(), repr=False)
+
+    @property
+    def valid(self) -> bool:
+        """Whether :math:`|G|^2 > 0`.  If not, use more micro-batches or average over more steps."""
+        return self.grad_sq > 0
+
+    @property
+    def noise_scale(self) -> float:
+        """The ratio, in samples; NaN if the estimate is not valid.
+
+        A batch far below it can grow almost without loss of data efficiency; a batch far above it is wasteful.
+        """
+        return self.trace / self.grad_sq if self.valid else math.nan
 
 
-def _scale(trace: float, grad_sq: float) -> NoiseScale:
-    return NoiseScale(trace, grad_sq, trace / grad_sq if grad_sq > 0 else math.nan)
+_UNDEFINED = NoiseScale(math.nan, math.nan)
 
 
 def noise_scale(small_sq: float, big_sq: float, small_batch: float, big_batch: float) -> NoiseScale:
@@ -45,24 +71,20 @@ def noise_scale(small_sq: float, big_sq: float, small_batch: float, big_batch: f
 
     .. math::
         |G|^2 = \frac{B |g_B|^2 - b |g_b|^2}{B - b}, \qquad
-        \operatorname{tr} \Sigma = \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B}, \qquad B_{simple} = \frac{\operatorname{tr}
-        \Sigma}{|G|^2}
+        \operatorname{tr} \Sigma = \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B}
 
     Parameters
     ----------
     small_sq, big_sq : float
-        Squared norms :math:`|g_b|^2`, :math:`|g_B|^2` of *mean* gradients; the mean over several small batches is
-        better than one.
+        Squared norms :math:`|g_b|^2`, :math:`|g_B|^2` of *mean* gradients.  The mean over several small batches is
+        more precise than a single one.
     small_batch, big_batch : float
-        :math:`b < B`, in samples, or in tokens if the noise is to be that of a token.
+        :math:`b < B`, in samples; in tokens for the noise of one token.
 
     Returns
     -------
     NoiseScale
-        Both terms are unbiased, and may be negative where noise is strong.  `ratio` in samples: a batch far below it
-        is nearly free
-        to grow, one far above it is wasted.  NaN if :math:`|G|^2 \le 0`: take more micro-batches, or a longer average.
-        All NaN for batches that do not differ or are not positive, and for squares that are not finite.
+        All NaN if the batch sizes are equal or not positive, or if a squared norm is not finite.
 
     References
     ----------
@@ -70,30 +92,85 @@ def noise_scale(small_sq: float, big_sq: float, small_batch: float, big_batch: f
 
     Examples
     --------
-    >>> noise_scale(small_sq=5.0, big_sq=2.0, small_batch=1, big_batch=4)      # |G|^2 = 1, trace = 4
-    NoiseScale(trace=4.0, grad_sq=1.0, ratio=4.0)
+    >>> noise_scale(small_sq=5.0, big_sq=2.0, small_batch=1, big_batch=4)
+    NoiseScale(grad_sq=1.0, trace=4.0)
     """
     finite = math.isfinite(small_sq) and math.isfinite(big_sq)
     if not (finite and small_batch > 0 and big_batch > 0 and small_batch != big_batch):
-        return NoiseScale(math.nan, math.nan, math.nan)
+        return _UNDEFINED
     grad_sq = (big_batch * big_sq - small_batch * small_sq) / (big_batch - small_batch)
-    return _scale((small_sq - big_sq) / (1 / small_batch - 1 / big_batch), grad_sq)
+    trace = (small_sq - big_sq) / (1 / small_batch - 1 / big_batch)
+    return NoiseScale(grad_sq, trace, (small_batch, big_batch), (small_sq, big_sq))
+
+
+def fit_noise_scale(
+    batch_sizes: Sequence[float], grad_sqs: Sequence[float], weights: Sequence[float] | None = None
+) -> NoiseScale:
+    """Estimate the noise scale with a least-squares line through squared gradient norms against ``1 / batch size``.
+
+    Parameters
+    ----------
+    batch_sizes : sequence of float
+        At least two different batch sizes.
+    grad_sqs : sequence of float
+        The squared norm of the mean gradient for each batch size.
+    weights : sequence of float, optional
+        The weight of each point; 1 by default.
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer than two different batch sizes, or if the sequences have different lengths.
+
+    Examples
+    --------
+    >>> fit = fit_noise_scale([10, 20, 50, 100], [14.0, 9.0, 6.0, 5.0])
+    >>> round(fit.grad_sq, 9), round(fit.trace, 9)
+    (4.0, 100.0)
+    """
+    w = [1.0] * len(batch_sizes) if weights is None else list(weights)
+    if not len(batch_sizes) == len(grad_sqs) == len(w):
+        raise ConfigError(f"got {len(batch_sizes)} batch sizes, {len(grad_sqs)} squared norms and {len(w)} weights")
+    if len(set(batch_sizes)) < 2:
+        raise ConfigError("a line needs at least two different batch sizes")
+    x = [1 / size for size in batch_sizes]
+    total = math.fsum(w)
+    mean_x = math.fsum(a * b for a, b in zip(w, x, strict=True)) / total
+    mean_y = math.fsum(a * b for a, b in zip(w, grad_sqs, strict=True)) / total
+    covariance = math.fsum(a * (b - mean_x) * (c - mean_y) for a, b, c in zip(w, x, grad_sqs, strict=True))
+    slope = covariance / math.fsum(a * (b - mean_x) ** 2 for a, b in zip(w, x, strict=True))
+    return NoiseScale(mean_y - slope * mean_x, slope, tuple(batch_sizes), tuple(grad_sqs))
+
+
+def noise_scale_from_moments(gradient: Tensor, covariance: Tensor, hessian: Tensor | None = None) -> NoiseScale:
+    r"""Return :math:`\operatorname{tr}(H\Sigma) / G^\top H G` of a known gradient; :math:`H = I` by default.
+
+    Examples
+    --------
+    >>> G, H = torch.tensor([1.0, 4.0]), torch.diag(torch.tensor([1.0, 4.0]))
+    >>> estimate = noise_scale_from_moments(G, torch.diag(torch.tensor([2.0, 16.0])), H)
+    >>> estimate.trace, estimate.grad_sq
+    (66.0, 65.0)
+    """
+    g, s = gradient.double().reshape(-1), covariance.double()
+    h = torch.eye(g.numel(), dtype=torch.float64) if hessian is None else hessian.double()
+    return NoiseScale(float(g @ h @ g), float(torch.trace(h @ s)))
 
 
 def micro_batch_noise_scale(squares: Sequence[float], mean_square: float, sizes: float | Sequence[float]) -> NoiseScale:
-    r"""Estimate the gradient noise scale from the gradients of :math:`K` micro-batches, or of :math:`K` ranks.
+    r"""Estimate the gradient noise scale from the gradients of :math:`K` micro-batches or ranks.
 
-    With shares :math:`w_i = b_i / B` the weighted mean of :math:`|g_i|^2` has the expectation
-    :math:`|G|^2 + K \operatorname{tr} \Sigma / B`, for sizes that differ too; equal ones give :func:`noise_scale` of
-    their mean.
+    With the shares :math:`w_i = b_i / B`, the weighted mean of :math:`|g_i|^2` has the expectation
+    :math:`|G|^2 + K \operatorname{tr} \Sigma / B`, also for sizes that differ.  For equal sizes the result is that of
+    :func:`noise_scale`.
 
     Parameters
     ----------
     squares : sequence of float
-        ``(K,)``, :math:`|g_i|^2` of each micro-batch's mean gradient.  If the loss is divided by K, multiply by
+        ``(K,)``, :math:`|g_i|^2` of the mean gradient of each micro-batch.  If the loss is divided by K, multiply by
         :math:`K^2` first.
     mean_square : float
-        :math:`|\sum_i w_i g_i|^2`, of the gradient over all of them.
+        :math:`|\sum_i w_i g_i|^2`, of the gradient over all micro-batches.
     sizes : float or sequence of float
         :math:`b_i`, in samples or tokens.
 
@@ -105,7 +182,7 @@ def micro_batch_noise_scale(squares: Sequence[float], mean_square: float, sizes:
     Examples
     --------
     >>> micro_batch_noise_scale([4.0, 6.0, 5.0, 5.0], 2.0, sizes=1)
-    NoiseScale(trace=4.0, grad_sq=1.0, ratio=4.0)
+    NoiseScale(grad_sq=1.0, trace=4.0)
     """
     count = len(squares)
     parts = [float(sizes)] * count if isinstance(sizes, (int, float)) else [float(s) for s in sizes]
@@ -113,21 +190,21 @@ def micro_batch_noise_scale(squares: Sequence[float], mean_square: float, sizes:
         raise ConfigError(f"micro_batch_noise_scale needs a size for each of {count} squares, got {len(parts)}")
     total = math.fsum(parts)
     if count < 2 or min(parts) <= 0 or not all(map(math.isfinite, (*squares, mean_square))):
-        return NoiseScale(math.nan, math.nan, math.nan)
+        return _UNDEFINED
     weighted = math.fsum(s * b for s, b in zip(squares, parts, strict=True)) / total
     trace = (weighted - mean_square) * total / (count - 1)
-    return _scale(trace, mean_square - trace / total)
+    return NoiseScale(mean_square - trace / total, trace)
 
 
 def pairwise_noise_scale(mean_square: float, mean_product: float, batch: float) -> NoiseScale:
-    r"""Estimate the gradient noise scale from the products of gradients of independent batches of one size.
+    r"""Estimate the gradient noise scale from inner products of gradients of independent batches of one size.
 
     .. math::
         |G|^2 = E \langle g_i, g_j \rangle, \quad i \ne j, \qquad
         \operatorname{tr} \Sigma = b \, (E |g_i|^2 - |G|^2)
 
-    Over all pairs of K batches it is :func:`micro_batch_noise_scale`, without the difference of large numbers.
-    Batches are micro-batches, ranks, or steps between which the weights hardly move; sums over any of them add up.
+    For all pairs of K batches the result is that of :func:`micro_batch_noise_scale`, without the difference of large
+    numbers.  The batches can be micro-batches, ranks, or steps between which the weights hardly change.
 
     Parameters
     ----------
@@ -136,32 +213,35 @@ def pairwise_noise_scale(mean_square: float, mean_product: float, batch: float) 
     mean_product : float
         Mean of :math:`\langle g_i, g_j \rangle` over pairs.
     batch : float
-        :math:`b`, in samples, or in tokens if the noise is to be that of a token.
+        :math:`b`, in samples; in tokens for the noise of one token.
 
     Returns
     -------
     NoiseScale
-        As :func:`noise_scale`; all NaN for a batch that is not positive and for terms that are not finite.
+        As :func:`noise_scale`; all NaN if `batch` is not positive or a term is not finite.
 
     Examples
     --------
     >>> pairwise_noise_scale(mean_square=5.0, mean_product=1.0, batch=1)
-    NoiseScale(trace=4.0, grad_sq=1.0, ratio=4.0)
+    NoiseScale(grad_sq=1.0, trace=4.0)
     """
     if not (math.isfinite(mean_square) and math.isfinite(mean_product) and batch > 0):
-        return NoiseScale(math.nan, math.nan, math.nan)
-    return _scale(batch * (mean_square - mean_product), mean_product)
+        return _UNDEFINED
+    return NoiseScale(mean_product, batch * (mean_square - mean_product))
 
 
 @dataclass
 class RunningMean:
-    r"""An exponential mean without the bias of its start: :math:`\sum_i \beta^{t-i} x_i / \sum_i \beta^{t-i}`.
+    r"""An exponential mean without initial bias: :math:`\sum_i \beta^{t-i} x_i / \sum_i \beta^{t-i}`.
 
-    Values that are not finite are counted in `skipped` and change nothing.
+    Values that are not finite are skipped and counted in `skipped`.
 
     Parameters
     ----------
-    beta : in [0, 1); the mean reaches back over about ``1 / (1 - beta)`` values
+    beta : float
+        In [0, 1).  The mean covers about the last ``1 / (1 - beta)`` values.
+    skipped : int
+        The number of skipped values.
 
     Examples
     --------
@@ -179,7 +259,7 @@ class RunningMean:
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
-            raise ConfigError(f"beta of a running mean is in [0, 1), got {self.beta!r}")
+            raise ConfigError(f"beta of a running mean must be in [0, 1), got {self.beta!r}")
 
     def update(self, x: float) -> None:
         """Add a value."""
@@ -197,18 +277,19 @@ class RunningMean:
 
 @dataclass
 class RunningNoise:
-    r"""A noise scale over steps: running means of both terms, divided last.
+    r"""A noise scale over steps: both terms are averaged, then divided.
 
     Parameters
     ----------
-    beta : in [0, 1), of :class:`RunningMean`; 0.99 to 0.9998
+    beta : float
+        The `beta` of :class:`RunningMean`, usually between 0.99 and 0.9998.
 
     Examples
     --------
     >>> noise = RunningNoise(0.9)
-    >>> noise.update(NoiseScale(4.0, -1.0, math.nan))
-    >>> noise.update(NoiseScale(4.0, 2.0, 2.0))
-    >>> round(noise.value.trace, 6), round(noise.value.grad_sq, 3), round(noise.value.ratio, 1)
+    >>> noise.update(NoiseScale(grad_sq=-1.0, trace=4.0))
+    >>> noise.update(NoiseScale(grad_sq=2.0, trace=4.0))
+    >>> round(noise.value.trace, 6), round(noise.value.grad_sq, 3), round(noise.value.noise_scale, 1)
     (4.0, 0.579, 6.9)
     """
 
@@ -220,12 +301,12 @@ class RunningNoise:
         self._trace, self._grad_sq = RunningMean(self.beta), RunningMean(self.beta)
 
     def update(self, noise: NoiseScale) -> None:
-        """Add one step's estimate; one that is not finite is left out whole."""
+        """Add the estimate of one step.  If one of its terms is not finite, both are skipped."""
         finite = math.isfinite(noise.trace) and math.isfinite(noise.grad_sq)
         self._trace.update(noise.trace if finite else math.nan)
         self._grad_sq.update(noise.grad_sq if finite else math.nan)
 
     @property
     def value(self) -> NoiseScale:
-        """The estimate so far."""
-        return _scale(self._trace.value, self._grad_sq.value)
+        """The estimate from all steps so far."""
+        return NoiseScale(self._grad_sq.value, self._trace.value)

@@ -43,7 +43,9 @@ autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = False
-suppress_warnings = ["ref.python"]  # a word in a type, as in "sequence of (name, value)", may be the name of two attributes
+suppress_warnings = [
+    "ref.python"
+]  # a word in a type, as in "sequence of (name, value)", may be the name of two attributes
 
 # References to names of ikkuna must resolve; names of other packages are not in the inventory.
 nitpick_ignore_regex = [

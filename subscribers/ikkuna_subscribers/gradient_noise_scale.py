@@ -210,9 +210,10 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         return samples / calls if calls else math.nan
 
     def _emit_all(self, message: NetworkMessage) -> None:
-        trace, grad_sq, ratio = self._noise.value
-        hidden = math.nan if math.isnan(grad_sq) else float(grad_sq <= 0)
-        for kind, value in zip(self.publishes, (ratio, trace, grad_sq, hidden), strict=True):
+        noise = self._noise.value
+        hidden = math.nan if math.isnan(noise.grad_sq) else float(noise.grad_sq <= 0)
+        values = (noise.noise_scale, noise.trace, noise.grad_sq, hidden)
+        for kind, value in zip(self.publishes, values, strict=True):
             self.emit(message, value, kind)
 
     def _warn(self) -> None:

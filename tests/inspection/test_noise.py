@@ -102,7 +102,7 @@ def test_bad_input():
             netdict.compute_noise_scale(model, closure, 8, **{"num_iters": 3, **wrong})
     with pytest.raises(ConfigError, match="depends on the model"):
         netdict.compute_noise_scale(model, lambda: torch.tensor(1.0), 8, 3)
-    with pytest.raises(ConfigError, match="rising"):
+    with pytest.raises(ConfigError, match="second larger"):
         netdict.two_batch_noise_scale(10, 1, 10, 1)
     with pytest.raises(ConfigError, match="two different"):
         netdict.fit_noise_scale([10, 10], [1, 2])

@@ -84,7 +84,7 @@ def test_both_terms_are_those_of_the_formula(divide):
         assert found["gradient_covariance_trace"][i] == pytest.approx(scale * expected.trace, rel=1e-5)
         assert found["gradient_square"][i] == pytest.approx(scale * expected.grad_sq, rel=1e-4, abs=1e-4)
         assert found["noise_hides_gradient"][i] == (expected.grad_sq <= 0)
-        assert found["gradient_noise_scale"][i] == pytest.approx(expected.ratio, rel=1e-3, nan_ok=True)
+        assert found["gradient_noise_scale"][i] == pytest.approx(expected.noise_scale, rel=1e-3, nan_ok=True)
 
 
 def test_where_noise_hides_the_gradient_there_is_no_scale():
