@@ -1,7 +1,12 @@
-"""The rules of the house, read from the code: who imports whom, what is public, what nobody does."""
+"""The structure of the packages, checked on the source: imports, public names, forbidden calls."""
 
 import ast
 import importlib
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -11,32 +16,50 @@ CORE = sorted((ROOT / "ikkuna").rglob("*.py"))
 METRICS = sorted((ROOT / "subscribers").rglob("*.py"))
 PACKAGED = [path for path in (*CORE, *METRICS) if "build" not in path.parts]
 
-# What a part of ikkuna may import of ikkuna; parts point downward only.
+# The parts of ikkuna, and the other parts that each of them may import.
 LAYERS = {
     "errors": (),
     "failures": (),
+    "undisturbed": (),
     "modules": ("errors",),
     "plugins": ("errors",),
-    "numerics": ("errors", "numerics"),
     "arrays": ("errors",),
-    "undisturbed": (),
-    "probe": ("errors", "modules", "undisturbed", "arrays", "numerics", "probe"),
-    "plot": ("errors", "modules", "arrays", "numerics", "probe", "plot"),
-    "visualization": ("errors", "failures", "plugins", "numerics", "plot", "visualization"),
-    "distributed": ("errors", "numerics", "distributed"),
-    "export": (
-        "errors",
-        "failures",
-        "plugins",
-        "modules",
-        "undisturbed",
-        "numerics",
-        "distributed",
-        "visualization",
-        "export",
-    ),
+    "numerics": ("errors",),
+    "probe": ("errors", "modules", "undisturbed", "arrays", "numerics"),
+    "plot": ("errors", "modules", "arrays", "numerics", "probe"),
+    "visualization": ("errors", "failures", "plugins", "numerics", "plot"),
+    "distributed": ("errors", "numerics"),
+    "netdict": ("errors", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
+    "monitor": ("errors", "modules", "undisturbed", "arrays", "numerics"),
+    "running": ("errors", "arrays", "numerics"),
+    "export": ("errors", "failures", "plugins", "modules", "undisturbed", "numerics", "distributed", "visualization"),
 }
-# What a metric may import of ikkuna: what any third party may.
+# The rooms of ikkuna.export: each imports only rooms that stand before it.
+ROOMS = (
+    *("messages", "steps", "model", "subscriber", "bus", "rows", "ranks", "hooks", "session"),
+    *("evaluation", "at_exit", "health", "exporter", "preset", "watch"),
+)
+# The imports that break the order of the rooms; this list must only become shorter.
+UPWARD = {
+    **{
+        f"ikkuna/export/hooks/{name}.py": ("session",)
+        for name in ("forward", "hook_owner", "install", "layer_gradients")
+    },
+    **{f"ikkuna/export/hooks/{name}.py": ("session",) for name in ("micro_gradients", "modules", "optimizers")},
+    "ikkuna/export/rows/recorder.py": ("hooks",),
+    "ikkuna/export/steps/forwards.py": ("hooks", "session"),
+    "ikkuna/export/steps/running_optimizers.py": ("torch",),
+    "ikkuna/export/steps/step_tracker.py": ("model",),
+}
+# The modules of the circle that is left; this list must only become shorter.
+CIRCLE = {
+    *(f"ikkuna.export.hooks.{name}" for name in ("forward", "hook_owner", "layer_gradients", "micro_gradients")),
+    *("ikkuna.export.hooks.modules", "ikkuna.export.hooks.optimizers", "ikkuna.export.session"),
+    "ikkuna.export.steps.forwards",
+}
+# Public class names that are used twice; this list must only become shorter.
+SHARED_CLASS_NAMES = {"Block", "NoiseScale"}
+# What a metric may import of ikkuna: the same as the metrics of other packages.
 DOORS = (
     "ikkuna.errors",
     "ikkuna.export.messages",
@@ -70,16 +93,174 @@ def each(paths):
     return pytest.mark.parametrize("path", paths, ids=relative)
 
 
+def below(name, parts, package="ikkuna"):
+    return any(name == f"{package}.{part}" or name.startswith(f"{package}.{part}.") for part in parts)
+
+
 @each(CORE)
 def test_imports_point_downward(path):
     part = path.relative_to(ROOT / "ikkuna").parts[0].removesuffix(".py")
     if part not in LAYERS:
         return
-    allowed = tuple(f"ikkuna.{name}" for name in LAYERS[part])
     for name, line in imports(path):
         if name.startswith("ikkuna."):
-            below = any(name == door or name.startswith(f"{door}.") for door in allowed)
-            assert below, f"{relative(path)}:{line}: {part} imports {name}"
+            assert below(name, (part, *LAYERS[part])), f"{relative(path)}:{line}: {part} imports {name}"
+
+
+EXPORT = [path for path in (ROOT / "ikkuna" / "export").rglob("*.py") if path != ROOT / "ikkuna/export/__init__.py"]
+
+
+@each(EXPORT)
+def test_rooms_of_the_export_import_only_rooms_before_them(path):
+    room = path.relative_to(ROOT / "ikkuna" / "export").parts[0].removesuffix(".py")
+    allowed = (*ROOMS[: ROOMS.index(room) + 1], *UPWARD.get(relative(path), ()))
+    for name, line in imports(path):
+        if name.startswith("ikkuna.export"):
+            assert below(name, allowed, "ikkuna.export"), f"{relative(path)}:{line}: {room} imports {name}"
+
+
+@each([path for path in EXPORT if "steps" in path.parts])
+def test_steps_need_no_torch_and_nothing_of_ours_but_stamps_and_errors(path):
+    if relative(path) in UPWARD:
+        return
+    for name, line in imports(path):
+        assert name.split(".")[0] not in ("torch", "numpy"), f"{relative(path)}:{line}: imports {name}"
+        if name.startswith("ikkuna."):
+            allowed = ("errors", "export.steps", "export.messages.stamp")
+            assert below(name, allowed), f"{relative(path)}:{line}: imports {name}"
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT / "subscribers" if path in METRICS else ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def packages_of(name):
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
+
+
+def import_graph(files):
+    """Return, for each module, the modules whose code runs when it is imported.
+
+    Imports inside functions and under ``TYPE_CHECKING`` count as well.
+    An import of a module first imports the packages around it; those that also contain the importing module have begun already
+    and count only if they are named themselves.  If this graph has no circle, the modules can be imported in any order.
+    """
+    graph = {}
+    for importer, path in files.items():
+        wanted = {name if name in files else name.rpartition(".")[0] for name, _ in imports(path)}
+        wanted = {name for name in wanted if name in files}
+        around = {package for name in wanted for package in packages_of(name)}
+        graph[importer] = (wanted | (around & files.keys()) - packages_of(importer)) - {importer}
+    return graph
+
+
+def circles(graph):
+    """Return the sets of modules that import each other (strongly connected components, by Tarjan's algorithm)."""
+    found, order, lowest, stack = [], {}, {}, []
+
+    def visit(node):
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for after in graph[node]:
+            if after not in order:
+                visit(after)
+            if after in stack:
+                lowest[node] = min(lowest[node], lowest[after])
+        if lowest[node] == order[node]:
+            members = frozenset(stack[stack.index(node) :])
+            del stack[stack.index(node) :]
+            if len(members) > 1:
+                found.append(members)
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_no_modules_import_each_other():
+    graph = import_graph({module_name(path): path for path in PACKAGED})
+    for members in circles(graph):
+        edges = [f"{name} -> {after}" for name in sorted(members) for after in sorted(graph[name] & members)]
+        assert members <= CIRCLE, "circle of imports:\n" + "\n".join(edges)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"a": "import b", "b": "import a"}, {"a", "b"}),
+        ({"a": "import b", "b": "from a import x"}, {"a", "b"}),
+        ({"a": "import b", "b": "def f():\n    import a"}, {"a", "b"}),
+        ({"a": "import b", "b": "if TYPE_CHECKING:\n    import a"}, {"a", "b"}),
+        ({"p": "import p.a", "p.a": "", "q": "import q.b", "q.b": "import p.a"}, None),
+        # which package is imported first decides whether this works
+        ({"p": "import p.a", "p.a": "import q.b", "q": "import q.c", "q.b": "", "q.c": "import p.d", "p.d": ""}, {"p", "p.a", "q", "q.c"}),
+        ({"p": "import p.a", "p.a": "import p.b", "p.b": ""}, None),
+        ({"p": "import p.a", "p.a": "from p import x"}, {"p", "p.a"}),
+    ],
+)  # fmt: skip
+def test_circles_are_found(files, expected, tmp_path):
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    found = circles(import_graph({name: tmp_path / name for name in files}))
+    assert found == ([frozenset(expected)] if expected else [])
+
+
+IMPORT_EACH = """
+import importlib, json, os, sys, traceback
+import matplotlib.pyplot, numpy, tensorboardX, torch
+
+def in_child(act):
+    reading, writing = os.pipe()
+    if not os.fork():
+        try:
+            found = act()
+        except BaseException:
+            found = [traceback.format_exc()]
+        with open(writing, "w") as pipe:
+            json.dump(found, pipe)
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        found = json.load(pipe)
+    os.wait()
+    return found
+
+def failures(name, tree):
+    importlib.import_module(name)
+    return [text for inner, below in tree.items() for text in in_child(lambda: failures(f"{name}.{inner}", below))]
+
+trees = json.load(sys.stdin)
+found = in_child(lambda: failures("ikkuna", trees["ikkuna"]))
+import ikkuna.export  # as the plugins are always loaded after it
+found += in_child(lambda: failures("ikkuna_subscribers", trees["ikkuna_subscribers"]))
+print("".join(found), "end")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_each_module_can_be_the_first_that_is_imported():
+    """Each module is imported in a process that has imported nothing of ours but the packages around it."""
+    trees = {}
+    for path in PACKAGED:
+        tree = trees
+        for part in module_name(path).split("."):
+            tree = tree.setdefault(part, {})
+    command = [sys.executable, "-c", IMPORT_EACH]
+    done = subprocess.run(command, input=json.dumps(trees), capture_output=True, text=True, check=True)
+    assert done.stdout == " end\n"
+
+
+def test_public_class_names_are_unique():
+    places = defaultdict(list)
+    for path in PACKAGED:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(relative(path))
+    shared = {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_CLASS_NAMES}
+    assert not shared
 
 
 @each(CORE)
@@ -109,8 +290,7 @@ def public_names(path):
 @each(PACKAGED)
 def test_all_lists_what_is_public(path):
     defined, imported, assigned = public_names(path)
-    name = ".".join(path.relative_to(ROOT / ("subscribers" if path in METRICS else "")).with_suffix("").parts)
-    loaded = importlib.import_module(name.removesuffix(".__init__"))
+    loaded = importlib.import_module(module_name(path))
     listed = getattr(loaded, "__all__", [])
     assert len(set(listed)) == len(listed), "a name is listed twice"
     assert all(hasattr(loaded, n) for n in listed)

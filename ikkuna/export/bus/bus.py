@@ -23,7 +23,7 @@ from ikkuna.visualization.files.run_directory import check_log_dir
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
 
-__all__ = ["Finished", "Handle", "MessageBus", "Source", "get_default_bus"]
+__all__ = ["Handle", "Measurements", "MessageBus", "Source", "get_default_bus"]
 
 log = logging.getLogger("ikkuna")
 
@@ -54,7 +54,7 @@ class Source(Protocol):
         """Stop publishing."""
 
 
-class Finished(Protocol):
+class Measurements(Protocol):
     """The measurements of a finished step or pass."""
 
     def arrived(self) -> bool:
@@ -105,7 +105,7 @@ class MessageBus:
         self.sources: tuple[Source, ...] = ()
         self.error_guard = ErrorGuard()
         self.is_silent = False
-        self._queue: deque[Message | Finished] = deque()
+        self._queue: deque[Message | Measurements] = deque()
         self._draining = False
         self._run: Run | None = None
 
@@ -201,7 +201,7 @@ class MessageBus:
 
     # -- delivery -------------------------------------------------------------------------------------------------
 
-    def post(self, item: Message | Finished) -> None:
+    def post(self, item: Message | Measurements) -> None:
         """Append an event, or the measurements of a step, to the queue."""
         self._queue.append(item)
 
@@ -222,7 +222,7 @@ class MessageBus:
         finally:
             self._draining = False
 
-    def _deliver(self, item: Message | Finished) -> None:
+    def _deliver(self, item: Message | Measurements) -> None:
         if isinstance(item, Message):
             self.publish(item)
         else:
