@@ -1,36 +1,36 @@
-"""How heavy the tail of a weight's spectrum is."""
-
-from typing import Any
+"""The power-law exponent of the spectrum of a weight."""
 
 from torch import Tensor
 
 from ikkuna.numerics.spectrum import power_law_alpha
-from ikkuna_subscribers._helpers.spectrum import SpectrumSubscriber
+from ikkuna_subscribers._helpers.spectrum_subscriber import SpectrumSubscriber
 
 __all__ = ["AlphaSubscriber"]
 
 
 class AlphaSubscriber(SpectrumSubscriber):
-    r"""The exponent of a power law :math:`\lambda^{-\alpha}` fitted to the largest eigenvalues :math:`\lambda = \sigma^2` of a weight.
+    r"""The exponent of a power law :math:`\lambda^{-\alpha}` that describes the largest eigenvalues of a weight.
 
-    It is that of greatest likelihood, :math:`\alpha = 1 + n / \sum_{\lambda_i \ge x_\min} \ln(\lambda_i / x_\min)`, for the start
-    :math:`x_\min` of the tail that brings the law closest to the data, by the distance D of Kolmogorov and Smirnov.
+    The eigenvalues are :math:`\lambda = \sigma^2`, with the singular values :math:`\sigma`.
+
+    The exponent is the maximum-likelihood estimate :math:`\alpha = 1 + n / \sum_{\lambda_i \ge x_\min} \ln(\lambda_i / x_\min)`.
+    The start :math:`x_\min` of the tail is the one with the smallest Kolmogorov-Smirnov distance D between the law and the data.
 
     Takes any kind with a tensor, read as a matrix ``(out, in * ...)``; publishes ``{kind}_alpha``, without unit, above 1,
-    and ``{kind}_tail_distance``, D, between 0 and 1: above about 0.1 the tail is no power law, and the exponent no number to read.
-    Both are NaN with fewer than two distinct eigenvalues and for a matrix with a NaN or Inf; below some fifty they say little.
-    An empty matrix publishes nothing.
-    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), which waits for a device, and a search on the host.
+    and ``{kind}_tail_distance``, D, between 0 and 1: above about 0.1 the tail does not follow a power law, and the exponent has no meaning.
+    Both are NaN with fewer than two distinct eigenvalues and for a matrix with a NaN or Inf.
+    With fewer than about fifty eigenvalues both are unreliable; an empty matrix publishes nothing.
+    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), which waits for the device.
 
-    Look for: between 2 and 6 in layers that have learned; above, a layer is close to random; below 2 it has learned by heart.
+    Look for: values between 2 and 6 in layers that have learned; above 6 a layer is close to random; below 2 it overfits.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     subsample : int
-        Decompose at every so-many-th step; once an epoch is enough.
-    **options
+        The number of steps from one decomposition to the next; once an epoch is enough.
+    **options : Any
         See `Subscriber`.
 
     References
@@ -44,10 +44,9 @@ class AlphaSubscriber(SpectrumSubscriber):
     ('weights_alpha', 'weights_tail_distance')
     """
 
-    def __init__(self, kind: str = "weights", *, subsample: int = 100, **options: Any) -> None:
-        super().__init__(kind, "alpha", "tail_distance", subsample=subsample, **options)
+    results = ("alpha", "tail_distance")
 
-    def results(self, values: Tensor) -> tuple[float, ...]:
+    def values(self, sigma: Tensor) -> tuple[float, ...]:
         """Return the exponent and its distance."""
-        fit = power_law_alpha(values.square())
+        fit = power_law_alpha(sigma.square())
         return fit.alpha, fit.ks_distance

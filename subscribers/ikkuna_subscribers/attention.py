@@ -1,4 +1,4 @@
-"""Where attention looks: spread over many keys, or at one."""
+"""The entropy and the largest logit of attention heads."""
 
 import math
 from typing import Any
@@ -9,9 +9,10 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import NetworkMessage
 from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.attention import AttentionRow, attention_means, attention_row
-from ikkuna_subscribers._helpers.attention_watch import NamedProjections, watch_attention
-from ikkuna_subscribers._helpers.multihead import Attention
-from ikkuna_subscribers._helpers.probe import ProbeSubscriber
+from ikkuna_subscribers._helpers.arguments import require_integers
+from ikkuna_subscribers._helpers.attention_calls import NamedProjections, capture_attention
+from ikkuna_subscribers._helpers.multihead_attention import AttentionCall
+from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
 __all__ = ["AttentionSubscriber"]
 
@@ -20,42 +21,43 @@ class AttentionSubscriber(ProbeSubscriber):
     r"""The entropy of attention and its largest logit, for each head, on a fixed probe set.
 
     With logits :math:`s_{ij} = c\, q_i^\top k_j` and weights :math:`p_i = \operatorname{softmax} s_i`,
-    the entropy :math:`H_i = -\sum_j p_{ij} \ln p_{ij}` is averaged over queries and inputs, and so is its *evenness*
-    :math:`H_i / \ln n_i`, with :math:`n_i` the keys that query i may look at (a query with one key has none).
-    Logits are made again from queries and keys, a block of queries at a time, so that the whole matrix never exists;
-    this works beside fused kernels, which do not return weights.
+    the entropy :math:`H_i = -\sum_j p_{ij} \ln p_{ij}` is averaged over queries and inputs.
+    The *evenness* :math:`H_i / \ln n_i`, with :math:`n_i` the number of keys that query i may attend to, is averaged over
+    the queries with at least two keys.
+    Logits are computed from queries and keys for a block of queries at a time, so that the whole matrix never exists.
+    This also works with fused kernels, which do not return weights.
 
-    Attention is found by itself: every `torch.nn.MultiheadAttention`, and every call that a module makes of
-    ``torch.nn.functional.scaled_dot_product_attention``, with masks, grouped queries and rotations as the model has them.
-    For attention that is written out, name the modules that make `query` and `key`; then nothing is known of masks but `is_causal`,
-    nor of what happens to queries and keys later, such as rotary embeddings.
+    Every `torch.nn.MultiheadAttention` is measured, and every call of ``torch.nn.functional.scaled_dot_product_attention`` in a module,
+    with the masks, grouped queries and rotations of the model.
+    For attention that uses neither, name the modules that compute queries and keys with `query` and `key`.
+    Then the only mask is `is_causal`, and later changes of queries and keys, such as rotary embeddings, are not seen.
 
     Takes ``epoch_finished`` or ``batch_finished``; publishes ``attention_entropy`` in nats, ``attention_evenness`` between 0 and 1,
     and ``attention_max_logit``, without unit, each as ``{module}:head_{i}``.
-    A head with a NaN among its queries or keys has NaN; the entropy of no query is NaN.
-    Costs one more product of queries and keys, and 64 MiB.
+    A head with a NaN among its queries or keys has NaN; so has the entropy without queries.
+    An evaluation costs one more product of queries and keys, and 64 MiB.
 
-    Look for: evenness that falls to 0 while the largest logit grows, which is *entropy collapse* and goes with unstable training;
-    logits above about 50 are an early alarm.
+    Look for: evenness that falls to 0 while the largest logit grows.  This *entropy collapse* accompanies unstable training;
+    logits above about 50 are an early sign of it.
 
     Parameters
     ----------
-    dataset : map-style data set or tensor
+    dataset : torch.utils.data.Dataset or Tensor
         Inputs, or pairs (input, label); see `ProbeSubscriber`.  Items may be dicts of arguments of the model.
     query, key : str, optional
-        Globs of the names of modules, such as ``"*.self.query"``.
+        Globs of module names, such as ``"*.self.query"``.
     heads, key_heads : int, optional
-        With `query` and `key`: the number of heads, and of those of keys if it is smaller.
+        With `query` and `key`: the number of heads, and of heads of keys if it is smaller.
     is_causal : bool
-        With `query` and `key`.
-    **options
+        With `query` and `key`: whether a query attends only to keys at its own position and before.
+    **options : Any
         ``samples``, ``batch_size``, ``every``, ``forward`` as for `ProbeSubscriber`, and those of `Subscriber`;
-        ``modules=`` is about the modules that attend.
+        ``modules=`` selects the modules that contain attention.
 
     Raises
     ------
     ConfigError
-        For arguments that do not belong together, an empty probe set, or a model without attention that can be seen.
+        If arguments contradict each other, the probe set is empty, or no attention is found in the model.
 
     References
     ----------
@@ -82,16 +84,16 @@ class AttentionSubscriber(ProbeSubscriber):
         name_results(options, "attention_entropy", "attention_evenness", "attention_max_logit")
         super().__init__(dataset, **options)
 
-    def look(self, message: NetworkMessage | None) -> None:
-        """Sum over batches, and emit a value for each head."""
+    def evaluate_and_emit(self, message: NetworkMessage | None) -> None:
+        """Sum over the batches and emit the values of each head."""
         rows: dict[str, AttentionRow] = {}
 
-        def take(name: str, seen: Attention) -> None:
-            if self.subscription.matches(name) and seen.query.layout is torch.strided:
-                row = attention_row(*seen)
-                rows[name] = _joined(rows[name], row) if name in rows else row
+        def add(name: str, call: AttentionCall) -> None:
+            if self.subscription.matches(name) and call.query.layout is torch.strided:
+                row = attention_row(*call)
+                rows[name] = _merged(rows[name], row) if name in rows else row
 
-        self.evaluate_probe(around=lambda model: watch_attention(model, take, self.named))
+        self.run_model(around=lambda model: capture_attention(model, add, self.named))
         if not rows:
             raise ConfigError(
                 "AttentionSubscriber found no attention: no MultiheadAttention and no call of scaled_dot_product_attention "
@@ -103,11 +105,11 @@ class AttentionSubscriber(ProbeSubscriber):
             for head, of_head in enumerate(values):
                 for kind, value in zip(self.publishes, of_head, strict=True):
                     known = math.nan if value == -math.inf else value
-                    why = "no query had a key, or one was not finite"
-                    self.emit_of(message, name, known, kind, f"head_{head}", why)
+                    reason = "no query had a key, or one was not finite"
+                    self.emit_module(message, name, known, kind, f"head_{head}", reason)
 
 
-def _joined(one: AttentionRow, other: AttentionRow) -> AttentionRow:
+def _merged(one: AttentionRow, other: AttentionRow) -> AttentionRow:
     return AttentionRow(one.sums + other.sums, torch.maximum(one.max_logit, other.max_logit))
 
 
@@ -122,9 +124,7 @@ def _named(
             f"got query={query!r}, key={key!r}, heads={heads!r}"
         )
     key_heads = heads if key_heads is None else key_heads
-    for name, number in (("heads", heads), ("key_heads", key_heads)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ConfigError(f"AttentionSubscriber needs {name} >= 1, got {number!r}")
+    require_integers("AttentionSubscriber", heads=heads, key_heads=key_heads)
     if heads % key_heads:
         raise ConfigError(f"AttentionSubscriber needs key_heads that divide heads, got {key_heads} and {heads}")
     return NamedProjections(query, key, heads, key_heads, is_causal)

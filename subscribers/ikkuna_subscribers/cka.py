@@ -1,4 +1,4 @@
-"""How alike a layer is to what it was, and to other layers."""
+"""The centred kernel alignment of layers with their earlier outputs and with each other."""
 
 import math
 from collections.abc import Iterable
@@ -14,60 +14,60 @@ from ikkuna.export.messages import NetworkMessage
 from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.representation.cka import centred_kernels, cka_of_hsic, to_rows
 from ikkuna.visualization.matrix import Matrix
-from ikkuna_subscribers._helpers.probe import ProbeSubscriber
-from ikkuna_subscribers._helpers.references import References
+from ikkuna_subscribers._helpers.earlier_results import EarlierResults
+from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
 __all__ = ["CKASubscriber"]
 
-_LEAST = 4  # inputs of a batch for which the debiased estimate exists
+_LEAST = 4  # the smallest batch for which the debiased estimate exists
 
 
 class _Layer(NamedTuple):
-    """What was found of a layer: its centred kernels, flat, of all batches, and their independence of themselves."""
+    """The result of a layer: its centred kernels of all batches, flat, and their :math:`H_{xx}`."""
 
     kernels: Tensor
     own: float
 
 
 class CKASubscriber(ProbeSubscriber):
-    r"""The linear centred kernel alignment of a layer's outputs with those it had before, and with those of other layers.
+    r"""The linear centred kernel alignment (CKA) of a layer's outputs with its earlier outputs, and with those of other layers.
 
-    With :math:`H_{xy}` the unbiased Hilbert-Schmidt independence of the outputs x and y for a fixed probe set,
+    With :math:`H_{xy}` the unbiased Hilbert-Schmidt independence criterion of the outputs x and y for a fixed probe set,
     summed over its batches, :math:`\mathrm{CKA} = H_{xy} / \sqrt{H_{xx} H_{yy}}`.
-    It does not change under rotations and scales of a layer's outputs.
-    Every input is one row, channels, positions and time steps are its features.
+    It does not change if a layer's outputs are rotated or scaled.
+    Each input is one row; channels, positions and time steps are its features.
 
     Takes ``epoch_finished`` or ``batch_finished``; publishes ``cka_to_previous`` and ``cka_to_init``, at most about 1 and by chance
-    about 0, with the last look before and with the state at registration (or at the first look, if the model was not known then),
-    and, with `between_layers`, ``cka_between_layers``: for each layer the mean of its CKA with all others.
-    All pairs are shown as a picture of a matrix under that name.
-    Being debiased, a value can lie slightly outside [0, 1]; it is NaN for outputs that are constant or not finite, or whose
-    :math:`H_{xx}` is not positive.
-    A batch of b inputs costs :math:`b^2 d` operations for each layer with d features, and for n inputs 8 n b bytes
-    are kept for each layer and reference.
+    about 0, which compare with the previous evaluation and with the state at registration (or with the first evaluation, if the model
+    was not known then), and, with `between_layers`, ``cka_between_layers``: for each layer the mean of its CKA with all others.
+    The matrix of all pairs is shown as a picture under that name.
+    The estimate is debiased, so a value can lie slightly outside [0, 1].
+    It is NaN for outputs that are constant or not finite, or whose :math:`H_{xx}` is not positive.
+    A batch of b inputs costs :math:`b^2 d` operations for each layer with d features.
+    For n inputs, 8 n b bytes are kept for each layer and earlier evaluation.
 
-    Look for: layers close to 1 for several looks in a row have converged, mostly those near the input first;
-    in the matrix, a block of layers that all do the same.
+    Look for: layers that stay close to 1 over several evaluations have converged, usually those near the input first;
+    a block of high values in the matrix is a group of layers that compute similar features.
 
     Parameters
     ----------
-    dataset : map-style data set or tensor
+    dataset : torch.utils.data.Dataset or Tensor
         Inputs, or pairs (input, label); see `ProbeSubscriber`.
     to : iterable of {'previous', 'init'}
-        What to compare with; may be empty.
+        The earlier evaluations to compare with; may be empty.
     between_layers : bool
-        Compare layers with each other as well.
+        Whether layers are compared with each other as well.
     pool : bool
-        Average over positions or time steps first.
+        Whether outputs are averaged over positions or time steps first.
     batch_size : int
-        Inputs per batch, at least 4; some hundred are best.
-    **options
+        The number of inputs per batch, at least 4; several hundred are best.
+    **options : Any
         ``samples``, ``every``, ``forward`` as for `ProbeSubscriber`, and those of `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For arguments out of range, a probe set that is empty or has fewer than 4 inputs, or a model that cannot be run over it.
+        If an argument is out of range, the probe set has fewer than 4 inputs, or the model cannot be run over it.
 
     References
     ----------
@@ -90,8 +90,8 @@ class CKASubscriber(ProbeSubscriber):
         batch_size: int = 256,
         **options: Any,
     ) -> None:
-        self.references: References[_Layer] = References("CKASubscriber", to)
-        kinds = [f"cka_to_{what}" for what in self.references.names]
+        self.earlier: EarlierResults[_Layer] = EarlierResults("CKASubscriber", to)
+        kinds = [f"cka_to_{what}" for what in self.earlier.names]
         kinds += ["cka_between_layers"] if between_layers else []
         if not kinds:
             raise ConfigError("CKASubscriber needs something to compare to: to=, between_layers= or both")
@@ -105,22 +105,22 @@ class CKASubscriber(ProbeSubscriber):
         self.between_layers = between_layers
         self.pool = pool
 
-    def look(self, message: NetworkMessage | None) -> None:
-        """Compare every layer with what is kept of it, and with the others."""
+    def evaluate_and_emit(self, message: NetworkMessage | None) -> None:
+        """Compare every layer with its earlier results and with the other layers."""
         batches: list[dict[str, Tensor]] = []
 
-        def take(batch: dict[str, Tensor]) -> None:
+        def add(batch: dict[str, Tensor]) -> None:
             rows = {name: self._rows(output) for name, output in batch.items()}
             if len(sizes := {len(x) for x in rows.values()}) > 1:
                 each = ", ".join(f"{name}: {len(x)}" for name, x in rows.items())
                 raise ConfigError(
-                    f"CKASubscriber needs layers whose first axis is the batch, got rows {each}; see modules="
+                    f"CKASubscriber needs layers whose first axis is the batch, got rows {each}; select layers with modules="
                 )
-            if sizes and (n := sizes.pop()) >= _LEAST:  # a smaller last batch has no estimate
-                kernels = centred_kernels(list(rows.values())) / math.sqrt(n - 3)  # larger batches weigh more
+            if sizes and (n := sizes.pop()) >= _LEAST:  # no estimate exists for a smaller last batch
+                kernels = centred_kernels(list(rows.values())) / math.sqrt(n - 3)  # larger batches have a larger weight
                 batches.append(dict(zip(rows, kernels, strict=True)))
 
-        self.outputs(take)
+        self.collect_outputs(add)
         names = [name for name in (batches[0] if batches else ()) if all(name in batch for batch in batches)]
         if names:
             kernels = torch.stack([torch.cat([batch[name] for batch in batches]) for name in names])
@@ -131,7 +131,7 @@ class CKASubscriber(ProbeSubscriber):
                 self._compare(message, found)
                 if self.between_layers and len(names) > 1:
                     self._show_all(message, names, cka_of_hsic(independence).cpu().numpy())
-            self.references.keep(found)
+            self.earlier.store(found)
 
     def _rows(self, output: Tensor) -> Tensor:
         if self.pool or output.ndim < 2:
@@ -140,21 +140,21 @@ class CKASubscriber(ProbeSubscriber):
         return rows if rows.dtype is torch.float64 else rows.float()
 
     def _compare(self, message: NetworkMessage, found: dict[str, _Layer]) -> None:
-        why = "its outputs are constant or not finite, or their number has changed"
-        for i, kind in enumerate(self.publishes[: len(self.references.names)]):
-            kept = {name: known for name in found if (known := self.references.of(name)[i]) is not None}
-            fitting = [name for name, known in kept.items() if known.kernels.shape == found[name].kernels.shape]
-            both = [found[name].kernels.dot(kept[name].kernels) for name in fitting]
+        reason = "its outputs are constant or not finite, or their number has changed"
+        for i, kind in enumerate(self.publishes[: len(self.earlier.names)]):
+            stored = {name: known for name in found if (known := self.earlier.find(name)[i]) is not None}
+            fitting = [name for name, known in stored.items() if known.kernels.shape == found[name].kernels.shape]
+            both = [found[name].kernels.dot(stored[name].kernels) for name in fitting]
             values = dict(zip(fitting, torch.stack(both).tolist() if both else (), strict=True))
-            for name, known in kept.items():
+            for name, known in stored.items():
                 value = _ratio(values.get(name, math.nan), found[name].own, known.own)
-                self.emit_of(message, name, value, kind, why=why)
+                self.emit_module(message, name, value, kind, reason=reason)
 
     def _show_all(self, message: NetworkMessage, names: list[str], matrix: NDArray[np.float64]) -> None:
         kind = self.publishes[-1]
         others = (matrix.sum(1) - matrix.diagonal()) / (len(matrix) - 1)
         for name, value in zip(names, others.tolist(), strict=True):
-            self.emit_of(message, name, value, kind)
+            self.emit_module(message, name, value, kind)
         shown = Matrix(tuple(names), tuple(names), matrix, (0.0, 1.0))
         self.show(message.carrying(None, kind=kind), shown)
 

@@ -1,11 +1,9 @@
-"""How unevenly a weight stretches its input."""
-
-from typing import Any
+"""The condition number of a weight."""
 
 from torch import Tensor
 
 from ikkuna.numerics.spectrum import condition_number
-from ikkuna_subscribers._helpers.spectrum import SpectrumSubscriber
+from ikkuna_subscribers._helpers.spectrum_subscriber import SpectrumSubscriber
 
 __all__ = ["ConditionNumberSubscriber"]
 
@@ -14,18 +12,18 @@ class ConditionNumberSubscriber(SpectrumSubscriber):
     r"""The largest over the smallest singular value of a weight, :math:`\kappa = \sigma_1 / \sigma_{\min}`.
 
     Takes any kind with a tensor, read as a matrix ``(out, in * ...)``; publishes ``{kind}_condition_number``, without unit, at least 1.
-    It is infinite if a singular value is 0, and NaN for a matrix of zeros or one with a NaN or Inf; an empty one publishes nothing.
-    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), which waits for a device.
+    It is infinite if a singular value is 0, and NaN for a matrix of zeros or one with a NaN or Inf; an empty matrix publishes nothing.
+    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), which waits for the device.
 
-    Look for: growth; 1e3 is common, and at 1e6 the least direction is below the rounding of half precision.
+    Look for: growth; 1e3 is common, and at 1e6 the smallest singular value is below the rounding error of half precision.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     subsample : int
-        Decompose at every so-many-th step.
-    **options
+        The number of steps from one decomposition to the next.
+    **options : Any
         See `Subscriber`.
 
     Examples
@@ -34,9 +32,8 @@ class ConditionNumberSubscriber(SpectrumSubscriber):
     ('weights_condition_number',)
     """
 
-    def __init__(self, kind: str = "weights", *, subsample: int = 100, **options: Any) -> None:
-        super().__init__(kind, "condition_number", subsample=subsample, **options)
+    results = ("condition_number",)
 
-    def results(self, values: Tensor) -> tuple[float, ...]:
+    def values(self, sigma: Tensor) -> tuple[float, ...]:
         """Return the condition number."""
-        return (condition_number(values).item(),)
+        return (condition_number(sigma).item(),)

@@ -1,4 +1,4 @@
-"""Units of a layer that do nothing any more."""
+"""The share of units of a layer that are inactive."""
 
 from collections import deque
 from typing import Any
@@ -12,44 +12,45 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.activation import dead_share, dormant_share, unit_counters
+from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["DeadUnitsSubscriber"]
 
 
 class DeadUnitsSubscriber(PlotSubscriber):
-    r"""The share of a layer's units that never fire, and of those that fire far less than their neighbours.
+    r"""The share of a layer's units that are never active, and of those that are far less active than the other units.
 
-    A unit is a channel: the last axis of a tensor with up to three axes, the second of one with more.
+    A unit is a channel: the last axis of a tensor with up to three axes, the second axis of one with more.
     Over a window of steps it is *dead* if :math:`\#(h > 0)` is less than a share `inactivity` of its positions, and *dormant* if
-    :math:`E|h_c| / \operatorname{mean}_k E|h_k| \le \tau`.  The first is meant for rectified layers; the second suits every function.
+    :math:`E|h_c| / \operatorname{mean}_k E|h_k| \le \tau`.  The first is for rectified layers; the second suits every activation function.
 
     Takes any kind with a tensor; choose the layers with `modules`.
-    Publishes ``{kind}_dead`` and ``{kind}_dormant``, between 0 and 1, from the first step on, of up to `window` samples.
-    Elements that are not finite are left out; a unit without a finite element is not counted, and without any the value is NaN.
-    A tensor without axes publishes nothing, and of several calls in a step only those with as many units as the first one count.
+    Publishes ``{kind}_dead`` and ``{kind}_dormant``, between 0 and 1, from the first step on, over at most `window` samples.
+    Elements that are not finite are left out; units without a finite element are left out, and without any unit the value is NaN.
+    A tensor without axes publishes nothing.  Of several calls in a step, those with another number of units than the first are left out.
     For each layer it keeps ``3 * window`` float64 numbers per unit, on the host.
 
-    Look for: above one half the layer is sick, and dead units do not come back; a jump follows a step that was too large.
+    Look for: above one half the layer is broken, and dead units do not recover; a jump follows a step that was too large.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     window : int
-        Number of samples a unit has to show itself in.
+        The number of samples over which activity is counted.
     inactivity : float
-        Share of positions, in [0, 1], below which a unit counts as dead; with 0 only one that never fires.
+        The share of positions, in [0, 1], below which a unit is dead; with 0 only a unit that is never active.
     tau : float
-        Score at which a unit counts as dormant.
+        The score at or below which a unit is dormant.
     channel_axis : int, optional
-        The axis of units, where it is another.
-    **options
+        The axis of units, if it is another one.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For a number out of range.
+        If a number is out of range.
 
     References
     ----------
@@ -71,8 +72,7 @@ class DeadUnitsSubscriber(PlotSubscriber):
         channel_axis: int | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ConfigError(f"DeadUnitsSubscriber needs a window >= 1, got {window!r}")
+        require_integers("DeadUnitsSubscriber", window=window)
         if not 0 <= inactivity <= 1 or not tau >= 0:
             raise ConfigError(
                 f"DeadUnitsSubscriber needs an inactivity in [0, 1] and tau >= 0, got {inactivity!r} and {tau!r}"
@@ -94,7 +94,7 @@ class DeadUnitsSubscriber(PlotSubscriber):
         counters = unit_counters(message.data, axis)
         stamp, units = self._units.get(message.series_name, (None, 0))
         if not counters.numel() or (stamp == message.stamp and units != counters.shape[1]):
-            return None  # counters of other units do not add to what the step has
+            return None  # counters of another number of units cannot be added to those of this step
         self._units[message.series_name] = message.stamp, counters.shape[1]
         return counters
 

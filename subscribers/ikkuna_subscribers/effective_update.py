@@ -1,4 +1,4 @@
-"""How many weights an update really moves."""
+"""The share of weights that an update changes."""
 
 import math
 from typing import Any
@@ -9,34 +9,34 @@ from torch import Tensor
 from ikkuna.errors import ConfigTypeError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.numerics.geometry import count_moved
-from ikkuna_subscribers._helpers.update import UpdateSubscriber
+from ikkuna_subscribers._helpers.update_subscriber import UpdateSubscriber
 
 __all__ = ["EffectiveUpdateSubscriber"]
 
 
 class EffectiveUpdateSubscriber(UpdateSubscriber):
-    r"""The share of weights that a step moves, :math:`\#\{i : w_i + u_i \ne w_i\} / n`, after rounding to what they are stored in.
+    r"""The share of weights that a step changes after rounding to their dtype, :math:`\#\{i : w_i + u_i \ne w_i\} / n`.
 
-    Without `dtype` it is the share of all weights of a tensor that are not what they were: what really happened.
-    With one it is what would have happened, were the weights stored in it: the share of wanted updates, :math:`u_i \ne 0`, that survive.
+    Without `dtype` it is the share of all elements of a weight that differ from their value before the step.
+    With `dtype` it is the share of nonzero updates, :math:`u_i \ne 0`, that would change a weight stored in this dtype.
 
     Takes ``weights`` and ``weight_updates``; publishes ``effective_update_fraction``, between 0 and 1, once for each weight.
-    It is NaN where no update is wanted.  It keeps a copy of each weight during the step.
+    It is NaN if no update is wanted.  It keeps a copy of each weight during the step.
 
-    Look for: near 1 in float32.  In bfloat16, which steps by 1/128 to 1/256 of a number, the usual update of a thousandth of a weight
-    leaves four of five where they are: keep the weights in float32, or round at random.
+    Look for: values near 1 in float32.  Bfloat16 has steps of 1/128 to 1/256 of a number, so a usual update of 1/1000 of a weight
+    leaves four of five weights unchanged: keep the weights in float32, or use stochastic rounding.
 
     Parameters
     ----------
     dtype : torch.dtype, optional
-        What the weights are imagined to be stored in.
-    **options
+        The dtype in which weights are assumed to be stored.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigTypeError
-        If `dtype` is no floating dtype.
+        If `dtype` is not a floating dtype.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class EffectiveUpdateSubscriber(UpdateSubscriber):
         self.dtype = dtype
 
     def measure_update(self, before: Tensor, update: Tensor) -> Tensor:
-        """Return the numbers of moved weights and of those that should move."""
+        """Return the numbers of changed weights and of weights with a nonzero update."""
         if self.dtype is not None:
             return count_moved(before, update, self.dtype)
         moved = torch.count_nonzero(update)

@@ -1,4 +1,4 @@
-"""Stops the training of layers that have converged: the one metric's follower that changes training, and only by request."""
+"""Freeze layers that have converged.  This is the only subscriber that changes training."""
 
 import logging
 from collections import Counter
@@ -9,6 +9,7 @@ from torch import nn
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["FreezeSubscriber"]
 
@@ -16,34 +17,36 @@ log = logging.getLogger("ikkuna")
 
 
 class FreezeSubscriber(PlotSubscriber):
-    """Freeze a layer whose outputs have stopped to change.  This is the one subscriber that changes training.
+    """Freeze a layer when its outputs have stopped changing.  This is the only subscriber that changes training.
 
-    When the similarity of a layer to its last look has been `threshold` or more for `patience` looks in a row,
-    its parameters stop to require a gradient, their gradients are dropped, so that optimizers pass over them, and the log says so.
-    They stay as they are from the next step on; running statistics of a batch norm go on, unless the model is in evaluation mode.
-    Whatever happens, one layer stays trainable.
-    Under data-parallel wrappers that expect a gradient of every parameter, the wrapper has to be told of unused ones.
+    A layer is frozen when its similarity to its previous evaluation was at least `threshold` for `patience` evaluations in a row.
+    Its parameters then have ``requires_grad=False`` and no gradient, so that optimizers skip them, and the log has a warning.
+    They do not change from the next step on; running statistics of a batch norm are still updated, unless the model is in evaluation mode.
+    At least one layer always stays trainable.
+    Data-parallel wrappers that expect a gradient of every parameter must be configured for unused parameters.
 
     Takes the results of a similarity such as ``cka_to_previous`` or ``svcca_to_previous``;
     publishes ``frozen_parameters``, the number of parameters frozen so far.
 
+    Look for: layers near the input that are frozen first; the backward pass becomes shorter with each of them.
+
     Parameters
     ----------
     kind : str
-        What to go by: a result published for each module.
+        The similarity: a result that is published for each module.
     threshold : float
-        What counts as unchanged; above 0.99 for a similarity that is 1 for equal outputs.
+        The smallest similarity of unchanged outputs; above 0.99 for a similarity that is 1 for equal outputs.
     patience : int
-        How many looks in a row.
+        The number of evaluations in a row.
     in_order : bool
-        Freeze a layer only when all before it are frozen, for only then the backward pass becomes shorter.
-    **options
-        See `Subscriber`; ``modules=`` names those that may be frozen.
+        Whether a layer is frozen only after all layers before it; only then the backward pass becomes shorter.
+    **options : Any
+        See `Subscriber`; ``modules=`` selects the layers that may be frozen.
 
     Raises
     ------
     ConfigError
-        If `patience` is not a whole number of 1 or more, or `threshold` is not a number.
+        If `patience` is not a positive integer, or `threshold` is not a number.
 
     References
     ----------
@@ -68,8 +71,7 @@ class FreezeSubscriber(PlotSubscriber):
         in_order: bool = True,
         **options: Any,
     ) -> None:
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ConfigError(f"FreezeSubscriber needs patience >= 1, got {patience!r}")
+        require_integers("FreezeSubscriber", patience=patience)
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or threshold != threshold:
             raise ConfigError(f"FreezeSubscriber needs a number as threshold, got {threshold!r}")
         options.setdefault("publishes", "frozen_parameters")
@@ -77,17 +79,18 @@ class FreezeSubscriber(PlotSubscriber):
         self.threshold = threshold
         self.patience = patience
         self.in_order = in_order
-        self._looks: Counter[str] = Counter()  # in a row, at or above the threshold
+        self._similar: Counter[str] = Counter()  # evaluations in a row at or above the threshold, by module
         self._frozen: dict[str, int] = {}
 
     def compute(self, message: Any) -> None:
-        """Count the looks at a layer, and freeze what is due."""
+        """Count the evaluations of a layer in a row that are similar enough, and freeze the layers that have enough of them."""
         if not isinstance(message, ModuleMessage) or message.module in self._frozen:
             return
-        self._looks[message.module] = self._looks[message.module] + 1 if message.data >= self.threshold else 0
+        is_similar = message.data >= self.threshold
+        self._similar[message.module] = self._similar[message.module] + 1 if is_similar else 0
         modules = {named.name: named.module for named in self.modules if _trainable(named.module)}
         for name, module in modules.items():
-            if self._looks[name] >= self.patience:
+            if self._similar[name] >= self.patience:
                 self._freeze(message, name, module, modules)
             elif self.in_order:
                 return
@@ -95,13 +98,13 @@ class FreezeSubscriber(PlotSubscriber):
     def _freeze(self, message: ModuleMessage, name: str, module: nn.Module, modules: dict[str, nn.Module]) -> None:
         own = set(_trainable(module))
         if all(set(_trainable(other)) <= own for other in modules.values()):
-            return  # a loss without parameters has no gradient
+            return  # a loss without trainable parameters has no gradient
         for parameter in own:
             parameter.requires_grad_(False)
             parameter.grad = None
         count = self._frozen[name] = sum(parameter.numel() for parameter in own)
         log.warning(
-            "%s was frozen after step %d: %s was at least %g at %d looks in a row (%s parameters)",
+            "%s was frozen after step %d: %s was at least %g in %d evaluations in a row (%s parameters)",
             *(name, message.global_step, message.kind, self.threshold, self.patience, f"{count:,}"),
         )
         self.emit(NetworkMessage(message.stamp, message.kind), sum(self._frozen.values()))

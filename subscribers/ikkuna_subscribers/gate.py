@@ -1,4 +1,4 @@
-"""How large the gates of recurrent layers are."""
+"""The norms of the gates of recurrent layers."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.messages.kinds import PARAMETER_KINDS
 from ikkuna.export.subscriber import PlotSubscriber, name_results
-from ikkuna_subscribers._helpers.recurrent import RecurrentLayers
+from ikkuna_subscribers._helpers.recurrent_layers import RecurrentLayers
 
 __all__ = ["GateSubscriber"]
 
@@ -20,30 +20,31 @@ __all__ = ["GateSubscriber"]
 class GateSubscriber(PlotSubscriber):
     r"""The L2 norm of each gate of recurrent layers, :math:`\sqrt{\sum_{i \in \mathrm{gate}} w_i^2}`.
 
-    PyTorch stacks the rows of all gates in one matrix, whose norm tells them not apart.
-    An LSTM has the gates i, f, g and o (input, forget, cell, output), a GRU r, z and n (reset, update, new), an RNN h alone.
+    PyTorch stacks the rows of all gates in one matrix, whose norm does not distinguish them.
+    An LSTM has the gates i, f, g and o (input, forget, cell, output), a GRU r, z and n (reset, update, new), an RNN only h.
 
     Takes kinds of parameters; publishes ``{kind}_gate_norm2``, in the unit of the parameter, with a series for each gate:
-    ``lstm.weight_ih_l0.f``, for layers, directions, cells and both matrices.
-    Of a weight that is computed from others, by ``weight_norm`` or another parametrisation, these are seen, gate by gate, as
-    ``rnn.weight_hh_l0.original0.f``: they are what is trained.  By ``weight_norm``, the norms of ``original0`` (``weight_hh_l0_g``)
-    are those of the weight itself.  One with another number of rows publishes nothing, nor do projections and other modules.
+    ``lstm.weight_ih_l0.f``, for all layers, directions and cells and for both matrices.
+    If a weight is computed from other parameters, by ``weight_norm`` or another parametrisation, those are measured gate by gate, as
+    ``rnn.weight_hh_l0.original0.f``, because they are trained.  With ``weight_norm``, the norms of ``original0`` (``weight_hh_l0_g``)
+    are those of the weight itself.
+    A parameter with another number of rows publishes nothing, nor do projections and other modules.
     A gate with a NaN or Inf has norm NaN.
 
-    Look for: gradients of one gate far below those of the others, a gate that has saturated and no longer learns;
-    recurrent weights of f that shrink, a memory that gets shorter.
+    Look for: gradients of one gate far below those of the others, which belong to a saturated gate that no longer learns;
+    recurrent weights of f that shrink, which shortens the memory.
 
     Parameters
     ----------
     kinds : str or list of str
-        Kinds of parameters, by default weights, their gradients and their updates.
-    **options
+        Kinds of parameters; by default weights, their gradients and their updates.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For a kind that is none of parameters.
+        If a kind is not one of parameters.
 
     Examples
     --------
@@ -51,7 +52,7 @@ class GateSubscriber(PlotSubscriber):
     ('weights_gate_norm2', 'bias_gradients_gate_norm2')
     """
 
-    needs_whole = True  # where a gate begins cannot be told of a part of the rows
+    needs_whole = True  # a part of the rows does not show where a gate begins
 
     def __init__(
         self, kinds: str | Sequence[str] = ("weights", "weight_gradients", "weight_updates"), **options: Any

@@ -1,4 +1,4 @@
-"""The size of something over the whole network."""
+"""The norm of a quantity over the whole network."""
 
 import math
 from collections.abc import Iterable
@@ -15,29 +15,29 @@ class GlobalNormSubscriber(PlotSubscriber):
     r"""The L2 norm of a quantity over all modules together, :math:`\sqrt{\sum_l \lVert x_l \rVert_2^2}`.
 
     Takes one or several kinds with a tensor, and results of other subscribers, of which the square is summed.
-    Publishes ``{kind}_global_norm`` of the whole network once a step, in the unit of x; of several kinds under their common last word,
-    or their names joined by ``_``.
-    A parameter shared by modules counts once.  One NaN or Inf makes it NaN, unless `finite_only`.
+    Publishes ``{kind}_global_norm`` of the whole network once a step, in the unit of x; several kinds are published under their common
+    last word, or under their names joined by ``_``.
+    A parameter shared by several modules counts once.  One NaN or Inf makes the norm NaN, unless `finite_only` is set.
     A step without a message publishes nothing.
 
-    The norm by which ``clip_grad_norm_`` clips is that of ``["weight_gradients", "bias_gradients"]``;
-    gradients are seen after clipping, so a curve that lies on the threshold is one that is always clipped.
+    The norm that ``clip_grad_norm_`` clips is that of ``["weight_gradients", "bias_gradients"]``.
+    Gradients are measured after clipping, so a curve at the threshold means that every step is clipped.
 
-    Look for: jumps to ten times the usual value, which come before a loss spike; a slow fall to 0.
+    Look for: jumps to ten times the usual value, which precede a loss spike; a slow fall to 0.
 
     Parameters
     ----------
     kinds : str or list of str
-        What to look at.
+        The kinds to measure.
     finite_only : bool
-        Leave out elements that are NaN or infinite.
-    **options
+        Whether NaN and infinite elements are left out.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        If there is no kind.
+        If `kinds` is empty.
 
     Examples
     --------
@@ -65,12 +65,12 @@ class GlobalNormSubscriber(PlotSubscriber):
         self._norms: list[float] = []
 
     def compute(self, message: ModuleMessage) -> None:
-        """Keep the norm until the step is over."""
+        """Store the norm of one tensor until the step is over."""
         assert message.record is not None
         self._norms.append(message.record.l2_norm)
 
     def finish(self, stamp: Stamp) -> None:
-        """Emit the norm of all."""
+        """Emit the norm of all tensors of the step."""
         norms, self._norms = self._norms, []
         if norms:
             self.emit(NetworkMessage(stamp, self.publishes[0]), math.hypot(*norms))

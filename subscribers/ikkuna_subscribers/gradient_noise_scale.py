@@ -1,4 +1,4 @@
-"""How large a batch the gradient is worth."""
+"""The batch size at which gradient noise equals the gradient."""
 
 import logging
 import math
@@ -18,6 +18,7 @@ from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.inner import dot, squared_norm
 from ikkuna.numerics.noise import RunningNoise, pairwise_noise_scale
+from ikkuna_subscribers._helpers.arguments import require_integers
 from ikkuna_subscribers._helpers.sample_count import SampleCount
 
 __all__ = ["GradientNoiseScaleSubscriber"]
@@ -25,14 +26,14 @@ __all__ = ["GradientNoiseScaleSubscriber"]
 log = logging.getLogger("ikkuna")
 
 SQUARES, COUNT, PRODUCTS, PAIRS, FIRST = range(5)
-"""What a row holds: all add up, over micro-batches and over ranks, of which each has one that comes first in a window."""
+"""The positions in a row.  All are summed over micro-batches and ranks; on each rank one gradient is the first of a window."""
 
 _REDUCED = ("weight_gradients", "bias_gradients")
 
 
 @dataclass(slots=True)
 class _Total:
-    """The sum of the gradients of one parameter so far in a window."""
+    """The sum of the gradients of one parameter in a window so far."""
 
     window: int
     stamp: Stamp
@@ -41,50 +42,52 @@ class _Total:
 
 
 class GradientNoiseScaleSubscriber(PlotSubscriber):
-    r"""The batch size at which the noise of the gradient is as large as the gradient, :math:`B = \operatorname{tr} \Sigma / |G|^2`.
+    r"""The batch size at which gradient noise is as large as the gradient, :math:`B = \operatorname{tr} \Sigma / |G|^2`.
 
     With :math:`g_i` the mean gradient of micro-batch i of b samples, :math:`|G|^2` is the mean of
     :math:`\langle g_i, g_j \rangle` over pairs of micro-batches, and :math:`\operatorname{tr} \Sigma = b \, (E |g_i|^2 - |G|^2)`.
-    Both terms are without bias and averaged over steps; they are divided last, since the mean of their ratios is wrong by a factor.
-    Where gradients are not accumulated there is one in a step, and no pair:
-    then let a window of `steps` stand for one, over which the weights should hardly move,
-    or on several data-parallel ranks let `ranks` be the micro-batches.
+    Both terms are unbiased.  They are averaged over steps before they are divided, because the mean of ratios is wrong by a factor.
+    Without gradient accumulation a step has one gradient, and no pair.
+    Then use a window of several `steps` in place of one, over which the weights should change little,
+    or, with several data-parallel ranks, let `ranks` be the micro-batches.
 
-    Takes ``weight_micro_gradients`` and ``bias_micro_gradients``, and the number of samples from ``input_data``;
-    with `ranks` also ``weight_gradients`` and ``bias_gradients``, unclipped, whose squares tell the products between ranks;
+    Takes ``weight_micro_gradients`` and ``bias_micro_gradients``, and the number of samples from ``input_data``,
+    with `ranks` also ``weight_gradients`` and ``bias_gradients``, unclipped, whose squares give the products between ranks;
     publishes ``gradient_noise_scale``, in samples.
     It also publishes its terms ``gradient_covariance_trace`` and ``gradient_square``, in the square of the unit of the gradient,
-    and the flag ``noise_hides_gradient``, 1 where the mean of :math:`|G|^2` is not positive, else 0.
-    There the scale is NaN: average longer, or accumulate more micro-batches.
-    All are once for each window, of the whole network.
-    They are NaN with one gradient in a window (said once in the log) and before the first window without a NaN or Inf; those are left out.
+    and the flag ``noise_hides_gradient``, which is 1 if the mean of :math:`|G|^2` is not positive, else 0.
+    If it is 1 the scale is NaN: average over more steps, or accumulate more micro-batches.
+    All are published once for each window, for the whole network.
+    They are NaN if a window has one gradient (the log warns once) and before the first window without a NaN or Inf;
+    later windows with a NaN or Inf are left out.
 
-    Gradients are those before clipping, of each rank before they are shared; each backward pass counts as one micro-batch, all of one size.
-    Terms are those of the loss that is differentiated: under a gradient scaler they have the square of its scale, the noise scale has none.
-    Layers that mix samples, such as batch norm, bias it.
+    Gradients are those before clipping, and on each rank those before they are averaged.
+    Each backward pass counts as one micro-batch; all must have the same size.
+    The terms belong to the loss that is differentiated: a gradient scaler multiplies them by the square of its scale,
+    and leaves the noise scale unchanged.  Layers that mix samples, such as batch norm, bias it.
 
     It keeps a sum of the gradients of each parameter during a window, and costs two passes over each gradient.
 
-    Look for: growth over training.  A batch far below it can be made larger at almost no loss of data efficiency;
-    one far above it is wasted.
+    Look for: growth over training.  A batch far below the noise scale can be enlarged with almost no loss of data efficiency;
+    a batch far above it wastes computation.
 
     Parameters
     ----------
     batch_size : float, optional
-        Samples (or tokens, for the noise of a token) in a micro-batch; by default what ``input_data`` has.
+        The samples (or tokens, for the noise of a token) in a micro-batch; by default counted from ``input_data``.
     steps : int
-        Number of sampled steps in a window.
+        The number of sampled steps in a window.
     ranks : bool
-        Count pairs of micro-batches of different ranks, too; with one step in a window.
+        Whether micro-batches of different ranks form pairs too; only with one step in a window.
     beta : float
-        Of the running means, in [0, 1): they reach back over about ``1 / (1 - beta)`` windows.
-    **options
+        The coefficient of the running means, in [0, 1): they average over about ``1 / (1 - beta)`` windows.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For a number out of range, or `ranks` with more than one step.
+        If a number is out of range, or `ranks` is combined with more than one step.
 
     References
     ----------
@@ -109,12 +112,9 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
     ) -> None:
         if batch_size is not None and not 0 < batch_size < math.inf:
             raise ConfigError(f"GradientNoiseScaleSubscriber needs batch_size > 0 in samples, got {batch_size!r}")
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"GradientNoiseScaleSubscriber needs steps >= 1, got {steps!r}")
+        require_integers("GradientNoiseScaleSubscriber", steps=steps)
         if ranks and steps > 1:
-            raise ConfigError(
-                f"GradientNoiseScaleSubscriber takes ranks or steps for micro-batches, got both ({steps=})"
-            )
+            raise ConfigError(f"GradientNoiseScaleSubscriber takes ranks=True or steps > 1, got both ({steps=})")
         names = ("gradient_noise_scale", "gradient_covariance_trace", "gradient_square", "noise_hides_gradient")
         name_results(options, *names)
         kinds = (*MICRO_KINDS, *(_REDUCED if ranks else ()), *(("input_data",) if batch_size is None else ()))
@@ -130,10 +130,11 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         self._reduced = 0.0
         self._warned = False
 
-    # -- in the hook ----------------------------------------------------------------------------------------------
-
     def measure(self, message: Any) -> Tensor | None:
-        """Return the square of a gradient, 1, its product with the sum of those before it, how many these are, and 1 if there are none."""
+        """Return a row of the positions `SQUARES` to `FIRST` for one gradient.
+
+        These are its square, 1, its product with the sum of the gradients before it, their number, and 1 if there are none.
+        """
         if message.kind == "input_data":
             return self._samples.measure(message)
         if (read := readable(message.data)) is None:
@@ -153,8 +154,8 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         known = self._totals.get((message.kind, message.series_name))
         if known is None or known.window != self._window(message.stamp) or known.value.shape != gradient.shape:
             return None
-        is_made_again = known.stamp == message.stamp and known.stamp is not message.stamp
-        return None if is_made_again or known.value.device != gradient.device else known
+        is_repeated = known.stamp == message.stamp and known.stamp is not message.stamp
+        return None if is_repeated or known.value.device != gradient.device else known
 
     def _add(self, message: Message, gradient: Tensor, before: _Total | None) -> None:
         if before is None:
@@ -169,10 +170,8 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
     def _window(self, stamp: Stamp) -> int:
         return stamp.global_step // self.subscription.subsample // self.steps
 
-    # -- when the step is over ------------------------------------------------------------------------------------
-
     def compute(self, message: Any) -> None:
-        """Keep the rows until the window is over."""
+        """Add the rows until the window is over."""
         if message.kind == "input_data":
             self._samples.add(message)
         elif message.kind in _REDUCED:
@@ -196,7 +195,9 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         divisor = count / len(sizes) / max(rows[FIRST].max(), 1.0)
         square = divisor**2 * (rows[SQUARES] / rows[COUNT]).sum()
         product = divisor**2 * (rows[PRODUCTS] / rows[PAIRS]).sum()
-        if self.ranks:  # of the mean g over n, n² |g|² is the sum of all squares and, twice, of all products
+        if (
+            self.ranks
+        ):  # for the mean g of n gradients, n² |g|² is the sum of all squares plus twice the sum of all products
             product = (count * reduced - square) / (count - 1.0)
         if count == 1 or not (self.ranks or rows[PAIRS].any()):
             self._warn()
@@ -221,5 +222,5 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
             self._warned = True
             log.warning(
                 "GradientNoiseScaleSubscriber has one gradient in a window and needs two; accumulate micro-batches, "
-                "give steps=2, or on several ranks ranks=True"
+                "set steps=2, or with several ranks set ranks=True"
             )

@@ -1,4 +1,4 @@
-"""How far the gradients of one weight agree with each other."""
+"""The signal-to-noise ratio of the gradients of a weight."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,14 @@ from ikkuna.export.messages.kinds import MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.agreement import gradient_snr
 from ikkuna.numerics.elements import readable
+from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["GradientSNRSubscriber"]
 
 
 @dataclass(slots=True)
 class _Moments:
-    """Mean and sum of squared deviations of each element so far in a window."""
+    """The mean and the sum of squared deviations of each element in a window so far."""
 
     stamp: Stamp
     mean: Tensor
@@ -35,33 +36,33 @@ class _Moments:
 class GradientSNRSubscriber(PlotSubscriber):
     r"""The signal-to-noise ratio of a gradient, :math:`\bar g_j^2 / \operatorname{var}(g_j)`, averaged over its elements j.
 
-    Mean and variance of each element are over a window of gradients in a row: over the micro-batches of a step if the window is
-    their number, else over steps as well, between which the weights should hardly move.
+    Mean and variance of each element are taken over a window of successive gradients.  If `window` is the number of micro-batches,
+    this is one step; otherwise it covers several steps, between which the weights should change little.
 
-    Takes ``weight_micro_gradients`` or another kind of which a module has one at a time;
-    publishes ``{kind}_snr``, without unit, at least 0, at the end of each window; of several in a step the last counts,
-    and of several ranks one: each has micro-batches of its own.
-    Elements that never change are left out; a tensor of nothing else, or one with a NaN or Inf in the window, has NaN.
-    Of pure noise the mean is 1 / window and more, the median about half of that.
-    After a change of shape, dtype or device a window begins again.  It keeps two copies of every tensor it takes.
+    Takes ``weight_micro_gradients`` or another kind with one tensor per parameter at a time;
+    publishes ``{kind}_snr``, without unit, at least 0, at the end of each window.
+    If a step has several windows, the last one counts; of several ranks one counts, because each has its own micro-batches.
+    Elements that never change are left out; if none is left, or if the window has a NaN or Inf, the value is NaN.
+    For pure noise the mean is 1 / window or more, the median about half of that.
+    After a change of shape, dtype or device a new window begins.  It keeps two copies of every tensor it takes.
 
-    Look for: a fall over training, as gradients of different samples cease to agree; a layer far below the others learns noise.
+    Look for: a fall over training, as the gradients of different samples cease to agree; a layer far below the others learns noise.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     window : int
-        Number of gradients, at least 2.
+        The number of gradients, at least 2.
     reduction : {'median', 'mean'}
-        Over elements; the ratio has heavy tails, so the median is steadier.
-    **options
+        The average over elements; the ratio has heavy tails, so the median is more stable.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For a number out of range, another reduction, or a kind that a module can have several of at a time.
+        If a number is out of range, or the reduction or the kind is not supported.
 
     References
     ----------
@@ -79,11 +80,10 @@ class GradientSNRSubscriber(PlotSubscriber):
         self, kind: str = "weight_micro_gradients", *, window: int = 16, reduction: str = "median", **options: Any
     ) -> None:
         if kind not in (known := (*MICRO_KINDS, *PARAMETER_KINDS)):
-            raise ConfigError(f"GradientSNRSubscriber takes one of {', '.join(known)}; got {kind!r}")
-        if isinstance(window, bool) or not isinstance(window, int) or window < 2:
-            raise ConfigError(f"GradientSNRSubscriber needs a window >= 2, got {window!r}")
+            raise ConfigError(f"GradientSNRSubscriber needs one of the kinds {', '.join(known)}; got {kind!r}")
+        require_integers("GradientSNRSubscriber", 2, window=window)
         if reduction not in ("mean", "median"):
-            raise ConfigError(f"GradientSNRSubscriber reduces by 'mean' or 'median', got {reduction!r}")
+            raise ConfigError(f"GradientSNRSubscriber needs a reduction 'mean' or 'median', got {reduction!r}")
         options.setdefault("publishes", f"{kind}_snr")
         super().__init__(kind, **options)
         self.window = window
@@ -91,7 +91,7 @@ class GradientSNRSubscriber(PlotSubscriber):
         self._moments: dict[str | None, _Moments] = {}
 
     def measure(self, message: ModuleMessage) -> Tensor | None:
-        """Take in a gradient; return the ratio if it is the last of a window."""
+        """Add a gradient to the window; return the ratio if it is the last one of the window."""
         if (read := readable(message.data)) is None:
             return None
         moments = self._moments_for(message, read[0])
@@ -111,7 +111,7 @@ class GradientSNRSubscriber(PlotSubscriber):
             x.device,
         )
         if known is None or not fits or (known.stamp == message.stamp and known.stamp is not message.stamp):
-            zeros = torch.zeros(x.shape, dtype=dtype, device=x.device)  # a step that is made again begins again
+            zeros = torch.zeros(x.shape, dtype=dtype, device=x.device)  # a repeated step starts a new window
             known = self._moments[message.series_name] = _Moments(message.stamp, zeros, zeros.clone())
         return known
 

@@ -1,4 +1,4 @@
-"""How sharply the loss curves at the weights."""
+"""Eigenvalues, trace and spectral density of the Hessian of the loss."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +15,8 @@ from ikkuna.numerics.curvature import HessianProduct, hutchinson_trace
 from ikkuna.numerics.curvature.lanczos import Density, lanczos, spectral_density
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
 from ikkuna.numerics.statistics.histogram import Buckets
-from ikkuna_subscribers._helpers.probe import ProbeSubscriber
+from ikkuna_subscribers._helpers.arguments import require_integers
+from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
 __all__ = ["HessianSubscriber"]
 
@@ -23,50 +24,52 @@ __all__ = ["HessianSubscriber"]
 class HessianSubscriber(ProbeSubscriber):
     r"""The largest eigenvalues, the trace and the spectral density of the Hessian of the loss, on one fixed batch.
 
-    The Hessian :math:`H = \nabla^2_\theta L` by all parameters that require a gradient (of the modules that ``modules=`` names) is
-    never formed: products :math:`H v` go into a Lanczos iteration with full re-orthogonalisation for the eigenvalues,
-    into Hutchinson's estimator with random signs for the trace, and into stochastic Lanczos quadrature for the density.
-    The batch, the random starts and evaluation mode (statistics of batch norms frozen, no dropout) are the same at every look.
-    No ``.grad`` is touched.  Attention runs in its plain form, for the fused ones have no second derivative.
-    Hooks of yours on parameters and modules are called.
+    The Hessian :math:`H = \nabla^2_\theta L` with respect to all parameters that require a gradient (of the modules that ``modules=``
+    selects) is never formed.  Products :math:`H v` are used in a Lanczos iteration with full re-orthogonalisation for the eigenvalues,
+    in Hutchinson's estimator with random signs for the trace, and in stochastic Lanczos quadrature for the density.
+    Every evaluation uses the same batch, the same random vectors and evaluation mode (frozen batch norm statistics, no dropout).
+    No ``.grad`` is changed.  Attention runs in its plain form, because fused kernels have no second derivative.
+    Hooks of the user on parameters and modules are called.
 
     Takes ``epoch_finished`` or ``batch_finished``; publishes ``hessian_eigenvalue_1`` (the largest) to ``hessian_eigenvalue_{top}`` and
     ``hessian_smallest`` (the most negative), in loss / parameter², each eigenvalue with its error bound ``hessian_residual_{i}``:
-    an eigenvalue of H lies that close; with `trace`, ``hessian_trace`` and its standard error ``hessian_stderr``.
+    the distance to an eigenvalue of H is at most that; with `trace`, ``hessian_trace`` and its standard error ``hessian_stderr``.
     With `density` the spectrum is shown as a histogram ``hessian_density`` of all eigenvalues, and not published.
-    Values are NaN where the loss or a derivative is not finite, and those beyond the number of distinct eigenvalues.
+    Values are NaN if the loss or a derivative is not finite, and for eigenvalues beyond the number of distinct ones.
     An eigenvalue that occurs more than once is found once.
 
-    Costs one gradient with its graph and `steps` products for the eigenvalues, one to two gradients each, `trace` for the trace, and
-    ``density * steps`` for the density.  Memory: the graph of a forward and a backward pass over the whole batch,
-    and ``steps + 5`` vectors of all parameters.
+    An evaluation costs one gradient with its graph and `steps` products for the eigenvalues, each as much as one to two gradients,
+    `trace` products for the trace, and ``density * steps`` for the density.
+    Memory: the graph of a forward and a backward pass over the whole batch, and ``steps + 5`` vectors of all parameters.
 
-    Look for: under gradient descent with the full batch and learning rate :math:`\eta` the largest eigenvalue rises to
-    :math:`2 / \eta` and stays there, with small batches below; well beyond it training is unstable.
+    Look for: with full-batch gradient descent and learning rate :math:`\eta` the largest eigenvalue rises to
+    :math:`2 / \eta` and stays there, with small batches below it; far above it training is unstable.
 
     Parameters
     ----------
     loss : callable
-        ``loss(outputs, labels)``, one number, twice differentiable.
-    dataset : map-style data set
+        ``loss(outputs, labels)`` returns one number and is twice differentiable.
+    dataset : torch.utils.data.Dataset
         Pairs (input, label); all of them, or `samples` of them, are the batch.
     top : int
-        How many eigenvalues.
+        The number of eigenvalues.
     steps : int, optional
-        Lanczos iterations, ``4 * top + 5`` by default; take more if residuals are large.
+        The number of Lanczos iterations; by default ``4 * top + 5``.  Use more if residuals are large.
     trace : int
-        Random vectors for the trace; none by default.
+        The number of random vectors for the trace; 0 for no trace.
     density : int
-        Random starts for the density; none by default.
+        The number of random starts for the density; 0 for no density.
     bins : int
-        Of the histogram.
-    **options
-        ``samples``, ``seed``, ``every``, ``forward`` as for `ProbeSubscriber`, and those of `Subscriber`.
+        The number of bins of the histogram.
+    seed : int
+        The seed of the random vectors and of the choice of samples.
+    **options : Any
+        ``samples``, ``every``, ``forward`` as for `ProbeSubscriber`, and those of `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For arguments out of range, an empty probe set, or a loss that is not one number or not twice differentiable.
+        If an argument is out of range, the probe set is empty, or the loss is not one number or not twice differentiable.
 
     References
     ----------
@@ -100,14 +103,13 @@ class HessianSubscriber(ProbeSubscriber):
         if not callable(loss):
             raise ConfigTypeError(f"HessianSubscriber needs a loss of outputs and labels, got {type(loss).__name__}")
         steps = 4 * top + 5 if steps is None and isinstance(top, int) else steps
-        for name, number, least in (
-            *(("top", top, 1), ("trace", trace, 0), ("density", density, 0), ("bins", bins, 1)),
-            ("steps", steps, top),
-        ):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ConfigError(f"HessianSubscriber needs {name} >= {least}, got {number!r}")
+        require_integers("HessianSubscriber", top=top, bins=bins)
+        require_integers("HessianSubscriber", 0, trace=trace, density=density)
+        require_integers("HessianSubscriber", top, steps=steps)
         if "batch_size" in options:
-            raise ConfigError("HessianSubscriber takes all of its data as one batch; choose its size with samples=")
+            raise ConfigError(
+                "HessianSubscriber uses all of its data as one batch; set its size with samples=, not batch_size="
+            )
         kinds = [f"hessian_{what}_{i + 1}" for i in range(top) for what in ("eigenvalue", "residual")]
         kinds += ["hessian_smallest"]
         kinds += ["hessian_trace", "hessian_stderr"] if trace else []
@@ -115,27 +117,21 @@ class HessianSubscriber(ProbeSubscriber):
         super().__init__(dataset, seed=seed, batch_size=_length(dataset), **options)
         self.loss = loss
         self._numbers = self.publishes[: len(kinds)]
-        self.top, self.steps, self.trace, self.density, self.bins, self.seed = (
-            top,
-            steps or 0,
-            trace,
-            density,
-            bins,
-            seed,
-        )
+        self.top, self.steps, self.trace, self.density = top, steps or 0, trace, density
+        self.bins, self.seed = bins, seed
 
-    def look(self, message: NetworkMessage | None) -> None:
-        """Make the products and emit what they say; at registration, one product."""
+    def evaluate_and_emit(self, message: NetworkMessage | None) -> None:
+        """Compute products with the Hessian and emit the values; at registration, compute one product."""
 
         def visit(outputs: Any, labels: Any) -> None:
-            # While the model is in evaluation mode: what restores it afterwards writes to buffers that the graph refers to.
+            # This must happen in evaluation mode: restoring the model afterwards writes to buffers that the graph refers to.
             product = HessianProduct(lambda: self.loss(outputs, labels), self._parameters())
             if message is None:
                 product(torch.zeros_like(product.gradient))
             else:
                 self._emit_all(message, product)
 
-        self.evaluate_probe(visit=visit, around=_differentiable)
+        self.run_model(visit=visit, around=_differentiable)
 
     def _parameters(self) -> list[nn.Parameter]:
         found = [p for named in self.modules for p in named.module.parameters() if p.requires_grad]
@@ -146,9 +142,9 @@ class HessianSubscriber(ProbeSubscriber):
         values = (
             [*self._eigenvalues(product), *self._trace_of(product)] if healthy else [math.nan] * len(self.publishes)
         )
-        why = "the loss or a derivative is not finite, or there are fewer distinct eigenvalues"
+        reason = "the loss or a derivative is not finite, or there are fewer distinct eigenvalues"
         for kind, value in zip(self._numbers, values, strict=False):
-            self.emit_whole(message, value, kind, why)
+            self.emit_network(message, value, kind, reason)
         if self.density and healthy:
             options = self._options(product)
             density = spectral_density(product, product.size, self.steps, self.density, **options)
@@ -182,7 +178,7 @@ class HessianSubscriber(ProbeSubscriber):
 
 @contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
-    """Run the model in forms whose second derivatives exist."""
+    """Run the model with operations that have a second derivative."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(twice_differentiable())

@@ -1,4 +1,4 @@
-"""The distribution of a tensor, as a picture."""
+"""The distribution of a tensor as a picture."""
 
 from typing import Any
 
@@ -11,28 +11,29 @@ __all__ = ["HistogramSubscriber"]
 
 
 class HistogramSubscriber(PlotSubscriber):
-    r"""The histogram of all elements of a tensor, in TensorBoard's tabs Histograms and Distributions.
+    """The histogram of all elements of a tensor, for TensorBoard's tabs Histograms and Distributions.
 
-    Elements are counted by their leading bits, sign, exponent and three of the mantissa: 4,096 bins whatever the range,
-    each an eighth of its value wide.  For display they are spread over buckets of equal width between the extrema.
+    Elements are counted by their leading bits: sign, exponent and three bits of the mantissa.
+    This gives 4,096 bins for every range of values, each one eighth of its value wide.
+    For display the counts are distributed over buckets of equal width between the extrema.
 
-    Takes any kind with a tensor and shows it under ``{kind}/{module}``, in the unit of x; it publishes nothing, a result being a number.
+    Takes any kind with a tensor and shows it under ``{kind}/{module}``, in the unit of x; it publishes nothing.
     Over several calls and micro-batches it is the histogram of all elements together.
     NaN and infinite elements are left out (see `NonFiniteSubscriber`); without a finite element nothing is shown.
 
-    Look for: weights that pile up at 0 or at a clip; activations that leave the range where their function bends.
+    Look for: weights that accumulate at 0 or at a clipping limit; activations outside the range in which their function is nonlinear.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     bins : int
-        Number of buckets shown, 1 to 1,000.
+        The number of buckets shown, 1 to 1,000.
     exact : bool
-        Count all elements, at the cost of about five sums over them, rather than a random 65,536.
+        Whether all elements are counted, which costs about five sums over them; by default a random sample of 65,536 is counted.
     subsample : int
-        Show every so-many-th step; 100 by default, since a picture costs a hundred numbers.
-    **options
+        The number of steps from one histogram to the next; 100 by default, because a histogram costs as much as a hundred numbers.
+    **options : Any
         See `Subscriber`.
 
     Raises

@@ -1,4 +1,4 @@
-"""How much of its width a layer uses."""
+"""The share of the width of a layer that its outputs use."""
 
 import math
 from typing import Any
@@ -10,41 +10,41 @@ from ikkuna.export.messages import NetworkMessage
 from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.representation.cka import to_rows
 from ikkuna.numerics.representation.layer_saturation import Scatter, intrinsic_dimension
-from ikkuna_subscribers._helpers.probe import ProbeSubscriber
+from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
 __all__ = ["LayerSaturationSubscriber"]
 
 
 class LayerSaturationSubscriber(ProbeSubscriber):
-    r"""The share of a layer's directions that hold most of the variance of its outputs, :math:`k / d`.
+    """The share of a layer's directions that hold most of the variance of its outputs, :math:`k / d`.
 
-    k is the least number of eigenvalues of the outputs' covariance ``(d, d)`` that hold `threshold` of their sum.
-    Channels of a convolution are its directions, positions are rows; so are the time steps of a sequence.
-    The covariance is summed over batches of a fixed probe set, in float64, in evaluation mode.
-    Not to be confused with `SaturationSubscriber`, on the flat ends of activation functions.
+    k is the smallest number of eigenvalues of the outputs' covariance ``(d, d)`` that hold a share `threshold` of their sum.
+    The channels of a convolution are its directions, its positions are rows; the time steps of a sequence are rows as well.
+    The covariance is summed over the batches of a fixed probe set, in float64, in evaluation mode.
+    `SaturationSubscriber` measures something else: the flat ends of activation functions.
 
     Takes ``epoch_finished`` or ``batch_finished``; publishes ``layer_saturation`` between 0 and 1, and ``intrinsic_dimension``, that is k.
-    Both are NaN for outputs that are constant or not finite.  Of n rows k is at most n - 1, and the log says so if n is below d + 1.
-    Costs :math:`2 n d^2` operations, an eigendecomposition and two times :math:`8 d^2` bytes for each layer.
+    Both are NaN for outputs that are constant or not finite.  For n rows, k is at most n - 1; the log warns if n is below d + 1.
+    An evaluation costs :math:`2 n d^2` operations, an eigendecomposition and two times :math:`8 d^2` bytes for each layer.
 
-    Look for: layers of low saturation at the end of a network, which is capacity it does not use;
-    above a half everywhere, it is too narrow.
+    Look for: low saturation of layers at the end of a network, which is unused capacity;
+    saturation above one half in all layers, which means that the network is too narrow.
 
     Parameters
     ----------
-    dataset : map-style data set or tensor
+    dataset : torch.utils.data.Dataset or Tensor
         Inputs, or pairs (input, label); see `ProbeSubscriber`.
     threshold : float
         The share of the variance, in (0, 1].
     compat : {None, 'delve'}
-        By default the definition; ``'delve'`` counts as that library does, mostly one less.
-    **options
+        ``'delve'`` counts directions as that library does; see `ikkuna.numerics.representation.layer_saturation`.
+    **options : Any
         ``samples``, ``batch_size``, ``every``, ``forward`` as for `ProbeSubscriber`, and those of `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For arguments out of range, an empty probe set, or a model that cannot be run over it.
+        If an argument is out of range, the probe set is empty, or the model cannot be run over it.
 
     References
     ----------
@@ -70,22 +70,22 @@ class LayerSaturationSubscriber(ProbeSubscriber):
         self.threshold = threshold
         self.compat = compat
 
-    def look(self, message: NetworkMessage | None) -> None:
-        """Sum the covariances and emit what they say."""
+    def evaluate_and_emit(self, message: NetworkMessage | None) -> None:
+        """Sum the covariances and emit the values."""
         scatters: dict[str, Scatter] = {}
 
-        def take(batch: dict[str, Tensor]) -> None:
+        def add(batch: dict[str, Tensor]) -> None:
             for name, output in batch.items():
                 part = Scatter.of(to_rows(output))
                 scatters[name] = scatters[name] + part if name in scatters else part
 
-        self.outputs(take)
+        self.collect_outputs(add)
         for name, scatter in scatters.items() if message is not None else ():
             assert message is not None
             width = len(scatter.mean)
             if scatter.n <= width:
-                self.tell(name, f"{scatter.n} rows of {width} features have at most {scatter.n - 1} directions")
+                self.warn_once(name, f"{scatter.n} rows of {width} features have at most {scatter.n - 1} directions")
             dimension = intrinsic_dimension(scatter.covariance(), self.threshold, self.compat)
-            why = "its outputs are constant or not finite"
-            self.emit_of(message, name, dimension / width if width else math.nan, self.publishes[0], why=why)
-            self.emit_of(message, name, dimension, self.publishes[1])
+            reason = "its outputs are constant or not finite"
+            self.emit_module(message, name, dimension / width if width else math.nan, self.publishes[0], reason=reason)
+            self.emit_module(message, name, dimension, self.publishes[1])

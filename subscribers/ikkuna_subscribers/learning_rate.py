@@ -1,4 +1,4 @@
-"""The learning rate a step was made with."""
+"""The learning rates of a step."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,14 +13,14 @@ class LearningRateSubscriber(PlotSubscriber):
     """The learning rates of the optimizers' parameter groups.
 
     Takes ``batch_finished`` and publishes ``learning_rate``, one series for each group: under the group's ``name`` if it has one,
-    otherwise as ``group 0``, counted through all optimizers of the step.  A single unnamed group has no name.
-    It is the rate the step was made with, before a scheduler changes it.  Skipped steps and groups without a rate publish nothing.
+    otherwise as ``group 0``, numbered over all optimizers of the step.  A single unnamed group has no name.
+    It is the rate that the step used, before a scheduler changes it.  Skipped steps and groups without a rate publish nothing.
 
-    Look for: whether the schedule is the one you meant; a rate that never warms up.
+    Look for: a schedule that differs from the intended one; a rate that never warms up.
 
     Parameters
     ----------
-    **options
+    **options : Any
         See `Subscriber`.
 
     Examples
@@ -37,8 +37,8 @@ class LearningRateSubscriber(PlotSubscriber):
         """Emit the rate of each group."""
         if message.skipped:
             return
-        known = (message.data or {}).get("learning_rates", {})
-        rates = {name: rate for name, rate in known.items() if rate is not None}
+        reported = (message.data or {}).get("learning_rates", {})
+        rates = {name: rate for name, rate in reported.items() if rate is not None}
         for name, rate in rates.items():
             group = f"group {name}" if name.isdigit() else name
             self.emit(replace(message, path="" if list(rates) == ["0"] else group), rate)

@@ -9,10 +9,17 @@ __all__ = ["LossSubscriber"]
 
 
 class LossSubscriber(PlotSubscriber):
-    """The loss, as the module given to ``set_loss`` returned it.
+    """The loss, as returned by the module given to ``set_loss``.
 
-    Takes ``loss`` and shows it; it publishes nothing, since the loss is a kind already.
+    Takes ``loss`` and shows it; it publishes nothing, because the loss is a kind already.
     Over micro-batches it is their mean weighted by the number of labels; a loss per element is averaged.
+
+    Look for: a plateau, a sudden rise, or a NaN.
+
+    Parameters
+    ----------
+    **options : Any
+        See `Subscriber`.
 
     Examples
     --------

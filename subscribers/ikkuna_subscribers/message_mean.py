@@ -1,4 +1,4 @@
-"""The mean over all modules of what is measured of each."""
+"""The mean of a quantity over all modules."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["MessageMeanSubscriber"]
 
 
 class MessageMeanSubscriber(PlotSubscriber):
-    r"""The mean over the modules of a network, :math:`\frac 1 L \sum_l y_l`, where each of the L modules counts the same.
+    r"""The mean over the L modules of a network, :math:`\frac 1 L \sum_l y_l`, with equal weights.
 
     Takes other subscribers' results, of which :math:`y_l` is the value, and any kind with a tensor, of which it is the mean element.
     Publishes ``{kind}_message_mean`` of the whole network once a step, in the unit of the kind.
@@ -20,8 +20,8 @@ class MessageMeanSubscriber(PlotSubscriber):
     Parameters
     ----------
     kind : str
-        What to look at.
-    **options
+        The kind to measure.
+    **options : Any
         See `Subscriber`.
 
     Examples
@@ -40,12 +40,12 @@ class MessageMeanSubscriber(PlotSubscriber):
         self._values: list[float] = []
 
     def compute(self, message: ModuleMessage) -> None:
-        """Keep the value until the step is over."""
+        """Store the value of one module until the step is over."""
         assert message.record is not None
         self._values.append(message.record.mean)
 
     def finish(self, stamp: Stamp) -> None:
-        """Emit the mean of what the step brought."""
+        """Emit the mean of the values of the step."""
         values, self._values = self._values, []
         if values:
             self.emit(NetworkMessage(stamp, self.publishes[0]), sum(values) / len(values))

@@ -1,4 +1,4 @@
-"""How much of a tensor is no number any more, and who made the first of it."""
+"""The number of NaN and infinite elements, and the operation that produced the first."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ from ikkuna.export.messages import Message, NetworkMessage, Stamp
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import all_finite
-from ikkuna_subscribers._helpers.producer import producer_of
+from ikkuna_subscribers._helpers.nonfinite_producer import find_producer
 
 __all__ = ["NonFiniteSubscriber"]
 
@@ -22,32 +22,32 @@ _BACKWARD = ("layer_gradients", *MICRO_KINDS, "weight_gradients", "bias_gradient
 
 
 class NonFiniteSubscriber(PlotSubscriber):
-    r"""The number of elements that are NaN or infinite, :math:`\#\{i : x_i \in \{\mathrm{NaN}, \pm\infty\}\}`, or who made the first.
+    r"""The number of elements that are NaN or infinite, or the operation that produced the first one.
 
     Takes any kind with a tensor, and other subscribers' results; publishes ``{kind}_nonfinite``, a count, at least 0.
-    Over several calls and micro-batches it is the count over all of them; of a loss it is 0 or 1.
-    Unlike other metrics it also publishes for steps that a gradient scaler skipped, which are skipped for such elements.
+    Over several calls and micro-batches it is the count over all of them; for a loss it is 0 or 1.
+    Unlike other metrics it also publishes for steps that a gradient scaler skipped, because such elements are why it skips them.
     An empty tensor publishes nothing.
 
-    Without a `kind` it takes everything there is in a step and names the *producer*:
-    whatever was called with finite numbers and made others of them, in the forward pass, the backward pass or the optimizer's step.
-    It publishes ``nonfinite_tensors``, of the whole network, the number of tensors with such an element,
-    and ``nonfinite_producer``, 1 under the name of the module or parameter that made the first; it is also said in the log, once,
-    and shown as a text.  After a step in which everything is finite it is ready to name another.
-    Infinite gradients that make a gradient scaler skip a step are its way to find a scale, and name nobody.
+    Without a `kind` it takes every kind of a step and names the *producer*:
+    the operation of the forward pass, the backward pass or the optimizer's step that got finite numbers and returned others.
+    It then publishes ``nonfinite_tensors``, for the whole network, the number of tensors with such an element,
+    and ``nonfinite_producer``, 1 under the name of the module or parameter that produced the first.
+    The producer is also logged once and shown as a text.  After a step in which everything is finite it can name another one.
+    Infinite gradients that make a gradient scaler skip a step are part of its search for a scale and have no producer.
 
-    The order of the calls decides, so everything seen before the first was finite.
-    Where a gradient is not, it was made by the module whose own gradient came last, or by a function of torch between the two;
-    inputs given by keyword are not seen; a loss is seen only after ``set_loss``.
-    It costs about three passes over every tensor, and never waits for a device.
+    The order of the calls decides: everything before the first non-finite tensor was finite.
+    A non-finite gradient was produced by the module whose own gradient came last, or by a function of torch between the two modules.
+    Inputs given as keyword arguments are not seen; a loss is seen only after ``set_loss``.
+    It costs about three passes over every tensor, and never waits for the device.
 
     Look for: anything above 0.
 
     Parameters
     ----------
     kind : str, optional
-        What to look at; by default everything.
-    **options
+        The kind to measure; by default all kinds, to find the producer.
+    **options : Any
         See `Subscriber`.
 
     Examples
@@ -67,7 +67,7 @@ class NonFiniteSubscriber(PlotSubscriber):
         else:
             options.setdefault("publishes", f"{kind}_nonfinite")
         super().__init__(_EVERYTHING if kind is None else kind, **options)
-        self._names = kind is None
+        self._finds_producer = kind is None
         self._seen: list[tuple[Stamp, list[Message]]] = []
         self._broken: list[tuple[float, Message]] = []
         self._skipped = False
@@ -75,11 +75,11 @@ class NonFiniteSubscriber(PlotSubscriber):
 
     @property
     def measures(self) -> bool:
-        """Whether it has to know the order of calls."""
-        return self._names
+        """Whether the order of calls is needed."""
+        return self._finds_producer
 
     def measure(self, message: Message) -> Tensor | None:
-        """Return which tensor of the step this is if it is not finite, else infinity."""
+        """Return the position of the tensor in its step if it is not finite, else infinity."""
         if (finite := all_finite(message.data)) is None:
             return None
         if not self._seen or self._seen[-1][0] is not message.stamp:
@@ -89,8 +89,8 @@ class NonFiniteSubscriber(PlotSubscriber):
         return torch.where(finite, math.inf, float(len(events) - 1)).reshape(1)
 
     def compute(self, message: Message) -> None:
-        """Emit the count, or keep it until the step is over."""
-        if not self._names:
+        """Emit the count, or store the message until the step is over."""
+        if not self._finds_producer:
             assert message.record is not None
             self.emit(message, message.record.nonfinite)
         elif isinstance(message, NetworkMessage) and message.kind == "batch_finished":
@@ -99,18 +99,18 @@ class NonFiniteSubscriber(PlotSubscriber):
             self._broken.append((message.data[0], message))
 
     def finish(self, stamp: Stamp) -> None:
-        """Emit how many tensors are not finite, and name the producer if there was none before."""
-        if not self._names:
+        """Emit the number of tensors that are not finite, and the producer if the previous step was finite."""
+        if not self._finds_producer:
             return
         events, broken = self._take(stamp), self._broken
         self._broken = []
         self.emit(NetworkMessage(stamp, self.publishes[0]), len(broken), self.publishes[0])
         was_finite, self._is_finite = self._is_finite, not broken
         if broken and was_finite:
-            self._name(events, broken)
+            self._emit_producer(events, broken)
 
     def _take(self, stamp: Stamp) -> list[Message]:
-        """Return what was seen in a step, and forget those before it."""
+        """Return the tensors of a step, and drop those of earlier steps."""
         events: list[Message] = []
         while self._seen and not events:
             seen, found = self._seen[0]
@@ -121,13 +121,13 @@ class NonFiniteSubscriber(PlotSubscriber):
                 events = found
         return events
 
-    def _name(self, events: list[Message], broken: list[tuple[float, Message]]) -> None:
+    def _emit_producer(self, events: list[Message], broken: list[tuple[float, Message]]) -> None:
         first = int(min(order for order, _ in broken))
         if self._skipped and events[first].kind in _BACKWARD:
-            self._is_finite = True  # the weights stay as they were
+            self._is_finite = True  # the step did not change the weights
             return
-        message, told = producer_of(events, first, [message for _, message in broken])
-        text = f"Step {message.global_step}: the first NaN or Inf was made by {told}."
-        log.warning("step %d: the first NaN or Inf was made by %s", message.global_step, told)
+        message, description = find_producer(events, first, [message for _, message in broken])
+        text = f"Step {message.global_step}: {description}."
+        log.warning("step %d: %s", message.global_step, description)
         self.emit(message, 1.0, self.publishes[1])
         self.show(message.carrying(None, kind=self.publishes[1]), text)

@@ -1,4 +1,4 @@
-"""What an optimizer remembers of each parameter."""
+"""The state of an optimizer for each parameter."""
 
 from typing import Any
 
@@ -12,29 +12,29 @@ _STATISTICS = {"norm": ("norm2", "sumsq"), "mean": ("mean", "mean")}
 
 
 class OptimizerStateSubscriber(PlotSubscriber):
-    r"""The norm or the mean of a tensor that the optimizer keeps for each parameter, such as Adam's moments.
+    r"""The norm or the mean of a tensor that the optimizer stores for each parameter, such as Adam's moments.
 
     The norm is :math:`\lVert s \rVert_2`, the mean :math:`\frac 1 n \sum_i s_i`, of the state *s* after the step.
     Takes the kinds ``weight_state_{field}`` and ``bias_state_{field}``, which other metrics can take as well;
     publishes ``weight_state_{field}_norm2`` and ``bias_state_{field}_norm2``, or ``…_mean``, in the unit of the state.
     An optimizer without such a field publishes nothing; a state with a NaN or Inf has NaN.
 
-    Look for: ``exp_avg_sq`` that jumps and stays high for a thousand steps freezes its layer;
-    a ``momentum_buffer`` much larger than the gradient says that gradients agree from step to step.
+    Look for: an ``exp_avg_sq`` that jumps and stays high freezes its layer for about a thousand steps;
+    a ``momentum_buffer`` much larger than the gradient means that gradients agree from step to step.
 
     Parameters
     ----------
     field : str
         A key of the optimizer's state: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ``step`` …
     statistic : {'norm', 'mean'}
-        What to show of it.
-    **options
+        The statistic to publish.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For another statistic, or a field that is no name.
+        If the statistic is another one, or `field` is not a name.
 
     Examples
     --------
@@ -46,7 +46,7 @@ class OptimizerStateSubscriber(PlotSubscriber):
         if not isinstance(field, str) or not field:
             raise ConfigError(f"OptimizerStateSubscriber needs a field such as 'exp_avg', got {field!r}")
         if statistic not in _STATISTICS:
-            raise ConfigError(f"OptimizerStateSubscriber shows the 'norm' or the 'mean', got {statistic!r}")
+            raise ConfigError(f"OptimizerStateSubscriber needs a statistic 'norm' or 'mean', got {statistic!r}")
         kinds = [f"weight_state_{field}", f"bias_state_{field}"]
         suffix, needed = _STATISTICS[statistic]
         name_results(options, *(f"{kind}_{suffix}" for kind in kinds))

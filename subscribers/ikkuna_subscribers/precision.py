@@ -1,48 +1,49 @@
-"""What a narrower number format would lose of a tensor."""
+"""The loss of a tensor in a narrower number format."""
 
 import math
 from typing import Any
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import SharedStatisticSubscriber
 from ikkuna.numerics.precision import FORMATS, histogram_shares
+from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.histogram import Histogram
 
 __all__ = ["PrecisionSubscriber"]
 
 
-class PrecisionSubscriber(PlotSubscriber):
-    r"""The shares of a tensor that a float format would turn into 0, hold with fewer bits, or not hold, were :math:`s x` stored in it.
+class PrecisionSubscriber(SharedStatisticSubscriber):
+    """The shares of a tensor :math:`s x` that a float format would round to 0, store with fewer bits, or be unable to store.
 
     Of the finite elements that are not 0, *underflow* is the share that rounds to 0
-    and *subnormal* that below the smallest normal number; of the finite elements, *overflow* is the share beyond the largest number.
-    They are found from counts by leading bits (see `HistogramSubscriber`): exact where a threshold is a power of two,
-    interpolated within an eighth of the threshold where the overflow of a format is not.
+    and *subnormal* the share below the smallest normal number; of the finite elements, *overflow* is the share beyond the largest number.
+    They are computed from a histogram of leading bits (see `HistogramSubscriber`): exactly if a threshold is a power of two,
+    by interpolation within an eighth of the threshold if the overflow of a format is not.
 
     Takes any kind with a tensor; publishes ``{kind}_{format}_underflow``, ``{kind}_{format}_subnormal`` and ``{kind}_{format}_overflow``,
-    all between 0 and 1, NaN where there is nothing to divide by; an empty tensor publishes nothing.
+    all between 0 and 1, NaN without an element to divide by; an empty tensor publishes nothing.
     Over several calls and micro-batches they are those of all elements together.
 
-    Look for: gradients with more than 5 to 10 % underflow need a loss scale, with any overflow a smaller one.
+    Look for: gradients with more than 5 to 10 % underflow need a loss scale; with any overflow, a smaller one.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     format : {'fp16', 'bf16', 'e4m3', 'e5m2'}
-        The format that is considered.
+        The number format.
     scale : float
-        :math:`s > 0`, what is multiplied before storing.
+        :math:`s > 0`, the factor applied before storing.
     exact : bool
-        Count all elements, at the cost of about five sums over them, rather than a random 65,536, which may miss a rare overflow.
-    **options
+        Whether all elements are counted, which costs about five sums over them.
+        By default a random sample of 65,536 is counted, which can miss a rare overflow.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For another format, or a scale that is not positive and finite.
+        If the format is unknown, or the scale is not positive and finite.
 
     References
     ----------
@@ -58,19 +59,18 @@ class PrecisionSubscriber(PlotSubscriber):
         self, kind: str, format: str = "fp16", *, scale: float = 1.0, exact: bool = False, **options: Any
     ) -> None:
         if format not in FORMATS:
-            raise ConfigError(f"PrecisionSubscriber knows the formats {', '.join(FORMATS)}, got {format!r}")
+            raise ConfigError(f"PrecisionSubscriber needs one of the formats {', '.join(FORMATS)}, got {format!r}")
         if not 0 < scale < math.inf:
             raise ConfigError(f"PrecisionSubscriber needs a scale above 0, got {scale!r}")
-        name_results(options, *(f"{kind}_{format}_{what}" for what in ("underflow", "subnormal", "overflow")))
-        super().__init__(kind, **options)
+        super().__init__(
+            kind, results=[f"{format}_{loss}" for loss in ("underflow", "subnormal", "overflow")], **options
+        )
         self.format = format
         self.scale = scale
         self.exact = exact
         self.fields = ("codes", "zeros", "min", "max") if exact else ("sampled_codes", "min", "max")
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Emit the three shares."""
-        assert message.record is not None
-        found = histogram_shares(Histogram.of_record(message.record, self.exact), self.format, self.scale)
-        for kind, value in zip(self.publishes, (found.underflow, found.subnormal, found.overflow), strict=True):
-            self.emit(message, value, kind)
+    def values(self, record: Record) -> tuple[float, float, float]:
+        """Return the three shares."""
+        found = histogram_shares(Histogram.of_record(record, self.exact), self.format, self.scale)
+        return found.underflow, found.subnormal, found.overflow

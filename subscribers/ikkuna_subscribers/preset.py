@@ -1,4 +1,4 @@
-"""What ``ikkuna.watch`` shows unless it is told otherwise."""
+"""The default metrics of ``ikkuna.watch``."""
 
 from ikkuna.export.preset import Preset
 from ikkuna.export.subscriber import Subscriber
@@ -12,7 +12,7 @@ __all__ = ["DefaultPreset"]
 
 
 class DefaultPreset(Preset):
-    """Sizes of weights and gradients, spread of activations, update over weight, every tenth step; loss and accuracy in every step.
+    """Norms of weights and gradients, variance of activations and update ratios every tenth step; loss and accuracy always.
 
     Examples
     --------
@@ -21,7 +21,7 @@ class DefaultPreset(Preset):
     """
 
     def subscribers(self, sees_loss: bool) -> list[Subscriber]:
-        """Return them; without the loss module neither loss nor accuracy can be seen."""
+        """Return the subscribers; without a loss module there is neither loss nor accuracy."""
         of_modules: list[Subscriber] = [
             NormSubscriber("weights", subsample=10),
             NormSubscriber("layer_gradients", subsample=10),

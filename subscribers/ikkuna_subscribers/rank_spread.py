@@ -1,4 +1,4 @@
-"""How far ranks are apart, and which is the odd one."""
+"""The differences between ranks."""
 
 import math
 from collections.abc import Callable
@@ -6,8 +6,7 @@ from statistics import median
 from typing import Any
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import SharedStatisticSubscriber
 from ikkuna.numerics.statistics import Record
 
 __all__ = ["RankSpreadSubscriber"]
@@ -24,33 +23,33 @@ _STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Record], float]]] = {
 _RESULTS = ("min", "median", "max", "argmin", "argmax")
 
 
-class RankSpreadSubscriber(PlotSubscriber):
-    r"""The smallest, the median and the largest over ranks of what each rank sees by itself, and which ranks the extremes are.
+class RankSpreadSubscriber(SharedStatisticSubscriber):
+    """The smallest, the median and the largest value of a statistic over ranks, and the ranks of the extremes.
 
-    Every other metric tells of all ranks together; this one tells of each before they are made one, and so finds the bad card.
+    Every other metric describes all ranks together; this one compares the ranks before they are merged, and so finds a faulty device.
     Activations, layer gradients, the loss and inputs are those of a rank's own data.
-    Weights and their gradients are the same everywhere under DDP, where any spread is an error, and shards under FSDP.
+    Weights and their gradients are equal on all ranks under DDP, where any difference is an error, and shards under FSDP.
 
     Takes any kind with a tensor; publishes ``{kind}_ranks_{statistic}_min``, ``_median`` and ``_max``, in the unit of the statistic,
     and ``_argmin`` and ``_argmax``, which are ranks.
-    Where a rank has NaN all three values are NaN, and both extremes name that rank (the first, if there are several).
-    A rank that has not seen the tensor is left out; in one process all are the value of this one, and the rank is 0.
+    If a rank has NaN, all three values are NaN, and both extremes are the first rank with NaN.
+    A rank that did not see the tensor is left out; in one process all values are those of this process, and the rank is 0.
 
-    Look for: one rank that is always the extreme, and a largest value that leaves the median.
+    Look for: one rank that is always the extreme, and a largest value far from the median.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     statistic : str
         ``"norm2"``, ``"rms"``, ``"mean"``, ``"variance"``, ``"largest"`` (magnitude), ``"sparsity"`` or ``"nonfinite"`` (elements).
-    **options
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For another statistic.
+        If the statistic is unknown.
 
     Examples
     --------
@@ -64,19 +63,15 @@ class RankSpreadSubscriber(PlotSubscriber):
         if statistic not in _STATISTICS:
             known = ", ".join(_STATISTICS)
             raise ConfigError(f"RankSpreadSubscriber needs one of the statistics {known}, got {statistic!r}")
-        name_results(options, *(f"{kind}_ranks_{statistic}_{result}" for result in _RESULTS))
-        super().__init__(kind, **options)
+        super().__init__(kind, results=[f"ranks_{statistic}_{result}" for result in _RESULTS], **options)
         self.statistic = statistic
         self.fields = _STATISTICS[statistic][0]
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Emit the five."""
-        assert message.record is not None
-        ranks = message.record.ranks or (message.record,)
+    def values(self, record: Record) -> tuple[float, float, float, int, int]:
+        """Return the three values and the two ranks."""
         value_of = _STATISTICS[self.statistic][1]
-        values = {rank: value_of(record) for rank, record in enumerate(ranks) if record is not None and record.n}
-        for kind, value in zip(self.publishes, _spread(values), strict=True):
-            self.emit(message, value, kind)
+        ranks = enumerate(record.ranks or (record,))
+        return _spread({rank: value_of(own) for rank, own in ranks if own is not None and own.n})
 
 
 def _spread(values: dict[int, float]) -> tuple[float, float, float, int, int]:

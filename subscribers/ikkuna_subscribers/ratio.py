@@ -1,4 +1,4 @@
-"""How large one quantity is beside another."""
+"""The ratio of the norms of two quantities."""
 
 import math
 from collections.abc import Sequence
@@ -14,22 +14,23 @@ __all__ = ["RatioSubscriber"]
 class RatioSubscriber(PlotSubscriber):
     r"""The ratio of the L2 norms of two quantities of the same module, :math:`\lVert a \rVert_2 / \lVert b \rVert_2`.
 
-    Takes two kinds; of results, which are floats, it takes the quotient itself.
+    Takes two kinds with a tensor, or two results of other subscribers, of which it is the quotient itself.
     Publishes ``{dividend}_{divisor}_ratio``, without unit.  A divisor of 0 gives NaN.
 
-    Look for: ``weight_updates`` over ``weights`` near 1e-3 in a healthy run; less: the learning rate is too small, more: too large.
+    Look for: ``weight_updates`` over ``weights`` is near 1e-3 in a healthy run; below 1e-4 the learning rate is too small,
+    above 1e-2 it is too large.
 
     Parameters
     ----------
-    kinds : list of two str
-        Dividend and divisor.
-    **options
+    kinds : list of str
+        The dividend and the divisor.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        If there are not two different kinds.
+        If `kinds` are not two different kinds.
 
     Examples
     --------
@@ -53,11 +54,11 @@ class RatioSubscriber(PlotSubscriber):
 
     def compute(self, bundle: MessageBundle) -> None:
         """Emit the ratio."""
-        dividend, divisor = (_size(bundle[kind]) for kind in self.kinds)
+        dividend, divisor = (_magnitude(bundle[kind]) for kind in self.kinds)
         self.emit(bundle, dividend / divisor if divisor else math.nan)
 
 
-def _size(message: Message) -> float:
+def _magnitude(message: Message) -> float:
     if isinstance(message.data, float):
         return message.data
     assert message.record is not None

@@ -1,4 +1,4 @@
-"""How much of an activation function is stuck at its ends."""
+"""The share of saturated elements of an activation function."""
 
 import math
 from typing import Any
@@ -13,34 +13,34 @@ __all__ = ["SaturationSubscriber"]
 
 
 class SaturationSubscriber(PlotSubscriber):
-    r"""The share of elements where tanh or sigmoid is flatter than a slope *t*.
+    r"""The share of elements for which the slope of tanh or sigmoid is below *t*.
 
-    From outputs: :math:`|y| > \sqrt{1 - t}` for tanh, :math:`|y - \tfrac 1 2| > \sqrt{\tfrac 1 4 - t}` for sigmoid;
-    with ``of="input"`` from what goes in: :math:`|x| > \operatorname{arcosh} t^{-1/2}` or :math:`\operatorname{arcosh}(1/2t - 1)`.
+    For outputs: :math:`|y| > \sqrt{1 - t}` for tanh, :math:`|y - \tfrac 1 2| > \sqrt{\tfrac 1 4 - t}` for sigmoid;
+    for inputs, with ``of="input"``: :math:`|x| > \operatorname{arcosh} t^{-1/2}` or :math:`\operatorname{arcosh}(1/2t - 1)`.
 
     Takes any kind with a tensor; choose the layers with `modules`.  Publishes ``{kind}_saturation``, between 0 and 1.
     Over several calls and micro-batches it is the share of all elements together.
     NaN elements are left out, infinite ones are saturated; without an element it is NaN.
 
-    Look for: above one half hardly any gradient passes the layer; a layer that saturates from the start is initialised too large.
+    Look for: above one half almost no gradient passes the layer; a layer that saturates from the start has too large initial weights.
 
     Parameters
     ----------
     kind : str
-        What to look at.
+        The kind to measure.
     function : {'tanh', 'sigmoid'}
-        The function the layers apply.
+        The activation function of the layers.
     slope : float
-        Below which derivative it is stuck; the largest is 1 for tanh and 1/4 for sigmoid.
+        The derivative below which an element is saturated; the largest derivative is 1 for tanh and 1/4 for sigmoid.
     of : {'output', 'input'}
-        Whether `kind` is what comes out of the function or what goes in.
-    **options
+        Whether `kind` is the output or the input of the function.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For another function, or a slope out of range.
+        If the function is unknown, or the slope is out of range.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How fast training goes, what memory it takes, and how much of that is ours."""
+"""The speed of training, its memory, and the share of time that ikkuna takes."""
 
 import math
 import sys
@@ -18,26 +18,25 @@ __all__ = ["SpeedSubscriber", "resident_peak"]
 
 
 class SpeedSubscriber(PlotSubscriber):
-    r"""Time of a step, samples a second, the largest memory so far, and the share of the time that ikkuna took.
+    """The time of a step, samples per second, the peak memory, and the share of the time that ikkuna took.
 
-    A step lasts from the end of the step before to its own, waiting for data included, by the clock on the wall;
-    the first, which has none before it, has only its memory told.
-    Steps between samples are not looked at.  On a device, which works on after it was asked to, single steps may be
-    off while their mean is right.
+    A step lasts from the end of the previous step to its own end, waiting for data included, in wall-clock time.
+    The first step has no previous one and publishes only its memory.  Steps between samples are not measured.
+    A device works asynchronously: there single steps may be wrong, while their mean is right.
 
     Takes ``batch_finished``, and the number of samples from ``input_data``; publishes ``step_seconds``, ``samples_per_second``,
     ``monitor_share``, between 0 and 1, and ``peak_memory``, in bytes.
-    Samples are counted along the first axis of the first tensor the network is called with, over all micro-batches;
-    where no such call is seen there are none a second.
-    Peak memory is the largest resident size of this process since it began (NaN where the system does not tell),
-    and, as a series for each CUDA device, what tensors took there since the start (or since its peak was last reset).
+    Samples are counted along the first axis of the first tensor among the network's arguments, over all micro-batches;
+    if no such call is seen, ``samples_per_second`` is not published.
+    Peak memory is the largest resident size of this process since its start (NaN if the system does not report it),
+    and, as a series for each CUDA device, the largest memory allocated to tensors since the start (or since the last reset of this peak).
 
-    Look for: a step that is much longer than the median, which is waiting for data; memory that grows without end;
-    a `monitor_share` above a few percent, which a larger `subsample` of the costliest metric brings down (``exporter.health().seconds``).
+    Look for: a step much longer than the median, which waits for data; memory that grows without end;
+    a `monitor_share` above a few percent: increase `subsample` of the most expensive metric (``exporter.health().seconds``).
 
     Parameters
     ----------
-    **options
+    **options : Any
         See `Subscriber`.
 
     Examples
@@ -56,7 +55,7 @@ class SpeedSubscriber(PlotSubscriber):
         return self._samples.measure(message)
 
     def compute(self, message: NetworkMessage) -> None:
-        """Keep the number of samples; emit everything when the step is over."""
+        """Store the number of samples; emit the values when the step is over."""
         if message.kind == "input_data":
             self._samples.add(message)
             return
@@ -74,9 +73,9 @@ class SpeedSubscriber(PlotSubscriber):
 
 
 def resident_peak() -> float:
-    """Return the largest resident size of this process, in bytes; NaN where the system does not tell.
+    """Return the largest resident size of this process, in bytes; NaN if the system does not report it.
 
-    Linux's getrusage() would begin with that of the process it was forked from.
+    On Linux ``getrusage()`` would include the size of the parent process before the fork.
 
     Examples
     --------
@@ -88,10 +87,10 @@ def resident_peak() -> float:
         return float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
     try:
         import resource
-    except ImportError:  # Windows does not have it
+    except ImportError:  # on Windows
         return math.nan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)  # where it is not bytes it is KiB
+    return float(peak if sys.platform == "darwin" else peak * 1024)  # macOS reports bytes, others KiB
 
 
 def _device_peaks() -> list[tuple[str, float]]:

@@ -23,47 +23,48 @@ _PARTS = {
     "bias_updates": "bias/update",
 }
 _STATISTICS = ("min", "max", "mean", "std", *(f"percentile/{i}" for i in range(len(SIGMA))))
-_USUAL = ("weights", "biases", "weight_gradients", "bias_gradients")
+_DEFAULT_KINDS = ("weights", "biases", "weight_gradients", "bias_gradients")
 
 
 class StatisticsSubscriber(PlotSubscriber):
-    r"""Minimum, maximum, mean, standard deviation, seven percentiles and zeros of parameters and gradients, by layer and of all.
+    r"""Extrema, mean, standard deviation, percentiles and zeros of parameters and gradients, for each layer and for all layers.
 
-    It is `ikkuna.monitor` while a network trains.  The standard deviation is the population's, :math:`\sqrt{M_2 / n}`;
-    the percentiles are those of -3 to 3 standard deviations of a normal distribution, within an eighth of their value
+    These are the statistics of `ikkuna.monitor`, during training.  The standard deviation is :math:`\sqrt{M_2 / n}`;
+    the percentiles are those at -3 to 3 standard deviations of a normal distribution, with a relative error of at most one eighth
     (see `PercentileSubscriber`).
 
     Takes kinds of parameters; publishes ``weight_data_min``, ``bias_grad_percentile_3``, ``weight_sparsity_zeros`` and the like,
-    in the unit of x, for each layer, all its parameters pooled, and for the whole network, where normalisation layers do not count.
+    in the unit of x, for each layer, all its parameters pooled, and for the whole network, without normalisation layers.
     After each step `report` is called with all of them under the names ``{model}/{layer}/{param}/{attr}/{statistic}``;
-    the layer of the whole network is ``*``.  These names are the same at every step, with NaN for what does not exist then.
-    A NaN or Inf among the elements makes all their statistics NaN.
+    the layer of the whole network is ``*``.  These names are the same at every step, with NaN for missing values.
+    If a NaN or Inf is among the elements, all their statistics are NaN.
 
     Look for: in `percentile_fan`, which draws a list of such reports, bands that open or close from layer to layer.
 
     Parameters
     ----------
     kinds : str or list of str
-        Weights and biases with their gradients by default; updates can be taken too.
+        Kinds of parameters; by default weights and biases with their gradients.
     report : callable, optional
-        Takes the dictionary of a step: ``log.append``, ``wandb.log``.
+        A function that takes the dictionary of a step, such as ``log.append`` or ``wandb.log``.
     model : str
-        The model's name in its keys.
+        The model's name in the keys of the dictionary.
     exact : bool
-        Count all elements for percentiles, rather than a random 65,536.
+        Whether percentiles count all elements; by default they use a random sample of 65,536.
     include_norm : bool
-        Count normalisation layers in the whole network too.
-    **options
+        Whether normalisation layers count in the whole network.
+    **options : Any
         See `Subscriber`.
 
     Attributes
     ----------
-    entry : the dictionary of the latest step.
+    entry : dict of str to float
+        The dictionary of the latest step.
 
     Raises
     ------
     ConfigError
-        For a kind that is none of parameters, or a `report` that cannot be called.
+        If a kind is not one of parameters, or `report` is not callable.
 
     Examples
     --------
@@ -73,7 +74,7 @@ class StatisticsSubscriber(PlotSubscriber):
 
     def __init__(
         self,
-        kinds: str | Sequence[str] = _USUAL,
+        kinds: str | Sequence[str] = _DEFAULT_KINDS,
         *,
         report: Callable[[dict[str, float]], object] | None = None,
         model: str = "model",
@@ -106,7 +107,7 @@ class StatisticsSubscriber(PlotSubscriber):
         self._records[key] = message.record if known is None else merge(known, message.record)
 
     def finish(self, stamp: Stamp) -> None:
-        """Emit the statistics of each layer and of all, and report them."""
+        """Emit the statistics of each layer and of all layers, and report them."""
         records, self._records = self._records, {}
         layers = [entry for entry in self.network if entry.parameters and self.subscription.matches(entry.name)]
         entry: dict[str, float] = {}
@@ -139,7 +140,7 @@ class StatisticsSubscriber(PlotSubscriber):
         else:
             cuts = Histogram.of_record(record, self.exact).quantile([q / 100 for q in SIGMA])
             values = [record.min, record.max, record.mean, math.sqrt(record.variance()), *map(float, cuts)]
-        return dict(zip(_keys(kind), [*values, zeros], strict=False))  # zeros of weights and biases only
+        return dict(zip(_keys(kind), [*values, zeros], strict=False))  # only weights and biases have zeros
 
 
 def _keys(kind: str) -> list[str]:
@@ -150,6 +151,6 @@ def _keys(kind: str) -> list[str]:
 
 
 def _owns(layer: ModuleEntry, kind: str) -> bool:
-    """Whether a layer has a parameter of that kind; the last part of its name says which are biases."""
+    """Return whether a layer has a parameter of this kind; the last part of a parameter's name decides whether it is a bias."""
     is_bias = kind.startswith("bias")
     return any(("bias" in path.split(".")[0]) == is_bias for path, _ in layer.parameters)

@@ -1,4 +1,4 @@
-"""How alike a layer is to what it was, up to linear maps."""
+"""The mean canonical correlation of layers with their earlier outputs."""
 
 import math
 from collections.abc import Iterable
@@ -12,48 +12,49 @@ from ikkuna.export.messages import NetworkMessage
 from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.representation.canonical import principal_basis, svcca_of_bases
 from ikkuna.numerics.representation.cka import to_rows
-from ikkuna_subscribers._helpers.probe import ProbeSubscriber
-from ikkuna_subscribers._helpers.references import References
+from ikkuna_subscribers._helpers.earlier_results import EarlierResults
+from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
 __all__ = ["SVCCASubscriber"]
 
 
 class SVCCASubscriber(ProbeSubscriber):
-    r"""The mean canonical correlation of a layer's outputs with those it had before, for a fixed probe set.
+    r"""The mean canonical correlation of a layer's outputs with its earlier outputs, for a fixed probe set (SVCCA).
 
-    Of the outputs ``(n, d)``, columns centred, the fewest principal directions are kept that hold `variance` of their variance,
-    :math:`\sum_{i \le k} s_i^2`; the correlations :math:`\rho_i` are the singular values of the product of both orthonormal bases, and
-    the mean is over the smaller k.
+    The columns of the outputs ``(n, d)`` are centred.  Of their principal directions, the fewest that hold a share `variance` of
+    :math:`\sum_i s_i^2` are kept.
+    The correlations :math:`\rho_i` are the singular values of the product of both orthonormal bases; the mean is over the smaller basis.
     With ``variance=1`` it does not change under invertible linear maps of a layer's outputs.
-    Channels of a convolution are its features, positions are rows (as neighbours are alike, there are fewer independent
-    rows than that); so are the time steps of a sequence.  The forward goes in batches, the decomposition takes all rows at once.
+    The channels of a convolution are its features, its positions are rows; the time steps of a sequence are rows as well.
+    Neighbouring positions are similar, so there are fewer independent rows than positions.
+    The model runs in batches, the decomposition takes all rows at once.
 
-    Takes ``epoch_finished`` or ``batch_finished``; publishes ``svcca_to_previous`` and ``svcca_to_init`` between 0 and 1, with the
-    last look before and with the state at registration (or at the first look, if the model was not known then), and
-    ``svcca_chance``, the mean correlation that independent data with as many directions would have.
+    Takes ``epoch_finished`` or ``batch_finished``; publishes ``svcca_to_previous`` and ``svcca_to_init`` between 0 and 1, which compare
+    with the previous evaluation and with the state at registration (or with the first evaluation, if the model was not known then), and
+    ``svcca_chance``, the mean correlation of independent data with the same numbers of directions.
     A value is NaN for outputs that are constant or not finite.
-    Fewer rows than 2 d are refused, for chance is then 0.64 or more; below 10 d the log says so.
-    Costs :math:`6 n d^2` operations for each layer and look, and keeps two times 8 n k bytes.
+    With fewer than 2 d rows the chance is 0.64 or more, so registration raises an error; with fewer than 10 d the log has a warning.
+    An evaluation costs :math:`6 n d^2` operations for each layer; 8 n k bytes are kept for each layer and earlier evaluation.
 
-    Look for: layers close to 1 for several looks in a row have converged, those near the input mostly first.
+    Look for: layers that stay close to 1 over several evaluations have converged, usually those near the input first.
 
     Parameters
     ----------
-    dataset : map-style data set or tensor
+    dataset : torch.utils.data.Dataset or Tensor
         Inputs, or pairs (input, label); see `ProbeSubscriber`.
     to : iterable of {'previous', 'init'}
-        What to compare with.
+        The earlier evaluations to compare with.
     variance : float
-        In (0, 1].
+        The share of the variance to keep, in (0, 1].
     pool : bool
-        Average over positions or time steps, so that every input is one row.
-    **options
+        Whether outputs are averaged over positions or time steps, so that each input is one row.
+    **options : Any
         ``samples``, ``batch_size``, ``every``, ``forward`` as for `ProbeSubscriber`, and those of `Subscriber`.
 
     Raises
     ------
     ConfigError
-        For arguments out of range, an empty or too small probe set, or a model that cannot be run over it.
+        If an argument is out of range, the probe set is too small, or the model cannot be run over it.
 
     References
     ----------
@@ -75,55 +76,55 @@ class SVCCASubscriber(ProbeSubscriber):
         **options: Any,
     ) -> None:
         if isinstance(variance, bool) or not isinstance(variance, int | float) or not 0 < variance <= 1:
-            raise ConfigError(f"SVCCASubscriber keeps a share of variance in (0, 1], got {variance!r}")
-        self.references: References[Tensor] = References("SVCCASubscriber", to)
-        if not self.references.names:
+            raise ConfigError(f"SVCCASubscriber needs a variance in (0, 1], got {variance!r}")
+        self.earlier: EarlierResults[Tensor] = EarlierResults("SVCCASubscriber", to)
+        if not self.earlier.names:
             raise ConfigError("SVCCASubscriber needs to= 'previous', 'init' or both, got none")
-        name_results(options, *(f"svcca_to_{what}" for what in self.references.names), "svcca_chance")
+        name_results(options, *(f"svcca_to_{what}" for what in self.earlier.names), "svcca_chance")
         super().__init__(dataset, **options)
         self.variance = variance
         self.pool = pool
 
-    def look(self, message: NetworkMessage | None) -> None:
-        """Compare every layer with what is kept of it."""
+    def evaluate_and_emit(self, message: NetworkMessage | None) -> None:
+        """Compare every layer with its earlier results."""
         rows: dict[str, list[Tensor]] = {}
 
-        def take(batch: dict[str, Tensor]) -> None:
+        def add(batch: dict[str, Tensor]) -> None:
             for name, output in batch.items():
                 rows.setdefault(name, []).append(to_rows(output, self.pool))
 
-        self.outputs(take)
+        self.collect_outputs(add)
         found = {name: self._basis(name, torch.cat(parts), message is None) for name, parts in rows.items()}
         if message is not None:
             for name, basis in found.items():
                 self._compare(message, name, basis)
-        self.references.keep(found)
+        self.earlier.store(found)
 
     def _basis(self, name: str, rows: Tensor, refuse: bool) -> Tensor:
         n, width = rows.shape
         if n < 2 * width:
-            why = f"{name} has {width} features, and {n} rows are fewer than twice as many; chance alone would look like likeness"
+            reason = f"{name} has {width} features and {n} rows, but needs at least {2 * width} rows to distinguish similarity from chance"
             if refuse:
                 raise ConfigError(
-                    f"SVCCASubscriber: {why}; take a larger probe set, or leave the layer out with modules="
+                    f"SVCCASubscriber: {reason}; take a larger probe set, or leave the layer out with modules="
                 )
-            self.tell(name, why)
+            self.warn_once(name, reason)
             return rows.new_zeros(n, 0)
         if n < 10 * width:
-            self.tell(name, f"{n} rows are fewer than ten times its {width} features; compare with svcca_chance")
+            self.warn_once(name, f"{n} rows are fewer than ten times its {width} features; compare with svcca_chance")
         basis = principal_basis(rows, self.variance)
         if not basis.shape[1]:
-            self.tell(name, "its outputs are constant or not finite, and have no correlation")
+            self.warn_once(name, "its outputs are constant or not finite, so they have no correlation")
         return basis
 
     def _compare(self, message: NetworkMessage, name: str, basis: Tensor) -> None:
         chances = []
-        for kind, kept in zip(self.publishes, self.references.of(name), strict=False):
-            if kept is None:
+        for kind, stored in zip(self.publishes, self.earlier.find(name), strict=False):
+            if stored is None:
                 continue
-            fits = len(kept) == len(basis)
-            mean, _, _, chance = svcca_of_bases(basis, kept) if fits else (math.nan, 0, 0, math.nan)
-            self.emit_of(message, name, mean, kind, why="" if fits else "its number of rows has changed")
+            fits = len(stored) == len(basis)
+            mean, _, _, chance = svcca_of_bases(basis, stored) if fits else (math.nan, 0, 0, math.nan)
+            self.emit_module(message, name, mean, kind, reason="" if fits else "its number of rows has changed")
             chances.append(chance)
         if chances:
-            self.emit_of(message, name, chances[0], self.publishes[-1])
+            self.emit_module(message, name, chances[0], self.publishes[-1])

@@ -1,4 +1,4 @@
-"""The share of right answers on data that is not trained on."""
+"""The accuracy on test data."""
 
 import math
 from collections.abc import Callable
@@ -13,46 +13,48 @@ from ikkuna.export.messages import NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.accuracy import count_correct
 from ikkuna.undisturbed import undisturbed_randomness
+from ikkuna_subscribers._helpers.arguments import require_integers
+from ikkuna_subscribers._helpers.evaluation_schedule import scheduled_kind
 
 __all__ = ["TestAccuracySubscriber"]
 
 
 class TestAccuracySubscriber(PlotSubscriber):
-    r"""The share of labels of a data set whose class is among the `k` largest outputs, :math:`\sum \text{correct} / \sum \text{valid}`.
+    r"""The share of a data set whose class is among the `k` largest outputs, :math:`\sum \text{correct} / \sum \text{valid}`.
 
-    Every epoch, or every so many steps, training pauses and the model is run over the data in evaluation mode, without gradient;
-    afterwards every flag, buffer and random state is as it was.  Takes ``epoch_finished`` or ``batch_finished``;
-    publishes ``test_accuracy`` (``test_accuracy_top{k}`` for k > 1), between 0 and 1, with the stamp of the step after which it was taken.
-    What subscribers with ``tag="testing"`` see is this pass.
-    Labels equal to `ignore_index` do not count; a row with a NaN or +Inf among its outputs is wrong; with no valid label it is NaN.
-    How many such rows there are is published as ``test_nonfinite_rows``, with the same ending, unless `publishes` is one name alone.
-    All labels count the same, also those of a last batch that is smaller.
+    Once an epoch, or every so many steps, training pauses and the model runs over the data in evaluation mode, without gradients;
+    every flag, buffer and random state is restored afterwards.  Takes ``epoch_finished`` or ``batch_finished``;
+    publishes ``test_accuracy`` (``test_accuracy_top{k}`` for k > 1), between 0 and 1, with the stamp of the step before the evaluation.
+    Subscribers with ``tag="testing"`` receive the messages of this evaluation.
+    Labels equal to `ignore_index` are left out; a row with a NaN or +Inf among its outputs is wrong; without a valid label it is NaN.
+    The number of such rows is published as ``test_nonfinite_rows``, with the same ending, unless `publishes` is a single name.
+    All labels have the same weight, also those of a smaller last batch.
 
-    Look for: where it stops to rise while the training accuracy goes on.
+    Look for: a test accuracy that stops rising while the training accuracy still rises.
 
     Parameters
     ----------
-    dataset : map-style data set of pairs (input, label)
-        Its length and its items are asked for; batches are made as ``torch.utils.data.DataLoader`` does, in order.
+    dataset : torch.utils.data.Dataset
+        A map-style data set of pairs (input, label); batches are made by ``torch.utils.data.DataLoader``, in order.
     batch_size : int
-        Number of items per batch.
+        The number of items per batch.
     every : int, optional
-        Number of optimizer steps from one test to the next, the first step included; by default once an epoch.
+        The number of optimizer steps from one evaluation to the next, the first step included; by default once an epoch.
     k : int
-        How many of the largest outputs may hold the right one.
+        The number of largest outputs that may contain the correct class.
     ignore_index : int
-        The label that stands for none.
+        The label of items that are left out.
     forward : callable, optional
-        Computes outputs from the model and a batch's inputs; by default the model is called with them.
-    **options
+        Computes outputs from the model and a batch's inputs; by default the model is called with the inputs.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigTypeError
-        If `dataset` is no map-style data set.
+        If `dataset` is not a map-style data set.
     ConfigError
-        If it is empty or has no labels, or a number is out of range.
+        If `dataset` is empty or has no labels, or a number is out of range.
 
     Examples
     --------
@@ -61,7 +63,7 @@ class TestAccuracySubscriber(PlotSubscriber):
     ('test_accuracy', 'test_nonfinite_rows')
     """
 
-    __test__ = False  # pytest takes a class of this name for tests
+    __test__ = False  # pytest would collect a class of this name
 
     needs_model = True
 
@@ -77,24 +79,19 @@ class TestAccuracySubscriber(PlotSubscriber):
         **options: Any,
     ) -> None:
         _check_dataset(dataset)
-        for name, number in (("batch_size", batch_size), ("every", 1 if every is None else every), ("k", k)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ConfigError(f"TestAccuracySubscriber needs {name} >= 1, got {number!r}")
-        if every is not None and "subsample" in options:
-            raise ConfigError("TestAccuracySubscriber takes every=, in steps, or subsample=, in epochs, got both")
+        require_integers("TestAccuracySubscriber", batch_size=batch_size, k=k)
+        kind = scheduled_kind("TestAccuracySubscriber", every, options)
         ending = "" if k == 1 else f"_top{k}"
         options.setdefault("publishes", (f"test_accuracy{ending}", f"test_nonfinite_rows{ending}"))
-        if every is not None:
-            options["subsample"] = every
-        super().__init__("epoch_finished" if every is None else "batch_finished", **options)
+        super().__init__(kind, **options)
         self.k = k
         self.ignore_index = ignore_index
         self.forward = forward
-        # A generator of its own: a loader without one draws its workers' seed from the global one.
+        # A loader without a generator draws the seed of its workers from the global one.
         self.loader = DataLoader(dataset, batch_size, generator=torch.Generator().manual_seed(0))
 
     def compute(self, message: NetworkMessage) -> None:
-        """Run the model over the data and emit the share, and how many rows are not finite."""
+        """Run the model over the data; emit the share and the number of rows that are not finite."""
         if message.skipped or self.evaluate is None:
             return
         counts: list[Tensor] = []
@@ -123,5 +120,5 @@ def _check_dataset(dataset: Any) -> None:
         what = f"{len(item)} values" if isinstance(item, tuple | list) else type(item).__name__
         raise ConfigError(
             f"TestAccuracySubscriber needs a data set of pairs (input, label), the first item is {what}; "
-            "wrap it in one that returns labels"
+            "wrap it in a data set that returns labels"
         )

@@ -1,4 +1,4 @@
-"""How far back in time the gradient reaches."""
+"""The gradient of recurrent layers at single timesteps."""
 
 import math
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import readable
-from ikkuna_subscribers._helpers.recurrent import RecurrentLayers
+from ikkuna_subscribers._helpers.recurrent_layers import RecurrentLayers
 
 __all__ = ["TIMESTEPS", "TimestepGradientSubscriber"]
 
 TIMESTEPS = (-1, -2, -4, -8, -16, -32, -64, -128)
-"""From the last one back, each twice as far as the one before."""
+"""The default timesteps: powers of 2 from the last one back."""
 
 _SMALL = 0.01
 
 
 class TimestepGradientSubscriber(PlotSubscriber):
-    r"""The gradient of the loss with respect to what a layer returned at single timesteps, and how many of them it reaches.
+    r"""The gradient with respect to the output of a layer at single timesteps, and the share of timesteps it reaches.
 
     For the timestep t it is :math:`g_t = \sqrt{\sum_{n, c} (\partial L / \partial y_{n t c})^2}` over samples and channels;
     the reach is the share of timesteps with :math:`g_t \ge \max_s g_s / 100`.
@@ -31,29 +31,29 @@ class TimestepGradientSubscriber(PlotSubscriber):
     Takes ``layer_gradients``; publishes ``layer_gradients_timestep_norm2``, in the unit of the gradient, with a series for each timestep
     (``lstm.t-1`` for the last one), and ``layer_gradients_timestep_reach``, between 0 and 1.
     Over several calls and micro-batches norms are those of all elements together, and the reach is the mean.
-    Looks at the first output of recurrent layers, or of the modules given, if that has a batch, timesteps and channels;
-    a recurrent layer's may also be without a batch.  A timestep that no sequence has publishes nothing.
-    Of a packed sequence, timesteps from the end count from the end of each sequence, and so does the reach;
-    it is seen where the layer is not compiled.
-    A gradient that is 0 everywhere has no reach, it is NaN; one with a NaN or Inf has NaN.
+    It measures the first output of recurrent layers, or of the modules in ``modules=``, if it has a batch, timesteps and channels;
+    the output of a recurrent layer may also have no batch.  A timestep that no sequence has publishes nothing.
+    In a packed sequence, negative timesteps count from the end of each sequence, and so does the reach;
+    packed sequences are measured only if the layer is not compiled.
+    A gradient that is 0 everywhere has reach NaN; one with a NaN or Inf has NaN.
 
-    Look for: does the network learn long-term dependencies?  If ``t-64`` lies orders of magnitude below ``t-1``, what was 64 steps ago
-    teaches nothing.  A loss of the last output alone is the gradient of that one timestep:
-    then look at the layer below (``modules="embedding"``), whose gradient has travelled through time.
+    Look for: whether the network learns long-term dependencies.  If ``t-64`` is orders of magnitude below ``t-1``, the network learns
+    nothing from inputs 64 steps ago.  If the loss uses only the last output, its gradient exists at that one timestep:
+    then measure the layer below (``modules="embedding"``), whose gradient has passed through time.
 
     Parameters
     ----------
     timesteps : sequence of int
-        Which ones, from 0 at the beginning or, negative, from the end as in Python.
+        The timesteps, from 0 at the beginning or, if negative, from the end as in Python.
     batch_first : bool
-        As for the layer: its output is (batch, time, channel) rather than (time, batch, channel).
-    **options
+        As for the layer: whether its output is (batch, time, channel) in place of (time, batch, channel).
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        If `timesteps` are none, no whole numbers or the same.
+        If `timesteps` is empty, has an element that is not an int, or has a timestep twice.
 
     Examples
     --------
@@ -76,7 +76,7 @@ class TimestepGradientSubscriber(PlotSubscriber):
         self._layers = RecurrentLayers(lambda: self.network)
 
     def measure(self, message: Any) -> Tensor | None:
-        """Return sums of squares by timestep, how many calls have that timestep, the sum of reaches and the number of calls."""
+        """Return sums of squares by timestep, numbers of calls with that timestep, the sum of reaches and the number of calls."""
         if not message.data.numel() or message.path or not self._is_wanted(message.module):
             return None
         if (squares := self._squares(message)) is None:
@@ -90,11 +90,11 @@ class TimestepGradientSubscriber(PlotSubscriber):
         ]
         reach = (backward >= backward.max() * _SMALL**2).double().mean()
         reach = torch.where(backward.max() > 0, reach, math.nan)
-        one, none = torch.ones_like(reach), torch.zeros_like(reach)  # made where the data is: nothing is copied there
+        one, none = torch.ones_like(reach), torch.zeros_like(reach)  # created on the device of the data, without a copy
         return torch.stack([*picked, *(one if has else none for has in there), reach, one])
 
     def _squares(self, message: Any) -> tuple[Tensor, Tensor] | None:
-        """Return sums of squares by timestep, (T,), counted from the beginnings of sequences and from their ends."""
+        """Return sums of squares by timestep, ``(T,)``, once counted from the start of each sequence and once from its end."""
         x = message.data
         if (read := readable(x)) is None:
             return None
@@ -117,7 +117,7 @@ class TimestepGradientSubscriber(PlotSubscriber):
         return self._takes_any or self._layers.is_recurrent(module)
 
     def compute(self, message: ModuleMessage) -> None:
-        """Emit the norms, and the reach."""
+        """Emit the norms and the reach."""
         norm, reach = self.publishes
         squares, counts = message.data[:-2].reshape(2, -1)
         total, calls = message.data[-2:]
@@ -129,12 +129,12 @@ class TimestepGradientSubscriber(PlotSubscriber):
 
 
 def _timesteps_of_rows(sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the timestep of each row of a packed sequence, from the beginning, and so that all sequences end with the last one.
+    """Return the timestep of each row of a packed sequence, counted from the start and aligned at the end.
 
     Parameters
     ----------
-    sizes : Tensor, (T,)
-        How many sequences there are at each timestep, the longest ones first.
+    sizes : Tensor
+        ``(T,)``, the number of sequences at each timestep, the longest sequences first.
 
     Examples
     --------

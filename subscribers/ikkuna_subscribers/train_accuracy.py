@@ -1,15 +1,15 @@
-"""The share of right answers in what is being trained on."""
+"""The accuracy on the training data."""
 
 import math
 from typing import Any
 
 from torch import Tensor
 
-from ikkuna.errors import ConfigError
 from ikkuna.export.messages import MessageBundle
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.accuracy import count_correct
 from ikkuna.numerics.noise import RunningMean
+from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["TrainAccuracySubscriber"]
 
@@ -17,33 +17,33 @@ __all__ = ["TrainAccuracySubscriber"]
 class TrainAccuracySubscriber(PlotSubscriber):
     r"""The share of labels whose class is among the `k` largest outputs, :math:`\sum \text{correct} / \sum \text{valid}`.
 
-    Takes what the loss module receives (see ``Exporter.set_loss``): outputs (N, C, …) and class labels (N, …),
+    Takes the arguments of the loss module (see ``Exporter.set_loss``): outputs (N, C, …) and class labels (N, …),
     or class probabilities (N, C, …).
     Publishes ``train_accuracy`` (``train_accuracy_top{k}`` for k > 1), between 0 and 1;
     over micro-batches it is the share of all labels together.
-    With `beta` it is ``running_accuracy``, of the labels of about the last ``1 / (1 - beta)`` sampled steps:
-    right and valid labels are averaged each by itself, so that a small batch counts little.
-    Labels equal to `ignore_index` do not count; a row with a NaN or +Inf among its outputs is wrong.
-    How many of these the step has is published as well, as ``nonfinite_rows`` with the same ending, unless `publishes` is one name alone.
-    With no valid label, or shapes that do not fit each other, accuracy is NaN.
+    With `beta` it is ``running_accuracy``, over the labels of about the last ``1 / (1 - beta)`` sampled steps:
+    correct and valid labels are averaged separately, so that a small batch has a small weight.
+    Labels equal to `ignore_index` are left out; a row with a NaN or +Inf among its outputs is wrong.
+    The number of such rows is published as ``nonfinite_rows`` with the same ending, unless `publishes` is a single name.
+    Without a valid label, or if the shapes do not fit each other, accuracy is NaN.
 
-    Look for: the distance to the test accuracy, which is what the network knows by heart.
+    Look for: the difference to the test accuracy, which shows overfitting.
 
     Parameters
     ----------
     k : int
-        How many of the largest outputs may hold the right one.
+        The number of largest outputs that may contain the correct class.
     ignore_index : int
-        The label that stands for none.
+        The label of items that are left out.
     beta : float, optional
-        Of a running accuracy, in [0, 1); by default each step has its own.
-    **options
+        The coefficient of a running accuracy, in [0, 1); by default each step has its own accuracy.
+    **options : Any
         See `Subscriber`.
 
     Raises
     ------
     ConfigError
-        If `k` is not a whole number at least 1, or `beta` out of range.
+        If `k` is not a positive integer, or `beta` is out of range.
 
     Examples
     --------
@@ -52,8 +52,7 @@ class TrainAccuracySubscriber(PlotSubscriber):
     """
 
     def __init__(self, *, k: int = 1, ignore_index: int = -100, beta: float | None = None, **options: Any) -> None:
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ConfigError(f"TrainAccuracySubscriber needs k >= 1, got {k!r}")
+        require_integers("TrainAccuracySubscriber", k=k)
         ending = "" if k == 1 else f"_top{k}"
         if beta is None:
             options.setdefault("publishes", (f"train_accuracy{ending}", f"nonfinite_rows{ending}"))
@@ -65,12 +64,12 @@ class TrainAccuracySubscriber(PlotSubscriber):
         self._correct, self._valid = RunningMean(beta or 0.0), RunningMean(beta or 0.0)
 
     def measure(self, bundle: MessageBundle) -> Tensor | None:
-        """Return the numbers of right and of valid labels, and of valid ones whose outputs are not finite."""
+        """Return the numbers of correct labels, of valid labels, and of valid labels whose outputs are not finite."""
         outputs, labels = bundle["network_output"].data, bundle["input_labels"].data
         return count_correct(outputs, labels, self.k, self.ignore_index)
 
     def compute(self, bundle: MessageBundle) -> None:
-        """Emit the share, and how many rows are not finite."""
+        """Emit the share and the number of rows that are not finite."""
         correct, valid, broken = bundle.data
         self._correct.update(correct)
         self._valid.update(valid)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import SharedStatisticSubscriber
 from ikkuna.numerics.statistics import Record
+from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["VarianceSubscriber"]
 
@@ -44,8 +44,7 @@ class VarianceSubscriber(SharedStatisticSubscriber):
     results = ("variance",)
 
     def __init__(self, kind: str, *, correction: int = 0, finite_only: bool = False, **options: Any) -> None:
-        if isinstance(correction, bool) or not isinstance(correction, int) or correction < 0:
-            raise ConfigError(f"VarianceSubscriber needs a correction >= 0, got {correction!r}")
+        require_integers("VarianceSubscriber", 0, correction=correction)
         super().__init__(kind, **options)
         self.correction = correction
         self.finite_only = finite_only

@@ -300,7 +300,7 @@ def test_bad_arguments_are_refused(arguments, message):
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"query": "*.nothing", "key": "*.key", "heads": 2}, "matches 0 modules and key='\\*.key' 1"),
+        ({"query": "*.nothing", "key": "*.key", "heads": 2}, "matches 0 modules and key='\\*.key' matches 1"),
         ({"query": "*.query", "key": "*.key", "heads": 3}, "8 features cannot be split into 3 heads"),
     ],
 )

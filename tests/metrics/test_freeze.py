@@ -48,7 +48,7 @@ def test_layers_freeze_from_the_bottom_up_and_stay_as_they_are(metric, caplog):
     assert not torch.equal(states[1][0], states[2][0])
     assert not torch.equal(states[-2][4], states[-1][4])
     assert "0 was frozen after step 2: " in caplog.text
-    assert "at least 0.9 at 3 looks in a row (40 parameters)" in caplog.text
+    assert "at least 0.9 in 3 evaluations in a row (40 parameters)" in caplog.text
 
 
 def test_a_layer_that_goes_on_changing_keeps_those_above_it_free():

@@ -286,7 +286,7 @@ def test_products_are_counted():
         ({"top": 5, "steps": 4}, ConfigError, "needs steps >= 5, got 4"),
         ({"trace": -1}, ConfigError, "needs trace >= 0, got -1"),
         ({"density": True}, ConfigError, "needs density >= 0, got True"),
-        ({"batch_size": 5}, ConfigError, "one batch; choose its size with samples="),
+        ({"batch_size": 5}, ConfigError, "one batch; set its size with samples="),
         ({"samples": 9}, ConfigError, "samples=9, but the probe set has 4 items"),
     ],
 )

@@ -124,7 +124,7 @@ def test_without_accumulation_steps_stand_for_micro_batches(subsample):
 def test_one_gradient_in_a_window_has_no_noise_and_is_said_once(caplog):
     found, _ = trained(GradientNoiseScaleSubscriber, 3, 1, 4)
     assert all(math.isnan(value) for values in found.values() for value in values)
-    assert caplog.text.count("accumulate micro-batches, give steps=2") == 1
+    assert caplog.text.count("accumulate micro-batches, set steps=2") == 1
 
 
 def test_a_broken_step_is_left_out():
@@ -191,7 +191,10 @@ def test_gradients_that_do_not_change_have_no_snr():
         (lambda: GradientNoiseScaleSubscriber(steps=0), "steps >= 1, got 0"),
         (lambda: GradientNoiseScaleSubscriber(beta=1), r"in \[0, 1\), got 1"),
         (lambda: GradientNoiseScaleSubscriber(publishes="a"), "publishes= needs 4 names"),
-        (lambda: GradientSNRSubscriber("activations"), "takes one of weight_micro_gradients, .*; got 'activations'"),
+        (
+            lambda: GradientSNRSubscriber("activations"),
+            "needs one of the kinds weight_micro_gradients, .*; got 'activations'",
+        ),
         (lambda: GradientSNRSubscriber(window=1), "window >= 2, got 1"),
         (lambda: GradientSNRSubscriber(reduction="max"), "'mean' or 'median', got 'max'"),
     ],
@@ -202,5 +205,5 @@ def test_bad_arguments_are_refused(make, message):
 
 
 def test_ranks_and_steps_are_not_both_micro_batches():
-    with pytest.raises(ConfigError, match="takes ranks or steps for micro-batches, got both"):
+    with pytest.raises(ConfigError, match="takes ranks=True or steps > 1, got both"):
         GradientNoiseScaleSubscriber(ranks=True, steps=2)

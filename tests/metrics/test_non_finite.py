@@ -113,8 +113,8 @@ def test_a_layer_that_makes_one_is_named(seed, direction, caplog):
     assert named == [(f"{place}.fault", 1)]
     assert counts[0] == 0
     assert counts[1] > 1, "it was passed on"
-    assert caplog.text.count("the first NaN or Inf was made by") == 1
-    assert f"step 1: the first NaN or Inf was made by the {direction} pass of '{place}.fault'" in caplog.text
+    assert caplog.text.count("the first NaN or Inf was produced by") == 1
+    assert f"step 1: the first NaN or Inf was produced by the {direction} pass of '{place}.fault'" in caplog.text
 
 
 def test_in_a_compiled_model_as_well():
@@ -139,14 +139,14 @@ def test_a_weight_that_was_set_to_nan_is_named(seed, caplog):
     named, counts, _ = trained(model, width, 4, before)
     assert named == [(f"{place}.linear", 2)]
     assert counts[:2] == [0, 0]
-    assert f"weights of '{place}.linear' was not finite before it" in caplog.text
+    assert f"NaN or Inf already present when this step began: weights of '{place}.linear'" in caplog.text
 
 
 def test_data_is_named(caplog):
     model, width = network(seeded(0))
     named, _, _ = trained(model, width, before=lambda step: torch.full((4, width), math.nan) if step else None)
     assert named == [(None, 1)]
-    assert "made by the data the network was called with" in caplog.text
+    assert "produced by the input data" in caplog.text
 
 
 def test_a_function_between_modules_is_not_a_module(caplog):
@@ -160,7 +160,7 @@ def test_a_function_between_modules_is_not_a_module(caplog):
 
     named, _, _ = trained(Between(), 5, 1)
     assert named == [("other", 0)]
-    assert "made by no module: it came between 'one' and the call of 'other'" in caplog.text
+    assert "produced by an operation outside all modules, between 'one' and the call of 'other'" in caplog.text
 
 
 def test_a_loss_is_named(caplog):
@@ -170,7 +170,7 @@ def test_a_loss_is_named(caplog):
 
     named, _, _ = trained(*network(seeded(0)), 1, loss=Loss())
     assert named == [(None, 0)]
-    assert "made by the loss function" in caplog.text
+    assert "produced by the loss function" in caplog.text
 
 
 def test_the_backward_pass_of_a_loss_is_told_from_that_of_a_layer(caplog):
@@ -180,7 +180,7 @@ def test_the_backward_pass_of_a_loss_is_told_from_that_of_a_layer(caplog):
 
     named, _, _ = trained(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 3, 1, loss=Loss())
     assert named == [("1", 0)]
-    assert "made by the backward pass of the loss, or of what comes after '1'" in caplog.text
+    assert "produced by the backward pass of the loss, or of an operation after '1'" in caplog.text
 
 
 def test_a_gradient_of_a_parameter_alone(caplog):
@@ -189,7 +189,7 @@ def test_a_gradient_of_a_parameter_alone(caplog):
     model[1].weight.register_hook(lambda grad: grad * math.inf)
     named, _, _ = trained(model, 3, 1)
     assert named == [("1", 0)]
-    assert "made by the backward pass of '1', in the gradient of its parameter" in caplog.text
+    assert "produced by the backward pass of '1', in the gradient of its parameter" in caplog.text
 
 
 def test_clipping_is_named_where_it_is_to_blame(caplog):
@@ -201,7 +201,7 @@ def test_clipping_is_named_where_it_is_to_blame(caplog):
 
     named, _, _ = trained(model, 3, before_step=clip)
     assert named == [("0", 1)]
-    assert "adding up, unscaling or clipping of gradients, at weight_gradients of '0'" in caplog.text
+    assert "accumulation, unscaling or clipping of the gradients, at weight_gradients of '0'" in caplog.text
 
 
 def test_an_optimizer_is_named(caplog):
@@ -215,7 +215,7 @@ def test_an_optimizer_is_named(caplog):
     optimizer = Broken(model.parameters(), lr=0.1)
     named, _, _ = trained(model, 3, 2, step_of=lambda: optimizer.step())
     assert named == [("2", 0)]
-    assert "made by the optimizer, in its step of bias_updates of '2'" in caplog.text
+    assert "produced by the optimizer, in its step of bias_updates of '2'" in caplog.text
 
 
 def test_after_a_finite_step_another_can_be_named():
@@ -259,7 +259,7 @@ def test_the_text_is_shown_and_the_flag_can_be_subscribed_to():
     fault.on = True
     _, _, recording = trained(model, width, 1)
     [(_, text, _)] = recording.texts
-    assert text == "Step 0: the first NaN or Inf was made by the forward pass of '4.fault'."
+    assert text == "Step 0: the first NaN or Inf was produced by the forward pass of '4.fault'."
     bus = MessageBus()
     bus.register_subscriber(NonFiniteSubscriber(backend="null"))
     bus.register_subscriber(MessageMeanSubscriber("nonfinite_producer", backend="null"))

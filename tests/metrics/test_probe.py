@@ -45,7 +45,7 @@ def test_items_are_chosen_once_without_replacement_and_stay_the_same():
     ("arguments", "error", "message"),
     [
         ((TensorDataset(torch.ones(0, 4)),), ConfigError, "a probe set with at least one item, got an empty one"),
-        ((torch.ones(5, 4), 6), ConfigError, "asked for samples=6, but the probe set has 5 items"),
+        ((torch.ones(5, 4), 6), ConfigError, "got samples=6, but the probe set has 5 items"),
         ((torch.ones(5, 4), 0), ConfigError, "needs samples >= 1, got 0"),
         ((torch.ones(5, 4), None, 0), ConfigError, "needs batch_size >= 1, got 0"),
         ((torch.ones(5, 4), None, True), ConfigError, "needs batch_size >= 1, got True"),
@@ -55,7 +55,7 @@ def test_items_are_chosen_once_without_replacement_and_stay_the_same():
     ],
 )
 def test_a_bad_probe_set_is_refused(arguments, error, message):
-    with pytest.raises(error, match=f"Some .*{message}|Some was {message}"):
+    with pytest.raises(error, match=f"Some .*{message}"):
         ProbeData("Some", *arguments)
 
 
@@ -124,7 +124,7 @@ class Keywords(nn.Module):
 
 def test_a_model_that_takes_other_arguments_needs_a_forward():
     with pytest.raises(
-        ConfigError, match=r"CKASubscriber cannot look at this model: TypeError: .*give forward= a function"
+        ConfigError, match=r"CKASubscriber cannot evaluate this model: TypeError: .*give forward= a function"
     ):
         looked(lambda **o: CKASubscriber(torch.randn(9, 4), **o), Keywords())
     found = looked(
@@ -157,7 +157,7 @@ def test_a_refused_registration_leaves_the_bus_unchanged():
     with Exporter(message_bus=bus) as exporter:
         exporter.add_modules(Keywords())
         metric = CKASubscriber(torch.randn(9, 4), backend="null")
-        with pytest.raises(ConfigError, match="cannot look"):
+        with pytest.raises(ConfigError, match="cannot evaluate"):
             bus.register_subscriber(metric)
         assert not bus.registered
         metric.forward = lambda m, x: m(values=x, scale=1.0)

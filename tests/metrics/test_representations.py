@@ -199,7 +199,7 @@ def test_a_layer_without_variance_has_nan_and_a_reason(broken, caplog):
 
 
 def test_too_few_rows_for_svcca_are_refused_and_few_are_told(caplog):
-    with pytest.raises(ConfigError, match=r"layers.0 has 30 features, and 59 rows are fewer than twice as many"):
+    with pytest.raises(ConfigError, match=r"layers.0 has 30 features and 59 rows, but needs at least 60 rows"):
         looked(lambda **o: SVCCASubscriber(rows(59), modules=ALL, **o), Fixed(random(59, 30)))
     looked(lambda **o: SVCCASubscriber(rows(60), modules=ALL, **o), Fixed(random(60, 30)))
     assert "60 rows are fewer than ten times its 30 features" in caplog.text
@@ -209,7 +209,7 @@ def test_a_layer_that_grows_has_nan_and_a_reason(caplog):
     wider = with_tensors(random(59, 40))
     found = looked(lambda **o: SVCCASubscriber(rows(59), every=1, modules=ALL, **o), Fixed(random(59, 20)), wider)
     assert math.isnan(found["svcca_to_init", "layers.0"][0])
-    assert "59 rows are fewer than twice as many" in caplog.text
+    assert "40 features and 59 rows, but needs at least 80 rows" in caplog.text
 
 
 def test_few_rows_cap_the_saturation_and_that_is_told(caplog):
@@ -225,7 +225,7 @@ def test_few_rows_cap_the_saturation_and_that_is_told(caplog):
     [
         (lambda: SVCCASubscriber(rows(9), to="first"), r"compares to 'previous' and 'init', got \['first'\]"),
         (lambda: SVCCASubscriber(rows(9), to=[]), "needs to= 'previous', 'init' or both"),
-        (lambda: SVCCASubscriber(rows(9), variance=0), r"share of variance in \(0, 1\], got 0"),
+        (lambda: SVCCASubscriber(rows(9), variance=0), r"needs a variance in \(0, 1\], got 0"),
         (lambda: CKASubscriber(rows(9), to=[], between_layers=False), "something to compare to"),
         (lambda: CKASubscriber(rows(3)), "batches of at least 4 inputs, got batch_size=256 and 3 inputs"),
         (lambda: CKASubscriber(rows(9), batch_size=3), "got batch_size=3 and 9 inputs"),

@@ -103,10 +103,10 @@ def test_convolutions_as_matrix_and_as_operator():
     ("options", "message"),
     [
         ({"iterations": 0}, "iterations >= 1, got 0"),
-        ({"conv": "fft"}, "'matrix' or 'operator', got 'fft'"),
+        ({"conv": "fft"}, "conv='matrix' or conv='operator', got 'fft'"),
         ({"conv": "operator"}, "needs input_size with conv='operator'"),
-        ({"input_size": 8}, "needs input_size with conv='operator' and only there"),
-        ({"conv": "operator", "input_size": (8, 0)}, "whole numbers >= 1, got \\(8, 0\\)"),
+        ({"input_size": 8}, "needs input_size with conv='operator', and only with it"),
+        ({"conv": "operator", "input_size": (8, 0)}, "input_size >= 1, got 0"),
         ({"conv": "operator", "input_size": 8, "groups": 0}, "groups >= 1, got 0"),
     ],
 )

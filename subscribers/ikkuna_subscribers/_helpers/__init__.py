@@ -1,1 +1,1 @@
-"""What several metrics share and is no metric itself."""
+"""Code that several metrics share and that is not a metric itself."""

@@ -1,4 +1,4 @@
-"""A few inputs that stay the same for a whole training."""
+"""A fixed choice of inputs that stays the same during a whole training."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,30 +8,36 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["ProbeData"]
 
 
 class ProbeData:
-    """The batches of a fixed choice of a data set's items, in a fixed order.
+    """The batches of a fixed choice of the items of a data set, in a fixed order.
 
-    Items are taken from the data set once and kept, so that random augmentation cannot change them.
-    The choice is random, without replacement, and from a generator of its own.
+    Items are read from the data set once and then kept, so that random augmentation cannot change them.
+    The choice is random, without replacement, and uses a generator of its own.
 
     Parameters
     ----------
-    owner : the class to name in errors
-    dataset : map-style data set, or a tensor; items are inputs, or pairs (input, label)
-    samples : how many items; all if ``None``
-    batch_size : number of items per batch
-    seed : of the choice
+    owner : str
+        The class that error texts name.
+    dataset : torch.utils.data.Dataset or Tensor
+        A map-style data set; the items are inputs, or pairs (input, label).
+    samples : int, optional
+        The number of items; by default all.
+    batch_size : int
+        The number of items per batch.
+    seed : int
+        The seed of the choice.
 
     Raises
     ------
     ConfigTypeError
-        If `dataset` is no map-style data set.
+        If `dataset` is not a map-style data set.
     ConfigError
-        If it is empty or has fewer items than are asked for, or a number is out of range.
+        If `dataset` is empty or has fewer than `samples` items, or a number is out of range.
 
     Examples
     --------
@@ -53,13 +59,11 @@ class ProbeData:
                 f"{owner} needs a map-style data set, with __len__ and __getitem__, or a tensor, "
                 f"got {type(dataset).__name__}"
             )
-        for name, number in (("batch_size", batch_size), ("samples", 1 if samples is None else samples)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ConfigError(f"{owner} needs {name} >= 1, got {number!r}")
+        require_integers(owner, batch_size=batch_size, samples=1 if samples is None else samples)
         if not len(dataset):
             raise ConfigError(f"{owner} needs a probe set with at least one item, got an empty one")
         if samples is not None and samples > len(dataset):
-            raise ConfigError(f"{owner} was asked for samples={samples}, but the probe set has {len(dataset)} items")
+            raise ConfigError(f"{owner} got samples={samples}, but the probe set has {len(dataset)} items")
         self._dataset = dataset
         self._size = len(dataset) if samples is None else samples
         self._batch_size = batch_size
@@ -72,7 +76,7 @@ class ProbeData:
     def __iter__(self) -> Iterator[Any]:
         if self._batches is None:
             self._batches = list(self._loader())
-            self._dataset = None  # from now on it is not needed
+            self._dataset = None  # not needed any more
         return iter(self._batches)
 
     def _loader(self) -> DataLoader[Any]:

@@ -1,4 +1,4 @@
-"""How many samples a step is made of."""
+"""The number of samples of a step."""
 
 import math
 
@@ -11,7 +11,7 @@ __all__ = ["SampleCount"]
 
 
 class SampleCount:
-    """Counts the samples of ``input_data``: the length of the first axis of the first tensor the network is called with.
+    """Counts the samples of ``input_data``: the length of the first axis of the first tensor among the network's arguments.
 
     Examples
     --------
@@ -27,17 +27,17 @@ class SampleCount:
         self._found: tuple[float, float] | None = None
 
     def measure(self, message: NetworkMessage) -> Tensor | None:
-        """Return the row of one call: samples, and 1."""
+        """Return the row of one call: the number of samples, and 1."""
         x: Tensor = message.data
         return torch.tensor([x.shape[0], 1], dtype=torch.float64) if x.ndim else None
 
     def add(self, message: NetworkMessage) -> None:
-        """Take the merged row of a step; that of the first tensor counts."""
+        """Store the merged row of the first tensor of a step; rows of further tensors are ignored."""
         if self._found is None:
             samples, calls = message.data
             self._found = float(samples), float(calls)
 
     def take(self) -> tuple[float, float]:
-        """Return samples and calls since the last time; NaN samples if there were no calls to see."""
+        """Return and clear the numbers of samples and of calls; without a call, NaN and 0."""
         found, self._found = self._found, None
         return found or (math.nan, 0.0)

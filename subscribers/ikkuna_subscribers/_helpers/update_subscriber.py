@@ -1,4 +1,4 @@
-"""What metrics of an update have in common that need the weight it was made to."""
+"""The base class of metrics that need an update together with the weight before it."""
 
 from abc import abstractmethod
 from typing import Any
@@ -12,13 +12,13 @@ __all__ = ["UpdateSubscriber"]
 
 
 class UpdateSubscriber(PlotSubscriber):
-    """Sees each update of a weight together with the weight before it, of which it keeps a copy until then.
+    """A metric of each update and the weight before it; it keeps a copy of the weight during the step.
 
     Takes ``weights`` and ``weight_updates``.
 
     Parameters
     ----------
-    **options
+    **options : Any
         See `Subscriber`.
     """
 
@@ -28,10 +28,10 @@ class UpdateSubscriber(PlotSubscriber):
 
     @abstractmethod
     def measure_update(self, before: Tensor, update: Tensor) -> Tensor:
-        """Return the row of an update; `before` is a copy that may be written to."""
+        """Return the row of an update; `before` is a copy that may be overwritten."""
 
     def measure(self, message: ModuleMessage) -> Tensor | None:
-        """Keep a weight; return the row of its update."""
+        """Copy a weight, or return the row of its update."""
         if message.kind == "weights":
             self._before[message.series_name] = message.data.clone()
             return None

@@ -1,4 +1,4 @@
-"""The queries and keys of torch's multi-head attention, from what it was called with."""
+"""The queries and keys of ``torch.nn.MultiheadAttention``, computed from its arguments."""
 
 from inspect import signature
 from typing import Any, NamedTuple
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Attention", "queries_and_keys", "split_heads"]
+__all__ = ["AttentionCall", "queries_and_keys", "split_heads"]
 
 
-class Attention(NamedTuple):
-    """What `ikkuna.numerics.attention.attention_row` takes: one call of an attention."""
+class AttentionCall(NamedTuple):
+    """The arguments of `ikkuna.numerics.attention.attention_row` for one call of an attention."""
 
     query: Tensor
     key: Tensor
@@ -31,8 +31,8 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return parts.transpose(-3, -2)
 
 
-def queries_and_keys(module: nn.MultiheadAttention, args: Any, kwargs: Any) -> Attention:
-    """Return the queries and keys of each head, with what masks of both kinds allow.
+def queries_and_keys(module: nn.MultiheadAttention, args: Any, kwargs: Any) -> AttentionCall:
+    """Return the queries and keys of each head, with the union of both kinds of masks.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def queries_and_keys(module: nn.MultiheadAttention, args: Any, kwargs: Any) -> A
         k = _extended(module, k)
     heads = module.num_heads
     allowed = _allowed(mask, padding, (len(q), heads, q.shape[1], k.shape[1]))
-    return Attention(split_heads(q, heads), split_heads(k, heads), allowed)
+    return AttentionCall(split_heads(q, heads), split_heads(k, heads), allowed)
 
 
 def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
@@ -69,14 +69,17 @@ def _weights(module: nn.MultiheadAttention) -> tuple[Tensor, Tensor]:
 
 
 def _extended(module: nn.MultiheadAttention, k: Tensor) -> Tensor:
-    """Add the keys that the module has of its own."""
+    """Append the keys that the module adds with ``add_bias_kv`` and ``add_zero_attn``."""
     if module.bias_k is not None:
         k = torch.cat([k, module.bias_k.expand(len(k), 1, -1)], dim=1)
     return torch.cat([k, k.new_zeros(len(k), 1, k.shape[2])], dim=1) if module.add_zero_attn else k
 
 
 def _allowed(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
-    """Join both masks, in which True or minus infinity is what must not be looked at, into one bias or one mask of what may."""
+    """Merge both masks into one bias, or into one boolean mask in which True allows attention.
+
+    In the masks of the module, True or minus infinity forbids attention.
+    """
     batch, heads, _, keys = shape
     parts = []
     if mask is not None:
@@ -97,5 +100,5 @@ def _allowed(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int,
 
 
 def _padded(part: Tensor, keys: int) -> Tensor:
-    """Let the module's own keys, which stand at the end, be looked at."""
+    """Extend a mask so that the keys that the module appends are allowed."""
     return nn.functional.pad(part, (0, keys - part.shape[-1]))

@@ -1,0 +1,220 @@
+"""The base class of metrics that run the model over a fixed probe set."""
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage
+from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna_subscribers._helpers.evaluation_schedule import scheduled_kind
+from ikkuna_subscribers._helpers.probe_data import ProbeData
+
+__all__ = ["ProbeSubscriber", "first_tensor"]
+
+log = logging.getLogger("ikkuna")
+
+
+class ProbeSubscriber(PlotSubscriber):
+    """A metric that evaluates the model on a fixed probe set, once an epoch or every so many steps.
+
+    Training pauses during an evaluation.  The model runs in evaluation mode, other subscribers do not record,
+    and every flag, buffer and random state is restored afterwards.  A compiled model runs without its compiled code.
+    The first evaluation takes place at registration, if the model is known by then, and raises what is wrong.
+    If a later evaluation fails because memory is short or the model has changed, its values are NaN and the log gives the reason.
+
+    Parameters
+    ----------
+    dataset : torch.utils.data.Dataset or Tensor
+        See `ProbeData`.
+    samples, batch_size, seed : int
+        See `ProbeData`.
+    every : int, optional
+        The number of optimizer steps from one evaluation to the next, the first step included; by default once an epoch.
+    forward : callable, optional
+        Computes outputs from the model and a batch's inputs; by default the model is called with the inputs.
+    **options : Any
+        See `Subscriber`.
+    """
+
+    needs_model = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        samples: int | None = None,
+        batch_size: int = 256,
+        seed: int = 0,
+        every: int | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        name = type(self).__name__
+        kind = scheduled_kind(name, every, options)
+        super().__init__(kind, **options)
+        self.data = ProbeData(name, dataset, samples, batch_size, seed)
+        self.forward = forward
+        self._emitted: dict[tuple[str, str, str], None] = {}  # module, path and kind of every series so far
+        self._logged: set[tuple[str, str]] = set()
+
+    @abstractmethod
+    def evaluate_and_emit(self, message: NetworkMessage | None) -> None:
+        """Run the model and emit the values.
+
+        At registration there is no message: then only store results, and raise `ConfigError` if the model does not fit.
+        """
+
+    def begin(self) -> None:
+        """Evaluate the model for the first time."""
+        if any(is_lazy(p) for named in self.modules for p in named.module.parameters()):
+            return  # the first call of the model initialises them with random numbers that belong to training
+        try:
+            self.evaluate_and_emit(None)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{type(self).__name__} cannot evaluate this model: {_text(error)}{_advice(error)}"
+            ) from error
+
+    def compute(self, message: NetworkMessage) -> None:
+        """Evaluate the model, unless the optimizer skipped the step."""
+        if message.skipped or self.evaluate is None:
+            return
+        try:
+            self.evaluate_and_emit(message)
+        except Exception as error:
+            if not (isinstance(error, ConfigError) or _is_out_of_memory(error)):
+                raise
+            self.warn_once("all values", f"{_text(error)}{_advice(error)}")
+            for module, path, kind in self._emitted:
+                self._emit(message, module, path, kind, math.nan)
+
+    def run_model(
+        self,
+        hooks: Mapping[nn.Module, Callable[[Any, Any, Any, Any], object]] | None = None,
+        visit: Callable[[Any, Any], object] | None = None,
+        around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Run the model over the probe set.
+
+        Parameters
+        ----------
+        hooks : mapping of Module to callable, optional
+            Forward hooks, called with the module, its arguments, its keyword arguments and its output.
+        visit : callable, optional
+            Called with the outputs and the labels of each batch.
+        around : callable
+            Returns, for the model, a context manager that surrounds each call of it.
+        """
+        assert self.evaluate is not None
+        forward = self.forward or _call
+
+        def call(model: nn.Module, inputs: Any) -> Any:
+            with around(model):
+                return forward(model, inputs)
+
+        with ExitStack() as stack:
+            for module, hook in (hooks or {}).items():
+                handle = module.register_forward_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code does not call these hooks
+            self.evaluate(self.data, None, visit=visit, forward=call)
+
+    def collect_outputs(self, visit: Callable[[dict[str, Tensor]], object]) -> None:
+        """Run the model over the probe set and call `visit` with the outputs of the modules for each batch, by name.
+
+        The modules are those with parameters, or those that ``modules=`` names; outputs that are not floating are left out.
+        If a forward calls a module several times, the last call counts.
+        """
+        wanted = [named for named in self.modules if self.subscription.modules is not None or _owns(named.module)]
+        batch: dict[str, Tensor] = {}
+
+        def hook_of(name: str) -> Callable[[Any, Any, Any, Any], None]:
+            def store(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                tensor = first_tensor(output)
+                if tensor is not None and tensor.is_floating_point():
+                    batch[name] = tensor.detach().clone()  # the next module may overwrite it
+
+            return store
+
+        def visit_batch(outputs: Any, labels: Any) -> None:
+            found = {named.name: batch[named.name] for named in wanted if named.name in batch}
+            batch.clear()
+            visit(found)
+
+        self.run_model({named.module: hook_of(named.name) for named in wanted}, visit_batch)
+
+    def emit_module(
+        self, message: NetworkMessage, module: str, value: float, kind: str, path: str = "", reason: str = ""
+    ) -> None:
+        """Emit a value of a module; if it is NaN, log `reason` once."""
+        self._emitted[module, path, kind] = None
+        if reason and math.isnan(value):
+            self.warn_once(module, f"{kind} is NaN: {reason}")
+        self._emit(message, module, path, kind, value)
+
+    def emit_network(self, message: NetworkMessage, value: float, kind: str, reason: str = "") -> None:
+        """Emit a value of the whole network; if it is NaN, log `reason` once."""
+        self.emit_module(message, "", value, kind, reason=reason)
+
+    def _emit(self, message: NetworkMessage, module: str, path: str, kind: str, value: float) -> None:
+        name = f"{module}:{path}" if path else module
+        source = ModuleMessage(message.stamp, message.kind, module=module, path=path, name=name) if module else message
+        self.emit(source, value, kind)
+
+    def warn_once(self, what: str, reason: str) -> None:
+        """Log a warning about a module, or about the network if `what` is empty, unless it was logged before."""
+        if (what, reason) not in self._logged:
+            self._logged.add((what, reason))
+            log.warning("%s, %s: %s", type(self).__name__, what or "the network", reason)
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """Return the first tensor of a module's output; ``None`` if there is none.
+
+    Examples
+    --------
+    >>> first_tensor({"a": None, "b": (torch.ones(2), torch.zeros(1))})
+    tensor([1., 1.])
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, nn.utils.rnn.PackedSequence):
+        return output.data
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+
+
+def _owns(module: nn.Module) -> bool:
+    return bool(module._parameters) or "parametrizations" in module._modules
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, ConfigError):
+        return ""
+    if _is_out_of_memory(error):
+        return "; take fewer samples= or a smaller batch_size="
+    return "; if its forward takes other arguments, give forward= a function of the model and a batch's inputs"
