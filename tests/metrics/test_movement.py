@@ -134,8 +134,16 @@ def test_what_begins_at_zero_has_no_relative_distance():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: CosineSubscriber("activations"), ConfigError, "CosineSubscriber needs a kind with one tensor .*; got 'activations'"),
-        (lambda: DistanceFromInitSubscriber("loss"), ConfigError, "DistanceFromInitSubscriber needs a kind with one tensor .*; got 'loss'"),
+        (
+            lambda: CosineSubscriber("activations"),
+            ConfigError,
+            "CosineSubscriber needs a kind with one tensor .*; got 'activations'",
+        ),
+        (
+            lambda: DistanceFromInitSubscriber("loss"),
+            ConfigError,
+            "DistanceFromInitSubscriber needs a kind with one tensor .*; got 'loss'",
+        ),
         (lambda: EffectiveUpdateSubscriber("bf16"), ConfigTypeError, "floating torch.dtype, got 'bf16'"),
         (lambda: EffectiveUpdateSubscriber(torch.int8), ConfigTypeError, "floating torch.dtype, got torch.int8"),
         (lambda: DistanceFromInitSubscriber(publishes="a"), ConfigError, "publishes= needs 2 names"),

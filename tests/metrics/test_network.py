@@ -358,7 +358,11 @@ class Unlabelled(Dataset):
         (lambda: TrainAccuracySubscriber(k=0), ConfigError, "k >= 1, got 0"),
         (lambda: TrainAccuracySubscriber(beta=1.0), ConfigError, r"in \[0, 1\), got 1.0"),
         (lambda: OptimizerStateSubscriber(""), ConfigError, "a field such as 'exp_avg', got ''"),
-        (lambda: OptimizerStateSubscriber("step", "median"), ConfigError, "needs a statistic 'norm' or 'mean', got 'median'"),
+        (
+            lambda: OptimizerStateSubscriber("step", "median"),
+            ConfigError,
+            "needs a statistic 'norm' or 'mean', got 'median'",
+        ),
         (lambda: GlobalNormSubscriber([]), ConfigError, "at least one kind, got an empty list"),
         (lambda: GlobalNormSubscriber(["a", "a"]), ConfigError, "kinds must differ"),
     ],
