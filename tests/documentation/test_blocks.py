@@ -1,4 +1,4 @@
-"""Every block of Python that a reader sees runs, and what pages name is there."""
+"""Every Python block of the documentation runs, and the names on its pages exist."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ def blocks(path):
 
 @pytest.fixture
 def namespace(tmp_path, monkeypatch):
-    """Where a page's blocks run: an empty directory, a default bus of their own, and exporters that are closed in the end."""
+    """The namespace of a page's blocks, in an empty directory and with a separate default bus; exporters are closed at the end."""
     monkeypatch.chdir(tmp_path)
     get_default_bus.cache_clear()
     names = {"__name__": "__main__"}
@@ -46,11 +46,11 @@ def namespace(tmp_path, monkeypatch):
 )
 def test_the_blocks_of_a_page_run_one_after_another(path, namespace):
     for line, code in blocks(path):
-        exec(compile("\n" * line + code, str(path), "exec"), namespace)  # a traceback shows the page's own line
+        exec(compile("\n" * line + code, str(path), "exec"), namespace)  # tracebacks show the line of the page
 
 
-def test_blocks_are_found_where_readers_see_them():
-    """A pattern that finds nothing would pass everything."""
+def test_all_blocks_are_found():
+    """Without blocks, every test of blocks would pass."""
     assert len(blocks(ROOT / "README.md")) == 5
     assert len(blocks(SITE / "quick_start.rst")) == 6
     line, code = blocks(SITE / "quick_start.rst")[0]
@@ -58,14 +58,13 @@ def test_blocks_are_found_where_readers_see_them():
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_block_of_python_hides_behind_another_name(path):
+def test_every_block_of_python_is_marked_as_python(path):
     text = path.read_text(encoding="utf-8")
     languages = set(re.findall(r"^```(\w+)$|^\.\. (?:code-block|code|sourcecode):: (\w+)", text, re.MULTILINE))
     assert {a or b for a, b in languages} <= {"python", "text", "toml"}
 
 
-def test_the_readme_shows_values_where_it_says(tmp_path, namespace):
-    """The quick start is followed to its end: TensorBoard finds a curve for every layer."""
+def test_the_quick_start_of_the_readme_writes_a_curve_for_every_layer(tmp_path, namespace):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for _, code in blocks(ROOT / "README.md")[:3]:
@@ -94,7 +93,7 @@ def test_the_commands_of_the_readme_are_in_the_makefile():
         assert named <= targets
 
 
-def test_links_to_files_lead_somewhere():
+def test_linked_files_exist():
     for page in (*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,4 +1,4 @@
-"""The examples run, and TensorBoard reads what they leave."""
+"""The examples run, and TensorBoard reads their files."""
 
 import math
 import re
@@ -19,7 +19,7 @@ SIZE = {"digits": "1", "text": "12"}  # epochs, steps
 
 @pytest.fixture(scope="module", params=KINDS)
 def example(request, tmp_path_factory):
-    """Name of an example, what it printed, and its values: tag → {step: value}."""
+    """The name of an example, its output, and its values: tag → {step: value}."""
     work = tmp_path_factory.mktemp(request.param)
     printed = run_python(str(ROOT / "examples" / f"{request.param}.py"), SIZE[request.param], "run", cwd=work)
     [run] = (work / "run").iterdir()
@@ -27,7 +27,7 @@ def example(request, tmp_path_factory):
     return request.param, printed, {t: {v.step: v.value for v in events.Scalars(t)} for t in events.Tags()["scalars"]}
 
 
-def test_the_loss_is_there_at_every_step_and_falls(example):
+def test_the_loss_is_written_at_every_step_and_falls(example):
     _, _, curves = example
     loss = list(curves["Network/loss"].values())
     assert list(curves["Network/loss"]) == list(range(len(loss)))
@@ -35,7 +35,7 @@ def test_the_loss_is_there_at_every_step_and_falls(example):
     assert sum(loss[-3:]) < sum(loss[:3])
 
 
-def test_every_kind_is_there_for_the_layers(example):
+def test_every_kind_is_written_for_the_layers(example):
     name, _, curves = example
     for kind in KINDS[name]:
         for layer in LAYERS[name]:
@@ -44,7 +44,7 @@ def test_every_kind_is_there_for_the_layers(example):
             assert all(math.isfinite(value) for value in values.values())
 
 
-def test_the_table_says_what_the_file_says(example):
+def test_the_table_shows_the_values_of_the_file(example):
     name, printed, curves = example
     last = list(curves[f"weights_norm2/{LAYERS[name][0]}"].values())[-1]
     [line] = [line for line in printed.splitlines() if line.split()[:1] == [LAYERS[name][0]]]
@@ -52,8 +52,7 @@ def test_the_table_says_what_the_file_says(example):
     assert "tensorboard --logdir run" in printed
 
 
-def test_gradients_are_printed_while_a_network_trains(tmp_path):
-    """The blog's recipe, in five lines; nothing is written."""
+def test_gradients_are_printed_during_training_and_no_file_is_written(tmp_path):
     printed = run_python(str(ROOT / "examples" / "print_gradients.py"), "11", cwd=tmp_path).splitlines()
     found = [re.fullmatch(r"step (\d+) +(\w+) +(\w+) +norm (\d\.\d{3}e[+-]\d\d)", line).groups() for line in printed]
     kinds = ("weight_gradients", "bias_gradients")
@@ -62,7 +61,7 @@ def test_gradients_are_printed_while_a_network_trains(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_printed_is_the_gradient(monkeypatch, capsys):
+def test_the_printed_norms_are_those_of_the_gradients(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from print_gradients import watch_gradients
 

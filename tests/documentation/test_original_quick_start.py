@@ -1,4 +1,4 @@
-"""The quick start of the first ikkuna's README runs unchanged, on real data, and its numbers are the true ones."""
+"""The quick start of the first ikkuna runs unchanged, on real data, and its values are right."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory):
-    """Tag → {step: value}, as TensorBoard reads the files of a process that has trained and ended."""
+    """Tag → {step: value}, read by TensorBoard after the training process has ended."""
     work = tmp_path_factory.mktemp("quick_start")
     run_python(str(SCRIPT), str(STEPS), cwd=work)
     assert [path.name for path in work.iterdir()] == ["run"]
@@ -30,20 +30,20 @@ def curves(tmp_path_factory):
 
 
 def layers(model):
-    """Names and layers in the order of the forward."""
+    """Yield the names and layers in the order of the forward pass."""
     for part in ("features", "classifier"):
         for name, layer in getattr(model, part).named_children():
             yield f"{part}.{name}", layer
 
 
-def test_there_is_a_curve_for_every_layer_at_every_tenth_step(script, curves):
+def test_every_layer_has_a_curve_with_every_tenth_step(script, curves):
     expected = {f"layer_gradients_norm2/{name}" for name, _ in layers(script["make_model"]())}
     assert {tag for tag in curves if not tag.startswith("Overview/")} == expected
     assert all(list(curves[tag]) == [0, 10, 20, 30] for tag in expected)
 
 
 def test_every_value_is_the_norm_of_the_true_gradient(script, curves):
-    """The same training again, layer by layer, without hooks: ``autograd.grad`` of the loss with respect to each output."""
+    """The reference is the same training without hooks, with ``autograd.grad`` of the loss with respect to each output."""
     torch.manual_seed(0)
     model = script["make_model"]()
     loss_function, optimizer = torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The tables that the site makes from the code are complete."""
+"""The generated tables of the documentation are complete."""
 
 import importlib.util
 import sys
@@ -28,7 +28,7 @@ gallery = pytest.fixture(name="gallery")(lambda: (yield from extension("ikkuna_g
 
 
 def rows(text):
-    """Return the cells of a list-table, row by row, without its head."""
+    """Return the rows of a list-table without its head, each a list of cells."""
     cells = [line[5:].removeprefix("- ") for line in text.splitlines() if line.startswith(("   * - ", "     - "))]
     width = text.split("   * - ")[1].count("\n     - ") + 1
     return [cells[i : i + width] for i in range(width, len(cells), width)]
@@ -38,20 +38,20 @@ def test_every_kind_is_described(tables):
     assert [row[0] for row in rows(tables.kinds())] == [f"``{kind}``" for kind in BUILT_IN]
 
 
-def test_a_kind_that_nobody_described_is_an_error(tables, monkeypatch):
+def test_a_kind_without_a_description_is_an_error(tables, monkeypatch):
     monkeypatch.delitem(tables.KINDS, "loss")
     with pytest.raises(ValueError, match="loss"):
         tables.kinds()
 
 
 @pytest.mark.parametrize("name", sorted(plugin_names(subscriber.GROUP)))
-def test_every_metric_says_what_it_takes_and_publishes(tables, name):
+def test_the_docstring_of_every_metric_states_what_it_takes_and_publishes(tables, name):
     takes, publishes, _ = tables.exchange(getattr(subscriber, name))
     assert takes
     assert publishes.startswith(("``", "nothing"))
 
 
-def test_a_metric_that_does_not_say_so_is_an_error(tables):
+def test_a_docstring_that_does_not_state_this_is_an_error(tables):
     class Silent:
         """A metric."""
 
@@ -59,7 +59,7 @@ def test_a_metric_that_does_not_say_so_is_an_error(tables):
         tables.exchange(Silent)
 
 
-def test_what_a_metric_says_is_split_into_its_parts(tables):
+def test_the_statement_is_split_into_its_parts(tables):
     class Told:
         """A metric.
 
@@ -82,14 +82,14 @@ def test_every_loop_of_the_tests_is_in_the_table(tables):
     assert len(rows(tables.trainers())) > 5
 
 
-def test_every_fault_is_told_and_has_a_test(tables):
+def test_every_fault_is_listed_and_has_a_test(tables):
     catalogue = {*range(1, 61), *range(67, 91)}
     assert FAULTS.keys() | LEFT_OUT.keys() == catalogue
     assert not FAULTS.keys() & LEFT_OUT.keys()
     assert tables.marked_tests().keys() == FAULTS.keys()
-    told = [row for section in SECTIONS for row in rows(tables.faults(section))]
-    assert [what for what, _, _ in told] == [fault.what for fault in FAULTS.values()]
-    assert all("``test_" in tests for _, _, tests in told)
+    listed = [row for section in SECTIONS for row in rows(tables.faults(section))]
+    assert [what for what, _, _ in listed] == [fault.what for fault in FAULTS.values()]
+    assert all("``test_" in tests for _, _, tests in listed)
 
 
 def test_a_fault_without_a_test_is_an_error(tables, monkeypatch):
@@ -113,15 +113,15 @@ def test_the_gallery_shows_each_picture_above_the_code_that_draws_it(gallery, tm
     assert order == sorted(order)
 
 
-def test_a_gallery_that_is_up_to_date_is_not_drawn_again(gallery, tmp_path, monkeypatch):
+def test_pictures_that_are_up_to_date_are_not_drawn_again(gallery, tmp_path, monkeypatch):
     (tmp_path / "pictures.txt").write_text("ex07_last_state last_state.png")
     monkeypatch.setattr(gallery, "_draw", None)
     assert gallery.draw("inspection", tmp_path) == {"ex07_last_state": [tmp_path / "last_state.png"]}
 
 
-def test_every_metric_has_its_cost_or_a_reason_why_not(tables):
-    told = {row[0].strip("`") for row in rows(tables.costs())}
-    assert told >= {name for name in plugin_names(subscriber.GROUP) if not name.startswith("Example")}
+def test_the_cost_of_every_metric_is_listed(tables):
+    listed = {row[0].strip("`") for row in rows(tables.costs())}
+    assert listed >= {name for name in plugin_names(subscriber.GROUP) if not name.startswith("Example")}
 
 
 def test_a_metric_that_was_not_measured_is_an_error(tables, monkeypatch):

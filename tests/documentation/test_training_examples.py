@@ -1,4 +1,4 @@
-"""The examples of training draw their pictures, and what is said of these is true."""
+"""The training examples draw their pictures, and their statements are true."""
 
 import importlib
 from itertools import pairwise
