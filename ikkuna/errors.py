@@ -1,16 +1,19 @@
-"""The errors ikkuna raises, all at set-up; none of them reaches a running training loop.
+"""The exceptions that ikkuna raises at set-up; none of them reaches a running training loop.
 
 ::
 
     IkkunaError
     ├── ConfigError(ValueError)         an argument has a value that cannot be used
     │   ├── ConfigTypeError(TypeError)  an argument has the wrong type
-    │   └── UnknownKindError            a kind of message nobody publishes
+    │   └── UnknownKindError            no exporter or subscriber publishes this kind
     ├── ClosedError(RuntimeError)       an exporter or run was used after close()
-    ├── PluginError(ImportError)        a plugin could not be loaded, or offers something else
-    ├── LogDirError(OSError)            the log directory cannot be written
+    ├── PluginError(ImportError)        a plugin could not be loaded, or is no subclass of the expected class
+    ├── LogDirError(OSError)            the log directory cannot be created or written
     └── SnapshotError(ValueError)       a snapshot file is damaged or unsafe
 """
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 __all__ = [
     "ClosedError",
@@ -21,11 +24,12 @@ __all__ = [
     "PluginError",
     "SnapshotError",
     "UnknownKindError",
+    "unknown_name",
 ]
 
 
 class IkkunaError(Exception):
-    """Base of every error raised by ikkuna."""
+    """The base class of the exceptions of ikkuna."""
 
 
 class ConfigError(IkkunaError, ValueError):
@@ -37,7 +41,7 @@ class ConfigTypeError(ConfigError, TypeError):
 
 
 class UnknownKindError(ConfigError):
-    """A kind of message that nobody publishes was asked for."""
+    """No exporter or subscriber publishes this kind."""
 
 
 class ClosedError(IkkunaError, RuntimeError):
@@ -45,12 +49,37 @@ class ClosedError(IkkunaError, RuntimeError):
 
 
 class PluginError(IkkunaError, ImportError):
-    """A plugin could not be loaded, or what it offers is not what its entry point promises."""
+    """A plugin could not be loaded, or is no subclass of the class that its entry point stands for."""
 
 
 class LogDirError(IkkunaError, OSError):
-    """The log directory cannot be made or written."""
+    """The log directory cannot be created or written."""
 
 
 class SnapshotError(IkkunaError, ValueError):
-    """A snapshot file is damaged, or would need code execution to be read."""
+    """A snapshot file is damaged, or reading it would execute code."""
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the text of an error about an unknown name.
+
+    Parameters
+    ----------
+    what : str
+        What has the name, such as ``"preset"``.
+    name : str
+        The unknown name.
+    known : iterable of str
+        The names that exist.
+
+    Examples
+    --------
+    >>> unknown_name("preset", "full", ["default"])
+    "unknown preset 'full'; available: 'default'"
+    >>> unknown_name("kind", "weigths", ["biases", "weights"])
+    "unknown kind 'weigths'; did you mean 'weights'? available: 'biases', 'weights'"
+    """
+    known = tuple(known)
+    near = get_close_matches(name, known, 1)
+    hint = f" did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r};{hint} available: {', '.join(map(repr, known)) or 'none'}"

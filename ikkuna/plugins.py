@@ -1,7 +1,7 @@
-"""Find plugins through entry points, one distribution at a time, and load one only when someone asks for it.
+"""Finds plugins through entry points, one distribution at a time, and loads each on its first use.
 
-Importing ikkuna loads no plugin.  A broken plugin fails alone, naming its distribution and the cause;
-a package with malformed metadata, ours or not, is passed over.
+Importing ikkuna loads no plugin.  The error about a broken plugin names its distribution and the cause.
+A distribution whose metadata cannot be read is skipped with a warning.
 """
 
 import logging
@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
-from ikkuna.errors import PluginError
+from ikkuna.errors import PluginError, unknown_name
 
 __all__ = ["load_plugin", "plugin_names", "plugins"]
 
@@ -20,10 +20,10 @@ log = logging.getLogger("ikkuna")
 
 @cache
 def plugins(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group by name; a name that is offered more than once has several.
+    """Return the entry points of a group by name; a name of several distributions has several entry points.
 
-    A distribution found twice, as an editable install is, counts where it is found first.
-    The answer is kept: a distribution installed later is seen by the next process.
+    If a distribution is found in two places, as editable installs are, the first one counts.
+    The result is cached: a distribution that is installed later is found by the next process.
     """
     found: dict[str, list[EntryPoint]] = defaultdict(list)
     seen: set[str] = set()
@@ -31,8 +31,8 @@ def plugins(group: str) -> dict[str, tuple[EntryPoint, ...]]:
         try:
             points = _points(distribution, group)
         except Exception as error:
-            what = "the entry points of %s cannot be read, its plugins are ignored: %s: %s"
-            log.warning(what, _name(distribution), type(error).__name__, error)
+            text = "the entry points of %s cannot be read, its plugins are ignored: %s: %s"
+            log.warning(text, _name(distribution), type(error).__name__, error)
             continue
         if not points or (name := re.sub("[-_.]+", "-", _name(distribution)).lower()) in seen:
             continue
@@ -41,19 +41,19 @@ def plugins(group: str) -> dict[str, tuple[EntryPoint, ...]]:
             if point.name.isidentifier() and not point.name.startswith("_"):
                 found[point.name].append(point)
             else:
-                log.warning("the plugin name %r of %s is no public identifier; ignored", point.name, _origin(point))
+                log.warning("the plugin name %r of %s is not a public identifier; ignored", point.name, _origin(point))
     return {name: tuple(points) for name, points in found.items()}
 
 
 def _points(distribution: Distribution, group: str) -> list[EntryPoint]:
     text = distribution.read_text("entry_points.txt")
-    if text is None or group not in text:  # spares the parsing of everybody's metadata
+    if text is None or group not in text:  # most distributions need no parsing
         return []
     return [point for point in distribution.entry_points if point.group == group]
 
 
 def _name(distribution: Distribution | None) -> str:
-    """Return the name of a distribution, or of its directory if its metadata is damaged."""
+    """Return the name of a distribution, or that of its directory if its metadata is damaged."""
     try:
         name = distribution.metadata["Name"] if distribution else None
     except Exception:
@@ -71,7 +71,7 @@ def _origin(point: EntryPoint) -> str:
 
 
 def plugin_names(group: str) -> frozenset[str]:
-    """Return the names a group offers, without loading anything."""
+    """Return the names of a group's plugins without loading them."""
     return frozenset(plugins(group))
 
 
@@ -81,17 +81,15 @@ def load_plugin(group: str, name: str, base: type) -> Any:
     Raises
     ------
     PluginError
-        If no distribution or more than one offers the name, if importing it fails for any reason, or if it is something else.
+        If no distribution or more than one has a plugin of this name, if its import fails, or if it is no subclass of `base`.
         The message names the distribution and the cause.
     """
     points = plugins(group).get(name, ())
     if not points:
-        raise PluginError(
-            f"no installed distribution offers {name!r} in {group!r}; is ikkuna installed, or only on the path?"
-        )
+        raise PluginError(unknown_name(base.__name__.lower(), name, sorted(plugin_names(group))))
     if len(points) > 1:
         offers = ", ".join(f"{_origin(point)} ({point.value})" for point in points)
-        raise PluginError(f"{name!r} is offered more than once: {offers}; uninstall all but one")
+        raise PluginError(f"several distributions have a plugin {name!r}: {offers}; uninstall all but one")
     (point,) = points
     what = f"plugin {name!r} from distribution {_origin(point)} ({point.value})"
     try:

@@ -1,4 +1,4 @@
-"""Close what is still open when the process ends."""
+"""Closes open objects at the end of the process."""
 
 import atexit
 import weakref
@@ -7,12 +7,12 @@ from typing import Protocol
 __all__ = ["close_at_exit"]
 
 
-class _Closing(Protocol):
+class _Closeable(Protocol):
     def close(self) -> None: ...
 
 
-def close_at_exit(thing: _Closing) -> None:
-    """Call ``thing.close()`` at the end of the process if `thing` is still there; hold it weakly until then."""
+def close_at_exit(thing: _Closeable) -> None:
+    """Call ``thing.close()`` at the end of the process; only a weak reference to `thing` is kept until then."""
     reference = weakref.ref(thing)
 
     def close() -> None:

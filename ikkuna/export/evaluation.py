@@ -1,4 +1,4 @@
-"""Run a model over data and leave no trace of it."""
+"""Runs a model over data without an effect on training."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -20,9 +20,20 @@ def run(
     visit: Callable[[Any, Any], object] | None = None,
     call: Callable[[nn.Module, Any], Any] | None = None,
 ) -> None:
-    """Run the model over batches, undisturbed: pairs ``(inputs, labels)``, or inputs alone.
+    """Run the model over batches and restore its state and all random states afterwards.
 
-    A tuple or dict of inputs is spread out, unless `call` computes the outputs; `loss` and `visit` get outputs and labels.
+    Parameters
+    ----------
+    model : nn.Module
+        The model; it runs in evaluation mode.
+    loss : nn.Module, optional
+        Called with outputs and labels.
+    batches : iterable
+        Pairs ``(inputs, labels)``, or inputs.
+    visit : callable, optional
+        Called with outputs and labels.
+    call : callable, optional
+        ``call(model, inputs)`` returns the outputs; by default a tuple or dict of inputs becomes the arguments of the model.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with ExitStack() as stack:

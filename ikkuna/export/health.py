@@ -1,4 +1,4 @@
-"""How the monitor itself is doing."""
+"""The state of the monitor itself: errors, lost values and overhead."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,26 @@ __all__ = ["Health", "health_of"]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How the monitor itself is doing.
+    """The state of the monitor itself.
 
     Parameters
     ----------
-    acked_step : the last step whose values the operating system has; -1 before
-    steps : training steps seen
-    errors : errors caught, of subscribers and our own
-    dropped : values that were lost on their way to a file, bundles that never met, and rows that other ranks could not keep up with
-    disabled : subscribers that are not called any more
-    skipped : tensors without numbers and updates there was no memory for
-    overhead : time that was ours on the training thread, as a share of the time that was not, from the second step on
-    seconds : time spent in each subscriber's own code, its subscribers' included, by class and kinds
+    acked_step : int
+        The last step whose values were written to the operating system; -1 before the first.
+    steps : int
+        Number of training steps.
+    errors : int
+        Number of caught errors, of subscribers and of ikkuna.
+    dropped : int
+        Number of values that were lost before they were written, of incomplete bundles, and of rows that other ranks did not keep.
+    disabled : tuple of str
+        Class names of the disabled subscribers.
+    skipped : int
+        Number of tensors without readable elements, and of updates for which memory was missing.
+    overhead : float
+        Time that ikkuna spent on the training thread divided by the rest of the time, from the second step on.
+    seconds : dict of str to float
+        Time spent in the code of each subscriber, by class and kinds; includes the subscribers of its results.
     """
 
     acked_step: int
@@ -33,18 +41,21 @@ class Health:
     seconds: dict[str, float]
 
 
-def health_of(observer: Session) -> Health:
-    """Return how an observer and its bus are doing."""
-    bus, run = observer.bus, observer.bus.run
+def health_of(session: Session) -> Health:
+    """Return the health of a session and its bus."""
+    bus, run = session.bus, session.bus.run
+    seconds: dict[str, float] = {}
+    for registered in bus.registered:
+        seconds[registered.label] = seconds.get(registered.label, 0.0) + registered.seconds
     return Health(
         acked_step=run.acked_step if run is not None else -1,
-        steps=observer.steps,
+        steps=session.steps,
         errors=bus.error_guard.errors,
         dropped=(run.dropped if run is not None else 0)
-        + sum(s.dropped for s in bus.registered)
-        + observer.exchange.dropped,
+        + sum(registered.dropped for registered in bus.registered)
+        + session.exchange.dropped,
         disabled=tuple(bus.error_guard.disabled),
-        skipped=observer.skipped,
-        overhead=observer.stopwatch.overhead,
-        seconds={s.label: s.seconds for s in bus.registered},
+        skipped=session.skipped,
+        overhead=session.stopwatch.overhead,
+        seconds=seconds,
     )

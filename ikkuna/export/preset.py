@@ -1,4 +1,4 @@
-"""A choice of subscribers for those who do not want to choose."""
+"""The base class of presets, which are named sets of subscribers."""
 
 from abc import ABC, abstractmethod
 
@@ -10,8 +10,8 @@ GROUP = "ikkuna.presets"
 
 
 class Preset(ABC):
-    """Names subscribers that go well together; found through the entry-point group ``ikkuna.presets``."""
+    """A set of subscribers that is found by name through the entry-point group ``ikkuna.presets``."""
 
     @abstractmethod
     def subscribers(self, sees_loss: bool) -> list[Subscriber]:
-        """Return new subscribers; `sees_loss` if the loss module is known."""
+        """Return new subscribers; `sees_loss` is whether the loss module is known."""

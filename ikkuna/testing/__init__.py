@@ -1,6 +1,6 @@
-"""What the tests of a plugin need; ours use the same.
+"""The test kit for plugins; ikkuna's own tests use it, too.
 
-Nothing here is imported while a model trains.
+No other part of ikkuna imports this package.
 """
 
 from ikkuna.testing.backends import check_backend

@@ -1,4 +1,4 @@
-"""The contract every backend keeps."""
+"""The checks that every backend must pass."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["check_backend"]
 
 @dataclass(frozen=True)
 class _Histogram:
-    """Of the numbers 1, 2 and 4."""
+    """A histogram of the numbers 1, 2 and 4."""
 
     min: float = 1.0
     max: float = 4.0
@@ -39,20 +39,20 @@ _VALUES = (0.5, -0.0, math.nan, math.inf, -math.inf, 1e300, 5e-324)
 
 
 def check_backend(make: Callable[[], Backend], directory: Path) -> None:
-    """Raise `AssertionError` if the backends that `make` returns break the contract of backends.
+    """Raise `AssertionError` if a backend returned by `make` breaks the contract of backends.
 
-    - Making one, and closing one that was never opened, touches no file.
-    - It takes any number as a value, any text as a name, a histogram, a matrix, and a page of Markdown.
-    - It writes nothing outside the directory it was given.
-    - After ``flush()`` everything committed is stored, nothing was dropped, and ``acked_step`` is the last step (or ``None``).
-    - ``close()`` says so, and does nothing the second time.
+    - The constructor, and ``close()`` of a backend that was never opened, create and change no file.
+    - Any number is accepted as a value and any text as a name; histograms, matrices and Markdown texts are accepted.
+    - No file is written outside the given directory.
+    - After ``flush()`` all committed values are stored, none was dropped, and ``acked_step`` is the last step (or ``None``).
+    - ``close()`` returns ``True``, also the second time.
 
     Parameters
     ----------
     make : callable
         Returns a new backend.
     directory : Path
-        Where to work; empty.
+        An empty directory for the files of the check.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
     inside.mkdir(parents=True)
     before = _files(directory)
     unused = make()
-    assert unused.close(), "close() of a backend that was never opened says that values were lost"
+    assert unused.close(), "close() of a backend that was never opened returned False"
     assert _files(directory) == before, "a backend that was never opened wrote a file"
     backend = make()
     backend.open(inside)
@@ -77,13 +77,13 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
         backend.add_text("Model", "| a | b |\n|---|---|\n| 1 | 2 |", step)
         backend.commit(step)
     last = len(_VALUES) - 1
-    assert backend.flush(10.0), "flush() says that not everything was stored"
+    assert backend.flush(10.0), "flush() returned False: not everything was stored"
     assert backend.dropped == 0, f"{backend.dropped} values were dropped"
     assert backend.acked_step in (None, last), f"after flush() acked_step is {backend.acked_step}, expected {last}"
-    assert backend.close(10.0), "close() says that not everything was stored"
-    assert backend.close(10.0), "the second close() has another answer than the first"
+    assert backend.close(10.0), "close() returned False: not everything was stored"
+    assert backend.close(10.0), "the second close() returned False, the first True"
     outside = [path for path in _files(directory) - before if inside not in path.parents]
-    assert not outside, f"it wrote outside its directory: {', '.join(map(str, outside))}"
+    assert not outside, f"the backend wrote outside its directory: {', '.join(map(str, outside))}"
 
 
 def _files(directory: Path) -> set[Path]:

@@ -1,4 +1,4 @@
-"""A backend that remembers."""
+"""A backend that keeps all values in memory."""
 
 from typing import Any
 
@@ -9,13 +9,16 @@ __all__ = ["RecordingBackend"]
 
 
 class RecordingBackend(Backend):
-    """Keep everything in lists.
+    """Keeps all values in lists.
 
     Attributes
     ----------
-    values : ``(series, value, step)`` for each number, histogram and matrix, in order
-    texts : ``(title, text, step)``
-    commits : the committed steps
+    values : list of tuple
+        ``(series, value, step)`` for each number, histogram and matrix, in order.
+    texts : list of tuple
+        ``(title, text, step)`` for each text.
+    commits : list of int
+        The committed steps.
 
     Examples
     --------
@@ -32,26 +35,26 @@ class RecordingBackend(Backend):
         self.closed = False
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
-        """Keep a number."""
+        """Append a number to `values`."""
         self.values.append((series, value, step))
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
-        """Keep a histogram."""
+        """Append a histogram to `values`."""
         self.values.append((series, histogram, step))
 
     def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
-        """Keep a matrix."""
+        """Append a matrix to `values`."""
         self.values.append((series, matrix, step))
 
     def add_text(self, title: str, text: str, step: int) -> None:
-        """Keep a text."""
+        """Append a text to `texts`."""
         self.texts.append((title, text, step))
 
     def commit(self, step: int) -> None:
-        """Keep the step."""
+        """Append a step to `commits`."""
         self.commits.append(step)
 
     def close(self, timeout: float | None = 2.0) -> bool:
-        """Remember it."""
+        """Set ``closed`` and return ``True``."""
         self.closed = True
         return True

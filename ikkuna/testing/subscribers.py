@@ -1,4 +1,4 @@
-"""The contract every subscriber keeps."""
+"""The checks that every subscriber must pass."""
 
 import gc
 import random
@@ -33,7 +33,7 @@ Make = Callable[..., Subscriber]
 
 
 def special_tensors() -> dict[str, Tensor]:
-    """Return tensors that a metric will meet some day, by the name of what is special about them."""
+    """Return unusual tensors that a metric must handle, by a description of each."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     with_nan, with_inf = x.clone(), x.clone()
     with_nan[1, 2], with_inf[1, 2], with_inf[3, 0] = torch.nan, torch.inf, -torch.inf
@@ -61,23 +61,23 @@ def special_tensors() -> dict[str, Tensor]:
 
 
 def check_subscriber(make: Make, needs: Sequence[Make] = (), tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Raise `AssertionError` if the subscribers that `make` returns break the contract of subscribers.
+    """Raise `AssertionError` if a subscriber returned by `make` breaks the contract of subscribers.
 
-    - One made without a bus has no effect outside itself.
-    - Training is bit-identical with and without it: losses, weights, gradients, optimizer state, random states, modes.
-    - No tensor of `special_tensors`, or of `tensors`, makes it fail, is changed by it, or is kept alive by it.
-    - What it shows is a float, a histogram, a matrix or a text, what it publishes is a float.
-    - Both have the step of their inputs, and a kind that it announces (or takes, for what it only shows).
+    - The constructor has no effect outside the object if no bus is passed.
+    - Training is bit-identical with and without the subscriber: losses, weights, gradients, optimizer state, random states, modes.
+    - The subscriber accepts each of `special_tensors`, or of `tensors`, does not change it, and keeps no reference to it.
+    - Each shown value is a float, a histogram, a matrix or a text; each published value is a float.
+    - Each value has the step of its inputs and one of the subscriber's ``publishes`` (or ``kinds``, if it is only shown).
 
     Parameters
     ----------
     make : callable
-        ``make(**options)`` returns a new subscriber and hands `options` (``backend``, ``message_bus``) on to `Subscriber`.
-        It takes modules that `small_model` has, and labels from 0 to 2.
+        ``make(**options)`` returns a new subscriber and passes `options` (``backend``, ``message_bus``) to `Subscriber`.
+        The subscriber must accept the modules of `small_model` and labels from 0 to 2.
     needs : sequence of callables
-        The same for the subscribers whose results it takes.
-    tensors : mapping, optional
-        Others to show it in place of `special_tensors`, by what is special about them.
+        The same for each subscriber whose results it takes.
+    tensors : mapping of str to Tensor, optional
+        Tensors to use instead of `special_tensors`, by a description of each.
 
     Examples
     --------
@@ -93,10 +93,10 @@ def check_subscriber(make: Make, needs: Sequence[Make] = (), tensors: Mapping[st
         try:
             _check_tensor(make, needs, tensor)
         except Exception as error:
-            raise AssertionError(f"a tensor that is special ({what}): {type(error).__name__}: {error}") from error
+            raise AssertionError(f"special tensor ({what}): {type(error).__name__}: {error}") from error
 
 
-# -- training is left alone -------------------------------------------------------------------------------------------
+# -- no effect on training --------------------------------------------------------------------------------------------
 
 
 def _check_is_invisible(make: Make, needs: Sequence[Make]) -> None:
@@ -106,12 +106,12 @@ def _check_is_invisible(make: Make, needs: Sequence[Make]) -> None:
     plain = train(small_model())
     before = _surroundings()
     watched = train(small_model(), subscribers)
-    _require_same(before, _surroundings(), "training with it changed")
-    _require_same(plain, watched, "with it, training has another")
+    _require_same(before, _surroundings(), "training with the subscriber changed")
+    _require_same(plain, watched, "training with the subscriber differs in")
 
 
 def _surroundings() -> dict[str, Any]:
-    """Return what belongs to others in this process."""
+    """Return the global state of this process that a subscriber must not change."""
     return {
         "torch's random state": torch.get_rng_state(),
         "numpy's random state": np.random.get_state(),
@@ -124,7 +124,7 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _require_same(a: Any, b: Any, claim: str, where: str = "") -> None:
-    """Compare bytes, not values: NaN equals itself, and -0 differs from 0."""
+    """Raise if two nested structures differ; tensors are compared by bytes, so that NaN equals NaN and -0 differs from 0."""
     if isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
         for key in a:
             _require_same(a[key], b[key], claim, f"{where}.{key}".lstrip("."))
@@ -143,7 +143,7 @@ def _bytes(x: Any) -> bytes:
     return np.asarray(x).tobytes()
 
 
-# -- whatever comes, it copes -----------------------------------------------------------------------------------------
+# -- special tensors --------------------------------------------------------------------------------------------------
 
 
 def _check_tensor(make: Make, needs: Sequence[Make], tensor: Tensor) -> None:
@@ -161,10 +161,10 @@ def _check_tensor(make: Make, needs: Sequence[Make], tensor: Tensor) -> None:
             bus.register_subscriber(CallbackSubscriber(subscriber.publishes, published.append, tag=None))
         _feed(bus, stamp, tensor)
         storage = StorageWeakRef(_storage_of(_feed(bus, stamp, tensor.clone())))
-    assert _bytes(tensor) == content, f"{subscriber!r} changed it"
+    assert _bytes(tensor) == content, f"{subscriber!r} changed the tensor"
     if not storage.expired():
         gc.collect()
-    assert storage.expired(), f"{subscriber!r} keeps it alive; keep a clone if the metric needs one"
+    assert storage.expired(), f"{subscriber!r} keeps a reference to the tensor; clone it if the metric needs it later"
     _check_published(subscriber, published, stamp)
     for series, value, step in recording.values:
         _check_shown(subscriber, series, value, step, stamp)
@@ -175,11 +175,9 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
-    """Show a tensor as if it were of every kind, twice as in a step of two micro-batches; return it."""
-    shape = (
-        tensor.shape[:1] + tensor.shape[2:] if tensor.ndim > 1 else ()
-    )  # classes are on the second axis, or the only one
-    labels = torch.zeros(shape, dtype=torch.long)
+    """Deliver a tensor as data of every kind, twice as in a step of two micro-batches; return it."""
+    # The axis of the classes is the second one, or the only one.
+    labels = torch.zeros(tensor.shape[:1] + tensor.shape[2:] if tensor.ndim > 1 else (), dtype=torch.long)
     loss = (tensor.abs() if tensor.is_complex() else tensor.to_dense()).float().mean()
     together = dict(zip(MEASURED_TOGETHER, (tensor, labels, loss), strict=True))
     seen = {Site(kind, "first"): tensor for kind in MODULE_KINDS}
@@ -208,7 +206,7 @@ def _check_published(subscriber: Subscriber, published: list[Message], stamp: St
 
 def _check_shown(subscriber: Subscriber, series: Series, value: Any, step: int, stamp: Stamp) -> None:
     known = {*subscriber.publishes, *subscriber.kinds}
-    assert series.kind in known, f"{subscriber!r} shows {series.kind!r}, which it does not announce"
+    assert series.kind in known, f"{subscriber!r} shows {series.kind!r}, which is not among {sorted(known)}"
     shown = isinstance(value, float | str | Matrix) or is_histogram(value)
     assert shown, f"{subscriber!r} shows a {type(value).__name__}"
     assert step == stamp.global_step, f"{subscriber!r} shows step {step}, its inputs are of step {stamp.global_step}"

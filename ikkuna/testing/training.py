@@ -1,4 +1,4 @@
-"""A training run small enough for a test, and what a subscriber says of it."""
+"""A small training run, and the values that subscribers show in it."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,10 +22,14 @@ class Value(NamedTuple):
 
     Parameters
     ----------
-    kind : such as ``"weights_norm2"``
-    name : module, with the parameter's or output's own name where it needs one; ``None`` for the whole network
-    step : number of the optimizer step
-    value : a float, or a histogram
+    kind : str
+        The kind, such as ``"weights_norm2"``.
+    name : str or None
+        The module, with the parameter's or output's own name if needed; ``None`` for the whole network.
+    step : int
+        Number of the optimizer step.
+    value : Any
+        A float, or a histogram.
     """
 
     kind: str
@@ -35,9 +39,9 @@ class Value(NamedTuple):
 
 
 def small_model() -> nn.Module:
-    """Return a network of the layers ``first``, ``relu`` and ``last`` from 4 inputs to 3 classes, the same at every call.
+    """Return a network with the layers ``first``, ``relu`` and ``last``, from 4 inputs to 3 classes, the same at every call.
 
-    No random number of anyone else's is used up.
+    Global random generators are not used.
 
     Examples
     --------
@@ -66,10 +70,10 @@ def train(
     batch: Batch | None = None,
     bus: MessageBus | None = None,
 ) -> dict[str, Any]:
-    """Train `model` on one batch with momentum and cross-entropy, and return everything the training consists of.
+    """Train `model` on one batch with momentum and cross-entropy; return losses, weights, gradients and optimizer state.
 
-    Subscribers are registered on `bus`, by default a new one, in their order; an error of theirs is raised.
-    Without subscribers nobody looks.
+    The subscribers are registered in order on `bus`, by default a new one; their errors are raised.
+    Without subscribers no exporter is created.
     """
     inputs, labels = batch if batch is not None else _small_batch()
     loss_function = nn.CrossEntropyLoss()
@@ -104,19 +108,19 @@ def train(
 def run(
     *subscribers: Subscriber, model: nn.Module | None = None, steps: int = 3, batch: Batch | None = None
 ) -> list[Value]:
-    """Train for some steps and return the values that subscribers show, in order.
+    """Train for some steps and return the values that the subscribers show, in order.
 
-    Whatever backend they name, their values are kept in memory and no file is written.
-    An error of theirs is raised.
+    The values are kept in memory instead of the subscribers' own backends; no file is written.
+    Errors of subscribers are raised.
 
     Parameters
     ----------
     *subscribers : Subscriber
-        Made without ``message_bus``; one that takes another's results comes after it.
+        Created without ``message_bus``; a subscriber of results comes after their publisher.
     model : nn.Module, optional
         `small_model` by default.
     steps : int
-        How many optimizer steps.
+        Number of optimizer steps.
     batch : pair of Tensor, optional
         Inputs of the model, and labels for cross-entropy with its output; (8, 4) and 3 classes by default.
 

@@ -1,4 +1,4 @@
-"""Registration is checked as a whole, delivery is in order, and a failing subscriber harms nobody."""
+"""Registration is checked as a whole, delivery is in order, and a failing subscriber affects neither training nor other subscribers."""
 
 import logging
 import math
@@ -534,7 +534,7 @@ def test_importing_the_package_loads_no_plugin():
 def test_an_unknown_subscriber_names_those_there_are():
     with pytest.raises(
         PluginError,
-        match=r"no installed distribution offers a subscriber 'NromSubscriber'; installed: .*NormSubscriber",
+        match=r"unknown subscriber 'NromSubscriber'; did you mean 'NormSubscriber'\? available: .*'NormSubscriber'",
     ):
         _ = subscriber.NromSubscriber
     with pytest.raises(AttributeError, match="'something'"):

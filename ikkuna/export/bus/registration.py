@@ -1,9 +1,8 @@
 """The checks that a subscriber passes before it is registered; each of them raises and changes nothing."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
-from ikkuna.errors import ConfigError, UnknownKindError
+from ikkuna.errors import ConfigError, UnknownKindError, unknown_name
 from ikkuna.export.messages.kinds import BUILT_IN, EVENT_KINDS, is_built_in, is_of_module
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.subscription import Subscription
@@ -49,10 +48,7 @@ def check_registration(subscriber: Subscriber, others: Sequence[Subscriber], mod
 def _check_kind(subscriber: Subscriber, kind: str, others: Sequence[Subscriber]) -> None:
     is_result = _is_published(kind, others)
     if not is_built_in(kind) and not is_result:
-        known = known_kinds(others)
-        near = get_close_matches(kind, known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
-        raise UnknownKindError(f"unknown kind {kind!r}{hint} known: {', '.join(known)}")
+        raise UnknownKindError(unknown_name("kind", kind, known_kinds(others)))
     if is_result and not subscriber.derived:
         raise ConfigError(
             f"{subscriber!r} measures tensors, but {kind!r} is a result and carries a float; "

@@ -1,12 +1,12 @@
 """Subscribers: the base classes, and every installed metric by its class name.
 
-``from ikkuna.export.subscriber import NormSubscriber`` finds the plugin `NormSubscriber` through its entry point and loads it then;
-importing this package loads none.
+``from ikkuna.export.subscriber import NormSubscriber`` finds the plugin `NormSubscriber` through its entry point and loads it.
+Importing this package loads no plugin.
 """
 
 from typing import Any
 
-from ikkuna.errors import PluginError
+from ikkuna.errors import PluginError, unknown_name
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.callback import CallbackSubscriber
 from ikkuna.export.subscriber.plot import PlotSubscriber
@@ -34,10 +34,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in plugin_names(GROUP):
         return load_plugin(GROUP, name, Subscriber)
-    message = f"no installed distribution offers a subscriber {name!r}; installed: {', '.join(sorted(plugin_names(GROUP))) or 'none'}"
+    text = unknown_name("subscriber", name, sorted(plugin_names(GROUP)))
     if name.endswith("Subscriber"):
-        raise PluginError(message)  # a from-import shows this text, but would hide an AttributeError's
-    raise AttributeError(message)
+        raise PluginError(text)  # a from-import would replace the text of an AttributeError
+    raise AttributeError(text)
 
 
 def __dir__() -> list[str]:

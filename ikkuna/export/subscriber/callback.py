@@ -1,4 +1,4 @@
-"""The raw door: a function of yours, called with every message as it is seen."""
+"""A subscriber that calls a function of the user with each message."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,22 +10,25 @@ __all__ = ["CallbackSubscriber"]
 
 
 class CallbackSubscriber(Subscriber):
-    """Call ``function(message)`` for each message of some kinds.
+    """Calls ``function(message)`` for each message of some kinds.
 
-    For module and network data the call comes in the hook and ``message.data`` is the borrowed tensor: it is valid during the call,
-    detached, and must not be changed; clone what you keep.  Events and other subscribers' results arrive when the batch is over.
+    For data of modules and the network, the function is called in the hook and ``message.data`` is the borrowed tensor.
+    The tensor is detached and must not be changed; clone it if you need it after the call.
+    For events and results of other subscribers, the function is called after the end of the step.
 
     Parameters
     ----------
     kinds : str or list of str
-        What to call the function for.
+        The kinds to subscribe to.
     function : callable
-        Takes a message; what it returns is ignored.
+        Called with a message; its return value is ignored.
+    **options : Any
+        See `Subscriber`.
 
     Raises
     ------
     ConfigTypeError
-        If `function` cannot be called.
+        If `function` is not callable.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A subscriber whose values are meant to be looked at."""
+"""The base class of metrics with a chart."""
 
 from ikkuna.export.subscriber.base import Subscriber
 
@@ -6,7 +6,7 @@ __all__ = ["PlotSubscriber"]
 
 
 class PlotSubscriber(Subscriber):
-    """A subscriber with a picture: ``title`` and ``ylims`` say how its curves should look.
+    """A subscriber whose values are drawn with ``title`` and ``ylims``.
 
-    Backends that draw axes honour both; TensorBoard shows the title and chooses limits itself.
+    Backends that draw axes use both; TensorBoard shows the title and chooses the limits itself.
     """
