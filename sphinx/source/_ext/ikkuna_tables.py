@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +182,23 @@ def left_out() -> str:
     return "\n".join(f"* {why}" for why in LEFT_OUT.values())
 
 
+def cells(name: str, start: str) -> list[list[str]]:
+    """Return the rows of the table in a file of ``benchmarks`` whose first line begins with `start`, without the rule."""
+    lines = (ROOT / "benchmarks" / name).read_text(encoding="utf-8").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(start))
+    head, _, *rows = takewhile(lambda line: line.startswith("|"), lines[first:])
+    return [[re.sub("`+", "``", cell.strip()) for cell in line.strip("|").split("|")] for line in (head, *rows)]
+
+
+def gather() -> str:
+    """Return the table of measured costs of the exchange between ranks."""
+    head, *rows = cells("RESULTS.md", "| ranks ")
+    return table(head, rows)
+
+
 def costs() -> str:
     """Return the table of measured costs of metrics.  A metric that was not measured is an error."""
-    lines = (ROOT / "benchmarks" / "metrics.md").read_text(encoding="utf-8").splitlines()
-    head, _, *rows = (
-        [re.sub("`+", "``", cell.strip()) for cell in line.strip("|").split("|")] for line in lines if line
-    )
+    head, *rows = cells("metrics.md", "| metric")
     measured = {row[0].strip("`") for row in rows}
     if missing := set(plugins(subscriber.GROUP)) - measured:
         raise ValueError(f"metrics whose cost was not measured: {sorted(missing)}")
@@ -202,6 +214,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"faults-{section}": partial(faults, section) for section in SECTIONS},
     "faults-left-out": left_out,
     "costs": costs,
+    "gather": gather,
     "metric-pages": metric_pages,
     "backend-pages": backend_pages,
 }
