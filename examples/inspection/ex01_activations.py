@@ -1,7 +1,7 @@
-"""Activations of a bidirectional RNN: is what its channels say distinct?
+"""Activations of a bidirectional RNN: do its channels differ?
 
-The first picture gives every channel limits of its own, which shows shapes.
-The second gives all the same, which shows sizes.
+The first picture scales each channel separately, which shows the shapes.
+The second picture uses one scale for all channels, which shows the magnitudes.
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Gradients of one sample, early in training: how far back does the loss reach?
 
-Read from right to left, as the gradient travels.  Where the curve is flat, nothing is learned from these steps.
+The gradient flows from right to left.
+Where the curve is flat, the network learns nothing from these timesteps.
 """
 
 from pathlib import Path

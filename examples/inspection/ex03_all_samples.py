@@ -1,7 +1,7 @@
 """Gradients of all samples after 20 iterations, as curves and as images.
 
-In the images blue is negative, white zero and red positive.
-Colour at the right edge alone means that the early steps are ignored.
+In the images, blue is negative, white is zero and red is positive.
+If only the right edge is coloured, the network ignores the early timesteps.
 """
 
 from pathlib import Path

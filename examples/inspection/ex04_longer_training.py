@@ -1,4 +1,4 @@
-"""The same gradients after 200 iterations: they reach further back."""
+"""The same gradients after 200 iterations: they reach earlier timesteps."""
 
 import ex03_all_samples
 

@@ -1,4 +1,4 @@
-"""Two ways to look at 256 channels: curves compare samples, an image compares channels."""
+"""Two pictures of 256 channels: curves compare samples, an image compares channels."""
 
 from pathlib import Path
 

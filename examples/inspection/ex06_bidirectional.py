@@ -1,7 +1,7 @@
 """Gradients of a bidirectional GRU with 512 channels.
 
 The lower half of the channels reads the sequence backwards.
-``reflect_half`` turns its time, so that both halves are in the order in which they were computed.
+``reflect_half`` reverses its time axis, so that both halves are in the order of computation.
 """
 
 from pathlib import Path

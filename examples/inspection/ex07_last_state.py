@@ -1,4 +1,4 @@
-"""Gradients of a last state, which has no time: a column of channels for each sample."""
+"""Gradients of the last state, which has no time axis: one column of channels per sample."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""LSTM, GRU and plain RNN, each with 256 units: which one carries the gradient furthest?"""
+"""LSTM, GRU and plain RNN, each with 256 units: in which one does the gradient reach the earliest timesteps?"""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Weights of an LSTM with 256 units, gate by gate.
 
-Histograms show distributions; the image keeps apart which input and which unit a weight belongs to.
-PyTorch starts all biases alike, so there is no bright band at the forget gate as in Keras.
+Histograms show distributions; the image shows the weight of each input and each unit.
+PyTorch initialises all biases alike, so the forget gate has no bright band as in Keras.
 """
 
 from pathlib import Path

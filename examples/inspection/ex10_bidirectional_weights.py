@@ -1,4 +1,4 @@
-"""Weights of a bidirectional LSTM: a picture for each direction, with the same limits in both."""
+"""Weights of a bidirectional LSTM: one picture for each direction, with the same limits."""
 
 from pathlib import Path
 

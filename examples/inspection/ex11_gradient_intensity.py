@@ -1,4 +1,4 @@
-"""Gradients of a GRU's weights in greys: which gate is corrected most?"""
+"""Gradients of a GRU's weights in grey levels: which gate has the largest gradients?"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""NaN in an LSTM's weights: counted gate by gate, marked in yellow, and written on the panels of the histogram."""
+"""NaN in an LSTM's weights: counted for each gate, marked in yellow, and stated on the panels of the histogram."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Weights of a sparse convolutional autoencoder: a strip for each position of the kernel.
+"""Weights of a sparse convolutional autoencoder: one strip for each position of the kernel.
 
 Some input channels are uniformly weak, others have bands of strong weights.
 """

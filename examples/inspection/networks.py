@@ -1,4 +1,4 @@
-"""The small recurrent networks that the examples of this directory look into."""
+"""The small recurrent networks of the examples in this directory."""
 
 import torch
 from torch import nn

@@ -1,12 +1,12 @@
-"""Which layers are ready first?
+"""Which layers converge first?
 
-A small ConvNet learns handwritten digits.
-Its weights are kept now and then; when training is over, the outputs of every layer at each of these times are
-compared, by CKA on 256 digits that it has not seen, with those it has in the end.
+A small ConvNet learns handwritten digits, and its weights are saved at several times.
+After training, the outputs of every layer at each of these times are compared with its final outputs.
+The comparison is CKA on 256 digits that were not used for training.
 
-From the bottom up: at every time a layer is closer to its end than the one above it.
-The first convolution is there from the beginning (0.99), for pixels decide what it gives; the second is above 0.99 after
-250 steps, the linear layers after 450 and 500.
+The layers converge from the bottom up: at every time, a layer is closer to its final state than the layer above it.
+The first convolution starts at 0.99, because its output mainly depends on the pixels.
+The second one exceeds 0.99 after 250 steps, the linear layers after 450 and 500 steps.
 """
 
 from pathlib import Path

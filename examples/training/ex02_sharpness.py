@@ -1,9 +1,9 @@
-"""How sharp does it get?
+"""How sharp does the loss become?
 
-Two networks learn 500 digits by gradient descent with all of them in every step.
-The largest eigenvalue of the Hessian rises until it reaches 2 / learning rate (dashed), goes a little beyond, and stays there:
-above it, each step along that direction overshoots further than the one before.
-The loss is smooth until then, and falls with jumps afterwards.
+Two networks learn 500 digits by full-batch gradient descent.
+The largest eigenvalue of the Hessian rises to 2 / learning rate (dashed), slightly exceeds it, and stays there.
+Above this value, each step along the eigenvector overshoots further than the previous one.
+The loss is smooth before this point and decreases with jumps after it.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How much of a tensor is near zero."""
+"""The share of elements near zero."""
 
 import torch
 
