@@ -14,7 +14,6 @@ from typing import Any
 
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.files.file_backend import FileBackend
-from ikkuna.visualization.files.wall_clock import WallClock
 from ikkuna.visualization.matrix import Matrix
 
 __all__ = ["JSONLinesBackend", "read"]
@@ -62,7 +61,6 @@ class JSONLinesBackend(FileBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._clock = WallClock()
         self._lines: list[str] = []
         self._heads: dict[Series, str] = {}
 

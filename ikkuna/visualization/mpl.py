@@ -1,6 +1,5 @@
-"""The backend that draws pictures: files in the run, and live ones in a notebook."""
+"""The backend that draws pictures: files in the run's directory, and live displays in a notebook."""
 
-import io
 import logging
 import os
 import threading
@@ -9,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.errors import ConfigError
+from ikkuna.failures import FailureCounter
 from ikkuna.plot.figure import NotebookFigure
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.names import picture_name
-from ikkuna.visualization.pictures.chart import Chart, HistogramChart, MatrixChart
-from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_histograms, draw_matrix
-from ikkuna.visualization.pictures.notebook import Screen, Sheet, in_notebook
+from ikkuna.visualization.pictures.chart import Chart, HistogramChart, MatrixChart, MatrixView
+from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_histograms
+from ikkuna.visualization.pictures.matrix_picture import draw_matrix
+from ikkuna.visualization.pictures.notebook import NotebookDisplay, PNGPicture, in_notebook
+from ikkuna.visualization.pictures.png import encode_png
 from ikkuna.visualization.pictures.redraw_thread import RedrawThread
 
 __all__ = ["MPLBackend"]
@@ -25,16 +27,16 @@ __all__ = ["MPLBackend"]
 log = logging.getLogger("ikkuna")
 
 
-class _Frame:
-    """One picture: what it shows, whether it is drawn, its file and its place in a notebook.
+class _ChartImage:
+    """A chart with its PNG file and its display in a notebook.
 
-    Training fills it, a thread draws it; the lock is held to copy numbers only.
+    The training thread adds values, the drawing thread draws; they hold the lock only to copy numbers.
     """
 
     def __init__(self, name: str, chart: Any, draw: Callable[[Any], NotebookFigure], dpi: float) -> None:
         self.name = name
-        self.sheet = Sheet(name)
-        self.screen: Screen | None = None
+        self.picture = PNGPicture(name)
+        self.display: NotebookDisplay | None = None
         self.directory: Path | None = None
         self._chart = chart
         self._draw = draw
@@ -44,8 +46,8 @@ class _Frame:
         self._step = 0
         self._values: dict[str | None, Any] = {}
 
-    def take(self, name: str | None, value: Any, step: int) -> None:
-        """Take a value of the open step."""
+    def add(self, name: str | None, value: Any, step: int) -> None:
+        """Add a value of the open step."""
         self._values[name] = value
         self._step = step
 
@@ -59,47 +61,42 @@ class _Frame:
 
     @property
     def changed(self) -> bool:
-        """Whether there is more than is drawn."""
+        """Whether steps have been added since it was drawn."""
         return self._drawn < self._added
 
     def draw(self) -> None:
-        """Draw what is there now, write the file, and fill the place in the notebook."""
+        """Draw the chart, write the file, and update the display."""
         with self._lock:
             view, added = self._chart.view(), self._added
-        picture = self._draw(view)
-        buffer = io.BytesIO()
-        picture.savefig(buffer, format="png", dpi=self._dpi)
-        picture.clear()  # its parts refer to one another, and whoever trains may have turned off the garbage collector
-        self.sheet = Sheet(self.name, buffer.getvalue())
-        if self.screen is not None:
-            self.screen.show(self.sheet)
+        self.picture = PNGPicture(self.name, encode_png(self._draw(view), self._dpi))
+        if self.display is not None:
+            self.display.update(self.picture)
         if self.directory is not None:
-            _replace(self.directory / f"{self.name}.png", self.sheet.png)
+            _replace(self.directory / f"{self.name}.png", self.picture.png)
         self._drawn = added
 
 
 class MPLBackend(Backend):
     """Draw pictures with matplotlib: ``pictures/{kind}.png`` in the run's directory, and in a notebook below the running cell.
 
-    There is one picture for each kind, with a line for each module.
-    Of more than `lines` modules it shows the least value, quartiles and the greatest.
-    Histograms stand behind one another, in a panel for each module: ``pictures/{kind}_histograms.png``.
-    Of matrices the latest is drawn: ``pictures/{kind}_matrix.png``.
+    A picture of values has a line for each module, or, for more than `lines` modules, minimum, quartiles and maximum.
+    ``pictures/{kind}_histograms.png`` has a panel for each module with its histograms at several steps.
+    ``pictures/{kind}_matrix.png`` shows the latest matrix.
     Values of another pass than training are in ``{kind}.{pass}.png``.  Pages of text are not drawn.
 
-    Pictures are drawn in a thread of its own, without a display and without pyplot; a subscriber's ``title=`` and ``ylims=`` are honoured.
-    Memory does not grow with steps: of a long run each line keeps its lowest and highest values.
+    A thread draws the pictures, without a display and without pyplot.  A subscriber's ``title=`` and ``ylims=`` are used.
+    Memory does not grow with steps: in a long run each line keeps the least and greatest values of groups of steps.
 
     Parameters
     ----------
     interval : float
-        Seconds between drawings, more if drawing takes more than a twentieth of the time.
+        Seconds between two drawings; more if drawing takes more than a twentieth of the time.
     lines : int
-        Most lines in a picture.
+        Largest number of lines in a picture.
     live : bool, optional
-        Show pictures in the notebook, and replace them as they are drawn; by default if this is one.
+        Whether to display the pictures in the notebook and replace them when they are drawn; by default, inside a notebook.
     dpi : float
-        Dots in an inch; a picture is 8 × 4.5 inches.
+        Dots per inch; a chart is 8 × 4.5 inches.
 
     Raises
     ------
@@ -129,87 +126,98 @@ class MPLBackend(Backend):
         self._dpi = dpi
         self._directory: Path | None = None
         self._order = ModuleOrder()
-        self._frames: dict[str, _Frame] = {}
-        self._of_series: dict[tuple[Series, str], _Frame] = {}
-        self._studio = RedrawThread(lambda: list(self._frames.values()), interval)
+        self._images: dict[str, _ChartImage] = {}
+        self._of_series: dict[tuple[Series, str], _ChartImage] = {}
+        self._failures = FailureCounter()  # of displays in a notebook
+        self._thread = RedrawThread(lambda: list(self._images.values()), interval)
 
     def open(self, directory: Path) -> None:
-        """Draw below `directory`."""
+        """Write pictures below `directory`."""
         self._directory = directory / "pictures"
         if self._live is None:
             self._live = in_notebook()
 
     def describe(self, modules: Sequence[ModuleEntry]) -> None:
-        """List modules in their order in the network."""
+        """Sort the modules in a picture as in the network."""
         self._order = ModuleOrder(modules)
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
         """Add a point to a line."""
-        self._frame(series, "").take(series.name, value, step)
+        self._image(series, "").add(series.name, value, step)
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
         """Add a histogram to a panel."""
-        self._frame(series, "_histograms").take(series.name, histogram, step)
+        self._image(series, "_histograms").add(series.name, histogram, step)
 
     def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
-        """Put a matrix in the place of the one before."""
+        """Replace the matrix of the series."""
         if matrix.values.size:
-            self._frame(series, "_matrix").take(series.name, matrix, step)
+            self._image(series, "_matrix").add(series.name, matrix, step)
 
-    def _frame(self, series: Series, ending: str) -> _Frame:
-        if (frame := self._of_series.get((series, ending))) is None:
+    def _image(self, series: Series, ending: str) -> _ChartImage:
+        if (image := self._of_series.get((series, ending))) is None:
             name = picture_name(series) + ending
-            frame = self._frames.get(name) or self._new_frame(series, name, ending)
-            self._of_series[series, ending] = frame
-        return frame
+            image = self._images.get(name) or self._new_image(series, name, ending)
+            self._of_series[series, ending] = image
+        return image
 
-    def _new_frame(self, series: Series, name: str, ending: str) -> _Frame:
+    def _new_image(self, series: Series, name: str, ending: str) -> _ChartImage:
         chart: Any
         draw: Callable[[Any], NotebookFigure]
         if ending == "_matrix":
-            chart, draw = MatrixChart(series), draw_matrix
+            chart, draw = MatrixChart(series), _draw_matrix
         elif ending:
             chart, draw = HistogramChart(series), lambda view: draw_histograms(view, self._order.key)
         else:
             chart, draw = Chart(series, self._lines), lambda view: draw_chart(view, self._order.key)
-        frame = _Frame(name, chart, draw, self._dpi)
-        frame.directory = self._directory
-        self._frames = {**self._frames, name: frame}  # a new one, since a thread may be reading the old
-        return frame
+        image = _ChartImage(name, chart, draw, self._dpi)
+        image.directory = self._directory
+        self._images = {**self._images, name: image}  # a new dict, because the thread may be iterating over the old one
+        return image
 
     def commit(self, step: int) -> None:
-        """Hand the values of a step to the pictures."""
-        for frame in self._frames.values():
-            frame.commit()
-            if self._live and frame.screen is None:
-                self._reserve(frame)
-        if self._frames:
-            self._studio.open()
+        """Add the values of a step to the pictures."""
+        for image in self._images.values():
+            image.commit()
+            if self._live and image.display is None and not self._failures.is_exhausted():
+                self._display(image)
+        if self._images:
+            self._thread.open()
 
-    def _reserve(self, frame: _Frame) -> None:
+    def _display(self, image: _ChartImage) -> None:
         try:
-            frame.screen = Screen(frame.sheet)
+            image.display = NotebookDisplay(image.picture)
+            self._failures.reset()
         except Exception:
-            self._live = False
-            log.exception("pictures cannot be shown in this notebook; they are in '%s'", self._directory)
+            if self._failures.is_logged(self._failures.add()):
+                log.exception("pictures cannot be displayed in this notebook; they are in '%s'", self._directory)
 
     @property
-    def pictures(self) -> dict[str, Sheet]:
-        """Every picture as it was drawn last, by its name."""
-        return {name: frame.sheet for name, frame in self._frames.items()}
+    def pictures(self) -> dict[str, PNGPicture]:
+        """Every picture as it was last drawn, by its name."""
+        return {name: image.picture for name, image in self._images.items()}
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything committed is drawn; say whether it is."""
-        return self._studio.flush(timeout)
+        """Draw everything committed, and return whether that was done within `timeout` seconds."""
+        return self._thread.flush(timeout)
 
     def close(self, timeout: float | None = 2.0) -> bool:
-        """Draw everything; what takes longer than `timeout` goes on in the background and is named in the log."""
-        return self._studio.close(timeout)
+        """Draw everything; pictures that take longer than `timeout` seconds are finished in the background and logged."""
+        if late := self._thread.close(timeout):
+            what = "not finished drawing: %s. The PNGs on disk lack the last values unless the process keeps running."
+            log.warning(what, ", ".join(late))
+        return self._thread.is_up_to_date()
+
+
+def _draw_matrix(view: MatrixView) -> NotebookFigure:
+    matrix = view.matrix
+    title = f"{view.title}, step {view.step}"
+    return draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits, title=title)
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file that is never seen half written."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # someone may have tidied up
+    """Write a file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # the directory may have been deleted
     beside = path.with_name(f".{path.name}")
     beside.write_bytes(data)
     os.replace(beside, path)

@@ -1,7 +1,9 @@
-"""The backend that TensorBoard reads."""
+"""The backend that writes TensorBoard's event files."""
 
+import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ikkuna.visualization.backend import Series
@@ -17,24 +19,27 @@ from ikkuna.visualization.files.event_file import (
     titled_scalar_value,
 )
 from ikkuna.visualization.files.file_backend import FileBackend
-from ikkuna.visualization.files.wall_clock import WallClock
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
 from ikkuna.visualization.names import heatmap_title, image_tag, matrix_tag, overview_tag, series_tag, text_tag
-from ikkuna.visualization.overview import STATISTICS, overview
-from ikkuna.visualization.pictures.heatmap_picture import draw_matrix
-from ikkuna.visualization.pictures.heatmap_schedule import HeatmapSchedule, Picture
+from ikkuna.visualization.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue
+from ikkuna.visualization.pictures.redraw_thread import Drawable, RedrawThread
 
-__all__ = ["TensorBoardBackend"]
+__all__ = ["STATISTICS", "TensorBoardBackend", "overview"]
+
+log = logging.getLogger("ikkuna")
+
+_DRAWING_INTERVAL = 5.0  # seconds
+STATISTICS = ("min", "median", "max")
 
 
 class _Group:
-    """The modules of a kind in a pass: three curves sum up their values of a step, and a heatmap shows all."""
+    """The modules of a kind in a pass: three curves summarise their values, and a heat map shows all of them."""
 
-    def __init__(self, member: Series) -> None:
+    def __init__(self, member: Series, heatmap: HeatmapImage) -> None:
         self.prefixes = [scalar_prefix(overview_tag(member, statistic)) for statistic in STATISTICS]
-        self.title = heatmap_title(member)
+        self.heatmap = heatmap
         self.values: dict[str, float] = {}
 
     def entries(self) -> list[bytes]:
@@ -45,28 +50,29 @@ class _Group:
 class TensorBoardBackend(FileBackend):
     """Write an event file with the tags ``{kind}/{module}``, ``Network/{kind}`` and ``Overview/{kind}_min|median|max``.
 
-    ``Heatmaps/{kind}`` has a row for each module and a column for each step, and is drawn now and then in a thread of its own;
-    ``Matrices/{kind}`` are pictures of matrices, and ``Text/Modules`` lists the modules.
-    Values of another pass than training are found under ``{kind}.{pass}``.
-    A value is rounded to single precision, as everywhere in TensorBoard.
+    ``Heatmaps/{kind}`` is an image with a row for each module and a column for each step, drawn about twenty times a day.
+    ``Matrices/{kind}`` are images of matrices, and ``Text/Modules`` lists the modules.
+    A thread draws the images.
+    Values of another pass than training have the tags ``{kind}.{pass}``.
+    Values are rounded to single precision, as everywhere in TensorBoard.
     All values of a step share one event and one time.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._clock = WallClock()
         self._curves: dict[Series, tuple[bytes, _Group | None]] = {}
         self._groups: dict[tuple[str, str], _Group] = {}
         self._entries: list[bytes] = []
-        self._started = False
-        self._gallery = HeatmapSchedule(self._hang)
+        self._started = self._closed = False
+        self._matrices = MatrixQueue()
+        self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL)
         self._order = ModuleOrder()
 
     def _format(self) -> EventFormat:
-        return EventFormat(self._clock)
+        return EventFormat(self._clock.now)
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
-        """Add a value to the step's event; the first of a series carries its title."""
+        """Add a value to the step's event; the first value of a series carries its title."""
         curve = self._curves.get(series)
         if curve is None:
             curve = self._curves[series] = scalar_prefix(series_tag(series)), self._group(series)
@@ -81,7 +87,11 @@ class TensorBoardBackend(FileBackend):
     def _group(self, series: Series) -> _Group | None:
         if series.name is None or not self._order.belongs(series.name):
             return None
-        return self._groups.setdefault((series.kind, series.pass_name), _Group(series))
+        key = series.kind, series.pass_name
+        if key not in self._groups:
+            heatmap = HeatmapImage(image_tag(heatmap_title(series)), self._order, self._write_image)
+            self._groups = {**self._groups, key: _Group(series, heatmap)}  # a new dict: the thread may be iterating
+        return self._groups[key]
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
         """Add a histogram (see :class:`~ikkuna.visualization.histogram.HistogramLike`) to the step's event."""
@@ -89,10 +99,13 @@ class TensorBoardBackend(FileBackend):
         self._values += 1
 
     def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
-        """Add a picture of a matrix to the step's event; it is drawn at once, in some milliseconds."""
-        if matrix.values.size:
-            self._entries.append(image_value(matrix_tag(series), *draw_matrix(matrix)))
-        self._values += 1
+        """Add a matrix; its image is drawn and written later, in an event of its own."""
+        image = MatrixImage(matrix_tag(series), matrix, step, self._write_image)
+        if not image.size:
+            return
+        if self._matrices.add(image) and self._matrices.dropped == 1:
+            log.warning("matrices are added faster than they are drawn; from step %d on the oldest are dropped", step)
+        self._thread.open()
 
     def add_text(self, title: str, text: str, step: int) -> None:
         """Add a page of Markdown to the step's event."""
@@ -100,40 +113,65 @@ class TensorBoardBackend(FileBackend):
         self._values += 1
 
     def describe(self, modules: Sequence[ModuleEntry]) -> None:
-        """List the modules in a page of text, and show them in their order in heatmaps."""
+        """Add a page of text that lists the modules, and sort them in heat maps as in the network."""
         self._order = ModuleOrder(modules)
-        self._gallery.arrange(self._order)
         if modules:
             self._entries.append(text_value(text_tag("Modules"), module_table(modules)))
 
-    def add_image(self, title: str, png: bytes, height: int, width: int, step: int) -> None:
-        """Add a picture, encoded as PNG, to the step's event, in the group ``Heatmaps``."""
-        self._entries.append(image_value(image_tag(title), png, height, width))
-        self._values += 1
-
-    def commit(self, step: int) -> None:
-        """Queue the step's block for the writer's thread."""
-        super().commit(step)
-        self._gallery.tick()
+    def flush(self, timeout: float | None = None) -> bool:
+        """Draw the matrices, write everything committed to the disk, and return whether that was done in time."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        drawn = not self._unwritten() or self._thread.flush(timeout)
+        return super().flush(None if deadline is None else max(deadline - time.monotonic(), 0.0)) and drawn
 
     def close(self, timeout: float | None = 2.0) -> bool:
-        """Draw what has not been drawn, bring everything to the disk, and release the file."""
+        """Draw all images, write everything to the disk, and release the file; drawing takes at most half of `timeout`."""
         begin = time.monotonic()
-        if self._writer is not None:
-            self._gallery.finish(None if timeout is None else timeout / 2)
-        return super().close(None if timeout is None else timeout - (time.monotonic() - begin))
+        if self._writer is not None and not self._closed:
+            for group in self._groups.values():
+                group.heatmap.finish()
+            if late := self._thread.close(None if timeout is None else timeout / 2):
+                log.warning(
+                    "not finished drawing: %s. The event file lacks the latest of these images.", ", ".join(late)
+                )
+            self._closed = True
+            self._matrices.abandon()
+        stored = super().close(None if timeout is None else timeout - (time.monotonic() - begin))
+        return stored and not self._matrices.dropped
 
-    def _hang(self, pictures: list[Picture], step: int) -> None:
-        """Queue pictures, from whatever thread has drawn them, in an event of their own."""
-        entries = [image_value(image_tag(title), png, height, width) for title, png, height, width in pictures]
-        if self._writer is not None:
-            self._writer.submit(step_record(b"".join(entries), step, self._clock.now()), step, len(entries))
+    @property
+    def acked_step(self) -> int:
+        """Last step whose bytes, with those of all earlier matrices, the operating system has; -1 before."""
+        first = min((image.step for image in self._unwritten()), default=None)
+        return super().acked_step if first is None else min(super().acked_step, first - 1)
+
+    @property
+    def dropped(self) -> int:
+        """Number of values that did not reach the file."""
+        return super().dropped + self._matrices.dropped
+
+    def _unwritten(self) -> tuple[MatrixImage, ...]:
+        return self._matrices.images(self._writer.written if self._writer is not None else 0)
+
+    def _drawables(self) -> Iterator[Drawable]:
+        drawables: list[Drawable] = [*self._unwritten(), *(group.heatmap for group in self._groups.values())]
+        for drawable in drawables:
+            if not self._closed:
+                yield drawable
+
+    def _write_image(self, tag: str, png: bytes, step: int) -> int:
+        """Queue an image in an event of its own; called in the drawing thread."""
+        if self._writer is None or self._closed:
+            return 0
+        block = step_record(image_value(tag, png), step, self._clock.now())
+        return self._writer.submit(block, step, 1)
 
     def _take_block(self, step: int) -> bytes:
         for group in self._groups.values():
             if len(group.values) > 1:
                 self._entries += group.entries()
-                self._gallery.add(group.title, step, group.values)
+                group.heatmap.add(step, group.values)
+                self._thread.open()
             group.values.clear()
         entries, self._entries = self._entries, []
         if not entries:
@@ -144,3 +182,22 @@ class TensorBoardBackend(FileBackend):
             block = start_record(step, now) + block
         self._started = True
         return block
+
+
+def overview(values: list[float]) -> tuple[float, float, float]:
+    """Return minimum, median and maximum of at least one value; all are NaN if one of the values is.
+
+    A layer that has diverged must stay visible.
+
+    Examples
+    --------
+    >>> overview([4.0, 1.0, 2.0, 3.0])
+    (1.0, 2.5, 4.0)
+    >>> overview([4.0, float("nan")])
+    (nan, nan, nan)
+    """
+    if any(map(math.isnan, values)):
+        return math.nan, math.nan, math.nan
+    ordered = sorted(values)
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return ordered[0], low if low == high else low / 2 + high / 2, ordered[-1]

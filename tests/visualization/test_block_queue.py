@@ -1,4 +1,4 @@
-from ikkuna.visualization.files.block_queue import Block, BlockQueue
+from ikkuna.visualization.files.block_queue import BlockQueue, QueuedBlock
 
 
 def describe(values, first, last):
@@ -6,7 +6,7 @@ def describe(values, first, last):
 
 
 def fill(queue, steps, size=800):
-    return [queue.put(Block(b"x" * size, step, 5)) for step in steps]
+    return [queue.put(QueuedBlock(b"x" * size, step, 5)) for step in steps]
 
 
 def drain(queue, count):
@@ -65,7 +65,7 @@ def test_a_block_larger_than_the_queue_passes_when_nothing_waits():
 
 def test_empty_blocks_are_bounded_too_and_cause_no_episode():
     queue = BlockQueue(10_000, describe)
-    news = [queue.put(Block(b"", step, 0)) for step in range(1000)]
+    news = [queue.put(QueuedBlock(b"", step, 0)) for step in range(1000)]
     assert queue.accepted == 50
     assert set(news) == {None}
 

@@ -11,7 +11,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
 from ikkuna.visualization.files import event_file
-from ikkuna.visualization.files.wall_clock import WallClock
+from ikkuna.visualization.files.file_backend import WallClock
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 
@@ -82,7 +82,7 @@ def test_text_that_is_no_unicode_is_stored_all_the_same():
 
 
 def test_a_file_begins_with_its_version():
-    event = Event.FromString(payload(event_file.EventFormat(WallClock()).header()))
+    event = Event.FromString(payload(event_file.EventFormat(WallClock().now).header()))
     assert event.file_version == "brain.Event:2"
 
 

@@ -1,18 +1,21 @@
 import io
 import math
+import threading
 import time
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from ikkuna.visualization import tensorboard
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
-from ikkuna.visualization.pictures import heatmap_schedule as gallery_module
+from ikkuna.visualization.pictures import matrix_picture
+from ikkuna.visualization.pictures.event_images import HeatmapImage
 from ikkuna.visualization.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
-from ikkuna.visualization.pictures.heatmap_picture import draw, scaled
-from ikkuna.visualization.pictures.heatmap_schedule import HeatmapSchedule
+from ikkuna.visualization.pictures.matrix_picture import draw_heatmap, scaled
+from ikkuna.visualization.pictures.png import encode_png
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 
@@ -69,15 +72,16 @@ def test_cells_are_a_copy():
     [
         ([[1.0, 2.0], [3.0, math.nan]], [[0, 0.5], [1, math.nan]], (1, 3)),
         ([[-1.0, 1000.0]], [[0, 1]], (-1, 1000)),
-        ([[1.0, 10.0, 100.0]], [[0, 0.5, 1]], (1, 100)),
-        ([[0.0, 1.0, 100.0]], [[0, 0, 1]], (1, 100)),
+        ([[1.0, 50.5, 100.0]], [[0, 0.5, 1]], (1, 100)),
+        ([[1.0, 100.0, 10000.0]], [[0, 0.5, 1]], (1, 10000)),
+        ([[0.0, 1.0, 1000.0]], [[0, 0, 1]], (1, 1000)),
         ([[0.0, 0.0]], [[0, 0]], (0, 0)),
         ([[0.0, 4.0]], [[0, 1]], (0, 4)),
         ([[math.inf, math.nan]], [[math.nan, math.nan]], None),
     ],
 )
 def test_scales(values, shares, ends):
-    found, found_ends = scaled(cells(values))
+    found, found_ends = scaled(np.array(values))
     assert found.tolist() == [pytest.approx(row, nan_ok=True) for row in shares]
     assert found_ends == (pytest.approx(ends) if ends else None)
 
@@ -89,9 +93,8 @@ def test_pictures_show_each_cell_and_mark_what_is_broken_or_missing(rows, column
     values[0, 0], values[1, 0] = math.nan, math.inf
     known = np.ones((rows, columns), bool)
     known[-1, -1] = False
-    png, height, width = draw(cells(values, known))
-    picture = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
-    assert picture.shape == (height, width, 3)
+    picture = np.asarray(Image.open(io.BytesIO(encode_png(draw_heatmap(cells(values, known))))).convert("RGB"))
+    height, width, _ = picture.shape
     assert width < 1500
     assert height < rows + 400
     broken, missing = (np.argwhere((picture == colour).all(-1)) for colour in ((230, 0, 60), (226, 230, 238)))
@@ -101,69 +104,128 @@ def test_pictures_show_each_cell_and_mark_what_is_broken_or_missing(rows, column
 
 
 def test_a_picture_without_a_finite_value():
-    png, height, width = draw(cells([[math.nan, math.inf]] * 3, names=("a" * 300, "b", "ä")))
-    assert png.startswith(b"\x89PNG")
-    assert width < 1000
-    assert height > 0
+    png = encode_png(draw_heatmap(cells([[math.nan, math.inf]] * 3, names=("a" * 300, "b", "ä"))))
+    assert Image.open(io.BytesIO(png)).width < 1000
 
 
-def gallery(interval=0.0):
-    hung = []
-    made = HeatmapSchedule(lambda pictures, step: hung.append((step, [title for title, *_ in pictures])), interval)
-    return made, hung
+def image(order=None, interval=0.0):
+    drawn = []
+    return HeatmapImage(
+        "Heatmaps/x", order or ModuleOrder(), lambda *arguments: drawn.append(arguments) or 0, interval
+    ), drawn
 
 
-def test_drawing_is_done_elsewhere_and_not_at_every_step():
-    made, hung = gallery()
+def test_a_heat_map_is_drawn_if_it_is_due_and_has_new_values():
+    made, drawn = image(interval=1000.0)
     for step in range(3):
-        made.add("weights_norm2", step, {"a": 1.0, "b": 2.0})
-    made.tick()
-    made._thread.join(20)
-    assert hung == [(2, ["weights_norm2"])]
-    made._due = time.monotonic() + 100
-    made.add("weights_norm2", 3, {"a": 1.0, "b": 2.0})
-    made.tick()
-    assert len(hung) == 1
-    made.finish(20)
-    made.finish(20)
-    assert hung[1:] == [(3, ["weights_norm2"])]
+        made.add(step, {"a": 1.0, "b": 2.0})
+    assert not made.changed
+    made._due = 0.0
+    assert made.changed
+    made.draw()
+    assert [(tag, step) for tag, _, step in drawn] == [("Heatmaps/x", 2)]
+    made.add(3, {"a": 1.0, "b": 2.0})
+    assert not made.changed
+    made.finish()
+    assert made.changed
+    made.draw()
+    made.finish()
+    assert not made.changed
+    assert [step for *_, step in drawn] == [2, 3]
 
 
 def test_intervals_grow():
-    made, _ = gallery(10.0)
-    made._due = 0.0
-    made.tick()
-    assert made._due - time.monotonic() == pytest.approx(15, abs=1)
+    made, _ = image(interval=10.0)
+    for step in range(2):
+        made.add(step, {"a": 1.0, "b": 2.0})
+    for seconds in (15.0, 22.5):
+        made.draw()
+        assert made._due - time.monotonic() == pytest.approx(seconds, abs=1)
 
 
 def test_one_module_or_one_step_is_no_heatmap():
-    made, hung = gallery()
-    made.add("one module", 0, {"a": 1.0})
-    made.add("one module", 1, {"a": 1.0})
-    made.add("one step", 1, {"a": 1.0, "b": 1.0})
-    made.finish(20)
-    assert not hung
+    made, _ = image()
+    made.add(0, {"a": 1.0})
+    made.add(1, {"a": 1.0})
+    assert not made.changed
+    made, _ = image()
+    made.add(1, {"a": 1.0, "b": 1.0})
+    assert not made.changed
 
 
-def test_a_failing_picture_is_said_once_and_costs_no_more(monkeypatch, caplog):
-    def fail(cells):
+def training(backend, steps):
+    for step in range(steps):
+        for name in ("a", "b"):
+            backend.add_scalar(Series("weights_norm2", name), float(step), step)
+        backend.commit(step)
+
+
+def test_heat_maps_are_drawn_in_a_daemon_thread_while_training_goes_on(tmp_path, monkeypatch):
+    threads, gate = [], threading.Event()
+
+    def draw(view):
+        threads.append(threading.current_thread())
+        gate.wait(60)
+        return draw_heatmap(view)
+
+    monkeypatch.setattr(matrix_picture, "draw_heatmap", draw)
+    monkeypatch.setattr(tensorboard, "_DRAWING_INTERVAL", 0.01)
+    backend = TensorBoardBackend()
+    backend.open(tmp_path)
+    training(backend, 2)
+    [group] = backend._groups.values()
+    group.heatmap.finish()
+    while not threads:
+        time.sleep(0.001)
+    training(backend, 100)
+    assert backend.flush(30)
+    assert backend.acked_step == 99
+    gate.set()
+    assert backend.close(60)
+    assert all(thread.daemon and thread is not threading.main_thread() for thread in threads)
+    assert not [thread for thread in threading.enumerate() if thread in threads]
+
+
+def test_closing_does_not_wait_for_a_drawing(tmp_path, monkeypatch, caplog):
+    gate = threading.Event()
+    monkeypatch.setattr(matrix_picture, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
+    backend = TensorBoardBackend()
+    backend.open(tmp_path)
+    training(backend, 2)
+    assert backend.close(1.0)
+    assert [record.message for record in caplog.records] == [
+        "not finished drawing: Heatmaps/weights_norm2. The event file lacks the latest of these images."
+    ]
+    gate.set()
+
+
+def test_a_failing_picture_is_logged_once_and_costs_no_values(tmp_path, monkeypatch, caplog):
+    def fail(view):
         raise OSError("no font")
 
-    monkeypatch.setattr(gallery_module, "draw", fail)
-    made, hung = gallery()
-    for step in range(5):
-        made.add("a", step, {"a": 1.0, "b": 2.0})
-        made.finish(20)
-    assert not hung
-    assert [record.message for record in caplog.records] == ["heatmaps cannot be drawn; there will be none"]
+    monkeypatch.setattr(matrix_picture, "draw_heatmap", fail)
+    backend = TensorBoardBackend()
+    backend.open(tmp_path)
+    training(backend, 2)
+    [group] = backend._groups.values()
+    group.heatmap.finish()
+    for _ in range(12):
+        backend._thread.flush(20)
+    assert backend.close(30)
+    assert [record.message for record in caplog.records] == [
+        "the picture Heatmaps/weights_norm2 cannot be drawn",
+        "the picture Heatmaps/weights_norm2 failed 10 times in a row and is no longer drawn",
+    ]
 
 
-def test_rows_are_in_the_order_of_the_network():
-    made, _ = gallery()
-    made.arrange(ModuleOrder([ModuleEntry(name, "Linear") for name in ("stem", "body.2", "body.10", "a")]))
-    made.add("x", 0, dict.fromkeys(("a", "new", "body.10", "body.2:1", "body.2", "stem"), 1.0))
-    ordered = made._arranged(made._heatmaps["x"].view())
-    assert ordered.names == ("stem", "body.2", "body.2:1", "body.10", "a", "new")
+def test_rows_are_in_the_order_of_the_network(monkeypatch):
+    views = []
+    monkeypatch.setattr(matrix_picture, "draw_heatmap", lambda view: views.append(view) or draw_heatmap(view))
+    made, _ = image(ModuleOrder([ModuleEntry(name, "Linear") for name in ("stem", "body.2", "body.10", "a")]))
+    for step in range(2):
+        made.add(step, dict.fromkeys(("a", "new", "body.10", "body.2:1", "body.2", "stem"), 1.0))
+    made.draw()
+    assert views[0].names == ("stem", "body.2", "body.2:1", "body.10", "a", "new")
 
 
 def test_what_is_no_module_is_in_no_overview(tmp_path):

@@ -213,7 +213,7 @@ def test_no_display_is_needed_and_pyplot_is_never_imported(tmp_path, monkeypatch
 def test_a_notebook_shows_what_is_in_pictures(tmp_path):
     backend = opened(tmp_path)
     fill(backend)
-    assert repr(backend.pictures) == "{'weights_norm2': <picture of weights_norm2, about to be drawn>}"
+    assert repr(backend.pictures) == "{'weights_norm2': <picture of weights_norm2, not drawn yet>}"
     assert backend.pictures["weights_norm2"]._repr_png_() is None
     assert backend.close(60)
     assert backend.pictures["weights_norm2"]._repr_png_() == (tmp_path / "pictures/weights_norm2.png").read_bytes()
@@ -271,7 +271,7 @@ def test_neither_training_nor_closing_waits_for_a_drawing(tmp_path, slow, caplog
     assert not caplog.records
     assert not backend.close(0.2)
     assert [record.message for record in caplog.records] == [
-        "pictures that are not drawn yet, or not with their last values: weights_norm2; they will be if this process lives on"
+        "not finished drawing: weights_norm2. The PNGs on disk lack the last values unless the process keeps running."
     ]
     assert time.monotonic() - begin < 10
     [thread] = set(drawn)
@@ -326,13 +326,13 @@ def test_a_picture_that_fails_is_given_up_and_the_others_are_drawn(tmp_path, mon
     monkeypatch.setattr(mpl, "draw_chart", draw)
     backend = opened(tmp_path)
     with caplog.at_level(logging.ERROR, "ikkuna"):
-        for _ in range(5):
+        for _ in range(12):
             fill(backend, 1, Series("bad"), Series("good"))
             assert not backend.flush(60)
     backend.close(60)
     assert [record.message for record in caplog.records] == [
-        "the picture of bad cannot be drawn",
-        "the picture of bad failed 3 times in a row and is given up",
+        "the picture bad cannot be drawn",
+        "the picture bad failed 10 times in a row and is no longer drawn",
     ]
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["good.png"]
 

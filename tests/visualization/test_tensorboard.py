@@ -1,28 +1,22 @@
+import io
 import json
 import math
 import struct
-import zlib
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from ikkuna.visualization.backend import Series
-from ikkuna.visualization.overview import overview
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.tensorboard import TensorBoardBackend, overview
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 HISTOGRAM = SimpleNamespace(
     min=0.0, max=2.0, num=3, sum=3.0, sum_squares=5.0, bucket_limits=[1.0, 2.0], bucket_counts=[1, 2]
 )
-
-
-def png():
-    def chunk(name, data):
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0\0")) + chunk(b"IEND", b"")
 
 
 @pytest.fixture
@@ -99,14 +93,15 @@ def test_titles_texts_histograms_and_pictures_arrive(backend, tmp_path):
     backend.add_scalar(Series("a", "fc", title="Norm of fc"), 1.0, 0)
     backend.add_histogram(Series("weights", "fc"), HISTOGRAM, 0)
     backend.add_text("Model", "| a | b |", 0)
-    backend.add_image("weights_norm2", png(), 1, 1, 0)
+    backend.add_matrix(Series("cosine", "fc"), Matrix(("a", "b"), ("x",), np.array([[1.0], [2.0]])), 0)
     backend.commit(0)
     backend.close(30)
     found = load(tmp_path)
     assert found.SummaryMetadata("a/fc").display_name == "Norm of fc"
     assert found.Histograms("weights/fc")[0].histogram_value.bucket == [1.0, 2.0]
     assert found.Tensors("Text/Model")[0].tensor_proto.string_val[0] == b"| a | b |"
-    assert found.Images("Heatmaps/weights_norm2")[0].encoded_image_string == png()
+    [image] = found.Images("Matrices/cosine/fc")
+    assert Image.open(io.BytesIO(image.encoded_image_string)).size == (image.width, image.height)
 
 
 def test_nan_and_infinities_arrive(backend, tmp_path):

@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Block", "BlockQueue"]
+__all__ = ["BlockQueue", "QueuedBlock"]
 
 _OVERHEAD = 200  # bytes a waiting block costs besides its data, so that empty ones are bounded too
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class QueuedBlock:
     """What one step adds to a file: its bytes, the step, and how many values the bytes hold."""
 
     data: bytes
@@ -35,7 +35,7 @@ class BlockQueue:
     def __init__(self, capacity: int, describe: Callable[[int, int, int], bytes]) -> None:
         self._capacity = capacity
         self._describe = describe
-        self._blocks: deque[Block] = deque()
+        self._blocks: deque[QueuedBlock] = deque()
         self._size = 0
         self._lost: tuple[int, int, int] | None = None  # values, first step, last step
         self.dropped = 0
@@ -48,9 +48,9 @@ class BlockQueue:
     def __bool__(self) -> bool:
         return bool(self._blocks)
 
-    def head(self, size: int = 0) -> list[Block]:
+    def head(self, size: int = 0) -> list[QueuedBlock]:
         """Return the oldest blocks: one, and those behind it that fit into `size` bytes with it."""
-        blocks: list[Block] = []
+        blocks: list[QueuedBlock] = []
         for block in self._blocks:
             size -= len(block.data) + _OVERHEAD
             if blocks and size < 0:
@@ -58,7 +58,7 @@ class BlockQueue:
             blocks.append(block)
         return blocks
 
-    def put(self, block: Block) -> str | None:
+    def put(self, block: QueuedBlock) -> str | None:
         """Take or lose `block`; return a line for the log if an episode of losses has begun or ended."""
         limit = self._capacity // 2 if self._lost else self._capacity
         if self._blocks and self._size + len(block.data) + _OVERHEAD > limit:
@@ -73,15 +73,15 @@ class BlockQueue:
             return None
         values, first, last = self._lost
         self._lost = None
-        self._take(Block(self._describe(values, first, last), last, 0))
+        self._take(QueuedBlock(self._describe(values, first, last), last, 0))
         return f"{values} values of steps {first} to {last} are lost; values are kept again"
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: QueuedBlock) -> None:
         self._blocks.append(block)
         self._size += len(block.data) + _OVERHEAD
         self.accepted += 1
 
-    def _lose(self, block: Block) -> str | None:
+    def _lose(self, block: QueuedBlock) -> str | None:
         if not block.values:
             return None
         self.dropped += block.values
@@ -92,7 +92,7 @@ class BlockQueue:
         self._lost = block.values, block.step, block.step
         return f"writing is too slow, {self._size} bytes wait; values are lost from step {block.step} on"
 
-    def remove(self, blocks: list[Block]) -> None:
+    def remove(self, blocks: list[QueuedBlock]) -> None:
         """Take `blocks`, which have been written, off the head; they may be gone already (see :meth:`abandon`)."""
         for block in blocks:
             if self._blocks and self._blocks[0] is block:

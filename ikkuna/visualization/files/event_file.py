@@ -5,6 +5,7 @@ What a scalar costs is its bytes: those that never change are made once per tag,
 """
 
 import struct
+from collections.abc import Callable
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.plugin_text_pb2 import TextPluginData
@@ -13,7 +14,6 @@ from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 
 from ikkuna.visualization.files.checksum import masked_crc32c
-from ikkuna.visualization.files.wall_clock import WallClock
 from ikkuna.visualization.histogram import HistogramLike
 
 __all__ = [
@@ -33,6 +33,7 @@ _SESSION_START = 1  # SessionLog.START
 _FLOAT = struct.Struct("<f")
 _HEADER = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")
+_PNG_SIZE = struct.Struct(">II")
 
 
 def record(payload: bytes) -> bytes:
@@ -108,8 +109,9 @@ def text_value(tag: str, text: str) -> bytes:
     return _entry(Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor))
 
 
-def image_value(tag: str, png: bytes, height: int, width: int) -> bytes:
+def image_value(tag: str, png: bytes) -> bytes:
     """Return a picture, encoded as PNG, as an entry of a summary."""
+    width, height = _PNG_SIZE.unpack_from(png, 16)  # a PNG begins with a signature of 8 bytes and the header chunk
     image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
     return _entry(Summary.Value(tag=tag, image=image))
 
@@ -130,10 +132,16 @@ def start_record(step: int, wall_time: float) -> bytes:
 
 
 class EventFormat:
-    """An event file that TensorBoard finds."""
+    """The format of an event file.
 
-    def __init__(self, clock: WallClock) -> None:
-        self._clock = clock
+    Parameters
+    ----------
+    now : callable
+        Returns the time of day in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
 
     def name(self, stem: str) -> str:
         """Return a name TensorBoard looks for."""
@@ -141,9 +149,9 @@ class EventFormat:
 
     def header(self) -> bytes:
         """Return the record of the format's version."""
-        return record(Event(wall_time=self._clock.now(), file_version="brain.Event:2").SerializeToString())
+        return record(Event(wall_time=self._now(), file_version="brain.Event:2").SerializeToString())
 
     def loss(self, values: int, first: int, last: int) -> bytes:
         """Return a page of text that says what is missing."""
         text = f"Lost {values} values between steps {first} and {last}: the disk did not take them."
-        return step_record(text_value("Text/ikkuna lost values", text), last, self._clock.now())
+        return step_record(text_value("Text/ikkuna lost values", text), last, self._now())

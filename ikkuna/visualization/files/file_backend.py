@@ -1,21 +1,39 @@
-"""What the backends that write a file of their own have in common."""
+"""The base of the backends that write a file."""
 
+import time
 from abc import abstractmethod
 from pathlib import Path
 
 from ikkuna.visualization.backend import Backend
-from ikkuna.visualization.files.file_format import FileFormat
-from ikkuna.visualization.files.writer import FileWriter
+from ikkuna.visualization.files.writer import FileFormat, FileWriter
 
-__all__ = ["FileBackend"]
+__all__ = ["FileBackend", "WallClock"]
+
+
+class WallClock:
+    """The time of day in seconds, which never decreases: an adjustment of the system's clock has no effect."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        """Return the time."""
+        return self._offset + time.monotonic()
 
 
 class FileBackend(Backend):
-    """Collect the values of a step, and hand them as one block to a :class:`~ikkuna.visualization.files.writer.FileWriter`.
+    """Passes the values of each step as one block to a :class:`~ikkuna.visualization.files.writer.FileWriter`.
 
     Parameters
     ----------
-    capacity, retry_seconds, sync_seconds, fallback : see the writer
+    capacity : int
+        Largest number of bytes that wait to be written.
+    retry_seconds : float
+        Pause after a failed write.
+    sync_seconds : float
+        Time between two calls of fsync: the most that a power failure can lose.
+    fallback : bool
+        Whether to continue in the directory for temporary files when the disk reports an error.
     """
 
     def __init__(
@@ -30,6 +48,7 @@ class FileBackend(Backend):
         self._capacity = capacity
         self._fallback = fallback
         self._writer: FileWriter | None = None
+        self._clock = WallClock()
         self._values = 0
 
     @abstractmethod
@@ -38,10 +57,10 @@ class FileBackend(Backend):
 
     @abstractmethod
     def _take_block(self, step: int) -> bytes:
-        """Return the bytes of everything added since the last call, and forget it."""
+        """Return the bytes of everything added since the last call."""
 
     def open(self, directory: Path) -> None:
-        """Make the file."""
+        """Create the file."""
         self._writer = FileWriter(
             directory, self._format(), capacity=self._capacity, fallback=self._fallback, **self._pauses
         )
@@ -54,11 +73,11 @@ class FileBackend(Backend):
             self._writer.submit(block, step, values)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything committed is on the disk; say whether it is."""
+        """Write everything committed to the disk, and return whether that was done within `timeout` seconds."""
         return self._writer is None or self._writer.flush(timeout)
 
     def close(self, timeout: float | None = 2.0) -> bool:
-        """Bring everything committed to the disk, and release the file."""
+        """Write everything committed to the disk, release the file, and return whether no value was lost."""
         return self._writer is None or self._writer.close(timeout)
 
     @property

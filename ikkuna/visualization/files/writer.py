@@ -9,16 +9,29 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from ikkuna.visualization.files.append_file import AppendFile
-from ikkuna.visualization.files.block_queue import Block, BlockQueue
-from ikkuna.visualization.files.file_format import FileFormat
+from ikkuna.visualization.files.block_queue import BlockQueue, QueuedBlock
 
-__all__ = ["FileWriter"]
+__all__ = ["FileFormat", "FileWriter"]
 
 log = logging.getLogger("ikkuna")
 
 _BATCH = 2**20  # bytes
+
+
+class FileFormat(Protocol):
+    """The format of a file."""
+
+    def name(self, stem: str) -> str:
+        """Return the file's name; `stem` is different for every writer."""
+
+    def header(self) -> bytes:
+        """Return the first bytes of the file."""
+
+    def loss(self, values: int, first: int, last: int) -> bytes:
+        """Return a block that reports that `values` values of the steps `first` to `last` are missing."""
 
 
 class FileWriter:
@@ -105,26 +118,45 @@ class FileWriter:
         """Number of values lost so far."""
         return self._queue.dropped
 
-    def submit(self, block: bytes, step: int, values: int) -> None:
-        """Queue what step `step` adds to the file, which may be nothing, and return at once.
+    @property
+    def written(self) -> int:
+        """Number of blocks that the operating system has."""
+        return self._queue.done
 
-        `values` is what to count if it gets lost.
+    def submit(self, block: bytes, step: int, values: int) -> int:
+        """Queue the block of a step and return at once.
+
+        Parameters
+        ----------
+        block : bytes
+            May be empty.
+        step : int
+            Its step.
+        values : int
+            Number of values in the block, to be counted if it is lost.
+
+        Returns
+        -------
+        int
+            Number of blocks queued so far; the block is written when :attr:`written` reaches it.
         """
         if not self._ours():
             self._queue.dropped += values
-            return
+            return 0
         with self._changed:
             if self._closing:
                 self._queue.dropped += values
-                return
+                return 0
             if not block and not self._queue:
                 self._acked = max(self._acked, step)
-                return
-            news = self._queue.put(Block(block, step, values))
+                return 0
+            news = self._queue.put(QueuedBlock(block, step, values))
+            number = self._queue.accepted
             self._changed.notify_all()
             self._start()
         if news:
             log.warning("'%s': %s", self.path, news)
+        return number
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything queued by now is on the disk, and say whether it is.

@@ -38,7 +38,7 @@ class ChartView:
 
 @dataclass(frozen=True, eq=False)
 class HistogramsView:
-    """The histograms of some of all modules."""
+    """A copy of the histograms of some modules; `modules` is the number of all modules."""
 
     title: str
     label: str
@@ -57,14 +57,16 @@ class MatrixView:
 
 
 class Chart:
-    """Takes the values of all modules of one kind in one pass.
+    """The values of all modules of one kind in one pass.
 
-    Its size does not grow with steps, nor with modules once there are more than `most` of them.
+    Its size grows neither with steps nor, beyond `most` modules, with modules.
 
     Parameters
     ----------
-    series : the first one shown in it
-    most : lines that a person can tell apart
+    series : Series
+        The first series of the chart; gives title and limits.
+    most : int
+        Largest number of lines; more modules are shown as quantiles.
 
     Examples
     --------
@@ -83,7 +85,7 @@ class Chart:
         self._quantiles = QuantileBands()
 
     def add(self, step: int, values: Mapping[str | None, float]) -> None:
-        """Take the values of a step, by module."""
+        """Add the values of a step, by module."""
         self._names.update(values)
         if len(self._names) > 1:
             self._quantiles.add(step, list(values.values()))
@@ -96,7 +98,7 @@ class Chart:
             curve.add(step, value)
 
     def view(self) -> ChartView:
-        """Return a copy of what is to be drawn."""
+        """Return a copy."""
         lines = tuple(Line(name, *curve.points()) for name, curve in self._curves.items())
         quantiles = None if lines else self._quantiles.view()
         return ChartView(
@@ -105,7 +107,7 @@ class Chart:
 
 
 class HistogramChart:
-    """Takes the histograms of one kind in one pass; those of the first `most` modules are kept."""
+    """The histograms of the first `most` modules of one kind in one pass."""
 
     def __init__(self, series: Series, most: int = 12) -> None:
         self._series = series
@@ -114,39 +116,39 @@ class HistogramChart:
         self._histories: dict[str | None, HistogramHistory] = {}
 
     def add(self, step: int, values: Mapping[str | None, object]) -> None:
-        """Take the histograms of a step, by module."""
+        """Add the histograms of a step, by module."""
         self._names.update(values)
         for name, histogram in values.items():
             if name not in self._histories and len(self._histories) < self._most:
                 self._histories[name] = HistogramHistory()
             if name in self._histories:
-                self._histories[name].add(step, histogram)  # type: ignore[arg-type]  # what add_histogram() takes
+                self._histories[name].add(step, histogram)  # type: ignore[arg-type]  # the argument of add_histogram()
 
     def view(self) -> HistogramsView:
-        """Return a copy of what is to be drawn."""
+        """Return a copy."""
         histories = tuple((name, view) for name, history in self._histories.items() if (view := history.view()))
         return HistogramsView(heading(self._series), self._series.kind, self._series.ylims, len(self._names), histories)
 
 
 class MatrixChart:
-    """Keeps the latest matrix of a kind."""
+    """The latest matrix of a kind."""
 
     def __init__(self, series: Series) -> None:
         self._series = series
         self._latest: tuple[int, Matrix] | None = None
 
     def add(self, step: int, values: Mapping[str | None, Matrix]) -> None:
-        """Take the matrices of a step, the last of which is shown."""
+        """Replace the matrix by the last one of a step."""
         self._latest = step, list(values.values())[-1]
 
     def view(self) -> MatrixView:
-        """Return what is to be drawn; there is something."""
+        """Return the matrix; call it only after :meth:`add`."""
         assert self._latest is not None
         return MatrixView(heading(self._series), *self._latest)
 
 
 def heading(series: Series) -> str:
-    """Return what a person should read above the picture of a series.
+    """Return the title of the picture of a series.
 
     Examples
     --------

@@ -43,6 +43,9 @@ class Decimator(Generic[T]):
         """Whether the next item begins an entry."""
         return self._room == 0
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def add(self, item: T) -> None:
         """Add an item: merge it into the last entry, or begin the next one."""
         if self._room:

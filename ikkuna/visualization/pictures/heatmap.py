@@ -22,9 +22,9 @@ class HeatmapView:
     Parameters
     ----------
     names : tuple of str
-        Of the rows.
+        The modules of the rows.
     steps : tuple of int
-        Of the columns.
+        The steps of the columns.
     values : ndarray
         (row, column), float32
     known : ndarray
@@ -38,7 +38,7 @@ class HeatmapView:
 
 
 class _Column(NamedTuple):
-    """The values of a step: `rows` are the rows they belong to."""
+    """The values of a step, and their rows."""
 
     step: int
     rows: "slice | NDArray[np.intp]"
@@ -79,6 +79,11 @@ class Heatmap:
             self._rows.setdefault(name, len(self._rows))
         self._names = list(self._rows)
         return np.fromiter((self._rows[name] for name in values), np.intp, len(values))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and columns."""
+        return len(self._names), len(self._columns)
 
     def view(self) -> HeatmapView:
         """Return a copy of the values."""

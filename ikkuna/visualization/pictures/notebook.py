@@ -1,23 +1,22 @@
-"""Pictures in a notebook: shown once, replaced in place when they are drawn anew."""
+"""Pictures in a notebook: displayed once, then replaced in place."""
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
-__all__ = ["Screen", "Sheet", "in_notebook"]
-
-log = logging.getLogger("ikkuna")
+__all__ = ["NotebookDisplay", "PNGPicture", "in_notebook"]
 
 
-class Sheet:
-    """A drawn picture; a notebook shows it.
+class PNGPicture:
+    """A drawn picture that a notebook displays.
 
     Parameters
     ----------
-    name : what is on it
-    png : encoded as PNG, empty before it is drawn
+    name : str
+        The picture's name.
+    png : bytes
+        The picture encoded as PNG; empty before it is drawn.
     """
 
     def __init__(self, name: str, png: bytes = b"") -> None:
@@ -28,17 +27,18 @@ class Sheet:
         return self.png or None
 
     def __repr__(self) -> str:
-        return f"<picture of {self.name}>" if self.png else f"<picture of {self.name}, about to be drawn>"
+        return f"<picture of {self.name}>" if self.png else f"<picture of {self.name}, not drawn yet>"
 
 
-class Screen:
-    """The place of one picture in a notebook's output, which :meth:`show` fills again and again.
+class NotebookDisplay:
+    """The output of one picture in a notebook.
 
-    It is reserved by the thread that runs a cell, so that it belongs to that cell; any thread may fill it.
+    The thread that runs a cell makes it, so that it belongs to that cell; any thread may update it.
 
     Parameters
     ----------
-    sheet : shown at once
+    picture : PNGPicture
+        Displayed at once.
 
     Raises
     ------
@@ -46,20 +46,20 @@ class Screen:
         Outside IPython.
     """
 
-    def __init__(self, sheet: Sheet) -> None:
+    def __init__(self, picture: PNGPicture) -> None:
         from IPython.display import display
 
         self._display: Callable[..., object] = display
         self._id = uuid4().hex
-        display(sheet, display_id=self._id)
+        display(picture, display_id=self._id)
 
-    def show(self, sheet: Sheet) -> None:
-        """Replace what is shown."""
-        self._display(sheet, display_id=self._id, update=True)
+    def update(self, picture: PNGPicture) -> None:
+        """Replace the displayed picture."""
+        self._display(picture, display_id=self._id, update=True)
 
 
 def in_notebook() -> bool:
-    """Whether this is a notebook's kernel; in a plain interpreter nothing is imported to find out.
+    """Return whether the process is the kernel of a notebook; does not import IPython.
 
     Examples
     --------

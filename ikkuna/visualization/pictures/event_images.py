@@ -1,0 +1,143 @@
+"""Images for an event file, drawn in a thread: heat maps at growing intervals, matrices once each."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.module_order import ModuleOrder
+from ikkuna.visualization.pictures.heatmap import Heatmap, HeatmapView
+
+__all__ = ["HeatmapImage", "MatrixImage", "MatrixQueue"]
+
+Write = Callable[[str, bytes, int], int]
+"""Queues an image: takes its tag, PNG and step; returns the number of the block in the file."""
+
+
+class HeatmapImage:
+    """The image of a heat map, drawn after `interval` seconds, and then after 1.5 times as long each time.
+
+    These are twenty drawings in a day.
+    The training thread adds values, the drawing thread draws; they hold the lock only to copy numbers.
+
+    Parameters
+    ----------
+    name : str
+        The image's tag.
+    order : ModuleOrder
+        The order of the rows.
+    write : callable
+        Queues the image; called in the drawing thread.
+    interval : float
+        In seconds.
+    """
+
+    def __init__(self, name: str, order: ModuleOrder, write: Write, interval: float = 15.0) -> None:
+        self.name = name
+        self._order = order
+        self._write = write
+        self._interval = interval
+        self._due = time.monotonic() + interval
+        self._heatmap = Heatmap()
+        self._lock = threading.RLock()  # a signal handler may enter it again
+        self._step = self._drawn = -1
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Add the values of a step."""
+        with self._lock:
+            self._heatmap.add(step, values)
+            self._step = step
+
+    def finish(self) -> None:
+        """Draw from now on without waiting."""
+        self._due = 0.0
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is due, and has new values; one module or one step is not drawn."""
+        return self._drawn < self._step and time.monotonic() >= self._due and min(self._heatmap.shape) > 1
+
+    def draw(self) -> None:
+        """Draw the values and write the image."""
+        # Imported here, by the drawing thread: importing matplotlib takes half a second.
+        from ikkuna.visualization.pictures.matrix_picture import draw_heatmap
+        from ikkuna.visualization.pictures.png import encode_png
+
+        with self._lock:
+            view, step = self._heatmap.view(), self._step
+        self._write(self.name, encode_png(draw_heatmap(self._sorted(view))), step)
+        self._drawn = step
+        self._interval *= 1.5
+        self._due = time.monotonic() + self._interval
+
+    def _sorted(self, view: HeatmapView) -> HeatmapView:
+        rows = sorted(range(len(view.names)), key=lambda row: self._order.key(view.names[row]))
+        names = tuple(view.names[row] for row in rows)
+        return HeatmapView(names, view.steps, view.values[rows], view.known[rows])
+
+
+class MatrixImage:
+    """The image of one matrix, drawn once."""
+
+    def __init__(self, name: str, matrix: Matrix, step: int, write: Write) -> None:
+        self.name = name
+        self.step = step
+        self.size = matrix.values.size
+        self.block: int | None = None
+        """Number of the block with the image; ``None`` before it is drawn."""
+        self._matrix = matrix
+        self._write = write
+
+    @property
+    def changed(self) -> bool:
+        """Whether it has not been drawn."""
+        return self.block is None
+
+    def draw(self) -> None:
+        """Draw the matrix and write the image."""
+        from ikkuna.visualization.pictures.matrix_picture import draw_matrix
+        from ikkuna.visualization.pictures.png import encode_png
+
+        matrix = self._matrix
+        picture = draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits)
+        self.block = self._write(self.name, encode_png(picture), self.step)
+
+
+class MatrixQueue:
+    """The matrices that are not yet drawn and written, at most 64 of at most 4 million values in all.
+
+    If another one does not fit, the oldest that is not drawn is dropped and counted.
+    """
+
+    _IMAGES = 64
+    _VALUES = 2**22
+
+    def __init__(self) -> None:
+        self._images: tuple[MatrixImage, ...] = ()  # replaced as a whole, because another thread may be iterating
+        self._lock = threading.RLock()
+        self.dropped = 0
+
+    def add(self, image: MatrixImage) -> bool:
+        """Add an image; return whether others had to be dropped for it."""
+        with self._lock:
+            waiting = [one for one in self._images if one.changed]
+            values = image.size + sum(one.size for one in waiting)
+            surplus = []
+            while waiting and (len(waiting) >= self._IMAGES or values > self._VALUES):
+                surplus.append(waiting.pop(0))
+                values -= surplus[-1].size
+            self._images = (*(one for one in self._images if one not in surplus), image)
+            self.dropped += len(surplus)
+        return bool(surplus)
+
+    def images(self, written: int = 0) -> tuple[MatrixImage, ...]:
+        """Return the images that are not drawn, or whose block comes after the first `written` blocks of the file."""
+        with self._lock:
+            self._images = tuple(one for one in self._images if one.block is None or one.block > written)
+            return self._images
+
+    def abandon(self) -> None:
+        """Drop and count the images that are not drawn."""
+        with self._lock:
+            self.dropped += sum(one.changed for one in self._images)
+            self._images = ()
