@@ -1,4 +1,4 @@
-"""Snapshots of a net that can be calculated with: weights, gradients and optimizer state by name."""
+"""Snapshots of weights, gradients and optimizer state by name, with arithmetic."""
 
 from ikkuna.netdict.description import STATISTICS, Description
 from ikkuna.netdict.net_dict import NetDict

@@ -1,4 +1,4 @@
-"""What is said of a net's tensors: the named statistics, and the table they are shown in."""
+"""Named statistics of tensors, and the table that shows them."""
 
 import difflib
 import math
@@ -31,7 +31,7 @@ def _variance(record: Record, correction: int) -> float:
 
 
 def _constant(record: Record) -> bool:
-    """Tell data without spread, whose moments of rounding errors would look like a shape."""
+    """Return whether all elements are equal; rounding errors would give such data a skewness."""
     return record.min == record.max
 
 
@@ -54,7 +54,7 @@ STATISTICS: Mapping[str, _Statistic] = {
     "zeros": (("zeros",), lambda r, c: r.zeros or 0),
     "nonfinite": (("nans", "infs"), lambda r, c: r.nonfinite),
 }
-"""Every statistic by name, with the fields it is computed from."""
+"""Every statistic by name, with the record fields that it needs and its function."""
 
 DEFAULT = tuple(name for name in STATISTICS if name not in ("sq_mean", "rms", "zeros", "nonfinite"))
 _ALIASES = {"numel": "num_params", "norm1": "L1_norm", "norm2": "L2_norm", "Linf": "abs_max", "norm1_mean": "abs_mean"}
@@ -62,30 +62,30 @@ _ALIASES |= {"var": "variance", "skewness": "skew"}
 
 
 def known_statistic(name: str) -> str:
-    """Return the proper name of a statistic.
+    """Return the canonical name of a statistic.
 
     Raises
     ------
     ConfigError
-        If there is none; the message names the one that comes closest.
+        If there is no such statistic; the message names the closest one.
     """
-    proper = _ALIASES.get(name, name)
-    if proper not in STATISTICS:
-        close = difflib.get_close_matches(proper, STATISTICS, n=1, cutoff=0.3)
+    canonical = _ALIASES.get(name, name)
+    if canonical not in STATISTICS:
+        close = difflib.get_close_matches(canonical, STATISTICS, n=1, cutoff=0.3)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"unknown statistic {name!r}; {hint}known: {', '.join(STATISTICS)}")
-    return proper
+    return canonical
 
 
 def record_of(tensors: Iterable[Tensor], fields: Iterable[str]) -> Record:
-    """Return the :class:`~ikkuna.numerics.statistics.Record` of all elements of `tensors` together."""
+    """Return the :class:`~ikkuna.numerics.statistics.Record` of all elements of `tensors`."""
     wanted = closure(fields)
     records = [record for tensor in tensors if (record := measure(tensor, wanted)) is not None]
     full = [record for record in records if record.n]
-    return merge(*full) if full else _nothing()
+    return merge(*full) if full else _empty_record()
 
 
-def _nothing() -> Record:
+def _empty_record() -> Record:
     return Record(0, math.nan, 0.0, 0.0, 0.0, math.nan, math.nan, 0.0, 0.0, 0, 0, 0)
 
 
@@ -100,8 +100,8 @@ def fields_of(names: Iterable[str]) -> set[str]:
 
 
 def columns_of(stats: Any, exclude: Any, layerwise: bool) -> tuple[list[str], list[str]]:
-    """Return the statistics to compute, and the words that hide tensors."""
-    asked = DEFAULT if stats is None else [stats] if isinstance(stats, str) else stats
+    """Return the statistics to compute, and the strings in `exclude` that hide tensors."""
+    selected = DEFAULT if stats is None else [stats] if isinstance(stats, str) else stats
     excluded = [] if exclude is None else [exclude] if isinstance(exclude, str) else list(exclude)
     hidden, dropped = [], set()
     for word in excluded:
@@ -109,19 +109,19 @@ def columns_of(stats: Any, exclude: Any, layerwise: bool) -> tuple[list[str], li
             dropped.add(known_statistic(word))
         except ConfigError:
             hidden.append(word)
-    columns = [name if name == "shape" and layerwise else known_statistic(name) for name in asked]
+    columns = [name if name == "shape" and layerwise else known_statistic(name) for name in selected]
     return [name for name in columns if name not in dropped], hidden
 
 
 def row_of(tensors: list[Tensor], columns: list[str], correction: int) -> dict[str, Any]:
-    """Return the statistics `columns` of all elements of `tensors` together, in this order."""
+    """Return the statistics `columns` of all elements of `tensors`, in this order."""
     numbers = [name for name in columns if name != "shape"]
     values: dict[str, Any] = dict(statistics_of(record_of(tensors, fields_of(numbers)), numbers, correction))
     return {name: tuple(tensors[0].shape) if name == "shape" else values[name] for name in columns}
 
 
 class Description(dict[str, Any]):
-    """Statistics by name, of a whole net or of each of its tensors: a dictionary that shows itself as a table.
+    """Statistics by name, of a whole net or of each of its tensors; a dictionary whose ``repr`` is a table.
 
     Examples
     --------
@@ -139,7 +139,7 @@ class Description(dict[str, Any]):
         return any(isinstance(value, dict) for value in self.values())
 
     def to_dict(self) -> dict[str, float]:
-        """Return one flat dictionary of plain numbers, with names such as ``fc.weight/L2_norm``: ready to be logged."""
+        """Return one flat dictionary of numbers, with names such as ``fc.weight/L2_norm``, for a logger."""
         flat = {}
         for key, value in self.items():
             rows = (

@@ -1,4 +1,4 @@
-"""Snapshots in files: safetensors, or torch's own format without anything that could run code."""
+"""Read and write snapshots as safetensors files, or as torch files that cannot contain code."""
 
 import json
 import os
@@ -17,14 +17,15 @@ _TORCH = (".pt", ".pth")
 
 
 def save(values: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write tensors and numbers by name to `path`, whole or not at all.
+    """Write tensors and numbers by name to `path`; a failed write leaves no file.
 
-    The suffixes ``.pt`` and ``.pth`` mean torch's format; others safetensors (``pip install ikkuna[snapshots]``).
+    The suffixes ``.pt`` and ``.pth`` select the format of torch, every other suffix safetensors
+    (``pip install ikkuna[snapshots]``).
 
     Raises
     ------
     SnapshotError
-        If safetensors is asked for and not installed, or a value cannot be stored.
+        If safetensors is needed and not installed, or if a value cannot be stored.
     """
     target = Path(path)
     partial = target.with_name(f"{target.name}.partial")
@@ -44,14 +45,14 @@ def save(values: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what :func:`save` wrote, with the names in their order.
+    """Return the content of a file written by :func:`save`, with the names in their order.
 
     Raises
     ------
     FileNotFoundError
         If there is no such file.
     SnapshotError
-        If the file is damaged, or would need code to be run.
+        If the file is damaged, or if loading it would run code.
     """
     source = Path(path)
     if not source.is_file():
@@ -60,9 +61,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         return _load_torch(source) if source.suffix in _TORCH else _load_safetensors(source)
     except SnapshotError:
         raise
-    except Exception as error:  # whatever a parser trips over: the file is not a snapshot
+    except Exception as error:  # any error of a parser means that the file is not a snapshot
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SnapshotError(f"{str(source)!r} is damaged, or no snapshot: {reason}") from error
+        raise SnapshotError(f"{str(source)!r} is damaged or not a snapshot: {reason}") from error
 
 
 def _load_torch(source: Path) -> dict[str, Any]:
@@ -90,13 +91,13 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError as error:
         raise SnapshotError(
-            "safetensors is not installed: pip install ikkuna[snapshots], or use a name in .pt"
+            "safetensors is not installed: run pip install ikkuna[snapshots], or use the suffix .pt"
         ) from error
     return safetensors.torch
 
 
 def _plain(value: Any) -> Tensor:
-    """Return a contiguous tensor that shares its memory with no other, as the format demands."""
+    """Return a contiguous tensor that shares no memory with another one, as the format requires."""
     if not isinstance(value, Tensor):
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         return torch.tensor(value, dtype=dtype)

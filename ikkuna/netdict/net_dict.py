@@ -1,4 +1,4 @@
-"""A net's tensors by name, as one vector that can be calculated with."""
+"""Tensors by name, with arithmetic and statistics."""
 
 import math
 import sys
@@ -22,21 +22,22 @@ __all__ = ["NetDict"]
 
 
 class NetDict(Arithmetic):
-    r"""Tensors (or numbers) by name, in order: a snapshot of a net that nothing changes afterwards.
+    """An ordered, immutable mapping of names to tensors (or numbers): a snapshot of a net.
 
-    Arithmetic goes name by name and returns a new one: with a number, or with another mapping of the same names whose
-    values have the same shapes or can be broadcast to them.  Statistics see all elements as one vector;
-    with ``layerwise=True`` they are computed for each name, and come back as a NetDict of numbers.
+    Arithmetic works name by name and returns a new object.  The other operand is a number, or a mapping with the same
+    names whose values have the same shapes or can be broadcast to them.  Statistics treat all elements as one vector;
+    with ``layerwise=True`` they are computed for each name and returned as a NetDict of numbers.
 
     Parameters
     ----------
-    values : mapping of str to tensor, array, list or number
+    values : mapping of str to Tensor, ndarray, list or float
+        The values by name.
     copy : bool
-        Own the data, so that a later change of the source is not seen.
-    device : 'same', 'cpu', …
-        Where the tensors shall be.
+        Copy the data, so that later changes of the source have no effect.
+    device : str or torch.device
+        Device of the tensors; ``'same'`` keeps each tensor where it is.
     dtype : torch.dtype, optional
-        What they shall be converted to.
+        Data type of the tensors; unchanged by default.
 
     Examples
     --------
@@ -63,7 +64,7 @@ class NetDict(Arithmetic):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._values:
-            raise KeyError(f"no entry {name!r}; there are: {', '.join(self._values) or 'none'}")
+            raise KeyError(f"no entry {name!r}; available: {', '.join(self._values) or 'none'}")
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -77,7 +78,7 @@ class NetDict(Arithmetic):
             return False
         return all(torch.equal(torch.as_tensor(value), torch.as_tensor(other[name])) for name, value in self.items())
 
-    __hash__ = None  # type: ignore[assignment]  # as every mapping
+    __hash__ = None  # type: ignore[assignment]  # like every mapping
 
     def __repr__(self) -> str:
         shown = (f"{k}={v!r}" if not isinstance(v, Tensor) else f"{k}: {tuple(v.shape)}" for k, v in self.items())
@@ -88,18 +89,18 @@ class NetDict(Arithmetic):
         return list(self._values.values())[index]
 
     def select(self, pattern: Pattern) -> "NetDict":
-        """Return the entries whose name contains `pattern` (see :func:`~ikkuna.netdict.selection.matcher`)."""
+        """Return the entries whose name matches `pattern` (see :func:`~ikkuna.netdict.selection.matcher`)."""
         fits = matcher(pattern)
         return NetDict({name: value for name, value in self.items() if fits(name)}, copy=False)
 
     filter = select
 
     def map(self, function: Callable[[Any], Any]) -> "NetDict":
-        """Return ``function(value)`` of every value."""
+        """Return a NetDict with ``function(value)`` for every value."""
         return NetDict({name: function(value) for name, value in self.items()}, copy=False)
 
     def to(self, device: str | torch.device = "same", dtype: torch.dtype | None = None) -> "NetDict":
-        """Return a copy elsewhere, or of another dtype."""
+        """Return a copy on another device or with another dtype."""
         return NetDict(self, device=device, dtype=dtype)
 
     def clone(self) -> "NetDict":
@@ -107,11 +108,11 @@ class NetDict(Arithmetic):
         return NetDict(self)
 
     def is_compatible(self, other: Mapping[str, Any]) -> bool:
-        """Tell whether `other` has the same names, in any order."""
+        """Return whether `other` has the same names, in any order."""
         return set(self) == set(other)
 
     def tensors(self) -> list[Tensor]:
-        """Return the values as tensors, numbers as float64 ones."""
+        """Return the values as tensors; numbers become float64 tensors."""
         return [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for v in self.values()]
 
     def _layerwise(self, compute: Callable[["NetDict"], float]) -> "NetDict":
@@ -129,14 +130,19 @@ class NetDict(Arithmetic):
         return self._statistic("num_params", layerwise)
 
     def norm(self, p: float = 2, layerwise: bool = False) -> Any:
-        r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements.
+        r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements; 0 if there are none.
 
-        `p` is positive, ``inf`` (largest magnitude), ``-inf`` (smallest) or 0 (number of non-zeros); of nothing 0.
+        Parameters
+        ----------
+        p : float
+            A positive number, ``inf`` (largest magnitude), ``-inf`` (smallest magnitude) or 0 (number of non-zeros).
+        layerwise : bool
+            Return the norm of each tensor.
 
         Raises
         ------
         ConfigError
-            For any other `p`.
+            If `p` has another value.
         """
         return self._layerwise(lambda one: one.norm(p)) if layerwise else power_norm(self.tensors(), p)
 
@@ -149,7 +155,7 @@ class NetDict(Arithmetic):
         return self._statistic("variance", layerwise, correction)
 
     def std(self, layerwise: bool = False, correction: int = 1) -> Any:
-        """Return the root of the variance."""
+        """Return the square root of the variance."""
         return self._statistic("std", layerwise, correction)
 
     def min(self, layerwise: bool = False) -> Any:
@@ -169,7 +175,7 @@ class NetDict(Arithmetic):
         return self._statistic("kurtosis", layerwise)
 
     def percentile(self, q: Any = SIGMA, layerwise: bool = False) -> Any:
-        """Return the percentile `q`, or a list of them, of all elements; layerwise only one."""
+        """Return the percentile `q`, or a list of percentiles, of all elements; layerwise only one percentile."""
         if layerwise:
             return self._layerwise(lambda one: float(one.percentile(q)))
         single = isinstance(q, int | float)
@@ -177,13 +183,13 @@ class NetDict(Arithmetic):
         return cuts[0] if single else cuts
 
     def dot(self, other: Mapping[str, Any], layerwise: bool = False) -> Any:
-        """Return the inner product with another of the same names, accumulated in float64."""
+        """Return the inner product with a mapping of the same names, accumulated in float64."""
         pairs = self.paired(other)
         products = {name: inner_product(*pair) for name, pair in pairs.items()}
         return NetDict(products, copy=False) if layerwise else math.fsum(products.values())
 
     def cosine(self, other: Mapping[str, Any], layerwise: bool = False) -> Any:
-        r"""Return :math:`\langle a, b \rangle / (\|a\| \|b\|)`; NaN where one has no length."""
+        r"""Return :math:`\langle a, b \rangle / (\|a\| \|b\|)`; NaN if one of the norms is 0."""
         right = other if isinstance(other, NetDict) else NetDict(other, copy=False)
         if layerwise:
             return NetDict(
@@ -207,27 +213,27 @@ class NetDict(Arithmetic):
         Parameters
         ----------
         layerwise : bool
-            A row for each tensor.
+            Return a row for each tensor.
         stats : sequence of str, optional
-            Which statistics (see :data:`~ikkuna.netdict.description.STATISTICS`), or also ``shape`` of each tensor.
-        include, pattern : str, compiled expression or list of them
-            Only the tensors whose name contains it.
+            Statistics to compute (see :data:`~ikkuna.netdict.description.STATISTICS`), or ``shape`` of each tensor.
+        include, pattern : str, re.Pattern or list of them
+            Use only the tensors whose name matches.
         exclude : str or list of str
-            Statistics to leave out; a word that is no statistic leaves out the tensors whose name contains it.
+            Statistics to leave out.  A string that is not a statistic excludes the tensors whose name contains it.
         display : bool
-            Also write the table to the standard output.
+            Write the table to the standard output too.
         correction : int
-            For variance and standard deviation.
+            Correction of variance and standard deviation.
 
         Returns
         -------
         Description
-            Empty for a selection without tensors; ``to_dict()`` makes it flat.
+            Empty if no tensor is selected; ``to_dict()`` makes it flat.
 
         Raises
         ------
         ConfigError
-            For an unknown statistic.
+            If a statistic does not exist.
         """
         columns, hidden = columns_of(stats, exclude, layerwise)
         chosen = self.select(include).select(pattern)
@@ -253,13 +259,13 @@ class NetDict(Arithmetic):
         return self.describe(layerwise, include=include, exclude=exclude, display=display, **options)
 
     def to_dict(self) -> dict[str, float]:
-        """Return plain numbers by name, ready to be logged: the values, or of tensors their :meth:`describe_layers`."""
+        """Return numbers by name for a logger: the values, or the result of :meth:`describe_layers` for tensors."""
         if any(isinstance(value, Tensor) for value in self.values()):
             return self.describe(layerwise=True).to_dict()
         return {name: float(value) for name, value in self.items()}
 
     def histogram(self, layerwise: bool = False, pattern: Pattern = None, **options: Any) -> "Figure":
-        """Return a histogram of all elements, or one for each tensor, as a Figure."""
+        """Return a figure with a histogram of all elements, or with one for each tensor."""
         from ikkuna.plot.net import net_histogram
 
         return net_histogram(self.select(pattern), layerwise=layerwise, **options)
@@ -267,13 +273,13 @@ class NetDict(Arithmetic):
     hist = histogram
 
     def heatmap(self, pattern: Pattern = None, **options: Any) -> "Figure":
-        """Return an image of each tensor, with its first axis downwards and all others flattened, as a Figure."""
+        """Return a figure with an image of each tensor: rows are the first axis, columns all other axes."""
         from ikkuna.plot.net import net_heatmap
 
         return net_heatmap(self.select(pattern), **options)
 
     def save(self, path: Any) -> None:
-        """Write a file (see :func:`ikkuna.netdict.files.save`)."""
+        """Write the values to a file (see :func:`ikkuna.netdict.files.save`)."""
         from ikkuna.netdict.files import save
 
         save(self, path)

@@ -1,4 +1,4 @@
-"""Norms and inner products over several tensors, in chunks and summed in float64."""
+"""Norms and inner products over several tensors, computed in chunks and accumulated in float64."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _MEASURED = {
 
 
 def power_norm(tensors: Sequence[Tensor], p: float) -> float:
-    r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements of `tensors`; 0 for none, NaN where one is not finite.
+    r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements of `tensors`; 0 for no elements, NaN if one is not finite.
 
     Examples
     --------
@@ -31,7 +31,7 @@ def power_norm(tensors: Sequence[Tensor], p: float) -> float:
     (5.0, 1.0)
     """
     if math.isnan(p) or -math.inf < p < 0:
-        raise ConfigError(f"a norm's order is positive, 0, inf or -inf; got {p}")
+        raise ConfigError(f"the order of a norm must be positive, 0, inf or -inf, got {p}")
     if not sum(tensor.numel() for tensor in tensors):
         return 0.0
     if p in (0, 1, 2, math.inf):
@@ -44,7 +44,7 @@ def power_norm(tensors: Sequence[Tensor], p: float) -> float:
 
 
 def inner_product(a: Any, b: Any) -> float:
-    """Return the sum of elementwise products of two tensors (or numbers) of one shape, or broadcast to one."""
+    """Return the sum of elementwise products of two tensors (or numbers) that can be broadcast to one shape."""
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
         return float(a * b)
     shape = np.broadcast_shapes(np.shape(a), np.shape(b))

@@ -1,4 +1,4 @@
-"""Which names a user means by a pattern."""
+"""Select names by a pattern."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -9,9 +9,9 @@ Pattern = str | re.Pattern[str] | Sequence["str | re.Pattern[str]"] | None
 
 
 def matcher(pattern: Pattern) -> Callable[[str], bool]:
-    """Return a test of names: whether one contains the string, or one of the strings, in `pattern`.
+    """Return a function that tests whether a name contains the string, or one of the strings, in `pattern`.
 
-    A compiled expression, or a string that begins with ``re:``, is searched for.  ``None`` fits every name.
+    A compiled expression, or a string that begins with ``re:``, is searched for.  ``None`` matches every name.
 
     Examples
     --------
@@ -26,9 +26,9 @@ def matcher(pattern: Pattern) -> Callable[[str], bool]:
 
 
 def select(names: Iterable[str], pattern: Pattern) -> list[str]:
-    """Return the `names` that fit `pattern`, in order; none is not an error."""
-    fits = matcher(pattern)
-    return [name for name in names if fits(name)]
+    """Return the `names` that match `pattern`, in order; an empty result is not an error."""
+    matches = matcher(pattern)
+    return [name for name in names if matches(name)]
 
 
 def _test(part: str | re.Pattern[str]) -> Callable[[str], bool]:

@@ -1,4 +1,4 @@
-"""Snapshots of a model's weights, gradients and optimizer state: always copies, which no later step changes."""
+"""Snapshots of a model's weights, gradients and optimizer state; every snapshot is a copy."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,19 +24,22 @@ def get_weight(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> NetDict:
-    """Return a copy of every parameter by name; shared ones appear once, lazy ones not yet.
+    """Return a copy of every parameter by name.
+
+    A shared parameter appears once, a lazy one only after it has been initialised.
 
     Parameters
     ----------
     model : nn.Module
+        The model; wrappers do not appear in the names.
     requires_grad : bool
-        Only those that are trained.
+        Return only trained parameters.
     cpu : bool
-        Keep the copy in host memory; otherwise, beside the parameter.
+        Store the copies in host memory; otherwise on the device of each parameter.
     device : str or torch.device, optional
-        Keep it there instead (``'same'``: beside the parameter).
+        Store the copies on this device instead; ``'same'`` means the device of each parameter.
     dtype : torch.dtype, optional
-        Convert it.
+        Data type of the copies; unchanged by default.
 
     Examples
     --------
@@ -48,7 +51,7 @@ def get_weight(
     0.0
     """
     values = {name: p for name, p in _parameters(model) if p.requires_grad or not requires_grad}
-    return NetDict(values, device=_place(cpu, device), dtype=dtype)
+    return NetDict(values, device=_target_device(cpu, device), dtype=dtype)
 
 
 def get_grad(
@@ -63,13 +66,17 @@ def get_grad(
 
     Parameters
     ----------
+    model : nn.Module
+        The model; wrappers do not appear in the names.
     missing : {'skip', 'zeros', 'nan'}
-        What stands for a gradient that is not there: nothing, zeros or NaN.
+        For a parameter without gradient, return nothing, zeros or NaN.
+    cpu, device, dtype : bool, str or torch.device, torch.dtype
+        As for :func:`get_weight`.
 
     Raises
     ------
     ConfigError
-        For another `missing`.
+        If `missing` has another value.
     """
     if missing not in ("skip", "zeros", "nan"):
         raise ConfigError(f"missing must be 'skip', 'zeros' or 'nan', got {missing!r}")
@@ -79,7 +86,7 @@ def get_grad(
             values[name] = parameter.grad
         elif missing != "skip":
             values[name] = torch.full_like(parameter, 0.0 if missing == "zeros" else torch.nan)
-    return NetDict(values, device=_place(cpu, device), dtype=dtype)
+    return NetDict(values, device=_target_device(cpu, device), dtype=dtype)
 
 
 def get_optimizer_state(
@@ -91,29 +98,29 @@ def get_optimizer_state(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> NetDict:
-    """Return a copy of one state of the optimizer, by the name of the parameter it belongs to.
+    """Return a copy of one state of the optimizer, by the name of the parameter that it belongs to.
 
-    Parameters the optimizer holds no such state for are left out, and the optimizer is not touched.
+    Parameters without this state are left out.  The optimizer is not changed.
 
     Raises
     ------
     KeyError
-        If no parameter has this state; the message lists the states there are.
+        If no parameter has this state; the message lists the existing states.
     """
-    states = {name: optimizer.state.get(p, {}) for name, p in _parameters(model)}  # [] would add an entry
+    states = {name: optimizer.state.get(p, {}) for name, p in _parameters(model)}  # indexing would add an entry
     found = {name: state[key] for name, state in states.items() if state.get(key) is not None}
     if not found:
         raise KeyError(_no_state(key, states, type(optimizer).__name__))
-    return NetDict(found, device=_place(cpu, device), dtype=dtype)
+    return NetDict(found, device=_target_device(cpu, device), dtype=dtype)
 
 
 def _no_state(key: str, states: Mapping[str, Mapping[str, Any]], optimizer: str) -> str:
     known = sorted({word for state in states.values() for word in state})
     if not known:
-        return f"no state {key!r}: this {optimizer} holds none for the model, as before its first step()"
+        return f"no state {key!r}: this {optimizer} has no state for the model, as before its first step()"
     close = difflib.get_close_matches(key, known, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ";"
-    return f"no state {key!r} in this {optimizer}{hint} there are: {', '.join(known)}"
+    return f"no state {key!r} in this {optimizer}{hint} available: {', '.join(known)}"
 
 
 def get_update(before: Mapping[str, Any], after: Mapping[str, Any], lr: float = 1.0) -> NetDict:
@@ -133,14 +140,15 @@ def compute_stats(
     display: bool = False,
     **options: Any,
 ) -> dict[str, Description]:
-    """Describe weights, gradients and the optimizer's states `keys`, under ``weight``, ``grad`` and each key.
+    """Return descriptions of weights, gradients and optimizer states, under ``weight``, ``grad`` and each of `keys`.
 
-    `options` are those of :meth:`~ikkuna.netdict.net_dict.NetDict.describe`.  Without gradients, their description is empty.
+    `options` are those of :meth:`~ikkuna.netdict.net_dict.NetDict.describe`.  Without gradients, their description is
+    empty.
 
     Raises
     ------
     KeyError
-        For a state the optimizer does not have.
+        If the optimizer does not have a state.
     """
     keys = [keys] if isinstance(keys, str) else keys
     nets = {"weight": get_weight(model, device="same"), "grad": get_grad(model, device="same")}
@@ -153,7 +161,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, p) for name, p in named_parameters(model) if not is_lazy(p))
 
 
-def _place(cpu: bool, device: str | torch.device | None) -> str | torch.device:
+def _target_device(cpu: bool, device: str | torch.device | None) -> str | torch.device:
     if device is not None:
         return device
     return "cpu" if cpu else "same"

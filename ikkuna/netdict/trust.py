@@ -1,4 +1,4 @@
-"""How large a step was beside the weights it changed."""
+"""The norm of the weights divided by the norm of their update."""
 
 import math
 from collections.abc import Mapping
@@ -26,26 +26,28 @@ def trust_ratio(
 
     Parameters
     ----------
-    w_prev, w_new : mapping of str to tensor
+    w_prev, w_new : mapping of str to Tensor
         The weights before and after the step.
     lr : float
-        The learning rate, to have the ratio to the update before it was scaled.
+        The learning rate, for the ratio to the update before it was scaled.
     numerator : {'new', 'old'}
-        Whose norm stands above the line.
+        Which weights are the numerator.
+    eps : float
+        The constant :math:`\varepsilon`.
     pattern : str or list of str, optional
-        Only the tensors whose name contains it.
+        Use only the tensors whose name matches.
     layerwise : bool
-        A ratio for each tensor, as a NetDict; otherwise one for the whole net.
+        Return a ratio for each tensor, as a NetDict; otherwise one for the whole net.
 
     Returns
     -------
     NetDict or float
-        NaN where nothing changed.
+        NaN if the weights did not change.
 
     Raises
     ------
     ConfigError
-        If the names differ, or `numerator` is another word.
+        If the names differ, or if `numerator` has another value.
 
     Examples
     --------

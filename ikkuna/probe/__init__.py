@@ -1,4 +1,4 @@
-"""Looking inside a model at a prompt: outputs, gradients, weights and gates, with everything left as it was found."""
+"""Functions that return outputs, gradients, weights and gates of a model and leave the model unchanged."""
 
 from ikkuna.probe.gradients import get_gradients
 from ikkuna.probe.health import (

@@ -1,8 +1,8 @@
-"""Keeping what passes through a module, so that it can be read and differentiated afterwards.
+"""Record the inputs and outputs of modules so that they can be read and differentiated later.
 
-A forward hook hands every output on as a clone and keeps the original.
-So an in-place operation that follows cannot overwrite it, and the gradient with respect to it is that of the value the
-module returned; no backward hook is needed.
+A forward hook replaces every output by a clone and keeps the original.
+A later in-place operation therefore cannot overwrite the original, and the gradient with respect to it is the gradient
+with respect to the returned value.  No backward hook is needed.
 """
 
 import dataclasses
@@ -25,16 +25,22 @@ _STATES = ("output", "h_n", "c_n")
 
 @dataclasses.dataclass
 class Call:
-    """What one call of a module received or returned.
+    """The tensors that one call of a module received or returned.
 
     Parameters
     ----------
-    module : the module
-    parts : the tensors by name: ``output``, for an RNN also ``h_n`` and ``c_n``, for others ``1``, ``2``, …
-    packed : the sequence an RNN was given, if it was packed
-    unbatched : whether an RNN was given a single sequence
-    steps : for an RNN taken apart step by step, the state of every step, for each direction
-    time_first : whether the output is that of a layer inside an RNN, as (time, sample, channel)
+    module : nn.Module
+        The called module.
+    parts : dict of str to Tensor
+        The tensors by name: ``output``; for an RNN also ``h_n`` and ``c_n``; for other modules ``1``, ``2``, …
+    packed : PackedSequence, optional
+        The input of an RNN, if it is a packed sequence.
+    unbatched : bool
+        Whether the input of an RNN is a single sequence.
+    steps : list of Tensor, optional
+        The state of every time step of an unrolled RNN, for each direction.
+    time_first : bool
+        Whether the output comes from a layer inside an RNN, as (time, sample, channel).
     """
 
     module: nn.Module
@@ -45,9 +51,9 @@ class Call:
     time_first: bool = False
 
     def arrange(self, part: str, value: Tensor, pad: float) -> Tensor:
-        """Return `value`, shaped like the part of that name, as ``(sample, time, channel)`` where it comes from an RNN.
+        """Return `value`, shaped like the named part, as ``(sample, time, channel)`` if it comes from an RNN.
 
-        A state comes as ``(sample, channel)`` of the last layer, directions side by side.
+        A state is returned as ``(sample, channel)`` of the last layer, with the directions side by side.
         """
         if isinstance(self.module, nn.RNNCellBase):
             return value.unsqueeze(0) if value.ndim == 1 else value
@@ -76,7 +82,7 @@ class Call:
         return self._masked(torch.cat(parts, -1), pad)
 
     def _masked(self, value: Tensor, pad: float) -> Tensor:
-        """Return `value`: (sample, time, channel) with `pad` beyond the end of each sequence."""
+        """Return `value`: (sample, time, channel) with `pad` after the end of each sequence."""
         if self.packed is None:
             return value
         _, lengths = pad_packed_sequence(self.packed)
@@ -88,19 +94,22 @@ class Call:
 def capture(
     modules: Sequence[nn.Module], wrt: str = "outputs", rnn_layer: int | None = None, through_time: bool = False
 ) -> Iterator[dict[nn.Module, list[Call]]]:
-    """Keep the outputs (or inputs) of `modules` while the body runs the model.
+    """Record the outputs (or inputs) of `modules` while the body runs the model.
 
     Parameters
     ----------
+    modules : sequence of nn.Module
+        The modules to record.
     wrt : {'outputs', 'inputs'}
+        Which tensors to record.
     rnn_layer : int, optional
-        The layer to look at inside an RNN of several; the last by default.
+        The layer to record inside an RNN with several layers; the last one by default.
     through_time : bool
-        Take RNNs apart step by step.
+        Unroll RNNs step by step.
 
     Yields
     ------
-    dict of module to list of Call
+    dict of nn.Module to list of Call
         The calls of each module, in order.
     """
     calls: dict[nn.Module, list[Call]] = {module: [] for module in modules}
@@ -109,8 +118,8 @@ def capture(
             if wrt == "inputs":
                 handle = module.register_forward_pre_hook(_Inputs(calls[module]), with_kwargs=True)
             else:
-                taken_apart = isinstance(module, nn.RNNBase) and (not _is_last(module, rnn_layer) or through_time)
-                hook = _Layers(calls[module], rnn_layer, through_time) if taken_apart else _Outputs(calls[module])
+                unrolled = isinstance(module, nn.RNNBase) and (not _is_last(module, rnn_layer) or through_time)
+                hook = _Layers(calls[module], rnn_layer, through_time) if unrolled else _Outputs(calls[module])
                 handle = module.register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         yield calls
@@ -118,7 +127,7 @@ def capture(
 
 def _is_last(rnn: nn.RNNBase, layer: int | None) -> bool:
     if layer is not None and not -rnn.num_layers <= layer < rnn.num_layers:
-        raise ConfigError(f"rnn_layer must be below {rnn.num_layers}, the number of layers, got {layer}")
+        raise ConfigError(f"rnn_layer must be less than the number of layers, {rnn.num_layers}, got {layer}")
     return layer is None or layer % rnn.num_layers == rnn.num_layers - 1
 
 
@@ -128,7 +137,7 @@ class _Outputs:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         kept: list[Tensor] = []
-        passed = _through(output, kept)
+        passed = _clone_tensors(output, kept)
         parts = dict(zip(_names(module, len(kept)), kept, strict=True))
         self.calls.append(Call(module, parts, *_layout(module, args, kwargs)))
         return passed
@@ -140,7 +149,7 @@ class _Inputs:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         kept: list[Tensor] = []
-        passed = _through((args, kwargs), kept)
+        passed = _clone_tensors((args, kwargs), kept)
         parts = {"output" if i == 0 else str(i): tensor for i, tensor in enumerate(kept)}
         self.calls.append(Call(module, parts, *_layout(module, args, kwargs)))
         return passed
@@ -152,7 +161,7 @@ class _Layers:
 
     def __call__(self, module: nn.RNNBase, args: Any, kwargs: Any, output: Any) -> Any:
         data, hx = _rnn_arguments(args, kwargs)
-        result, layers = unroll(module, _grown(data), _grown(hx), self.stepwise)
+        result, layers = unroll(module, _with_history(data), _with_history(hx), self.stepwise)
         chosen = layers[self.layer]
         call = Call(module, {}, *_layout(module, args, kwargs))
         if self.stepwise:
@@ -163,9 +172,9 @@ class _Layers:
         return result
 
 
-def _grown(value: Any) -> Any:
-    """Return `value` with a history, so that what is computed from it has one even if no parameter is trained."""
-    return _through(value, [])
+def _with_history(value: Any) -> Any:
+    """Return `value` with a history, so that results computed from it have one even if no parameter is trained."""
+    return _clone_tensors(value, [])
 
 
 def _rnn_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -185,23 +194,23 @@ def _names(module: nn.Module, count: int) -> list[str]:
     return [names[i] if i < len(names) else str(i) for i in range(count)]
 
 
-def _through(value: Any, kept: list[Tensor]) -> Any:
-    """Return a nested `value` with its tensors cloned; the ones they were cloned from are appended to `kept`."""
+def _clone_tensors(value: Any, kept: list[Tensor]) -> Any:
+    """Return a nested `value` with its tensors cloned, and append the original tensors to `kept`."""
 
     def one(item: Any) -> Any:
         if isinstance(item, PackedSequence):
-            return item._replace(data=_pass(item.data, kept))
+            return item._replace(data=_clone(item.data, kept))
         if isinstance(item, Tensor):
-            return _pass(item, kept)
+            return _clone(item, kept)
         if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            fields = {field.name: _through(getattr(item, field.name), kept) for field in dataclasses.fields(item)}
+            fields = {field.name: _clone_tensors(getattr(item, field.name), kept) for field in dataclasses.fields(item)}
             return dataclasses.replace(item, **fields)
         return item
 
     return pytree.tree_map(one, value, is_leaf=lambda item: isinstance(item, PackedSequence))
 
 
-def _pass(tensor: Tensor, kept: list[Tensor]) -> Tensor:
+def _clone(tensor: Tensor, kept: list[Tensor]) -> Tensor:
     if not torch.is_grad_enabled() or not (tensor.is_floating_point() or tensor.is_complex()):
         kept.append(tensor.detach().clone())
         return tensor
@@ -216,11 +225,11 @@ def first_tensor(value: Any) -> Tensor:
     Raises
     ------
     ConfigError
-        If there is none.
+        If the value contains no tensor.
     """
     kept: list[Tensor] = []
-    find: Callable[[Any], Any] = lambda item: kept.append(item.data if isinstance(item, PackedSequence) else item)  # noqa: E731
-    pytree.tree_map_only((Tensor, PackedSequence), find, value, is_leaf=lambda item: isinstance(item, PackedSequence))
+    append: Callable[[Any], Any] = lambda item: kept.append(item.data if isinstance(item, PackedSequence) else item)  # noqa: E731
+    pytree.tree_map_only((Tensor, PackedSequence), append, value, is_leaf=lambda item: isinstance(item, PackedSequence))
     if not kept:
-        raise ConfigError(f"expected a tensor in what the model returned, got {type(value).__name__}")
+        raise ConfigError(f"the output of the model contains no tensor, got {type(value).__name__}")
     return kept[0]

@@ -1,4 +1,4 @@
-"""The gradients of a loss with respect to what layers give out, what they receive, and what they have learned."""
+"""Gradients of a loss with respect to the outputs, inputs and parameters of layers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ikkuna.probe.capture import Call, capture
 from ikkuna.probe.isolation import isolated
 from ikkuna.probe.layers import LayerId, find_layers
 from ikkuna.probe.loss import as_tensor, compute_loss, run_model
-from ikkuna.probe.outputs import called, choose, pad_value, shape_result
+from ikkuna.probe.outputs import checked_calls, choose_part, pad_value, shape_result
 
 __all__ = ["get_gradients"]
 
@@ -39,52 +39,54 @@ def get_gradients(
 ) -> Any:
     r"""Return the gradient of the loss with respect to outputs, weights or inputs of `layers`.
 
-    An RNN's output at time :math:`t` acts on the loss in two ways: through the layers above, and through its next step.
-    *Local* gradients, the default, hold the first way alone.  With ``through_time=True`` they hold both,
-    :math:`dL/dh_t = \partial L/\partial h_t + (\partial h_{t+1}/\partial h_t)^\top\, dL/dh_{t+1}`,
-    which tells whether anything of the loss still reaches the early steps.
+    The output of an RNN at time :math:`t` affects the loss in two ways: through the layers above, and through the next
+    time step.  *Local* gradients, the default, contain only the first part.  With ``through_time=True`` they contain
+    both, :math:`dL/dh_t = \partial L/\partial h_t + (\partial h_{t+1}/\partial h_t)^\top\, dL/dh_{t+1}`, which shows
+    whether the loss reaches the early time steps.
 
     Parameters
     ----------
     model : nn.Module
-        Left as it was found, also after an exception: no gradient is stored.
+        The model.  Its state is restored, also after an exception, and no gradient is stored in it.
     layers : int, str, nn.Module or sequence of them
-        See :func:`~ikkuna.probe.layers.find_layer`; ``None`` is the model itself.
-    x, y : Tensor, array or list
-        Input and targets; a tuple `x` stands for several arguments, a dictionary for named ones.
+        See :func:`~ikkuna.probe.layers.find_layer`; ``None`` means the model itself.
+    x, y : Tensor, ndarray or list
+        Input and targets.  A tuple `x` is passed as several arguments, a dictionary as named arguments.
     loss_fn : callable, optional
-        Called with the output, and `y` if given; otherwise guessed (see :func:`~ikkuna.probe.loss.compute_loss`).
+        Called with the output, and with `y` if given.  By default the loss is guessed (see
+        :func:`~ikkuna.probe.loss.compute_loss`).
     wrt, mode : {'outputs', 'weights', 'inputs'}
-        With respect to what; two names for one argument.
+        The tensors to differentiate with respect to.  Both names mean the same argument.
     through_time : bool
-        See above; for ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` of any depth and direction.  An RNN cell's always are.
+        See above; for ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` of any depth and direction.  Gradients of an RNN cell
+        always contain both parts.
     rnn_layer : int, optional
-        Which layer inside an RNN of several; the last by default.
+        Which layer inside an RNN with several layers; the last one by default.
     part : {'auto', 'output', 'h_n', 'c_n'}
-        Which output of an RNN; ``'auto'`` is the sequence or, if the loss depends on the last state alone, that.
-    sample_weight : (sample,), optional
-        Multiplies each sample's loss before the mean.
+        Which output of an RNN.  ``'auto'`` is the sequence, or the last state if the loss depends only on that.
+    sample_weight : sequence of float, optional
+        (sample,).  The loss of each sample is multiplied by its weight before the mean.
     closure : callable, optional
-        Runs the model and returns the loss, in place of `x`, `y` and `loss_fn`.
+        Runs the model and returns the loss; replaces `x`, `y` and `loss_fn`.
     train : bool
         Run the model in training mode.
     as_dict : bool
         Return a dictionary by layer name.
-    pad : 0 or 'nan'
-        What stands beyond the end of a packed sequence.
+    pad : {0, 'nan'}
+        The value after the end of a packed sequence.
 
     Returns
     -------
     Tensor, list or dict
-        Shaped as :func:`~ikkuna.probe.outputs.get_outputs` returns the value; of weights, a dictionary by parameter name.
-        Zero where the loss does not depend on it.
+        Shaped like the value that :func:`~ikkuna.probe.outputs.get_outputs` returns; for weights, a dictionary by
+        parameter name.  Zero if the loss does not depend on the tensor.
 
     Raises
     ------
     KeyError
-        For an unknown layer.
+        If a layer does not exist.
     ConfigError
-        For a loss that cannot be guessed or does not depend on the layers, and for a layer that was not called.
+        If the loss cannot be guessed or does not depend on the layers, or if a layer was not called.
 
     Examples
     --------
@@ -110,14 +112,14 @@ def get_gradients(
             with capture([module for _, module in chosen], wrt, rnn_layer, through_time) as calls:
                 loss = _checked(run())
             # Copies: recomputation inside a checkpoint calls the modules again while the gradients are computed.
-            met = [(name, list(calls[module])) for name, module in chosen if calls[module] or layers != "*"]
-            results = _of_calls([(name, called(each, name)) for name, each in met], loss, part, pad)
+            recorded = [(name, list(calls[module])) for name, module in chosen if calls[module] or layers != "*"]
+            results = _of_calls([(name, checked_calls(each, name)) for name, each in recorded], loss, part, pad)
     return shape_result(results, 0 if layers is None else layers, as_dict)
 
 
 def _closure(model: nn.Module, x: Any, y: Any, loss_fn: Any, sample_weight: Any) -> Callable[[], Tensor]:
     if x is None:
-        raise ConfigError("give the input x, or a closure that runs the model and returns the loss")
+        raise ConfigError("get_gradients needs the input x, or a closure that runs the model and returns the loss")
     return lambda: compute_loss(run_model(model, x), as_tensor(y, model), loss_fn, sample_weight)
 
 
@@ -125,7 +127,7 @@ def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ConfigError(f"the closure must return the loss, a tensor with one number, got {type(loss).__name__}")
     if not loss.requires_grad:
-        raise ConfigError("the loss does not depend on the layers asked for (detached, or computed without autograd?)")
+        raise ConfigError("the loss does not depend on the layers (detached, or computed without autograd?)")
     return loss
 
 
@@ -156,10 +158,10 @@ def _collect(calls: list[Call], found: dict[int, Tensor | None], part: str, pad:
 
     last = calls[-1]
     if isinstance(last.module, nn.RNNCellBase):
-        return torch.stack([call.arrange("output", gradient(choose(call, part)[1]), 0.0) for call in calls], 1)
+        return torch.stack([call.arrange("output", gradient(choose_part(call, part)[1]), 0.0) for call in calls], 1)
     if last.steps is not None:
         return last.arrange_steps([gradient(step) for step in last.steps], pad_value(pad))
-    name, value = choose(last, part)
+    name, value = choose_part(last, part)
     if part == "auto" and found.get(id(value)) is None and _reached(last, "h_n", found):
         name, value = "h_n", last.parts["h_n"]
     return last.arrange(name, gradient(value), pad_value(pad))

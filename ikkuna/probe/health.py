@@ -1,4 +1,4 @@
-"""How channels and gradients are: NaN, dead, exploding, alike, vanishing."""
+"""Measures of channels and gradients: NaN, dead, exploding and correlated channels, vanishing gradients."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,14 @@ __all__ = ["ChannelHealth", "Vanishing", "channel_correlation", "channel_health"
 def detect_nans(data: Any, include_inf: bool = True) -> str | None:
     """Return the share of NaN (and infinite) elements as text, or ``None`` if there are none.
 
-    Shares below 0.1 % are told as a count.
+    A share below 0.1 % is given as a count.
+
+    Parameters
+    ----------
+    data : Tensor, ndarray or list
+        The elements to count.
+    include_inf : bool
+        Count infinite elements too.
 
     Examples
     --------
@@ -26,8 +33,8 @@ def detect_nans(data: Any, include_inf: bool = True) -> str | None:
     """
     values = to_array(data)
     counts = {"NaN": int(np.isnan(values).sum()), "Inf": int(np.isinf(values).sum()) if include_inf else 0}
-    told = [_share(count, values.size, word) for word, count in counts.items() if count]
-    return ", ".join(told) or None
+    shares = [_share(count, values.size, word) for word, count in counts.items() if count]
+    return ", ".join(shares) or None
 
 
 def _share(count: int, total: int, word: str) -> str:
@@ -37,13 +44,16 @@ def _share(count: int, total: int, word: str) -> str:
 
 @dataclass(frozen=True)
 class ChannelHealth:
-    """Which channels of a layer do nothing, and which are too large.
+    """The dead and the exploding channels of a layer.
 
     Parameters
     ----------
-    channels : number of channels
-    dead : positions of channels whose magnitude never exceeds the lower limit
-    exploding : positions of channels that exceed the upper limit, or are NaN or infinite, somewhere
+    channels : int
+        Number of channels.
+    dead : tuple of int
+        Positions of the channels whose magnitude never exceeds the lower limit.
+    exploding : tuple of int
+        Positions of the channels that exceed the upper limit or contain NaN or infinite elements.
     """
 
     channels: int
@@ -52,12 +62,12 @@ class ChannelHealth:
 
     @property
     def dead_fraction(self) -> float:
-        """Share of dead channels; NaN of none."""
+        """Share of dead channels; NaN if there are no channels."""
         return len(self.dead) / self.channels if self.channels else float("nan")
 
     @property
     def exploding_fraction(self) -> float:
-        """Share of exploding channels; NaN of none."""
+        """Share of exploding channels; NaN if there are no channels."""
         return len(self.exploding) / self.channels if self.channels else float("nan")
 
 
@@ -66,12 +76,12 @@ def channel_health(x: Any, dead: float = 1e-8, exploding: float = 1e3, channel_a
 
     Parameters
     ----------
-    x : Tensor or array
+    x : Tensor or ndarray
         Outputs or gradients, such as (sample, time, channel).
     dead, exploding : float
         The limits of the magnitude.
     channel_axis : int
-        The axis that counts the channels: 1 for convolutions.
+        The channel axis; 1 for convolutions.
 
     Examples
     --------
@@ -88,9 +98,17 @@ def channel_health(x: Any, dead: float = 1e-8, exploding: float = 1e3, channel_a
 
 
 def channel_correlation(x: Any, channel_axis: int = -1) -> Tensor:
-    r"""Return Pearson's correlation of every two channels over all samples and steps: (channel, channel).
+    """Return Pearson's correlation of every two channels over all samples and steps: (channel, channel).
 
-    Near 0 off the diagonal, the channels are independent; near ±1, they say the same.  A constant channel gives NaN.
+    Values near 0 off the diagonal mean independent channels; values near ±1 mean redundant channels.
+    The correlation of a constant channel is NaN.
+
+    Parameters
+    ----------
+    x : Tensor or ndarray
+        Outputs or gradients, such as (sample, time, channel).
+    channel_axis : int
+        The channel axis.
 
     Examples
     --------
@@ -118,13 +136,16 @@ def _by_channel(x: Any, channel_axis: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Vanishing:
-    """How much of a gradient is lost on the way through time.
+    """The decay of a gradient over time steps.
 
     Parameters
     ----------
-    below : share of steps whose largest magnitude is below the limit
-    zero : share of steps that are exactly 0
-    norms : (time,) the gradient's L2 norm at each step
+    below : float
+        Share of the steps whose largest magnitude is below the limit.
+    zero : float
+        Share of the steps that are exactly 0.
+    norms : tuple of float
+        (time,), the L2 norm of the gradient at each step.
     """
 
     below: float
@@ -133,13 +154,14 @@ class Vanishing:
 
 
 def vanishing(gradients: Any, limit: float = 1e-8) -> Vanishing:
-    """Return the share of time steps a gradient does not reach.
+    """Return the share of time steps that a gradient does not reach.
 
     Parameters
     ----------
-    gradients : Tensor or array
+    gradients : Tensor or ndarray
         (sample, time, channel), (time, channel) or (time,).
     limit : float
+        A step whose largest magnitude is below this limit counts as not reached.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The state in which a probe runs the user's model."""
+"""Run the user's model for a probe."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which modules a user means: by position, name, part of a name, kind or the module itself."""
+"""Find the modules of a model by position, name, part of a name, class or identity."""
 
 import difflib
 import logging
@@ -21,12 +21,12 @@ def leaves(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_layers(model: nn.Module, layers: LayerId | Sequence[LayerId]) -> list[tuple[str, nn.Module]]:
-    """Return ``(name, module)`` for each of `layers`, in the order asked for; ``'*'`` means every leaf.
+    """Return ``(name, module)`` for each of `layers`, in the given order; ``'*'`` means every leaf.
 
     Raises
     ------
     KeyError
-        If one is not found (see :func:`find_layer`).
+        If a layer is not found (see :func:`find_layer`).
     """
     if isinstance(layers, str) and layers == "*":
         return list(leaves(model).items())
@@ -36,16 +36,21 @@ def find_layers(model: nn.Module, layers: LayerId | Sequence[LayerId]) -> list[t
 
 
 def find_layer(model: nn.Module, layer: LayerId) -> tuple[str, nn.Module]:
-    """Return the name and the module that `layer` means.
+    """Return the name and the module that `layer` refers to.
 
-    A number is the position among the leaves, from 0, or from the end if negative.  A string is a module's full name;
-    or else the end of one, a part of one, or a part of a class name (whatever its case).
-    The first that fits is taken, with a warning if several do.
+    Parameters
+    ----------
+    model : nn.Module
+        The model; wrappers are skipped.
+    layer : int, str or nn.Module
+        A number is the position among the leaves, from 0, or from the end if negative.  A string is the full name of a
+        module, or else the end of a name, a part of a name, or a part of a class name (case-insensitive).  If several
+        modules match, the first one is used and a warning is logged.
 
     Raises
     ------
     KeyError
-        If nothing fits; the message lists candidates.
+        If nothing matches; the message lists candidates.
 
     Examples
     --------
@@ -56,21 +61,21 @@ def find_layer(model: nn.Module, layer: LayerId) -> tuple[str, nn.Module]:
     if isinstance(layer, nn.Module):
         return _name_of(model, layer)
     if isinstance(layer, bool) or not isinstance(layer, int | str):
-        raise KeyError(f"a layer is a number, a name or a module, got {type(layer).__name__}")
+        raise KeyError(f"a layer must be an int, a str or a module, got {type(layer).__name__}")
     if isinstance(layer, int):
         return _at(model, layer)
     modules = dict(named_modules(model))
     if layer in modules and layer:
         return layer, modules[layer]
-    fitting = _fitting(modules, layer)
-    if not fitting:
+    matching = _matching(modules, layer)
+    if not matching:
         raise KeyError(_unknown(model, layer, modules))
-    if len(fitting) > 1:
-        _log.warning("several layers fit %r (%s); the first is taken", layer, ", ".join(fitting[:5]))
-    return fitting[0], modules[fitting[0]]
+    if len(matching) > 1:
+        _log.warning("several layers match %r (%s); the first one is used", layer, ", ".join(matching[:5]))
+    return matching[0], modules[matching[0]]
 
 
-def _fitting(modules: dict[str, nn.Module], text: str) -> list[str]:
+def _matching(modules: dict[str, nn.Module], text: str) -> list[str]:
     names = [name for name in modules if name]
     tests: tuple[Any, ...] = (
         lambda name: name.endswith(f".{text}"),
@@ -78,18 +83,18 @@ def _fitting(modules: dict[str, nn.Module], text: str) -> list[str]:
         lambda name: text.lower() in class_name(modules[name]).lower(),
     )
     for test in tests:
-        if fitting := [name for name in names if test(name)]:
-            return fitting
+        if matching := [name for name in names if test(name)]:
+            return matching
     root = class_name(modules[""]).lower()
     return [""] if text and text.lower() in root else []
 
 
 def _at(model: nn.Module, position: int) -> tuple[str, nn.Module]:
-    there = list(leaves(model).items())
-    if not -len(there) <= position < len(there):
-        known = ", ".join(f"{i}: {name or class_name(module)}" for i, (name, module) in enumerate(there[:20]))
-        raise KeyError(f"no layer {position}; the model has {len(there)}: {known}")
-    return there[position]
+    found = list(leaves(model).items())
+    if not -len(found) <= position < len(found):
+        known = ", ".join(f"{i}: {name or class_name(module)}" for i, (name, module) in enumerate(found[:20]))
+        raise KeyError(f"no layer {position}; the model has {len(found)}: {known}")
+    return found[position]
 
 
 def _name_of(model: nn.Module, layer: nn.Module) -> tuple[str, nn.Module]:
@@ -104,4 +109,4 @@ def _unknown(model: nn.Module, text: str, modules: dict[str, nn.Module]) -> str:
     close = difflib.get_close_matches(text, [name for name in modules if name], n=3, cutoff=0.5)
     hint = f"close: {', '.join(close)}; " if close else ""
     more = f" and {len(known) - 20} more" if len(known) > 20 else ""
-    return f"no layer {text!r} in {class_name(model)}; {hint}there are: {', '.join(known[:20])}{more}"
+    return f"no layer {text!r} in {class_name(model)}; {hint}available: {', '.join(known[:20])}{more}"

@@ -1,4 +1,4 @@
-"""The loss a user means: given, or guessed from the shapes where only one makes sense."""
+"""Compute the loss of a model, given by a function or guessed from shapes that allow only one loss."""
 
 import copy
 import inspect
@@ -16,7 +16,10 @@ __all__ = ["as_tensor", "compute_loss", "run_model"]
 
 
 def as_tensor(value: Any, model: nn.Module) -> Any:
-    """Return arrays and lists as tensors on the model's device, of its dtype if they hold fractions; others as is."""
+    """Return arrays, lists and numbers as tensors on the device of the model, and other values unchanged.
+
+    Floating-point data gets the dtype of the model's parameters.
+    """
     if isinstance(value, Tensor) or not (hasattr(value, "__array__") or isinstance(value, list | int | float)):
         return value
     tensor = torch.as_tensor(value)
@@ -27,7 +30,7 @@ def as_tensor(value: Any, model: nn.Module) -> Any:
 
 
 def run_model(model: nn.Module, x: Any) -> Any:
-    """Return ``model(x)``; a tuple is taken for several arguments, a dictionary for named ones."""
+    """Return ``model(x)``; a tuple is passed as several arguments, a dictionary as named arguments."""
     if isinstance(x, dict):
         return model(**{name: as_tensor(value, model) for name, value in x.items()})
     if isinstance(x, tuple) and not hasattr(x, "_fields"):
@@ -36,16 +39,26 @@ def run_model(model: nn.Module, x: Any) -> Any:
 
 
 def compute_loss(output: Any, y: Any, loss_fn: Callable[..., Any] | None, sample_weight: Any = None) -> Tensor:
-    """Return the loss of a model's `output`.
+    """Return the loss of the `output` of a model.
 
-    A `loss_fn` is called with the output, and with `y` if that is given.  Without one, whole-number targets mean cross
-    entropy, targets of the output's shape the mean squared error, and an output that is one number is itself the loss.
-    With `sample_weight`: (sample,) it is the mean over all elements, each multiplied by its sample's weight.
+    Without a `loss_fn`, integer targets mean cross entropy, targets with the shape of the output mean the mean squared
+    error, and an output with a single element is itself the loss.
+
+    Parameters
+    ----------
+    output : Any
+        The output of the model.
+    y : Any
+        The targets, or ``None``.
+    loss_fn : callable, optional
+        Called with the output, and with `y` if that is given.
+    sample_weight : sequence of float, optional
+        (sample,).  The result is the mean over all elements, each multiplied by the weight of its sample.
 
     Raises
     ------
     ConfigError
-        If no loss can be guessed, it is not one number, or it cannot be weighted.
+        If no loss can be guessed, if the loss has more than one element, or if it cannot be weighted.
     """
     if loss_fn is None:
         loss_fn, output = _guess(output, y)
@@ -64,7 +77,7 @@ def _guess(output: Any, y: Any) -> tuple[Callable[..., Any], Tensor]:
     if y is None:
         if first.numel() == 1:
             return lambda value: value, first
-        raise ConfigError("give loss_fn, or targets y, or a closure: the model's output is not a loss")
+        raise ConfigError("the output of the model is not a loss; give loss_fn, targets y or a closure")
     if isinstance(y, Tensor) and not y.is_floating_point():
         if y.shape == first.shape[:-1]:
             return _last_axis_cross_entropy, first
@@ -92,8 +105,6 @@ def _weighted(loss_fn: Callable[..., Any], output: Any, y: Any, sample_weight: A
         losses = loss_fn(output) if y is None else loss_fn(output, y)
     weight = torch.as_tensor(sample_weight)
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != weight.shape[0]:
-        raise ConfigError(
-            "sample_weight needs a loss for each sample: of shape (sample, …), or with a `reduction` argument"
-        )
+        raise ConfigError("sample_weight needs a loss_fn that returns shape (sample, …) or has an argument `reduction`")
     weight = weight.to(losses.device, losses.dtype).view(-1, *[1] * (losses.ndim - 1))
     return (losses * weight).mean()

@@ -1,4 +1,4 @@
-"""The outputs of layers."""
+"""Outputs of layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from ikkuna.probe.isolation import isolated
 from ikkuna.probe.layers import LayerId, find_layers
 from ikkuna.probe.loss import run_model
 
-__all__ = ["called", "choose", "get_outputs", "pad_value", "sequence_summary", "shape_result"]
+__all__ = ["checked_calls", "choose_part", "get_outputs", "pad_value", "sequence_summary", "shape_result"]
 
 
 def get_outputs(
@@ -27,16 +27,16 @@ def get_outputs(
     rnn_layer: int | None = None,
     pad: Any = 0,
 ) -> Any:
-    """Return what `layers` give out when the model sees `x`, as detached copies.
+    """Return detached copies of the outputs of `layers` for the input `x`.
 
     Parameters
     ----------
     model : nn.Module
-        Left as it was found, also after an exception.
+        The model.  Its state is restored, also after an exception.
     layers : int, str, nn.Module or sequence of them
         See :func:`~ikkuna.probe.layers.find_layer`; ``'*'`` means every leaf that is called.
-    x : Tensor, array, list, PackedSequence, tuple or dict
-        The input; a tuple stands for several arguments, a dictionary for named ones.
+    x : Tensor, ndarray, list, PackedSequence, tuple or dict
+        The input.  A tuple is passed as several arguments, a dictionary as named arguments.
     train : bool
         Run the model in training mode.
     as_dict : bool
@@ -44,23 +44,23 @@ def get_outputs(
     part : {'auto', 'output', 'h_n', 'c_n'}
         Which output of an RNN; ``'auto'`` is the sequence.
     rnn_layer : int, optional
-        Which layer inside an RNN of several; the last by default.
-    pad : 0 or 'nan'
-        What stands beyond the end of a packed sequence.
+        Which layer inside an RNN with several layers; the last one by default.
+    pad : {0, 'nan'}
+        The value after the end of a packed sequence.
 
     Returns
     -------
     Tensor, list or dict of Tensor
-        A list if a list was asked for, in its order.  From an RNN ``(sample, time, channel)``, whatever its layout,
-        from an RNN cell the same over its calls; a state is ``(sample, channel)``.
-        From other modules, what they returned at their last call.
+        For a list of layers, a list in the same order.  The output of an RNN has the shape ``(sample, time, channel)``
+        for every layout of its input, the outputs of an RNN cell have it over its calls, and a state has ``(sample,
+        channel)``. For other modules, the output of the last call.
 
     Raises
     ------
     KeyError
-        For an unknown layer.
+        If a layer does not exist.
     ConfigError
-        For a layer that was not called, or has no such part.
+        If a layer was not called, or has no such part.
 
     Examples
     --------
@@ -78,13 +78,13 @@ def get_outputs(
     for name, module in chosen:
         if not calls[module] and layers == "*":
             continue
-        value = _collect(called(calls[module], name), part, pad)
+        value = _collect(checked_calls(calls[module], name), part, pad)
         results[name] = value.detach().clone()
     return shape_result(results, layers, as_dict)
 
 
-def called(calls: list[Call], name: str) -> list[Call]:
-    """Return `calls`, or raise `ConfigError` if there are none."""
+def checked_calls(calls: list[Call], name: str) -> list[Call]:
+    """Return `calls`, or raise `ConfigError` if the layer was not called."""
     if not calls:
         raise ConfigError(f"the layer {name!r} was not called while the model ran")
     return calls
@@ -92,13 +92,13 @@ def called(calls: list[Call], name: str) -> list[Call]:
 
 def _collect(calls: list[Call], part: str, pad: Any) -> Tensor:
     if isinstance(calls[-1].module, nn.RNNCellBase):
-        return torch.stack([call.arrange("output", choose(call, part)[1], 0.0) for call in calls], 1)
-    name, value = choose(calls[-1], part)
+        return torch.stack([call.arrange("output", choose_part(call, part)[1], 0.0) for call in calls], 1)
+    name, value = choose_part(calls[-1], part)
     return calls[-1].arrange(name, value, pad_value(pad))
 
 
-def choose(call: Call, part: str) -> tuple[str, Tensor]:
-    """Return the name and tensor of a part of a call.
+def choose_part(call: Call, part: str) -> tuple[str, Tensor]:
+    """Return the name and the tensor of a part of a call.
 
     Raises
     ------
@@ -109,19 +109,19 @@ def choose(call: Call, part: str) -> tuple[str, Tensor]:
     name = {"h_n": "output", "c_n": "1"}.get(name, name) if isinstance(call.module, nn.RNNCellBase) else name
     if name not in call.parts:
         known = ", ".join(call.parts) or "no tensors"
-        raise ConfigError(f"{class_name(call.module)} has no part {part!r}; there are: {known}")
+        raise ConfigError(f"{class_name(call.module)} has no part {part!r}; available: {known}")
     return name, call.parts[name]
 
 
 def pad_value(pad: Any) -> float:
-    """Return the number `pad` means, 0 or ``'nan'``."""
+    """Return `pad`, which must be 0 or ``'nan'``, as a float."""
     if pad not in (0, "nan"):
         raise ConfigError(f"pad must be 0 or 'nan', got {pad!r}")
     return float(pad)
 
 
 def shape_result(results: dict[str, Any], layers: Any, as_dict: bool) -> Any:
-    """Return one result for one layer, a list for several, or all by name."""
+    """Return one result for a single layer, a list for several layers, or a dictionary by name."""
     if as_dict:
         return results
     values = list(results.values())
@@ -130,15 +130,16 @@ def shape_result(results: dict[str, Any], layers: Any, as_dict: bool) -> Any:
 
 
 def sequence_summary(rnn: nn.RNNBase, output: Any) -> Tensor:
-    """Return the state ``(sample, directions * channel)`` of the last layer after it has read the whole sequence.
+    """Return the state of the last layer after it has read the whole sequence: ``(sample, directions * channel)``.
 
-    For a bidirectional RNN this is not ``out[:, -1]``: its backward half ends at the first step.
+    For a bidirectional RNN this differs from ``out[:, -1]``, because the backward direction ends at the first step.
 
     Parameters
     ----------
     rnn : nn.RNNBase
+        The RNN.
     output : tuple
-        What it returned.
+        The output of the RNN.
     """
     state = output[1][0] if isinstance(rnn, nn.LSTM) else output[1]
     return Call(rnn, {}).arrange("h_n", state, 0.0)

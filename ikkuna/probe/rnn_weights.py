@@ -1,4 +1,4 @@
-"""The weights of recurrent layers, gate by gate and by name."""
+"""Weights of recurrent layers, by gate and by name."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ikkuna.undisturbed import undisturbed
 __all__ = ["GATES", "Gate", "RNNWeights", "find_rnn", "get_rnn_weights", "rnn_summary"]
 
 GATES = {"LSTM": ("input", "forget", "cell", "output"), "GRU": ("reset", "update", "new"), "RNN": ("hidden",)}
-"""The gates of each kind, in the order in which PyTorch stacks their rows."""
+"""The gates of each kind of RNN, in the order in which PyTorch stacks their rows."""
 
 _Recurrent = (nn.RNNBase, nn.RNNCellBase)
 
@@ -31,20 +31,29 @@ class Gate(NamedTuple):
 
 @dataclass(frozen=True)
 class RNNWeights:
-    """The weights of one layer and direction, as in a picture: what comes in downwards, gates side by side.
+    """The weights of one layer and direction, transposed: rows are inputs, and the gates are side by side.
 
     Parameters
     ----------
-    layer : number of the layer inside the RNN, from 0
-    direction : ``'forward'`` or ``'backward'``
-    kind : ``'LSTM'``, ``'GRU'`` or ``'RNN'``
-    gates : names of the gates, from left to right
-    hidden : units :math:`H` in a gate
-    kernel : (input, gates * H)
-    recurrent : (H, gates * H), or (projected, gates * H)
-    bias : (2, gates * H), of input and of recurrence; ``None`` without.
-        They are not added up, because a GRU multiplies a part of the second.
-    projection : (H, projected), or ``None`` without
+    layer : int
+        Number of the layer inside the RNN, from 0.
+    direction : {'forward', 'backward'}
+        Direction in which the layer reads the sequence.
+    kind : {'LSTM', 'GRU', 'RNN'}
+        Kind of the RNN.
+    gates : tuple of str
+        Names of the gates, from left to right.
+    hidden : int
+        Number of units :math:`H` of a gate.
+    kernel : Tensor
+        (input, gates * H).
+    recurrent : Tensor
+        (H, gates * H), or (projected, gates * H).
+    bias : Tensor or None
+        (2, gates * H), the biases of input and recurrence; ``None`` if there are none.  They are not added, because a
+        GRU multiplies a part of the second one.
+    projection : Tensor or None
+        (H, projected); ``None`` if there is none.
     """
 
     layer: int
@@ -63,17 +72,17 @@ class RNNWeights:
         Raises
         ------
         KeyError
-            If this kind has no such gate; the message lists those it has.
+            If this kind has no such gate; the message lists the gates.
         """
         if name not in self.gates:
-            raise KeyError(f"{self.kind} has no gate {name!r}; it has: {', '.join(self.gates)}")
+            raise KeyError(f"{self.kind} has no gate {name!r}; available: {', '.join(self.gates)}")
         start = self.gates.index(name) * self.hidden
         columns = slice(start, start + self.hidden)
         bias = None if self.bias is None else self.bias[:, columns]
         return Gate(self.kernel[:, columns], self.recurrent[:, columns], bias)
 
     def panels(self) -> dict[str, Tensor]:
-        """Return the matrices that are there, by name."""
+        """Return the existing matrices by name."""
         named = {"kernel": self.kernel, "recurrent": self.recurrent, "bias": self.bias, "projection": self.projection}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -88,14 +97,14 @@ class RNNWeights:
 
 
 def find_rnn(model: nn.Module, layer: LayerId | None = None) -> tuple[str, nn.Module]:
-    """Return the name and module of an RNN: the one that `layer` means, or the first of the model.
+    """Return the name and the module of the RNN that `layer` refers to, by default the first one of the model.
 
     Raises
     ------
     KeyError
-        For an unknown layer.
+        If the layer does not exist.
     ConfigError
-        If it is no RNN, or the model has none.
+        If the layer is not an RNN, or if the model has none.
     """
     model = unwrap(model)
     if layer is None:
@@ -104,14 +113,14 @@ def find_rnn(model: nn.Module, layer: LayerId | None = None) -> tuple[str, nn.Mo
                 return name, module
         raise ConfigError(f"{class_name(model)} has no recurrent layer (nn.RNN, nn.LSTM, nn.GRU or their cells)")
     name, module = _by_kind(model, layer) or find_layer(model, layer)
-    for inner, candidate in named_modules(module):  # a wrapper around one RNN may be named too
+    for inner, candidate in named_modules(module):  # the layer may be a container of an RNN
         if isinstance(candidate, _Recurrent):
             return ".".join(part for part in (name, inner) if part), candidate
-    raise ConfigError(f"{name!r} is no recurrent layer but a {class_name(module)}")
+    raise ConfigError(f"{name!r} is not a recurrent layer but a {class_name(module)}")
 
 
 def _by_kind(model: nn.Module, layer: LayerId) -> tuple[str, nn.Module] | None:
-    """Return the first bidirectional RNN for a word such as ``'bidir'``, which is no class here."""
+    """Return the first bidirectional RNN for a string such as ``'bidir'``, which is not a class name."""
     if not isinstance(layer, str) or not layer or not "bidirectional".startswith(layer.lower()):
         return None
     rnns = ((name, module) for name, module in named_modules(model) if isinstance(module, nn.RNNBase))
@@ -126,24 +135,24 @@ def get_rnn_weights(
     Parameters
     ----------
     rnn : nn.Module
-        An ``nn.RNN``, ``nn.LSTM``, ``nn.GRU``, one of their cells, or a model that holds one.
+        An ``nn.RNN``, ``nn.LSTM``, ``nn.GRU``, one of their cells, or a model that contains one.
     layer : int, str or nn.Module, optional
-        Which one of the model; the first by default.
+        Which RNN of the model; the first one by default.
     mode : {'weights', 'grads'}
-        Weights, or gradients of a loss given by `x`, `y`, `loss_fn`, … (see :func:`~ikkuna.probe.gradients.get_gradients`).
-        Without one, the gradients stored in the model.
+        Return weights, or gradients of the loss defined by `x`, `y`, `loss_fn`, …  Without these, return the gradients
+        stored in the model.
     **loss
-        Those arguments.
+        Arguments of :func:`~ikkuna.probe.gradients.get_gradients`.
 
     Returns
     -------
     list of RNNWeights
-        Detached copies; forward before backward, layer by layer.
+        Detached copies, layer by layer, forward before backward.
 
     Raises
     ------
     KeyError, ConfigError
-        For an unknown layer, one that is no RNN, or gradients that do not exist.
+        If the layer does not exist or is not an RNN, or if there are no gradients.
 
     Examples
     --------
@@ -159,12 +168,14 @@ def get_rnn_weights(
             tensors = {key: getattr(module, key) for key in _keys(module)}
     else:
         tensors = _gradients(rnn, module, name, loss)
-    return [_one(module, tensors, k, reverse) for k, reverse in _places(module)]
+    return [_one(module, tensors, k, reverse) for k, reverse in _layers_and_directions(module)]
 
 
 def _gradients(model: nn.Module, rnn: nn.Module, name: str, loss: Mapping[str, Any]) -> dict[str, Tensor]:
     if hasattr(rnn, "parametrizations"):
-        raise ConfigError(f"the weights of {name!r} are computed from others (parametrised), so they have no gradients")
+        raise ConfigError(
+            f"the weights of {name!r} are parametrised (computed from other tensors) and have no gradients"
+        )
     if loss.get("x") is not None or loss.get("closure") is not None:
         found: dict[str, Tensor] = get_gradients(model, rnn, wrt="weights", **loss)
         return found
@@ -174,7 +185,7 @@ def _gradients(model: nn.Module, rnn: nn.Module, name: str, loss: Mapping[str, A
     return {key: stored.get(key, p.detach() * 0) for key, p in rnn.named_parameters()}
 
 
-def _places(rnn: nn.Module) -> list[tuple[int, bool]]:
+def _layers_and_directions(rnn: nn.Module) -> list[tuple[int, bool]]:
     if isinstance(rnn, nn.RNNCellBase):
         return [(0, False)]
     directions = (False, True) if rnn.bidirectional else (False,)
@@ -189,7 +200,7 @@ def _suffix(rnn: nn.Module, layer: int, reverse: bool) -> str:
 
 def _keys(rnn: nn.Module) -> list[str]:
     kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-    keys = (kind + _suffix(rnn, k, reverse) for k, reverse in _places(rnn) for kind in kinds)
+    keys = (kind + _suffix(rnn, k, reverse) for k, reverse in _layers_and_directions(rnn) for kind in kinds)
     return [key for key in keys if getattr(rnn, key, None) is not None]
 
 
@@ -217,7 +228,7 @@ def _one(rnn: nn.Module, tensors: Mapping[str, Tensor], layer: int, reverse: boo
 
 
 def rnn_summary(rnn: nn.Module, layer: LayerId | None = None) -> str:
-    """Return what an RNN is made of, as text: names and shapes for each layer and direction, and the rows of each gate.
+    """Return the structure of an RNN as text: names and shapes for each layer and direction, and the rows of each gate.
 
     Examples
     --------
@@ -230,13 +241,13 @@ def rnn_summary(rnn: nn.Module, layer: LayerId | None = None) -> str:
         bias_hh_l0    (9,)
     """
     _, module = find_rnn(rnn, layer)
-    places, parts = _places(module), get_rnn_weights(module)
+    positions, parts = _layers_and_directions(module), get_rnn_weights(module)
     first, count = parts[0], sum(p.numel() for p in module.parameters())
-    layers = len({k for k, _ in places})
-    both = ", bidirectional" if any(reverse for _, reverse in places) else ""
+    layers = len({k for k, _ in positions})
+    both = ", bidirectional" if any(reverse for _, reverse in positions) else ""
     head = f"{first.kind}: {layers} layer{'s' * (layers > 1)}{both}, {first.hidden} hidden units, {count} parameters"
     lines = [head]
-    for (k, reverse), part in zip(places, parts, strict=True):
+    for (k, reverse), part in zip(positions, parts, strict=True):
         lines.append(f"  layer {k} {part.direction}")
         with undisturbed(module):
             lines += _rows(module, _suffix(module, k, reverse), part)

@@ -1,4 +1,4 @@
-"""A fused RNN taken apart: layer by layer, and step by step, with the same numbers."""
+"""Run an RNN layer by layer or step by step, with the same results as the fused module."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-__all__ = ["Sequences", "sequences_mask", "unroll"]
+__all__ = ["Sequences", "mask_sequences", "unroll"]
 
 State = tuple[Tensor, ...]
 
 
 class Sequences:
-    """The input of an RNN as ``(time, batch, channel)`` with the length of each sequence, and the way back.
+    """The input of an RNN as ``(time, batch, channel)``, with the length of each sequence.
 
     Parameters
     ----------
     data : Tensor or PackedSequence
-        In any layout an RNN accepts.
+        The input, in any layout that an RNN accepts.
     batch_first : bool
         Whether a batched tensor is ``(batch, time, channel)``.
     """
@@ -49,30 +49,34 @@ class Sequences:
         return output.transpose(0, 1) if self.batch_first else output
 
     def restore_state(self, state: Tensor) -> Tensor:
-        """Return `state`: (layer, batch, channel) as the RNN would."""
+        """Return `state`: (layer, batch, channel) in the layout that the RNN returns."""
         return state.squeeze(1) if self.unbatched else state
 
 
 def unroll(rnn: nn.RNNBase, data: Any, hx: Any, stepwise: bool) -> tuple[Any, list[list[Tensor]]]:
-    """Return what ``rnn(data, hx)`` returns, and the tensors of every layer that its gradients flow through.
+    """Return the result of ``rnn(data, hx)`` and the tensors of every layer that its gradients flow through.
 
-    Dropout between layers, in training mode, draws other numbers than the fused module would.
+    In training mode, dropout between layers draws different numbers than the fused module.
 
     Parameters
     ----------
     rnn : nn.RNNBase
         An ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU``.
-    data, hx
-        Its arguments.
+    data : Tensor or PackedSequence
+        The input of the RNN.
+    hx : Tensor or tuple of Tensor, optional
+        The initial state.
     stepwise : bool
-        Take single steps, so that each step's output feeds the next one visibly.  Otherwise each layer runs at once.
+        Run single steps, so that the output of each step is an input of the next one in the graph.  Otherwise each
+        layer runs at once.
 
     Returns
     -------
-    output : what the module returns
+    output : Any
+        The result of the module.
     layers : list of list of Tensor
-        For each layer its output ``(time, batch, channel)`` in a list of one;
-        or, stepwise, the state ``(batch, channel)`` of every time step, the forward direction before the backward.
+        For each layer a list with its output ``(time, batch, channel)``; if stepwise, a list with the state
+        ``(batch, channel)`` of every time step, the forward direction before the backward direction.
     """
     sequences = Sequences(data, rnn.batch_first)
     x, layers, last = sequences.data, [], []
@@ -84,7 +88,7 @@ def unroll(rnn: nn.RNNBase, data: Any, hx: Any, stepwise: bool) -> tuple[Any, li
         ]
         runs = [direction.step(x) if stepwise else direction.run(x) for direction in directions]
         parts = [torch.stack(states) if stepwise else states[0] for states, _ in runs]
-        parts = [sequences_mask(part, sequences.lengths) for part in parts] if sequences.packed is not None else parts
+        parts = [mask_sequences(part, sequences.lengths) for part in parts] if sequences.packed is not None else parts
         x = torch.cat(parts, -1)
         layers.append([state for states, _ in runs for state in states] if stepwise else [x])
         last += [state for _, state in runs]
@@ -93,7 +97,7 @@ def unroll(rnn: nn.RNNBase, data: Any, hx: Any, stepwise: bool) -> tuple[Any, li
     return (sequences.restore(x), final), layers
 
 
-def sequences_mask(output: Tensor, lengths: Tensor) -> Tensor:
+def mask_sequences(output: Tensor, lengths: Tensor) -> Tensor:
     """Return `output`: (time, batch, channel) with zeros after the end of each sequence."""
     steps = torch.arange(output.shape[0], device=output.device)
     inside = steps[:, None] < lengths.to(output.device)[None, :]
@@ -101,7 +105,7 @@ def sequences_mask(output: Tensor, lengths: Tensor) -> Tensor:
 
 
 class _Direction:
-    """One direction of one layer, as a module of its own that borrows the weights."""
+    """One direction of one layer, as a module that borrows the weights of the RNN."""
 
     def __init__(self, rnn: nn.RNNBase, layer: int, reverse: bool, hx: Any, sequences: Sequences) -> None:
         suffix = f"_l{layer}{'_reverse' if reverse else ''}"
@@ -121,7 +125,7 @@ class _Direction:
         return out, last if isinstance(last, tuple) else (last,)
 
     def run(self, x: Tensor) -> tuple[list[Tensor], State]:
-        """Return the whole output ``(time, batch, channel)``, and the last state."""
+        """Return the whole output ``(time, batch, channel)`` and the last state."""
         order = _reversal(self.lengths, x.shape[0]).to(x.device) if self.reverse else None
         turned = x if order is None else x.gather(0, order[..., None].expand_as(x))
         packed = pack_padded_sequence(turned, self.lengths, enforce_sorted=False)
@@ -137,7 +141,7 @@ class _Direction:
         for t in reversed(range(x.shape[0])) if self.reverse else range(x.shape[0]):
             inside = (t < lengths)[None, :, None]
             _, new = self.call(x[t : t + 1], state)
-            # A separate tensor for each step, because the gradient is asked for by tensor.
+            # A separate tensor for each step, because gradients are computed with respect to tensors.
             state = tuple(torch.where(inside, b, a) for a, b in zip(state, new, strict=True))
             outputs[t] = state[0][0].clone()
             state = (outputs[t].unsqueeze(0), *state[1:])
@@ -165,6 +169,6 @@ def _initial(rnn: nn.RNNBase, index: int, hx: Any, sequences: Sequences) -> Stat
 
 
 def _reversal(lengths: Tensor, steps: int) -> Tensor:
-    """Return for each time and sequence the time that stands there when each sequence is read from its own end."""
+    """Return the time index to read at each time and sequence if every sequence is reversed within its length."""
     t = torch.arange(steps)[:, None]
     return torch.where(t < lengths[None, :], lengths[None, :] - 1 - t, t)

@@ -1,4 +1,4 @@
-"""Weights of any layer: copies, their norms over time, and what regularisation charges for them."""
+"""Copies of the weights of layers, their norms over time, and the loss terms of weight decay."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,26 +21,28 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def get_weights(model: nn.Module, layers: LayerId | Sequence[LayerId], *, as_dict: bool = False) -> Any:
-    """Return copies of the parameters of `layers`, by name; re-parametrised ones as they are used.
+    """Return copies of the parameters of `layers` by name; a parametrised tensor is returned as the layer uses it.
 
     Parameters
     ----------
     model : nn.Module
+        The model; wrappers are skipped.
     layers : int, str, nn.Module or sequence of them
-        See :func:`~ikkuna.probe.layers.find_layer`.  A string such as ``'gru/weight_hh_l0'`` asks for one parameter,
-        by its name or a part of it.
+        See :func:`~ikkuna.probe.layers.find_layer`.  A string such as ``'gru/weight_hh_l0'`` selects one parameter by
+        its name or a part of it.
     as_dict : bool
         Return a dictionary by layer name.
 
     Returns
     -------
     dict, Tensor, list or dict of them
-        For one layer a dictionary by parameter name, for one parameter a tensor, for several a list in their order.
+        For one layer a dictionary by parameter name, for one parameter a tensor, for several layers a list in their
+        order.
 
     Raises
     ------
     KeyError
-        For an unknown layer or parameter.
+        If a layer or a parameter does not exist.
 
     Examples
     --------
@@ -49,10 +51,10 @@ def get_weights(model: nn.Module, layers: LayerId | Sequence[LayerId], *, as_dic
     """
     model = unwrap(model)
     single = isinstance(layers, int | str | nn.Module)
-    asked: Sequence[Any] = [layers] if single else layers  # type: ignore[assignment]
+    selected: Sequence[Any] = [layers] if single else layers  # type: ignore[assignment]
     if layers == "*":
-        asked = [name for name, module in leaves(model).items() if any(True for _ in module.parameters())]
-    results = dict(_weights(model, each) for each in asked)
+        selected = [name for name, module in leaves(model).items() if any(True for _ in module.parameters())]
+    results = dict(_weights(model, each) for each in selected)
     return shape_result(results, layers, as_dict)
 
 
@@ -62,14 +64,14 @@ def _weights(model: nn.Module, layer: LayerId) -> tuple[str, Any]:
     tensors = effective(module)
     if not part:
         return name, tensors
-    fitting = [part] if part in tensors else [key for key in tensors if part in key]
-    if not fitting:
-        raise KeyError(f"{name!r} has no parameter {part!r}; it has: {', '.join(tensors) or 'none'}")
-    return f"{name}/{fitting[0]}", tensors[fitting[0]]
+    matching = [part] if part in tensors else [key for key in tensors if part in key]
+    if not matching:
+        raise KeyError(f"{name!r} has no parameter {part!r}; available: {', '.join(tensors) or 'none'}")
+    return f"{name}/{matching[0]}", tensors[matching[0]]
 
 
 def effective(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of a module's parameters by name, re-parametrised ones under the name they are used by."""
+    """Return copies of the parameters in a module by name, with parametrised tensors as the module uses them."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, child in named_modules(module):
@@ -95,27 +97,30 @@ def weights_norm(
     axis: int | None = None,
     omit: str | Sequence[str] = (),
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
-    r"""Return statistics of the norms :math:`(\sum |w|^p)^{1/p}` of each unit's weights, appended to those before.
+    r"""Return statistics of the norm :math:`(\sum |w|^p)^{1/p}` of each unit's weights, appended to earlier results.
 
     Parameters
     ----------
+    model : nn.Module
+        The model; wrappers are skipped.
     layers : int, str, nn.Module or sequence of them
+        See :func:`~ikkuna.probe.layers.find_layer`.
     history : dict, optional
-        What an earlier call returned; a copy of it grows by one value everywhere.
+        The result of an earlier call.  A copy of it is extended by one value per statistic.
     p : float
         Order of the norm.
     stats : mapping of str to callable
-        What to say of the norms of a parameter's units; by default ``max`` and ``mean``.
+        Statistics of the norms of a parameter's units; by default ``max`` and ``mean``.
     axis : int, optional
-        The axis that counts the units: by default 1 for a transposed convolution, 0 otherwise
-        (output units; tokens of an embedding).
+        The axis of the units.  By default 1 for a transposed convolution and 0 otherwise (output units; tokens of an
+        embedding).
     omit : str or sequence of str
-        Leave out parameters whose name contains it.
+        Skip parameters whose name contains one of these strings.
 
     Returns
     -------
     dict
-        ``result[layer][parameter][statistic]`` is a list with a value for each call.
+        ``result[layer][parameter][statistic]`` is a list with one value per call.
 
     Examples
     --------
@@ -156,13 +161,16 @@ def _unit_norms(tensor: Tensor, axis: int, p: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Penalty:
-    r"""What regularisation adds to the loss for one parameter: :math:`\lambda_1 \sum |w| + \lambda_2 \sum w^2`.
+    r"""The loss term of one parameter due to regularisation: :math:`\lambda_1 \sum |w| + \lambda_2 \sum w^2`.
 
     Parameters
     ----------
-    l1, l2 : the two factors
-    kind : ``'loss'``, or ``'decoupled'`` for weight decay that has no equivalent in the loss
-    loss : the value; NaN where decoupled
+    l1, l2 : float
+        The factors :math:`\lambda_1` and :math:`\lambda_2`.
+    kind : str
+        ``'loss'``, or ``'decoupled'`` for weight decay without an equivalent loss term.
+    loss : float
+        The value; NaN if decoupled.
     """
 
     l1: float
@@ -176,22 +184,24 @@ def weight_penalties(
     optimizer: torch.optim.Optimizer | None = None,
     penalties: Mapping[str, tuple[float, float]] | None = None,
 ) -> dict[str, Penalty]:
-    r"""Return what weight decay, or a penalty given, charges for each parameter it applies to.
+    r"""Return the loss term of weight decay, or of given penalties, for each parameter that has one.
 
-    An optimizer's ``weight_decay`` :math:`\lambda` adds :math:`\lambda w` to the gradient, as a loss of
-    :math:`(\lambda/2) \sum w^2` would; AdamW's is decoupled from the loss.
+    The ``weight_decay`` :math:`\lambda` of an optimizer adds :math:`\lambda w` to the gradient, like a loss term
+    :math:`(\lambda/2) \sum w^2`.  The weight decay of AdamW is decoupled from the loss.
 
     Parameters
     ----------
+    model : nn.Module
+        The model; wrappers are skipped.
     optimizer : torch.optim.Optimizer, optional
-        Where to read ``weight_decay``.
-    penalties : mapping of str to (l1, l2), optional
-        Factors for the parameters whose name contains the key; they add to the optimizer's.
+        The optimizer whose ``weight_decay`` is read.
+    penalties : mapping of str to tuple, optional
+        Factors (l1, l2) for the parameters whose name contains the key; they are added to those of the optimizer.
 
     Raises
     ------
     ConfigError
-        If neither is given.
+        If neither `optimizer` nor `penalties` is given.
 
     Examples
     --------
@@ -201,7 +211,7 @@ def weight_penalties(
     1.25
     """
     if optimizer is None and not penalties:
-        raise ConfigError("give an optimizer, or penalties by parameter name, or both")
+        raise ConfigError("weight_penalties needs an optimizer, penalties by parameter name, or both")
     result = {}
     decays = {} if optimizer is None else _decays(optimizer)
     for name, parameter in named_parameters(model):

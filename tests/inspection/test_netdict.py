@@ -320,7 +320,7 @@ def test_an_unknown_statistic_is_named(net):
 
 
 def test_the_same_name_missing():
-    with pytest.raises(KeyError, match="there are: a"):
+    with pytest.raises(KeyError, match="available: a"):
         NetDict({"a": 1.0})["b"]
 
 

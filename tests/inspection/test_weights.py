@@ -171,7 +171,7 @@ def test_layers_by_position_name_and_kind(caplog):
     assert [name for name, _ in find_layers(model, "*")] == ["b.0", "b.1", "a"]
     assert not caplog.records
     assert find_layer(model, "linear")[0] == "b.0"
-    assert "several layers fit" in caplog.text
+    assert "several layers match" in caplog.text
     for wrong in ("zzz", ["a", "zzz"], 7, nn.Linear(1, 1), 1.5):
         with pytest.raises(KeyError):
             find_layers(model, wrong)
