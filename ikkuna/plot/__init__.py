@@ -1,7 +1,7 @@
-"""FigureList of features, gates and statistics, as matplotlib Figures that nothing else knows of.
+"""Figures of features, gates and statistics, drawn with matplotlib but without pyplot.
 
-Nothing is shown and no global state is touched: a function returns what it drew.
-What could not be drawn is marked and counted.
+No function shows a figure or changes global state; each returns what it drew.
+NaN and infinite elements are marked in the figure and counted.
 """
 
 from ikkuna.plot.curves import draw_curves, features_1d
@@ -14,7 +14,7 @@ from ikkuna.plot.matrices import layer_step_heatmap, similarity_matrix
 from ikkuna.plot.points import draw_points, features_0d
 from ikkuna.plot.rnn import rnn_heatmap, rnn_histogram
 
-features_0D = features_0d  # noqa: N816  # the spelling of the see-rnn package
+features_0D = features_0d  # noqa: N816  # the names of the see-rnn package
 features_1D = features_1d  # noqa: N816
 features_2D = features_2d  # noqa: N816
 

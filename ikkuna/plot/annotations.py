@@ -1,4 +1,4 @@
-"""Words on a figure: numbers of panels, remarks, names of axes, legends."""
+"""Text in figures: labels of panels and axes, notes, colour legends."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ __all__ = ["add_color_legend", "add_note", "label_outer_axes", "label_panel"]
 
 
 def label_panel(ax: Axes, index: int, labels: Any, count: int, style: Style) -> None:
-    """Write the number of one of `count` panels into its corner, or its label; nothing where there is none."""
+    """Write the index of one of `count` panels, or its label, into the corner; write nothing without a label."""
     if labels is None or (not isinstance(labels, str) and index >= len(labels)):
         return
     text = str(index) if isinstance(labels, str) else str(labels[index])
@@ -23,13 +23,13 @@ def label_panel(ax: Axes, index: int, labels: Any, count: int, style: Style) -> 
 
 
 def add_note(ax: Axes, text: str, **options: Any) -> None:
-    """Write a remark into the corner of a panel."""
+    """Write a note into the corner of a panel."""
     font = {"color": NOTE_COLOR, "weight": "bold", "ha": "right", "va": "top", "zorder": 5, **options}
     ax.text(0.97, 0.96, text, transform=ax.transAxes, **font)
 
 
 def label_outer_axes(bottom: list[Axes], left: list[Axes], x: str, y: str) -> None:
-    """Name the axes at the edge of a grid: all of a small one, the middle ones of a large one."""
+    """Label the axes at the edge of a grid: all of up to 6, the middle one of more."""
     for ax in bottom if len(bottom) <= 6 else [bottom[len(bottom) // 2]]:
         ax.set_xlabel(x)
     for ax in left if len(left) <= 6 else [left[len(left) // 2]]:
@@ -37,7 +37,7 @@ def label_outer_axes(bottom: list[Axes], left: list[Axes], x: str, y: str) -> No
 
 
 def add_color_legend(ax: Axes, count: int, word: str, color: Any, cmap: Any) -> None:
-    """Tell which colour is which: by name for a few, by a bar for many, not at all for chosen ones."""
+    """Add a legend for up to 8 colours, a colour bar for more, and nothing for colours that the user chose."""
     if color is not None or count < 2:
         return
     if count <= 8:

@@ -45,36 +45,43 @@ def features_1d(
 
     Parameters
     ----------
-    data : (sample, time, channel) or (time, channel)
-        A tensor, an array or lists.  Without samples, all channels are curves of one panel.
+    data : Tensor, ndarray or list
+        (sample, time, channel), or (time, channel) for one panel with all channels.
     by : {'channel', 'sample'}
-        What has a panel of its own; the other has the curves.  ``subplot_samples=True`` means ``'sample'``.
+        Draw a panel for each channel or for each sample; the other one has the curves.  ``subplot_samples=True`` means
+        ``'sample'``.
     n_rows : int, optional
         Rows of panels.
-    share_xy : bool, 'row', 'col' or a pair of them
-        Whether panels have the same limits of x and y.
+    share_xy : bool, str or tuple of them
+        Whether panels have the same limits of x and y: True, False, ``'row'``, ``'col'`` or a pair of these.
     zero_line : bool
         Draw a line at 0.
     labels : 'auto', list of str or None
-        What stands in the corner of the panels: their number, or these texts.
+        Texts in the corners of the panels; ``'auto'`` means their indices.
     max_steps : int, optional
-        Draw only the first steps.
-    color, cmap
-        One colour for all curves, a list of them, or a map.
-    fig, ax
-        Where to draw: a Figure for the grid, or the Axes of a single panel.
+        Draw only this number of steps.
+    subplot_samples : bool
+        See `by`.
+    color : str, tuple or list of them, optional
+        One colour for all curves, or a list of colours.
+    cmap : str or Colormap, optional
+        Colour map for the curves.
+    fig : Figure, optional
+        Figure for the grid; a new one by default.
+    ax : Axes, optional
+        Axes for a single panel.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
     NotebookFigure
-        Or what was given as `fig`, or the figure of `ax`.
+        Or `fig`, or the figure of `ax`.
 
     Raises
     ------
     ConfigError
-        For data of another number of axes, or an unknown `by`.
+        If the data has another number of axes, or if `by` has another value.
 
     Examples
     --------
@@ -112,7 +119,7 @@ def features_1d(
 
 
 def _curves(data: Any, by: str, max_steps: int | None) -> tuple[NDArray[np.float64], str, str]:
-    """Return values (panel, time, curve), and the words for a curve and a panel (none if there is but one)."""
+    """Return values (panel, time, curve), and the words for a curve and for a panel (empty for a single panel)."""
     if by not in ("channel", "sample"):
         raise ConfigError(f"by must be 'channel' or 'sample', got {by!r}")
     values = to_array(data)
@@ -120,7 +127,7 @@ def _curves(data: Any, by: str, max_steps: int | None) -> tuple[NDArray[np.float
     if values.ndim not in (2, 3):
         raise ConfigError(f"features_1d expects (sample, time, channel) or (time, channel), got shape {values.shape}")
     if 0 in values.shape:
-        raise ConfigError(f"there is nothing to draw in data of shape {values.shape}")
+        raise ConfigError(f"there is no data to draw in shape {values.shape}")
     values = values[..., :max_steps, :]
     if values.ndim == 2:
         return values[None], "channel", ""
@@ -136,7 +143,7 @@ def _grid(style: Style, count: int, n_rows: Any, share_xy: Any, fig: Any) -> tup
 def draw_curves(
     ax: Axes, values: NDArray[np.float64], colors: list[Any], zero_line: bool = False, x: Any = None, **options: Any
 ) -> Axes:
-    """Draw `values`: (time, curve) into `ax`; NaN leaves a hole."""
+    """Draw `values`: (time, curve) into `ax`; NaN leaves a gap."""
     if zero_line:
         ax.axhline(0, color=NOTE_COLOR, linewidth=1)
     steps = np.arange(len(values)) if x is None else x

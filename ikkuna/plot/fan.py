@@ -26,14 +26,18 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class FanSeries:
-    """One fan: what one panel draws.
+    """The bands and the median of one panel.
 
     Parameters
     ----------
-    layer : name of the layer, ``'*'`` for the whole model
-    column : such as ``'Weight Gradients'``
-    bands : (low, high) for each band, from the outermost inwards, each (entry,)
-    median : (entry,)
+    layer : str
+        Name of the layer; ``'*'`` for the whole model.
+    column : str
+        Name of the column, such as ``'Weight Gradients'``.
+    bands : tuple of tuple
+        (low, high) for each band, from the outermost to the innermost, each (entry,).
+    median : ndarray
+        (entry,).
     """
 
     layer: str
@@ -43,23 +47,22 @@ class FanSeries:
 
 
 def fan_series(log: Sequence[Mapping[str, float]]) -> list[FanSeries]:
-    """Collect the fans in a log of what the functions of :mod:`ikkuna.monitor` return.
+    """Return the fans in a log of results of the functions of :mod:`ikkuna.monitor`.
 
     Parameters
     ----------
     log : sequence of mapping
-        An entry for each moment, with keys ``{model}/{layer}/{param}/{attr}/{statistic}``.
-        What an entry lacks is NaN in its place.
+        An entry for each moment, with keys ``{model}/{layer}/{param}/{attr}/{statistic}``.  Missing values become NaN.
 
     Returns
     -------
     list of FanSeries
-        In order of first appearance.
+        In the order of their first appearance.
 
     Raises
     ------
     ConfigError
-        If nothing in the log has such a name.
+        If no key of the log has such a name.
     """
     groups: dict[tuple[str, str], dict[str, str]] = {}
     for entry in log:
@@ -68,9 +71,7 @@ def fan_series(log: Sequence[Mapping[str, float]]) -> list[FanSeries]:
             if parsed is not None:
                 groups.setdefault(parsed[:2], {}).setdefault(parsed[2], key)
     if not groups:
-        raise ConfigError(
-            "no entry of the log is named like {model}/{layer}/{param}/{attr}/min, …/max and …/percentile/{i}"
-        )
+        raise ConfigError("the log has no keys like {model}/{layer}/{param}/{attr}/min, …/max and …/percentile/{i}")
     return [_collect(log, layer, column, keys) for (layer, column), keys in groups.items()]
 
 
@@ -100,7 +101,7 @@ def _collect(log: Sequence[Mapping[str, float]], layer: str, column: str, keys: 
 
 
 def draw_fan(ax: Axes, series: FanSeries, x: Any = None, color: Any = "#0072b2", **options: Any) -> Axes:
-    """Draw nested bands and the median into `ax`; the bands' overlap makes the middle dark, and NaN leaves a hole."""
+    """Draw nested transparent bands and the median into `ax`; NaN leaves a gap."""
     steps = np.arange(len(series.median)) if x is None else x
     for low, high in series.bands:
         ax.fill_between(steps, low, high, color=color, **{"alpha": 0.2, "linewidth": 0, **options})
@@ -123,21 +124,22 @@ def percentile_fan(
     """Draw minimum, maximum and percentiles over time.
 
     There is a row for each layer, with weights, biases and their gradients side by side.
-    Four bands lie over one another: all elements, and what lies within 3, 2 and 1 standard deviations of a normal
-    distribution.
+    The four bands contain all elements and those within 3, 2 and 1 standard deviations of a normal distribution.
 
     Parameters
     ----------
-    log : sequence of mapping, or of FanSeries
+    log : sequence of mapping or FanSeries
         See :func:`fan_series`.
     layers, params : sequence of str, optional
-        Which rows and columns (such as ``'Weights'``), in this order.
+        Rows and columns (such as ``'Weights'``) to draw, in this order.
     x : sequence of float, optional
-        Positions of the entries; their number by default.
+        Positions of the entries; their index by default.
     xlabel : str
-        What the entries are.
+        Label of the x-axis.
+    color : str or tuple
+        Colour of bands and median.
     ax : Axes, optional
-        Where to draw a single fan.
+        Axes for a single fan.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 
@@ -149,31 +151,31 @@ def percentile_fan(
     Raises
     ------
     ConfigError
-        If the log holds no such statistics, or `ax` is given for several fans.
+        If the log contains no such statistics, or if `ax` is given for several fans.
     KeyError
-        For a layer or column that is not in the log.
+        If a layer or column is not in the log.
     """
     fans = list(log) if log and isinstance(log[0], FanSeries) else fan_series(log)
     rows = list(dict.fromkeys(fan.layer for fan in fans)) if layers is None else list(layers)
     order = [*COLUMNS.values(), *(fan.column for fan in fans)]
     present = {fan.column for fan in fans}
     columns = [c for c in dict.fromkeys(order) if c in present] if params is None else list(params)
-    by_place = {(fan.layer, fan.column): fan for fan in fans}
+    by_panel = {(fan.layer, fan.column): fan for fan in fans}
     _check(rows, {fan.layer for fan in fans}, "layer")
     _check(columns, present, "column")
     style = Style.of(style_options, title=None)
     if ax is not None:
         if len(rows) * len(columns) > 1:
             raise ConfigError(
-                f"ax takes one fan, but there are {len(rows) * len(columns)}; choose with layers and params"
+                f"ax takes one fan, but there are {len(rows) * len(columns)}; select one with layers and params"
             )
-        draw_fan(ax, by_place[rows[0], columns[0]], x, color, **style.config("plot"))
+        draw_fan(ax, by_panel[rows[0], columns[0]], x, color, **style.config("plot"))
         return ax.figure
     figure = style.new_figure(3.2 * len(columns) + 0.5, 2.2 * len(rows) + 0.5, len(rows) * len(columns))
     axes = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, **style.config("subplot"))
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
-            _draw_place(axes[i, j], by_place.get((row, column)), x, color, style)
+            _draw_panel(axes[i, j], by_panel.get((row, column)), x, color, style)
         axes[i, 0].set_ylabel("all layers" if row == "*" else row, weight="bold")
     for j, column in enumerate(columns):
         axes[0, j].set_title(column)
@@ -183,7 +185,7 @@ def percentile_fan(
     return figure
 
 
-def _draw_place(ax: Axes, fan: FanSeries | None, x: Any, color: Any, style: Style) -> None:
+def _draw_panel(ax: Axes, fan: FanSeries | None, x: Any, color: Any, style: Style) -> None:
     if fan is None:
         ax.set_visible(False)
         return
@@ -191,7 +193,7 @@ def _draw_place(ax: Axes, fan: FanSeries | None, x: Any, color: Any, style: Styl
     style.format_panel(ax)
 
 
-def _check(asked: Sequence[str], known: set[str], word: str) -> None:
-    for name in asked:
+def _check(names: Sequence[str], known: set[str], word: str) -> None:
+    for name in names:
         if name not in known:
-            raise KeyError(f"no {word} {name!r} in the log; there are: {', '.join(sorted(known))}")
+            raise KeyError(f"no {word} {name!r} in the log; available: {', '.join(sorted(known))}")

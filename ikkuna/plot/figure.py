@@ -1,4 +1,4 @@
-"""Figures that belong to nobody: made without pyplot, seen in a notebook, gone when no longer referred to."""
+"""Figures that are made without pyplot, shown in notebooks and freed with their last reference."""
 
 import base64
 import io
@@ -19,7 +19,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NanCount:
-    """How many elements of some data were NaN or infinite."""
+    """The number of NaN and infinite elements in some data.
+
+    Parameters
+    ----------
+    nans, infs, total : int
+        Number of NaN elements, of infinite elements and of all elements.
+    """
 
     nans: int
     infs: int
@@ -36,7 +42,7 @@ def _share(count: int, total: int, word: str) -> str:
 
 
 def count_nonfinite(data: NDArray[Any]) -> NanCount | None:
-    """Return the count, or ``None`` if every element is finite.
+    """Return the count of NaN and infinite elements, or ``None`` if every element is finite.
 
     Examples
     --------
@@ -48,12 +54,12 @@ def count_nonfinite(data: NDArray[Any]) -> NanCount | None:
 
 
 class NotebookFigure(Figure):
-    """A matplotlib Figure that a notebook shows, and that knows what could not be drawn.
+    """A matplotlib Figure that a notebook displays, with counts of the elements that could not be drawn.
 
     Attributes
     ----------
     nan_report : dict of str to NanCount
-        For each panel (and gate) with NaN or infinite elements, how many.
+        The counts for each panel (and gate) with NaN or infinite elements.
     """
 
     nan_report: dict[str, NanCount]
@@ -63,12 +69,14 @@ class NotebookFigure(Figure):
         self.nan_report = {}
 
     def report(self, counts: Mapping[str, NanCount | None]) -> None:
-        """Remember the counts, and log one warning if there are any."""
+        """Store the counts in `nan_report`, and log one warning if there are any."""
         found = {name: count for name, count in counts.items() if count is not None}
         self.nan_report.update(found)
         if found:
-            told = "; ".join(f"{name}: {str(count).replace(chr(10), ', ')}" for name, count in list(found.items())[:8])
-            _log.warning("not everything could be drawn: %s%s", told, " …" if len(found) > 8 else "")
+            summary = "; ".join(
+                f"{name}: {str(count).replace(chr(10), ', ')}" for name, count in list(found.items())[:8]
+            )
+            _log.warning("not everything could be drawn: %s%s", summary, " …" if len(found) > 8 else "")
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -77,7 +85,7 @@ class NotebookFigure(Figure):
 
 
 class FigureList(list[NotebookFigure]):
-    """Several figures, one below the other in a notebook."""
+    """Several figures, which a notebook displays one below the other."""
 
     def _repr_html_(self) -> str:
         encoded = (base64.b64encode(figure._repr_png_()).decode() for figure in self)
@@ -85,7 +93,7 @@ class FigureList(list[NotebookFigure]):
 
 
 def save_figures(figures: Sequence[Figure], path: Any, **options: Any) -> None:
-    """Write a figure to `path`; several to ``name_0.png``, ``name_1.png``, …; nothing for an empty path."""
+    """Write one figure to `path`, several to ``name_0.png``, ``name_1.png``, …; write nothing for an empty path."""
     if not path:
         return
     target = Path(path)

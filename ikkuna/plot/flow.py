@@ -1,4 +1,4 @@
-"""How large the gradients of each layer are: ``gradient_flow``."""
+"""The magnitude of the gradient of each parameter: ``gradient_flow``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,15 @@ __all__ = ["Flow", "draw_flow", "flow_of", "gradient_flow"]
 
 @dataclass(frozen=True)
 class Flow:
-    """Mean and largest magnitude of each layer's gradient; NaN where there is none, or it has a NaN."""
+    """Mean and largest magnitude of the gradient of each parameter.
+
+    Parameters
+    ----------
+    names : tuple of str
+        Names of the parameters.
+    mean, largest : tuple of float
+        Mean and largest magnitude; NaN without gradient or if the gradient contains NaN.
+    """
 
     names: tuple[str, ...]
     mean: tuple[float, ...]
@@ -28,7 +36,7 @@ class Flow:
 
 
 def flow_of(gradients: nn.Module | Mapping[str, Any], include_bias: bool = False) -> Flow:
-    """Return the flow through a model's stored gradients, or through gradients by name.
+    """Return the flow of the gradients stored in a model, or of gradients by name.
 
     Examples
     --------
@@ -41,7 +49,7 @@ def flow_of(gradients: nn.Module | Mapping[str, Any], include_bias: bool = False
         found = gradients
     chosen = {k: v for k, v in found.items() if include_bias or not is_bias(k)}
     if not chosen or all(value is None for value in chosen.values()):
-        raise ConfigError("there are no gradients yet: call backward() before")
+        raise ConfigError("there are no gradients; call backward() first")
     magnitudes = [np.abs(to_array(v)) if v is not None else np.full(1, np.nan) for v in chosen.values()]
     means = tuple(float(m.mean()) if m.size else float("nan") for m in magnitudes)
     tops = tuple(float(m.max()) if m.size else float("nan") for m in magnitudes)
@@ -49,7 +57,7 @@ def flow_of(gradients: nn.Module | Mapping[str, Any], include_bias: bool = False
 
 
 def draw_flow(ax: Axes, flow: Flow, log: bool = True) -> Axes:
-    """Draw the flow into `ax`: bars for the mean, marks for the largest magnitude, the first layer on top."""
+    """Draw the flow into `ax`, with the first layer on top: bars for the mean, marks for the largest magnitude."""
     rows = np.arange(len(flow.names))
     ax.barh(rows, np.nan_to_num(flow.mean, posinf=0.0), color="#56b4e9", label="mean")
     ax.scatter(flow.largest, rows, marker="|", s=80, color="#0072b2", label="largest", zorder=3)
@@ -76,18 +84,19 @@ def gradient_flow(
     ax: Axes | None = None,
     **style_options: Unpack[StyleOptions],
 ) -> Axes:
-    """Draw how large the gradient of every layer is, from the input down to the loss.
+    """Draw the magnitude of the gradient of every layer, from the input to the loss.
 
     Parameters
     ----------
-    gradients : nn.Module or mapping of str to tensor
-        A model after ``backward()``, or its gradients by name (such as :func:`ikkuna.netdict.snapshots.get_grad` returns).
+    gradients : nn.Module or mapping of str to Tensor
+        A model after ``backward()``, or gradients by name, such as the result of
+        :func:`ikkuna.netdict.snapshots.get_grad`.
     include_bias : bool
         Draw the biases too.
     log : bool
-        A logarithmic scale.
+        Use a logarithmic scale.
     ax : Axes, optional
-        Where to draw; otherwise in a new figure.
+        Axes to draw into; by default those of a new figure.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 

@@ -1,4 +1,4 @@
-"""A grid of panels, and how the limits of its axes hang together."""
+"""A grid of panels and the limits that its axes share."""
 
 import math
 from typing import Any
@@ -14,10 +14,15 @@ __all__ = ["create_panels", "grid_shape", "outer_axes", "share_limits", "sharing
 
 
 def grid_shape(count: int, n_rows: int | str | None = None) -> tuple[int, int]:
-    """Return rows and columns for `count` panels.
+    """Return the rows and columns of a grid for `count` panels.
 
-    Without `n_rows`, a full grid at most twice as wide as high if there is one, otherwise a near-square one with free
-    places.  ``'vertical'`` is one column.
+    Parameters
+    ----------
+    count : int
+        Number of panels.
+    n_rows : int, 'vertical' or None
+        Number of rows; ``'vertical'`` means one column.  By default a full grid at most twice as wide as high if there
+        is one, otherwise a nearly square grid with empty places.
 
     Examples
     --------
@@ -38,7 +43,7 @@ def grid_shape(count: int, n_rows: int | str | None = None) -> tuple[int, int]:
 
 
 def sharing(share_xy: Any) -> tuple[Any, Any]:
-    """Return how x and how y are shared, from one value or a pair of True, False, 'row', 'col'."""
+    """Return how x and y are shared, from one value or a pair of True, False, 'row', 'col'."""
     pair = share_xy if isinstance(share_xy, tuple | list) else (share_xy, share_xy)
     if len(pair) != 2 or any(v not in (True, False, "row", "col", "all", "none") for v in pair):
         raise ConfigError(f"share_xy must be True, False, 'row', 'col' or a pair of them, got {share_xy!r}")
@@ -55,11 +60,11 @@ def create_panels(
     size: tuple[float, float] = (10, 10),
     fig: Any = None,
 ) -> tuple[Any, list[Axes]]:
-    """Return a figure with a grid, and the `count` axes to draw into; places left over are hidden."""
+    """Return a figure with a grid, and the `count` axes to draw into; the other places are hidden."""
     rows, columns = grid_shape(count, n_rows)
     figure: Any = style.new_figure(*size, panels=rows * columns) if fig is None else fig
     x, y = sharing(share_xy)
-    # Matplotlib's own sharing looks at every panel for each panel, which takes minutes for hundreds: see share_limits().
+    # The sharing of matplotlib takes minutes for hundreds of panels; share_limits() replaces it.
     axes: Any = figure.subplots(rows, columns, squeeze=False, **style.config("subplot"))
     for ax in axes.flat[count:]:
         ax.set_visible(False)
@@ -68,8 +73,8 @@ def create_panels(
         adjust = {"left": 0.0, "right": 1.0, "bottom": 0.0, "top": top, "wspace": 0.0, "hspace": 0.0}
         figure.subplots_adjust(**style.config("tight", **adjust))
     elif isinstance(figure, NotebookFigure) and figure.get_layout_engine() is None:
-        close = 0.12 if count <= 100 else 0.04
-        gaps = {"wspace": close if y else 0.4, "hspace": close if x else 0.4}
+        gap = 0.12 if count <= 100 else 0.04
+        gaps = {"wspace": gap if y else 0.4, "hspace": gap if x else 0.4}
         adjust = {"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.94, **gaps}
         figure.subplots_adjust(**style.config("tight", **adjust))
     if count > 16:
@@ -78,19 +83,19 @@ def create_panels(
 
 
 def _shrink_ticks(axes: Any, size: int) -> None:
-    """Leave room between the panels of a large grid: small labels, and three of them at most."""
+    """Use small tick labels in a large grid, at most three for each axis."""
     for ax in axes:
         ax.tick_params(labelsize=size, pad=1.5, length=2)
         ax.locator_params(nbins=3, prune="both")
 
 
 def share_limits(axes: list[Axes], columns: int, share_xy: Any) -> None:
-    """Give the panels of a grid common limits, and tick labels only where they are not said by another panel.
+    """Set common limits for the panels of a grid, and remove tick labels that repeat those of an outer panel.
 
-    To be called when everything is drawn.
+    Call this function when everything is drawn.
     """
     bottom, left = (set(map(id, edge)) for edge in outer_axes(axes, columns, len(axes)))
-    if len(axes) > 100:  # labels beside each other could not be read
+    if len(axes) > 100:  # neighbouring labels would overlap
         bottom = {id(axes[-1])}
     for name, how, edge, along in zip("xy", sharing(share_xy), (bottom, left), ("col", "row"), strict=True):
         for group in _groups(axes, columns, how):
@@ -116,6 +121,6 @@ def _equate(axes: list[Axes], name: str) -> None:
 
 
 def outer_axes(axes: list[Axes], columns: int, count: int) -> tuple[list[Axes], list[Axes]]:
-    """Return the axes at the bottom of a column, and those at the left."""
+    """Return the axes at the bottom of the columns and the axes at the left of the rows."""
     bottom = [ax for i, ax in enumerate(axes) if i + columns >= count]
     return bottom, axes[::columns]

@@ -1,4 +1,4 @@
-"""Histograms: one panel after another, a table of them, and one with its peaks cut off."""
+"""Histograms: a grid or a table of them, and one with its highest bins cut off."""
 
 from collections.abc import Sequence
 from typing import Any, Unpack
@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 
 
 def draw_histogram(ax: Axes, values: Array, bins: Any = 100, **options: Any) -> Array:
-    """Draw the histogram of the finite elements of `values` into `ax`, and return the counts; NaN is remarked."""
+    """Draw a histogram of the finite elements of `values` into `ax`, return the counts, and note NaN and Inf."""
     finite = values[np.isfinite(values)]
     counts, edges = np.histogram(finite, bins, options.pop("range", None), density=options.pop("density", False))
     ax.stairs(counts, edges, **{"fill": True, "color": "#0072b2", **options})
@@ -33,14 +33,18 @@ def draw_histogram(ax: Axes, values: Array, bins: Any = 100, **options: Any) -> 
 def draw_ridge(
     ax: Axes, rows: Sequence[tuple[str, Array, Array]], color: Any = "#0072b2", overlap: float = 1.6
 ) -> Axes:
-    """Draw histograms over one another like a mountain ridge, the first one on top.
+    """Draw overlapping histograms (a ridgeline plot), the first one on top.
 
     Parameters
     ----------
-    rows : sequence of (name, counts, edges)
-        Each histogram is scaled to the same height.
+    ax : Axes
+        The axes to draw into.
+    rows : sequence of tuple
+        (name, counts, edges) for each histogram; each one is scaled to the same height.
+    color : str or tuple
+        Colour of the histograms.
     overlap : float
-        How far a histogram reaches into the row above it.
+        Height of a histogram, in rows.
     """
     for i, (_, counts, edges) in enumerate(rows):
         base = len(rows) - 1 - i
@@ -84,38 +88,41 @@ def features_hist(
     Parameters
     ----------
     data : sequence
-        Each entry has a panel for all its elements; entries may differ in shape.
-        In a table, each entry is a row, and its entries the cells; a cell is one array, or several that are drawn over
-        one another.
+        Each entry has one panel for all its elements; entries may differ in shape.  In a table, each entry is a row of
+        cells; a cell is one array, or several arrays that are drawn over one another.
     layout : {'vertical', 'grid', 'table'}, optional
-        One panel below the other (the default), a near-square grid, or a table.
+        One column of panels (the default), a nearly square grid, or a table.
     n_rows : int, 'vertical' or None
         Rows of the grid.
     bins : int or sequence of float
-    xlims, ylim : (float, float), optional
+        Number of bins, or their edges.
+    xlims, ylim : tuple of float, optional
         Limits of the axes.
     center_zero : bool
-        Make x symmetric about 0; it overrides `xlims`.
-    share_xy : bool, 'row', 'col' or a pair of them
-        Whether panels have the same limits of x and y.
+        Make x symmetric about 0; overrides `xlims`.
+    share_xy : bool, str or tuple of them
+        As for :func:`~ikkuna.plot.curves.features_1d`.
     labels : 'auto', list of str or None
-        What stands in the corner of a panel.
+        Texts in the corners of the panels; ``'auto'`` means their indices.
     column_names : sequence of str
-        Names above a table's columns.
+        Names above the columns of a table.
     row_name : str, optional
-        Word that stands, with the number of the row, at the right of a table.
+        Word at the right of each row of a table, followed by the index of the row.
     peaks_to_clip : int
-        Cut off this many of the highest bins (see :func:`hist_clipped`).
+        Cut off this number of the highest bins (see :func:`hist_clipped`).
     pad_xticks : bool
-        Write the limits of x into the panel, and no ticks.
-    color : optional
+        Write the limits of x into the panel instead of ticks.
+    color : str, tuple or list of them, optional
         One colour, or a list for the histograms of a cell.
+    fig : Figure, optional
+        Figure for the grid; a new one by default.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
     NotebookFigure
+        Or `fig`.
 
     Examples
     --------
@@ -151,7 +158,7 @@ def features_hist(
 
 
 def features_hist_v2(data: Any, colnames: Sequence[str] = (), **options: Any) -> Any:
-    """Return :func:`features_hist` as a table."""
+    """Return :func:`features_hist` with the layout ``'table'``."""
     return features_hist(data, layout="table", column_names=colnames or (), **options)
 
 
@@ -164,14 +171,14 @@ def _table(data: Any, layout: str | None) -> list[list[list[Array]]]:
     else:
         table = [[_cell(cell) for cell in row] for row in data]
     if not table or not table[0] or not all(cell for row in table for cell in row):
-        raise ConfigError("there is nothing to draw: expected at least one entry with data")
+        raise ConfigError("there is no data to draw: expected at least one non-empty entry")
     if len({len(row) for row in table}) > 1:
         raise ConfigError(f"every row of a table needs the same number of cells, got {[len(row) for row in table]}")
     return table
 
 
 def _cell(cell: Any) -> list[Array]:
-    """Return the entries of a cell; plain numbers are one entry."""
+    """Return the arrays of a cell; plain numbers are one array."""
     parts = [to_array(part).reshape(-1) for part in cell]
     numbers = parts and not any(np.ndim(part) for part in cell)
     return [np.concatenate(parts)] if numbers else parts
@@ -219,33 +226,37 @@ def _name_table(axes: list[Axes], columns: int, names: Sequence[str], row_name: 
 def hist_clipped(
     data: Any, peaks_to_clip: int = 1, ax: Axes | None = None, annot_kw: Any = (), bins: Any = 100, **options: Any
 ) -> tuple[Axes, list[tuple[float, int]]]:
-    """Draw a histogram whose highest bins are cut off, so that the others can be seen.
+    """Draw a histogram whose highest bins are cut off, so that the other bins are visible.
 
     The y-axis ends 5 % above the highest bin that is not cut off.
-    What was cut off is written into the panel, a line ``(left edge, count)`` for each bin.
+    The panel lists a line ``(left edge, count)`` for each bin that is cut off.
 
     Parameters
     ----------
-    data : Tensor, array or list
+    data : Tensor, ndarray or list
+        The elements to count.
     peaks_to_clip : int
-        How many bins to cut off.
+        Number of bins to cut off.
     ax : Axes, optional
-        Where to draw; otherwise in a new figure.
+        Axes to draw into; by default those of a new figure.
     annot_kw : mapping or None
-        Options for the text; ``None`` writes none.
+        Options of the text; ``None`` means no text.
     bins : int or sequence of float
+        Number of bins, or their edges.
     **options
-        For the artist.
+        Options of the artist.
 
     Returns
     -------
     ax : Axes
-    clipped : list of (left edge, count)
+        The axes with the histogram.
+    clipped : list of tuple
+        (left edge, count) of each bin that is cut off.
 
     Raises
     ------
     ConfigError
-        If there are no more bins than peaks to clip.
+        If `peaks_to_clip` is not less than the number of bins.
 
     Examples
     --------
@@ -263,7 +274,7 @@ def hist_clipped(
 
 def _clip(ax: Axes, counts: Array, edges: Array, peaks: int, annot_kw: Any) -> list[tuple[float, int]]:
     if not 0 <= peaks < len(counts):
-        raise ConfigError(f"peaks_to_clip must be below the number of bins, {len(counts)}, got {peaks}")
+        raise ConfigError(f"peaks_to_clip must be less than the number of bins, {len(counts)}, got {peaks}")
     order = np.argsort(-counts, kind="stable")
     ax.set_ylim(0, 1.05 * max(counts[order[peaks]], 1e-12))
     clipped = [(float(edges[i]), int(counts[i])) for i in order[:peaks]]

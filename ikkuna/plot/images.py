@@ -1,4 +1,4 @@
-"""Channels over time as images: ``features_2d``; and the images other figures are made of."""
+"""Channels over time as images: ``features_2d``; and the function that draws an image."""
 
 from typing import Any, Unpack
 
@@ -33,11 +33,11 @@ _AXES = {"N": "sample", "T": "timestep", "C": "channel"}
 def draw_image(
     ax: Axes, values: NDArray[np.float64], low: float | None, high: float | None, cmap: Any = DIVERGING, **options: Any
 ) -> AxesImage:
-    """Draw `values`: (row, column) as an image that fills `ax`, first row on top; NaN and Inf in their own colour."""
+    """Draw `values`: (row, column) into `ax`, with the first row on top and NaN and Inf in a separate colour."""
     if low is None or high is None:
         low, high = finite_limits(values)
     shown = np.ma.masked_invalid(values)
-    # Matplotlib's own choice blurs few large pixels, but alone keeps many small ones from vanishing.
+    # Interpolation 'auto' blurs large pixels; without it, some of many small pixels disappear.
     defaults = {"aspect": "auto", "interpolation": "nearest" if max(values.shape) <= 300 else "auto"}
     image = ax.imshow(shown, **{"cmap": colormap(cmap), "vmin": low, "vmax": high, **defaults, **options})
     for axis in (ax.xaxis, ax.yaxis):
@@ -76,37 +76,44 @@ def features_2d(
 
     Parameters
     ----------
-    data : (sample, time, channel) or (time, channel)
-        A tensor, an array or lists.
+    data : Tensor, ndarray or list
+        (sample, time, channel) or (time, channel).
     dims : str, optional
-        What the axes of other data are, such as ``'NT'`` for (sample, time): two or three letters of N, T and C.
-    norm : 'auto', None or (float, float)
-        Limits of the colours: the largest magnitude to either side of 0, each image's own, or these.
+        The axes of other data, such as ``'NT'`` for (sample, time): two or three letters of N, T and C.
+    norm : 'auto', None or tuple of float
+        Limits of the colours: the largest magnitude on both sides of 0, the own limits of each image, or a pair.
     cmap : str or Colormap, optional
-        ``None`` is greys.
+        Colour map; ``None`` means grey.
     time_axis : {'x', 'y'}
-        Where time goes; ``timesteps_xaxis=False`` means ``'y'``.
+        Direction of time; ``timesteps_xaxis=False`` means ``'y'``.
     reflect_half : bool
-        Reverse the time of the second half of the channels: those that a bidirectional RNN computes backwards.
+        Reverse the time of the second half of the channels, which a bidirectional RNN computes backwards.
     max_steps : int, optional
-        Draw only the first steps.
+        Draw only this number of steps.
     channel_axis : int
-        Which axis of the data counts the channels, if not the last.
-    n_rows, share_xy, labels, fig
+        The channel axis of the data; the last one by default.
+    n_rows : int, optional
+        Rows of panels.
+    share_xy : bool, str or tuple of them
         As for :func:`~ikkuna.plot.curves.features_1d`.
+    labels : 'auto', list of str or None
+        Texts in the corners of the panels; ``'auto'`` means their indices.
     colorbar : bool, optional
-        By default, where there is room for it.
+        Draw a colour bar; by default unless the panels are tight.
+    fig : Figure, optional
+        Figure for the grid; a new one by default.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
     NotebookFigure
+        Or `fig`.
 
     Raises
     ------
     ConfigError
-        For data of another number of axes, or a `norm` that is none.
+        If the data has another number of axes, or if `norm` or `dims` is invalid.
 
     Examples
     --------
@@ -132,7 +139,7 @@ def features_2d(
     share_limits(axes, columns, share_xy)
     bottom, left = outer_axes(axes, columns, len(values))
     label_outer_axes(bottom, left, names[2], names[1])
-    _bars(figure, axes, images, norm, not style.tight if colorbar is None else colorbar, style)
+    _add_colorbars(figure, axes, images, norm, not style.tight if colorbar is None else colorbar, style)
     each = f"an image for each {names[0]}, " if names[0] and len(values) > 1 else ""
     style.add_title(figure, f"{each}{names[1]} down, {names[2]} to the right")
     if isinstance(figure, NotebookFigure):
@@ -153,7 +160,7 @@ def _images(
     if values.ndim not in (2, 3):
         raise ConfigError(f"features_2d expects (sample, time, channel) or (time, channel), got shape {values.shape}")
     if 0 in values.shape:
-        raise ConfigError(f"there is nothing to draw in data of shape {values.shape}")
+        raise ConfigError(f"there is no data to draw in shape {values.shape}")
     letters = dims or ("TC" if values.ndim == 2 else "NTC")
     if len(letters) != values.ndim or len(set(letters)) != len(letters) or not set(letters) <= set("NTC"):
         raise ConfigError(f"dims must name the {values.ndim} axes with letters of N, T and C, got {dims!r}")
@@ -174,9 +181,11 @@ def _images(
     return values, (_AXES["N"], _AXES["T"], _AXES["C"])
 
 
-def _bars(figure: Any, axes: list[Axes], images: list[AxesImage], norm: Any, wanted: bool, style: Style) -> None:
-    """Draw one colour bar where all images share their limits, otherwise one beside each of a few."""
-    if not wanted:
+def _add_colorbars(
+    figure: Any, axes: list[Axes], images: list[AxesImage], norm: Any, enabled: bool, style: Style
+) -> None:
+    """Draw one colour bar if all images share their limits, otherwise one for each of up to 16 images."""
+    if not enabled:
         return
     if norm is not None:
         figure.colorbar(images[0], ax=axes, **style.config("colorbar", fraction=0.04, pad=0.02))

@@ -1,4 +1,4 @@
-"""Keyword arguments under more than one name, and a helpful word for a wrong one."""
+"""Keyword arguments with more than one name, and errors that suggest the right name."""
 
 import difflib
 import inspect
@@ -12,20 +12,20 @@ R = TypeVar("R")
 
 
 def keyword_aliases(extra: Iterable[str] = (), **aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Let a function take its keywords under other names too.
+    """Return a decorator that lets a function accept keyword arguments under other names.
 
     Parameters
     ----------
     extra : iterable of str
-        Names that the function takes through its ``**`` argument.
+        Names that the function accepts through its ``**`` argument.
     **aliases : str
-        Other name to proper name.
+        Other names, with the parameter name as value.
 
     Raises
     ------
     TypeError
-        When the function is called with an unknown keyword, or with one argument under two names;
-        the message names the closest keyword.
+        When the function is called with an unknown keyword, or with one argument under two names; the message names the
+        closest keyword.
 
     Examples
     --------
@@ -43,19 +43,21 @@ def keyword_aliases(extra: Iterable[str] = (), **aliases: str) -> Callable[[Call
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         parameters = inspect.signature(function).parameters.values()
         named = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        proper = {*named, *extra}
+        accepted = {*named, *extra}
 
         @wraps(function)
         def call(*args: Any, **keywords: Any) -> R:
-            settled: dict[str, Any] = {}
+            renamed: dict[str, Any] = {}
             for name, value in keywords.items():
                 target = aliases.get(name, name)
-                if target not in proper:
-                    raise TypeError(_unknown(function.__name__, name, [*proper, *aliases]))
-                if target in settled:
-                    raise TypeError(f"{function.__name__}() got {target!r} twice, once as {name!r}")
-                settled[target] = value
-            return function(*args, **settled)
+                if target not in accepted:
+                    raise TypeError(_unknown(function.__name__, name, [*accepted, *aliases]))
+                if target in renamed:
+                    raise TypeError(
+                        f"{function.__name__}() got multiple values for {target!r}, one of them as {name!r}"
+                    )
+                renamed[target] = value
+            return function(*args, **renamed)
 
         return call
 
@@ -64,5 +66,5 @@ def keyword_aliases(extra: Iterable[str] = (), **aliases: str) -> Callable[[Call
 
 def _unknown(function: str, name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}?" if close else f"it takes: {', '.join(sorted(known))}"
+    hint = f"did you mean {close[0]!r}?" if close else f"available: {', '.join(sorted(known))}"
     return f"{function}() has no argument {name!r}; {hint}"

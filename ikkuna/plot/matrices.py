@@ -1,4 +1,4 @@
-"""Values of layers over steps, and of layers with each other, as images."""
+"""Images of values by layer and step, and of similarities between layers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
@@ -44,29 +44,36 @@ def layer_step_heatmap(
 
     Parameters
     ----------
-    values : mapping of str to (step,), or (layer, step)
-        A curve for each layer.
-    layers, steps : sequence, optional
-        Names of the rows, and numbers of the columns.
+    values : mapping of str to sequence, or ndarray
+        A curve (step,) for each layer, or (layer, step).
+    layers : sequence of str, optional
+        Names of the rows.
+    steps : sequence of float, optional
+        Numbers of the columns.
     log : bool
-        A logarithmic colour scale; values that are not positive count as missing.
-    norm : 'auto', None or (float, float)
+        Use a logarithmic colour scale; values that are not positive count as missing.
+    norm : 'auto', None or tuple of float
         As for :func:`~ikkuna.plot.images.features_2d`.
+    cmap : str or Colormap, optional
+        Colour map; ``None`` means grey.
     label : str
-        What the value is.
+        Name of the value.
+    colorbar : bool
+        Draw a colour bar.
     ax : Axes, optional
-        Where to draw; otherwise in a new figure.
+        Axes to draw into; by default those of a new figure.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
     Axes
+        The axes with the image.
 
     Raises
     ------
     ConfigError
-        If the layers have different numbers of steps, or the names do not fit.
+        If the layers have different numbers of steps, or if the number of names is wrong.
 
     Examples
     --------
@@ -78,7 +85,9 @@ def layer_step_heatmap(
     matrix = to_array(list(values.values()) if isinstance(values, Mapping) else values)
     names = names or [str(i) for i in range(len(matrix))]
     if matrix.ndim != 2 or len(names) != len(matrix) or (steps is not None and len(steps) != matrix.shape[1]):
-        raise ConfigError(f"expected (layer, step) with a name for each, got {matrix.shape} and {len(names)} names")
+        raise ConfigError(
+            f"expected (layer, step) with a name for each layer, got shape {matrix.shape} and {len(names)} names"
+        )
     style = Style.of(style_options)
     axes: Axes = ax if ax is not None else style.new_figure(10, max(2.5, 0.3 * len(names) + 1)).subplots()
     shown = np.where(matrix > 0, matrix, np.nan) if log else matrix
@@ -88,8 +97,8 @@ def layer_step_heatmap(
         low, high = finite_limits(shown) if low is None or high is None else (low, high)
         options = {"norm": LogNorm(max(low, high * 1e-12), high), "vmin": None, "vmax": None}
     image = draw_image(axes, shown, low, high, cmap, **style.config("plot", interpolation="nearest", **options))
-    _name_rows(axes, names)
-    _name_columns(axes, steps)
+    _label_rows(axes, names)
+    _label_columns(axes, steps)
     axes.set(xlabel="step")
     style.format_panel(axes)
     if colorbar:
@@ -112,33 +121,39 @@ def similarity_matrix(
     ax: Axes | None = None,
     **style_options: Unpack[StyleOptions],
 ) -> Axes:
-    """Draw how alike layers (or channels) are as a square image, with the numbers where they fit.
+    """Draw the similarities of layers (or channels) as a square image, with numbers in small matrices.
 
     Parameters
     ----------
-    matrix : (row, column)
-        Such as centred kernel alignment between layers, or :func:`~ikkuna.probe.health.channel_correlation`.
+    matrix : ndarray or Tensor
+        (row, column), such as centred kernel alignment between layers, or the result of
+        :func:`~ikkuna.probe.health.channel_correlation`.
     labels, columns : sequence of str, optional
-        Names of the rows, and of the columns if they are others.
-    norm : 'auto', None or (float, float)
+        Names of the rows, and of the columns if they differ.
+    norm : 'auto', None or tuple of float
         Limits of the colours; ``(-1, 1)`` for correlations.
+    cmap : str or Colormap, optional
+        Colour map; ``None`` means grey.
     label : str
-        What the value is.
+        Name of the value.
     numbers : bool, optional
         Write the values; by default up to 12 rows.
+    colorbar : bool
+        Draw a colour bar.
     ax : Axes, optional
-        Where to draw; otherwise in a new figure.
+        Axes to draw into; by default those of a new figure.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
     Axes
+        The axes with the image.
 
     Raises
     ------
     ConfigError
-        If it is no matrix, or the names do not fit.
+        If `matrix` is not a matrix, or if the number of names is wrong.
 
     Examples
     --------
@@ -152,16 +167,18 @@ def similarity_matrix(
     rows = [str(i) for i in range(len(values))] if labels is None else list(labels)
     across = columns or (rows if values.shape[0] == values.shape[1] else [str(i) for i in range(values.shape[1])])
     if (len(rows), len(across)) != values.shape:
-        raise ConfigError(f"a matrix {values.shape} needs as many names, got {len(rows)} and {len(across)}")
+        raise ConfigError(
+            f"a matrix of shape {values.shape} needs a name for each row and column, got {len(rows)} and {len(across)}"
+        )
     style = Style.of(style_options)
     side = min(max(4.0, 0.5 * len(rows) + 1.5), 10.0)
     axes: Axes = ax if ax is not None else style.new_figure(side + 1, side).subplots()
     image = draw_image(axes, values, *color_limits(norm, [values]), cmap, **style.config("plot", aspect="equal"))
-    _name_rows(axes, rows)
+    _label_rows(axes, rows)
     if len(across) <= 40:
         axes.set_xticks(range(len(across)), across, rotation=45, ha="right")
     if numbers or (numbers is None and len(rows) <= 12):
-        _write(axes, values, image)
+        _write_values(axes, values, image)
     style.format_panel(axes)
     if colorbar:
         axes.figure.colorbar(image, ax=axes, **style.config("colorbar", label=label, fraction=0.046))
@@ -169,19 +186,19 @@ def similarity_matrix(
     return axes
 
 
-def _name_rows(ax: Axes, names: Sequence[str]) -> None:
-    """Name every row, or of more than 40 as many as can be read."""
+def _label_rows(ax: Axes, names: Sequence[str]) -> None:
+    """Label up to 40 rows."""
     every = max(1, -(-len(names) // 40))
     ax.set_yticks(range(0, len(names), every), list(names)[::every])
 
 
-def _name_columns(ax: Axes, steps: Sequence[float] | None) -> None:
+def _label_columns(ax: Axes, steps: Sequence[float] | None) -> None:
     if steps is not None and len(steps):
-        places = np.unique(np.linspace(0, len(steps) - 1, min(8, len(steps))).astype(int))
-        ax.set_xticks(places, [f"{steps[i]:g}" for i in places])
+        positions = np.unique(np.linspace(0, len(steps) - 1, min(8, len(steps))).astype(int))
+        ax.set_xticks(positions, [f"{steps[i]:g}" for i in positions])
 
 
-def _write(ax: Axes, values: Any, image: Any) -> None:
+def _write_values(ax: Axes, values: Any, image: Any) -> None:
     for (i, j), value in np.ndenumerate(values):
         red, green, blue, _ = image.cmap(image.norm(value)) if np.isfinite(value) else (1, 1, 1, 1)
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
@@ -194,5 +211,5 @@ def _finish(ax: Axes, own: bool, values: Any, style: Style, what: str) -> None:
         add_note(ax, str(count), bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0})
     if own:
         style.add_title(ax, what)
-        ax.figure.report({"data": count})  # type: ignore[union-attr]  # one's own is a NotebookFigure
+        ax.figure.report({"data": count})  # type: ignore[union-attr]  # a new figure is a NotebookFigure
         save_figures([ax.figure], style.savepath, **style.config("save"))  # type: ignore[list-item]

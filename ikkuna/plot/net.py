@@ -31,16 +31,22 @@ def net_histogram(
 
     Parameters
     ----------
+    net : mapping of str to Tensor
+        The tensors by name.
+    layerwise : bool
+        Draw a panel for each tensor.
+    bins : int or sequence of float
+        Number of bins, or their edges.
     log : bool
-        A logarithmic count.
+        Use a logarithmic count.
     sample : int, optional
-        Of more elements than this, draw as many, evenly spaced; the panel says so.  ``None`` draws all.
+        Draw at most about this number of elements, evenly spaced; the title of the panel says so.  ``None`` draws all.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
     """
     arrays = {name: to_array(value).reshape(-1) for name, value in net.items()}
     if not arrays:
-        raise ConfigError("there is nothing to draw: no tensor is selected")
+        raise ConfigError("there is no data to draw: no tensor is selected")
     shown = arrays if layerwise else {"all": np.concatenate(list(arrays.values()))}
     style = Style.of(style_options)
     figure, axes = create_panels(style, len(shown), None, False, _size(len(shown)))
@@ -56,19 +62,20 @@ def net_histogram(
     style.add_title(figure, "a histogram for each tensor" if layerwise else "a histogram of all elements")
     figure.report({name: count_nonfinite(values) for name, values in shown.items()})
     save_figures([figure], style.savepath, **style.config("save"))
-    return figure  # type: ignore[no-any-return]  # made here, so a NotebookFigure
+    return figure  # type: ignore[no-any-return]  # a new figure is a NotebookFigure
 
 
 def net_heatmap(
     net: Mapping[str, Any], *, norm: Any = None, cmap: Any = DIVERGING, **style_options: Any
 ) -> NotebookFigure:
-    """Draw an image of each tensor: its first axis downwards, all others flattened; a vector is one row.
+    """Draw an image of each tensor: rows are the first axis, columns all other axes; a vector is one row.
 
-    `norm` is as for :func:`~ikkuna.plot.images.features_2d`; ``None`` is each tensor's largest magnitude to either side of 0.
+    `norm` is as for :func:`~ikkuna.plot.images.features_2d`; ``None`` means the largest magnitude of each tensor on
+    both sides of 0.
     """
     arrays = {name: to_array(value) for name, value in net.items()}
     if not arrays:
-        raise ConfigError("there is nothing to draw: no tensor is selected")
+        raise ConfigError("there is no data to draw: no tensor is selected")
     shown = {name: a.reshape(1, -1) if a.ndim < 2 else a.reshape(len(a), -1) for name, a in arrays.items()}
     style = Style.of(style_options)
     figure, axes = create_panels(style, len(shown), None, False, _size(len(shown)))
@@ -82,7 +89,7 @@ def net_heatmap(
     style.add_title(figure, "an image for each tensor, first axis down")
     figure.report({name: count_nonfinite(values) for name, values in shown.items()})
     save_figures([figure], style.savepath, **style.config("save"))
-    return figure  # type: ignore[no-any-return]  # made here, so a NotebookFigure
+    return figure  # type: ignore[no-any-return]  # a new figure is a NotebookFigure
 
 
 def _size(count: int) -> tuple[float, float]:

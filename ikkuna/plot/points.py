@@ -32,23 +32,27 @@ def features_0d(
 
     Parameters
     ----------
-    data : (sample, channel)
-        A tensor, an array or lists, such as the gradient of a last state.
+    data : Tensor, ndarray or list
+        (sample, channel), such as the gradient of a last state.
     marker : str
-    cmap, color
-        A channel has one colour in all samples, from the map; or one colour for all, or a list of them.
+        Marker of the points.
+    cmap : str or Colormap, optional
+        Colour map for the channels; a channel has the same colour in all samples.
+    color : str, tuple or list of them, optional
+        One colour for all channels, or a list of colours.
     zero_line : bool
         Draw a line at 0.
-    ylim : 'auto' or (float, float)
-        ``'auto'`` is the largest magnitude to either side of 0.
+    ylim : 'auto' or tuple of float
+        Limits of y; ``'auto'`` means the largest magnitude on both sides of 0.
     ax : Axes, optional
-        Where to draw; otherwise in a new figure.
+        Axes to draw into; by default those of a new figure.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
     Axes
+        The axes with the points.
 
     Raises
     ------
@@ -65,7 +69,7 @@ def features_0d(
         raise ConfigError(f"features_0d expects 2-D data (sample, channel), got shape {values.shape}")
     style = Style.of(style_options, borders=False)
     figure = style.new_figure(12, 4) if ax is None else None
-    target: Axes = ax if ax is not None else figure.subplots()  # type: ignore[union-attr]  # one of them is there
+    target: Axes = ax if ax is not None else figure.subplots()  # type: ignore[union-attr]  # either ax or figure is not None
     draw_points(target, values, curve_colors(values.shape[1], color, cmap), **style.config("plot", marker=marker))
     if zero_line:
         target.axhline(0, color="black", linewidth=1, zorder=0)

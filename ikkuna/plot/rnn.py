@@ -1,4 +1,4 @@
-"""FigureList of an RNN's weights or gradients, gate by gate: ``rnn_heatmap`` and ``rnn_histogram``."""
+"""Figures of an RNN's weights or gradients by gate: ``rnn_heatmap`` and ``rnn_histogram``."""
 
 from typing import Any, Unpack
 
@@ -52,50 +52,57 @@ def rnn_heatmap(
     nan: str = "mask",
     **style_options: Unpack[StyleOptions],
 ) -> FigureList:
-    """Draw an RNN's weights as images, with lines between the gates: a figure for each layer and direction.
+    """Draw an RNN's weights as images, with lines between the gates, in one figure for each layer and direction.
 
-    Kernel (input channel down), recurrent (hidden unit down) and, where it is there, projection stand side by side,
-    with the two biases as strips below.  Columns are hidden units, gate after gate.
+    Kernel (rows are input channels), recurrent (rows are hidden units) and, if it exists, projection are side by side;
+    the two biases are strips below them.  Columns are hidden units, gate by gate.
 
     Parameters
     ----------
     rnn : nn.Module
-        An RNN, a cell, or a model that holds one.
+        An RNN, a cell, or a model that contains one.
     layer : int, str or nn.Module, optional
-        Which one of the model; ``'lstm'`` and ``'bidir'`` find it by its kind.
+        Which RNN of the model; ``'lstm'`` and ``'bidir'`` find it by its kind.
     mode : {'weights', 'grads'}
-        Weights, or gradients of the loss that `x`, `y`, `loss_fn` or `closure` define, or of those stored in the model.
+        Draw weights, or gradients of the loss defined by `x`, `y`, `loss_fn` or `closure`; without these, the gradients
+        stored in the model.
+    x, y : Tensor, ndarray or list, optional
+        Input and targets.
+    loss_fn, closure : callable, optional
+        See :func:`~ikkuna.probe.gradients.get_gradients`.
     data : sequence, optional
-        What to draw in place of the model's own (see :func:`~ikkuna.plot.rnn_panels.rnn_panels`).
+        Matrices to draw instead of those of the model (see :func:`~ikkuna.plot.rnn_panels.rnn_panels`).
     rnn_layers : 'all', int or sequence of int
-        Which layers of an RNN of several.
-    norm : 'auto', None or (float, float)
-        Limits of the colours: the largest magnitude in kernels and recurrent matrices, to either side of 0; each
-        image's own; or these.
+        Layers to draw of an RNN with several layers.
+    norm : 'auto', None or tuple of float
+        Limits of the colours: the largest magnitude in kernel and recurrent matrices on both sides of 0, the own limits
+        of each image, or a pair.
     cmap : str or Colormap, optional
-        ``None`` is greys.
-    absolute, normalize : bool
-        Take magnitudes, then scale each matrix to 0 … 1.
+        Colour map; ``None`` means grey.
+    absolute : bool
+        Draw magnitudes.
+    normalize : bool
+        Scale each matrix to 0 … 1.
     bias, colorbar : bool
-        Whether to draw them.
+        Draw the biases, the colour bar.
     gate_lines : float
         Width of the lines between gates; 0 for none.
     per_layer : bool
-        Find ``'auto'`` limits for each figure by itself.
+        Compute ``'auto'`` limits for each figure separately.
     nan : {'mask', 'zero'}
-        Draw NaN and Inf in a colour of their own, or as 0.  The figure's ``nan_report`` counts them either way.
+        Draw NaN and Inf in a separate colour, or as 0.  Both are counted in ``nan_report`` of the figure.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
     FigureList
-        A list, forward before backward, layer by layer.
+        Layer by layer, forward before backward.
 
     Raises
     ------
     KeyError, ConfigError
-        For an unknown layer, one that is no RNN, and gradients that do not exist.
+        If the layer does not exist or is not an RNN, or if there are no gradients.
 
     Examples
     --------
@@ -109,13 +116,13 @@ def rnn_heatmap(
     scaling = {"absolute": absolute, "normalize": normalize}
     parts = rnn_panels(rnn, layer, mode=mode, data=data, rnn_layers=rnn_layers, bias=bias, **scaling, **loss)
     style = Style.of(style_options)
-    everywhere = _color_limits(norm, parts, absolute or normalize)
+    common = _color_limits(norm, parts, absolute or normalize)
     figures = FigureList()
     for part in parts:
         figure = style.new_figure(14, 8)
         figure.report(part.nan_counts())
-        own = _color_limits(norm, [part], absolute or normalize) if per_layer else everywhere
-        _draw_matrices(figure, part, own, cmap, gate_lines, colorbar, nan == "zero", style)
+        chosen = _color_limits(norm, [part], absolute or normalize) if per_layer else common
+        _draw_matrices(figure, part, chosen, cmap, gate_lines, colorbar, nan == "zero", style)
         figures.append(figure)
     save_figures(figures, style.savepath, **style.config("save"))
     return figures
@@ -145,7 +152,7 @@ def _draw_matrices(
         values = part.panels[name]
         shown = np.where(np.isfinite(values), values, 0.0) if zero else values
         image = draw_image(ax, shown, norm[0], norm[1], cmap, **style.config("plot"))
-        _dress(ax, name, part, width, style)
+        _label_matrix(ax, name, part, width, style)
         if colorbar and name == tops[-1]:
             figure.colorbar(image, ax=[axes[top] for top in tops], **style.config("colorbar", fraction=0.05, pad=0.02))
     if style.title:
@@ -153,7 +160,7 @@ def _draw_matrices(
         figure.suptitle(text, **style.config("title", weight="bold"))
 
 
-def _dress(ax: Axes, name: str, part: RNNPanels, width: float, style: Style) -> None:
+def _label_matrix(ax: Axes, name: str, part: RNNPanels, width: float, style: Style) -> None:
     ax.set_title(_TITLES[name], fontsize=11, weight="bold")
     if name != "projection":
         for position in part.separators if width else ():
@@ -187,35 +194,38 @@ def rnn_histogram(
     nan: str = "drop",
     **style_options: Unpack[StyleOptions],
 ) -> FigureList:
-    """Draw the distribution of an RNN's weights in each gate: a figure for each layer and direction.
+    """Draw the distribution of an RNN's weights by gate, in one figure for each layer and direction.
 
-    A row for each gate, kernel on the left and recurrent on the right; all biases below.  Heights are densities.
+    There is a row for each gate, with kernel on the left and recurrent on the right, and one panel for all biases
+    below. Heights are densities.
 
     Parameters
     ----------
-    rnn, layer, mode, x, y, loss_fn, closure, data, rnn_layers
-        As for :func:`rnn_heatmap`.
+    rnn : nn.Module
+        An RNN, a cell, or a model that contains one.
+    layer : int, str or nn.Module, optional
+        As for :func:`rnn_heatmap`; so are `mode`, `x`, `y`, `loss_fn`, `closure`, `data` and `rnn_layers`.
     equate_axes : {0, 1, 2}
-        Limits of each panel's own; common to kernel and recurrent; or to all figures too, and symmetric about 0.
-        The biases keep their own.
+        0: each panel has its own limits.  1: kernel and recurrent share them.  2: all figures share them, symmetric
+        about 0.  The biases always have their own limits.
     bins : int
-        In each panel.
+        Number of bins in each panel.
     bias : bool
-        Whether to draw the biases.
+        Draw the biases.
     nan : {'drop', 'zero'}
-        Leave NaN and Inf out, or draw them as 0.  Either way the panel tells how many there are.
+        Leave NaN and Inf out, or draw them as 0.  The panel states their number in both cases.
     **style_options
         See :class:`~ikkuna.plot.style.Style`.
 
     Returns
     -------
     FigureList
-        A list, forward before backward, layer by layer.
+        Layer by layer, forward before backward.
 
     Raises
     ------
     KeyError, ConfigError
-        As for :func:`rnn_heatmap`, and for another `equate_axes`.
+        As for :func:`rnn_heatmap`, or if `equate_axes` has another value.
     """
     if equate_axes not in (0, 1, 2):
         raise ConfigError(f"equate_axes must be 0, 1 or 2, got {equate_axes!r}")
@@ -276,7 +286,7 @@ def _draw_distribution(ax: Axes, values: Any, bins: int, zero: bool, style: Styl
 
 
 def _equate(axes: list[Axes], symmetric: bool) -> None:
-    """Give `axes` the same limits; those that are empty have none to say."""
+    """Set the same limits for all `axes`; empty histograms do not count."""
     full = [ax for ax in axes if ax.patches[-1].get_data().values.any()] or axes  # type: ignore[attr-defined]
     lows, highs = zip(*(ax.get_xlim() for ax in full), strict=True)
     low, high, top = min(lows), max(highs), max(ax.get_ylim()[1] for ax in full)

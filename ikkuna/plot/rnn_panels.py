@@ -1,4 +1,4 @@
-"""What the figures of an RNN are made of: its matrices for each layer and direction, as arrays."""
+"""The matrices of an RNN for each layer and direction, as arrays for figures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +24,12 @@ class RNNPanels:
 
     Parameters
     ----------
-    name : such as ``'LAYER 0 FORWARD'``, or ``'FORWARD LAYER'`` for an RNN of one layer
-    gates : names of the gates, from left to right
-    panels : arrays by name: ``kernel``, ``recurrent``, and where they are there ``bias`` and ``projection``
+    name : str
+        Such as ``'LAYER 0 FORWARD'``, or ``'FORWARD LAYER'`` for an RNN with one layer.
+    gates : tuple of str
+        Names of the gates, from left to right.
+    panels : mapping of str to ndarray
+        ``kernel``, ``recurrent`` and, if they exist, ``bias`` and ``projection``.
     """
 
     name: str
@@ -40,12 +43,12 @@ class RNNPanels:
 
     @property
     def separators(self) -> list[float]:
-        """Where one gate ends and the next begins, in columns."""
+        """Positions between the gates, in columns."""
         hidden = self.panels["kernel"].shape[1] // len(self.gates)
         return [hidden * k - 0.5 for k in range(1, len(self.gates))]
 
     def nan_counts(self) -> dict[str, NanCount | None]:
-        """Return how much is not finite: for each gate of kernel and recurrent, and for the other panels."""
+        """Return the counts of NaN and infinite elements, by gate for kernel and recurrent."""
         gated = ((panel, i, gate) for panel in ("kernel", "recurrent") for i, gate in enumerate(self.gates))
         counts = {f"{panel}/{gate}": count_nonfinite(self.gate(panel, i)) for panel, i, gate in gated}
         return counts | {
@@ -69,21 +72,31 @@ def rnn_panels(
 
     Parameters
     ----------
-    rnn, layer, mode, **loss
+    rnn : nn.Module or None
+        An RNN, a cell, or a model that contains one.
+    layer : int, str or nn.Module, optional
+        See :func:`~ikkuna.probe.rnn_weights.get_rnn_weights`.
+    mode : {'weights', 'grads'}
         See :func:`~ikkuna.probe.rnn_weights.get_rnn_weights`.
     data : sequence, optional
-        To be drawn in place of the RNN's own: kernel, recurrent and bias for each direction in turn,
-        or :class:`~ikkuna.probe.rnn_weights.RNNWeights`.
+        Matrices to draw instead of those of the RNN: kernel, recurrent and bias for each direction, or
+        :class:`~ikkuna.probe.rnn_weights.RNNWeights`.
     rnn_layers : 'all', int or sequence of int
-        Which layers of an RNN of several.
-    absolute, normalize : bool
-        Take magnitudes, then scale each matrix to 0 … 1; a constant one becomes 0.
+        Layers of an RNN with several layers.
+    bias : bool
+        Include the biases.
+    absolute : bool
+        Return magnitudes.
+    normalize : bool
+        Scale each matrix to 0 … 1; a constant matrix becomes 0.
+    **loss
+        See :func:`~ikkuna.probe.rnn_weights.get_rnn_weights`.
     """
     parts = _from_data(rnn, layer, data) if data is not None else get_rnn_weights(_model(rnn), layer, mode=mode, **loss)
     layers = sorted({part.layer for part in parts})
     chosen = layers if rnn_layers == "all" else [rnn_layers] if isinstance(rnn_layers, int) else list(rnn_layers)
     if unknown := [k for k in chosen if k not in layers]:
-        raise ConfigError(f"rnn_layers: there is no layer {unknown[0]}, only {layers}")
+        raise ConfigError(f"rnn_layers contains {unknown[0]}; available: {layers}")
     result = []
     for part in (part for part in parts if part.layer in chosen):
         arrays = {name: to_array(tensor) for name, tensor in part.panels().items() if bias or name != "bias"}
@@ -112,11 +125,11 @@ def _from_data(rnn: nn.Module | None, layer: Any, data: Any) -> Sequence[RNNWeig
 
 
 def _kind(data: Any) -> str:
-    """Tell the kind by the shape of the recurrent matrix."""
+    """Return the kind of the RNN from the shape of the recurrent matrix."""
     rows, columns = np.shape(to_array(data[1]))
     kinds = {len(gates): kind for kind, gates in GATES.items()}
     if columns % rows or columns // rows not in kinds:
-        raise ConfigError(f"a recurrent matrix is (hidden, gates * hidden), got ({rows}, {columns})")
+        raise ConfigError(f"a recurrent matrix must have shape (hidden, gates * hidden), got ({rows}, {columns})")
     return kinds[columns // rows]
 
 

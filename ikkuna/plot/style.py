@@ -1,4 +1,4 @@
-"""What all figures have in common: size, title, frame, ticks, colours."""
+"""Size, title, frame, ticks and colours of all figures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,9 +31,9 @@ __all__ = [
 DIVERGING = "RdBu_r"
 SEQUENTIAL = "viridis"
 NOTE_COLOR = "#d55e00"
-"""Colour of remarks: vermilion of the Okabe–Ito palette, which is safe for the colour-blind."""
+"""Colour of notes: vermilion of the Okabe–Ito palette, which colour-blind people can distinguish."""
 NAN_COLOR = "#f0e442"
-"""Colour of NaN in an image: the palette's yellow, which no diverging map contains."""
+"""Colour of NaN in an image: yellow of the same palette, which the default diverging map does not contain."""
 _CURVES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#f0e442")
 _TITLES = {"outputs": "Outputs", "grads": "Gradients", "generic": "Values", True: "Values"}
 _CONFIGS = ("plot", "title", "annot", "subplot", "tight", "colorbar", "save", "pad_xticks")
@@ -46,11 +46,11 @@ STYLE_ALIASES = {
     "width": "w",
     "height": "h",
 }
-"""Other names of the arguments that all figures take."""
+"""Other names of the arguments of all plotting functions."""
 
 
 class StyleOptions(TypedDict, total=False):
-    """Arguments that all figures take (see :class:`Style`)."""
+    """Arguments of all plotting functions (see :class:`Style`)."""
 
     title: Any
     w: float
@@ -69,28 +69,30 @@ STYLE_KEYWORDS = tuple(StyleOptions.__annotations__)
 
 @dataclass
 class Style:
-    """How a figure looks.
+    """The style of a figure.
 
     Parameters
     ----------
     title : str, bool or None
-        ``'outputs'``, ``'grads'`` or ``'generic'`` (True) begin a title that tells what is drawn;
-        another text stands as it is; anything false is none.
+        ``'outputs'``, ``'grads'`` or ``'generic'`` (True) start a title that states what is drawn.  Another string is
+        the whole title.  A false value means no title.
     w, h : float
         Factors of width and height.
     borders : bool
-        Draw the frame of panels.
-    ticks : bool or (bool, bool)
+        Draw the frames of panels.
+    ticks : bool or tuple of bool
         Draw ticks and their labels on x and y.
     tight : bool
-        Panels touch each other and the edge.
-    borderwidth, bordercolor
-        Of the frame.
+        Draw panels without space between them.
+    borderwidth : float, optional
+        Width of the frames.
+    bordercolor : str, optional
+        Colour of the frames.
     configs : mapping of str to mapping
-        Options for matplotlib: of ``plot`` (the artists), ``title``, ``annot``, ``subplot`` (the grid), ``tight``
-        (``subplots_adjust``), ``colorbar`` and ``save``.
+        Options of matplotlib for ``plot`` (the artists), ``title``, ``annot``, ``subplot`` (the grid), ``tight``
+        (``subplots_adjust``), ``colorbar``, ``save`` and ``pad_xticks``.
     savepath : path, optional
-        Write the figure there too.
+        Also write the figure to this file.
     """
 
     title: Any = True
@@ -107,26 +109,26 @@ class Style:
 
     def __post_init__(self) -> None:
         if unknown := set(self.configs or {}) - set(_CONFIGS):
-            raise ConfigError(f"unknown key {sorted(unknown)[0]!r} in configs; it takes: {', '.join(_CONFIGS)}")
+            raise ConfigError(f"unknown key {sorted(unknown)[0]!r} in configs; available: {', '.join(_CONFIGS)}")
         self._config = {key: dict(value) for key, value in (self.configs or {}).items()}
 
     @classmethod
     def of(cls, options: Mapping[str, Any], **defaults: Any) -> "Style":
-        """Return the look of a function's `options`, with `defaults` of its own."""
+        """Return the style from the `options` of a function and its own `defaults`."""
         return cls(**{**defaults, **options})
 
     def config(self, key: str, **defaults: Any) -> dict[str, Any]:
-        """Return the defaults, overridden by what the user gave under `key`."""
+        """Return the defaults, overridden by the options that the user gave under `key`."""
         return {**defaults, **self._config.get(key, {})}
 
     def new_figure(self, width: float, height: float, panels: int = 1) -> NotebookFigure:
-        """Return an empty figure of that size in inches, times the factors."""
-        # Constrained layout takes seconds for a hundred panels; those are spaced by hand.
+        """Return an empty figure of this size in inches, times the factors."""
+        # Constrained layout takes seconds for a hundred panels; create_panels() spaces those.
         layout = "constrained" if panels <= 36 and not self.tight else "none"
         return NotebookFigure(figsize=(width * self.w, height * self.h), layout=layout)
 
     def add_title(self, figure: Any, what: str) -> None:
-        """Write the title: `what` is drawn, after the word for the quantity."""
+        """Write the title of an axes or a figure; `what` states what is drawn."""
         if not isinstance(self.title, str | bool | int) or not self.title:
             return
         text = f"{_TITLES[self.title]}: {what}" if self.title in _TITLES else str(self.title)
@@ -149,14 +151,19 @@ class Style:
 
 
 def color_limits(norm: Any, arrays: Sequence[NDArray[Any]]) -> tuple[float | None, float | None]:
-    """Return the limits that `norm` means for `arrays`, from their finite elements alone.
+    """Return the limits of the colours for `norm`, from the finite elements of `arrays`.
 
-    ``'auto'`` is the largest magnitude to either side of 0, ``None`` leaves every array its own.
+    Parameters
+    ----------
+    norm : 'auto', None or tuple of float
+        ``'auto'`` means the largest magnitude on both sides of 0; ``None`` means that every array has its own limits.
+    arrays : sequence of ndarray
+        The arrays to draw.
 
     Raises
     ------
     ConfigError
-        Unless it is one of these, or a pair.
+        If `norm` has another value.
     """
     if norm is None:
         return None, None
@@ -173,14 +180,14 @@ def color_limits(norm: Any, arrays: Sequence[NDArray[Any]]) -> tuple[float | Non
 
 
 def finite_limits(array: NDArray[Any]) -> tuple[float, float]:
-    """Return the smallest and largest finite element; (0, 1) if there is none, and never the same twice."""
+    """Return two different limits that contain all finite elements; (0, 1) if there is no finite element."""
     finite = array[np.isfinite(array)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 def colormap(name: Any) -> Colormap:
-    """Return a map by its name, with NaN in a colour of its own; ``None`` is greys."""
+    """Return a colour map by its name, with a separate colour for NaN; ``None`` means grey."""
     cmap = mpl.colormaps["gray" if name is None else name] if not isinstance(name, Colormap) else name
     return cmap.with_extremes(bad=NAN_COLOR)
 
@@ -188,7 +195,8 @@ def colormap(name: Any) -> Colormap:
 def curve_colors(count: int, color: Any = None, cmap: Any = None) -> list[Any]:
     """Return a colour for each of `count` curves.
 
-    One colour stands for all, a list is repeated.  By default eight that everyone can tell apart, or a map's for more.
+    One colour is used for all curves, a list of colours is repeated.  By default there are eight colours that
+    colour-blind people can distinguish; more than eight curves use a colour map.
     """
     if isinstance(color, str) or (color is not None and not isinstance(color[0], str | tuple | list)):
         return [color] * count

@@ -192,7 +192,7 @@ def test_heatmap_of_other_kinds():
     (bare,) = plot.rnn_heatmap(nn.LSTMCell(4, 3, bias=False), show_bias=False, gate_sep_width=0)
     assert not separators(panel(bare, "KERNEL"))
     assert len(plot.rnn_heatmap(nn.GRU(4, 3, 3), rnn_layers=[1])) == 1
-    with pytest.raises(ConfigError, match="no layer 5"):
+    with pytest.raises(ConfigError, match="rnn_layers contains 5"):
         plot.rnn_heatmap(nn.GRU(4, 3), rnn_layers=5)
 
 
@@ -328,7 +328,7 @@ def test_a_fan_with_a_hole():
     (fan,) = [fan for fan in plot.fan_series(log) if fan.column == "Weights"]
     assert len(fan.median) == 10
     assert np.flatnonzero(np.isnan(fan.median)).tolist() == [1]
-    with pytest.raises(ConfigError, match="no entry"):
+    with pytest.raises(ConfigError, match="has no keys"):
         plot.fan_series([{"loss": 1.0}])
     ax = Figure().subplots()
     assert plot.percentile_fan([fan], ax=ax) is ax.figure
@@ -349,7 +349,7 @@ def test_layers_over_steps():
 
 def test_gradient_flow():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1), nn.Linear(3, 1))
-    with pytest.raises(ConfigError, match="no gradients yet"):
+    with pytest.raises(ConfigError, match="no gradients; call"):
         plot.gradient_flow(model)
     model[1](model[0](torch.ones(2, 3))).sum().backward()
     ax = plot.gradient_flow(model)
@@ -367,7 +367,7 @@ def test_similarity():
     assert len(ax.texts) == 9
     assert not plot.similarity_matrix(np.eye(30)).texts
     assert plot.similarity_matrix(np.full((2, 2), np.nan)).images
-    with pytest.raises(ConfigError, match="as many names"):
+    with pytest.raises(ConfigError, match="name for each row"):
         plot.similarity_matrix(np.eye(3), ["a"])
 
 
@@ -414,7 +414,7 @@ def test_any_data_is_drawn_and_left_alone(name, form):
 def test_wrong_words(name):
     with pytest.raises(TypeError, match="did you mean 'title'"):
         ALL[name](DATA, titel="x")
-    with pytest.raises(TypeError, match="twice"):
+    with pytest.raises(TypeError, match="multiple values"):
         ALL[name](DATA, title="x", title_mode="y")
     with pytest.raises(ConfigError, match="unknown key 'plt'"):
         ALL[name](DATA, configs={"plt": {}})
@@ -424,7 +424,7 @@ def test_wrong_words(name):
 def test_wrong_shapes(name):
     with pytest.raises(ConfigError, match="expects"):
         ALL[name](np.zeros((2, 2, 2, 2)))
-    with pytest.raises(ConfigError, match="nothing to draw"):
+    with pytest.raises(ConfigError, match="no data to draw"):
         ALL[name](np.zeros((2, 0, 2)))
     with pytest.raises(TypeError, match="expected numbers"):
         ALL[name](["a", "b"])

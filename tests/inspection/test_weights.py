@@ -130,7 +130,7 @@ def test_gradients_by_gate():
 def test_models_without_an_rnn():
     with pytest.raises(ConfigError, match="no recurrent layer"):
         get_rnn_weights(nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="no recurrent layer but a Linear"):
+    with pytest.raises(ConfigError, match="not a recurrent layer but a Linear"):
         get_rnn_weights(nn.Sequential(nn.Linear(1, 1), nn.GRU(1, 1)), "0")
     with pytest.raises(ConfigError, match="mode"):
         get_rnn_weights(nn.GRU(1, 1), mode="x")
