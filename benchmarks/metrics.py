@@ -1,7 +1,8 @@
-"""What each metric costs: process CPU time of a training step with it over one without, and the memory it takes.
+"""The cost of each metric: process CPU time of a training step with it over a step without, and its memory.
 
-One small model, one thread, every metric in every step (whatever its own default), all interleaved round by round in one run;
-the median of the ratios.  Memory is what the process holds more at its peak, in a process of its own for each metric, over the bare one.
+One small model trains with one thread.  Every metric is computed in every step, also if its default is less often.
+All metrics are interleaved in one run, and the result is the median of the ratios.
+Memory is the peak of a process with one metric minus the peak of a process without.
 
     python benchmarks/metrics.py [--rounds 9] [--only Norm Rank …] [--write]
 
@@ -30,7 +31,7 @@ from ikkuna.visualization.null import NullBackend
 TABLE = Path(__file__).with_name("metrics.md")
 MiB = 1024 * 1024
 
-# How each is asked for, where its name alone does not do.
+# The arguments of metrics that need some.
 ARGUMENTS: dict[str, tuple[tuple, dict]] = {
     **{
         f"{name}Subscriber": (("weights",), {})
@@ -46,17 +47,17 @@ ARGUMENTS: dict[str, tuple[tuple, dict]] = {
     "TimestepGradientSubscriber": ((), {"modules": "*"}),
 }
 LEFT_OUT = {
-    "CallbackSubscriber": "it does what you tell it to",
-    "TestAccuracySubscriber": "it costs a pass over the data it is given",
+    "CallbackSubscriber": "its cost is that of your function",
+    "TestAccuracySubscriber": "it costs an evaluation of its data",
     **{
-        f"{name}Subscriber": "it looks at a probe set now and then; see ``benchmarks/probes.py``"
+        f"{name}Subscriber": "it evaluates a probe set once an epoch; see ``benchmarks/probes.py``"
         for name in ("Attention", "CKA", "Freeze", "Hessian", "LayerSaturation", "SVCCA")
     },
 }
 
 
 class Workload:
-    """Two hidden layers of 1024, so that there is a matrix of 1024 x 1024; all from one seed."""
+    """A network with two hidden layers of 1024, from a fixed seed."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -72,8 +73,8 @@ class Workload:
         self.loss(self.model(self.inputs), self.labels).backward()
         self.optimizer.step()
 
-    def watch(self, name: str) -> None:
-        """Watch with one metric, at every step."""
+    def add_metric(self, name: str) -> None:
+        """Register one metric, at every step."""
         arguments, options = ARGUMENTS.get(name, ((), {}))
         exporter = Exporter(message_bus=MessageBus(), on_error="raise")
         exporter.add_modules(self.model)
@@ -84,7 +85,7 @@ class Workload:
 
 
 def names() -> list[str]:
-    """Return the installed metrics that can be measured here, in alphabetical order."""
+    """Return the metrics to measure, in alphabetical order."""
     return sorted(filter(is_a_metric, plugin_names(installed.GROUP)))
 
 
@@ -94,16 +95,16 @@ def is_a_metric(name: str) -> bool:
 
 
 def times(chosen: list[str], rounds: int) -> dict[str, float]:
-    """Return the median ratio of a step's CPU time with each metric to one without."""
+    """Return the median ratio of the CPU times of a step with each metric and a step without."""
     bare, works = Workload(), {name: Workload() for name in chosen}
     for name, work in works.items():
-        work.watch(name)
+        work.add_metric(name)
     ratios: dict[str, list[float]] = {name: [] for name in chosen}
     for round_ in range(rounds + 1):
         for name, work in works.items():
-            before, watched = two_steps(bare), two_steps(work)
-            if round_:  # the first warms up
-                ratios[name].append(watched / before)
+            without, with_metric = two_steps(bare), two_steps(work)
+            if round_:  # the first round warms up
+                ratios[name].append(with_metric / without)
     for work in works.values():
         work.close()
     return {name: statistics.median(found) for name, found in ratios.items()}
@@ -117,7 +118,7 @@ def two_steps(work: Workload) -> float:
 
 
 def peak(name: str) -> float:
-    """Return the peak of the resident size of a process that trains under one metric, in MiB."""
+    """Return the peak of the resident size of a process that trains with one metric, in MiB."""
     command = [sys.executable, __file__, "--peak-of", name]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -125,7 +126,7 @@ def peak(name: str) -> float:
 def print_peak(name: str) -> None:
     work = Workload()
     if name != "bare":
-        work.watch(name)
+        work.add_metric(name)
     for _ in range(4):
         work.step()
     work.close()
@@ -134,7 +135,7 @@ def print_peak(name: str) -> None:
 
 def table(chosen: list[str], rounds: int) -> str:
     found, bare = times(chosen, rounds), peak("bare")
-    lines = ["| metric, every step | step, times the bare one | memory at the peak, MiB more |", "|---|---|---|"]
+    lines = ["| metric, every step | time of a step, relative to none | additional peak memory, MiB |", "|---|---|---|"]
     for name in chosen:
         lines.append(f"| `{name}` | {found[name]:.2f} | {max(peak(name) - bare, 0.0):.0f} |")
     lines += [f"| `{name}` | {why} | |" for name, why in LEFT_OUT.items()]

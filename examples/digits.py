@@ -1,4 +1,4 @@
-"""Train a small ConvNet on scikit-learn's 1,797 handwritten digits, and watch it.  Lines that belong to ikkuna are marked with #*."""
+"""Train and monitor a small ConvNet on the handwritten digits of scikit-learn.  Lines of ikkuna are marked with # *."""
 
 import sys
 
@@ -19,7 +19,7 @@ from ikkuna.export.subscriber import (  # *
 )
 
 
-class NearZeroSubscriber(Subscriber):  # * a metric of one's own
+class NearZeroSubscriber(Subscriber):  # * a metric of your own
     """Share of elements with |x| < eps."""
 
     def __init__(self, kind, eps=1e-3, **options):

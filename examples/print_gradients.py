@@ -1,4 +1,4 @@
-"""Print the gradients of a model while it trains: name and size of every parameter's, at every tenth step.
+"""Print the norm of the gradient of every parameter at every tenth step of a training.
 
 python examples/print_gradients.py [STEPS]
 """

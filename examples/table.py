@@ -1,4 +1,4 @@
-"""Print what a run's event file says, read with TensorBoard's own reader."""
+"""Print the values of a run's event file with the reader of TensorBoard."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 def print_table(log_dir, kinds):
-    """Print the last value of each kind for every module of the newest run, the network's own values, and how to see all of it."""
+    """Print the last value of each kind for every module of the newest run, and the last values of the network."""
     run = max((path for path in Path(log_dir).iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     last = {tag: events.Scalars(tag)[-1] for tag in events.Tags()["scalars"]}

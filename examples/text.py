@@ -1,4 +1,4 @@
-"""Train a character transformer on the English of Python's own help texts, and watch it.  Lines of ikkuna are marked with #*."""
+"""Train and monitor a character transformer on the help texts of Python.  Lines of ikkuna are marked with # *."""
 
 import sys
 from pydoc_data.topics import topics

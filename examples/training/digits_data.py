@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits, for the examples of this directory."""
+"""The handwritten digits of scikit-learn for the examples of this directory."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Accuracy as counts, so that uneven batches and ranks add up to what one look at all data gives."""
+"""Accuracy as counts, which can be summed over batches and ranks of different sizes."""
 
 import math
 
@@ -13,37 +13,36 @@ def count_correct(
 ) -> Tensor:
     r"""Count the labels that are among the `k` largest logits.
 
-    A label is correct if fewer than `k` classes come before it, in falling order of logits; of equal ones, the first
-    class is first.
+    A label is correct if fewer than `k` classes come before it in descending order of logits; classes with equal logits
+    keep their order.
 
     Parameters
     ----------
     logits : Tensor
-        ``(batch, class)``, ``(batch, class, d...)`` as ``torch.nn.CrossEntropyLoss`` has it, ``(batch, time,
-        class)``, or ``(class,)``.
+        ``(batch, class)``, ``(batch, class, d...)`` as for ``torch.nn.CrossEntropyLoss``, ``(batch, time, class)``, or
+        ``(class,)``.
     labels : Tensor
-        Class indices, of the shape of `logits` without the class axis; or probabilities of its full shape, of which
-        the largest counts.
+        Class indices, of the shape of `logits` without the class axis; or probabilities of the shape of `logits`, whose
+        largest is the label.
     k : int
-        At least 1.  More than there are classes: every valid label is correct.
+        At least 1. If it exceeds the number of classes, every valid label is correct.
     ignore_index : int
-        Labels that count nowhere.
+        The label of items that are left out.
     class_axis : int, optional
-        By default found from the shapes; where both layouts fit, that of ``CrossEntropyLoss``.
+        By default derived from the shapes; if both layouts fit, that of ``CrossEntropyLoss``.
 
     Returns
     -------
     Tensor
-        ``(3,)``, int64: correct labels, valid labels, and valid ones whose logits hold a NaN or :math:`+\infty`;
-        those are wrong.
-        (:math:`-\infty` is a masked class.)  Sums of it belong to all data together; accuracy is the first over the
-        second.
-        Labels outside of the classes are valid and wrong.  All zero for shapes that do not fit, for no label, and for
-        meta and complex tensors.
+        ``(3,)``, int64: correct labels, valid labels, and valid labels whose logits contain a NaN or :math:`+\infty`;
+        these are wrong. (:math:`-\infty` is a masked class.)  Results can be summed over data; accuracy is the first
+        element over the second.
+        Labels outside of the classes are valid and wrong.  All are zero for shapes that do not fit, without a label,
+        and for meta and complex tensors.
 
     Notes
     -----
-    Four passes over `logits`, two boolean copies of it; it does not wait for a device.
+    Four passes over `logits` and two boolean copies of it, without waiting for the device.
 
     Examples
     --------
@@ -73,7 +72,7 @@ def count_correct(
 
 
 def _class_axis(logits: Tensor, labels: Tensor) -> int | None:
-    """Return the axis of classes that makes the shapes fit."""
+    """Return the axis of classes for which the shapes fit, or ``None``."""
     if not logits.ndim:
         return None
     if labels.is_floating_point():
@@ -84,7 +83,7 @@ def _class_axis(logits: Tensor, labels: Tensor) -> int | None:
 
 
 def wilson_interval(correct: float, valid: float, z: float = 1.96) -> tuple[float, float]:
-    r"""Return the Wilson score interval of an accuracy: where its true value lies, with 95 % for `z` = 1.96.
+    r"""Return the Wilson score interval of an accuracy, which contains its true value with 95 % probability for `z` = 1.96.
 
     .. math::
         \frac{p + z^2 / 2n \pm z \sqrt{p (1 - p) / n + z^2 / 4 n^2}}{1 + z^2 / n}, \qquad p = correct / n
@@ -108,7 +107,7 @@ def wilson_interval(correct: float, valid: float, z: float = 1.96) -> tuple[floa
 
 
 def perplexity(mean_loss: float) -> float:
-    """Return the exponential of a mean cross-entropy in nats, at least 1; infinite where it overflows, NaN for NaN.
+    """Return the exponential of a mean cross-entropy in nats, at least 1; infinite if it overflows, NaN for NaN.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-r"""What is wrong with activations: units that never fire, and units that are stuck at an end of their range."""
+r"""Faults of activations: units that are never active, and units that are saturated."""
 
 import math
 
@@ -27,17 +27,18 @@ def unit_counters(activations: Tensor, channel_axis: int | None = None) -> Tenso
         ``(batch, unit)``, ``(batch, time, unit)``, or ``(batch, unit, height, width)`` and other layouts of at least
         four axes.
     channel_axis : int, optional
-        The axis of units, where it is not the last of up to three axes or the second of more.
+        The axis of units; by default the last of up to three axes, or the second of more.
 
     Returns
     -------
     Tensor
-        ``(3, unit)``, float64: :math:`\#(h > 0)`, :math:`\#` finite elements, :math:`\sum |h|` over these.
-        Sums of it belong to all batches together.  ``(3, 0)`` for a 0-d or empty tensor or one without numbers.
+        ``(3, unit)``, float64: the number of elements with :math:`h > 0`, the number of finite elements, and
+        :math:`\sum |h|` over these. Results can be summed over batches.  ``(3, 0)`` for a 0-d or empty tensor or one
+        without numbers.
 
     Notes
     -----
-    Four passes and a copy of magnitudes; it does not wait for a device.
+    Four passes and a copy of the magnitudes, without waiting for the device.
 
     Examples
     --------
@@ -61,8 +62,8 @@ def unit_counters(activations: Tensor, channel_axis: int | None = None) -> Tenso
 def dead_share(counters: Tensor, inactivity: float = 0.01) -> Tensor:
     r"""Return the share of units that are active on less than a share `inactivity` of their positions.
 
-    Meant for rectified layers.  Above one half the layer is sick; with ``inactivity=0`` a unit is dead that never
-    fired.
+    This is for rectified layers. Above one half the layer is broken; with ``inactivity=0`` a unit is dead if it was
+    never active.
 
     Parameters
     ----------
@@ -74,7 +75,7 @@ def dead_share(counters: Tensor, inactivity: float = 0.01) -> Tensor:
     Returns
     -------
     Tensor
-        0-d, float64, in [0, 1]; units without a finite element are left out, and NaN if none is left.
+        0-d, float64, in [0, 1]. Units without a finite element are left out; NaN if none is left.
 
     Examples
     --------
@@ -94,9 +95,9 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def dormant_scores(counters: Tensor) -> Tensor:
-    r"""Return how active each unit is beside its layer, :math:`s_c = E|h_c| / \operatorname{mean}_k E|h_k|`.
+    r"""Return the activity of each unit relative to its layer, :math:`s_c = E|h_c| / \operatorname{mean}_k E|h_k|`.
 
-    It suits every activation function, also those that are never zero.
+    It suits every activation function, including those that are never zero.
 
     Parameters
     ----------
@@ -139,7 +140,7 @@ def dormant_share(counters: Tensor, tau: float = 0.025) -> Tensor:
 
 
 def saturation_threshold(function: str, slope: float = 0.05, of: str = "output") -> float:
-    r"""Return how far from the middle of its range a function has a derivative below `slope`.
+    r"""Return the distance from the middle of its range beyond which a function has a derivative below `slope`.
 
     tanh: :math:`|x| > \operatorname{arcosh} t^{-1/2}`, or :math:`|y| > \sqrt{1 - t}`.
     sigmoid: :math:`|x| > \operatorname{arcosh}(1 / 2t - 1)`, or :math:`|y - 1/2| > \sqrt{1/4 - t}`.
@@ -147,15 +148,17 @@ def saturation_threshold(function: str, slope: float = 0.05, of: str = "output")
     Parameters
     ----------
     function : {'tanh', 'sigmoid'}
+        The activation function.
     slope : float
         :math:`t`, above 0 and below the largest derivative, which is 1 or 1/4.
     of : {'output', 'input'}
-        Whether the threshold is for :math:`y` or for :math:`x`.  Float32 outputs do not resolve slopes below 1e-6.
+        Whether the threshold is for the output :math:`y` or the input :math:`x`.  Float32 outputs do not resolve slopes
+        below 1e-6.
 
     Raises
     ------
     ConfigError
-        For another function, or a slope out of range.
+        If the function is unknown, or the slope is out of range.
 
     Examples
     --------
@@ -165,12 +168,10 @@ def saturation_threshold(function: str, slope: float = 0.05, of: str = "output")
     steepest = {"tanh": 1.0, "sigmoid": 0.25}
     if function not in steepest or of not in ("output", "input"):
         raise ConfigError(
-            f"saturation is known of 'tanh' and 'sigmoid', by 'output' or 'input', got {function!r}, {of!r}"
+            f"saturation needs a function 'tanh' or 'sigmoid', of its 'output' or 'input', got {function!r}, {of!r}"
         )
     if not 0 < slope < steepest[function]:
-        raise ConfigError(
-            f"the slope at which {function} is saturated is between 0 and {steepest[function]}, got {slope!r}"
-        )
+        raise ConfigError(f"saturation of {function} needs a slope between 0 and {steepest[function]}, got {slope!r}")
     if of == "output":
         return math.sqrt(steepest[function] - slope)
     return math.acosh(slope**-0.5) if function == "tanh" else math.acosh(0.5 / slope - 1)
@@ -187,7 +188,7 @@ def count_saturated(x: Tensor, function: str, slope: float = 0.05, of: str = "ou
     Returns
     -------
     Tensor
-        ``(2,)``, int64: saturated elements, and elements that are not NaN.  Sums of it belong to all elements together.
+        ``(2,)``, int64: saturated elements, and elements that are not NaN. Results can be summed.
 
     Examples
     --------
@@ -200,7 +201,7 @@ def count_saturated(x: Tensor, function: str, slope: float = 0.05, of: str = "ou
         return torch.zeros(2, dtype=torch.int64)
     values, implied_zeros = read
     middle = 0.5 if function == "sigmoid" and of == "output" else 0.0
-    # Narrow outputs are compared in float32, which holds the threshold.
+    # The threshold has no exact value in narrow dtypes, so these are compared in float32.
     wide = values if values.dtype is torch.float64 else values.float()
     saturated = torch.count_nonzero((wide - middle).abs() > threshold)
     if implied_zeros and middle > threshold:

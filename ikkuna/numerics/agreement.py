@@ -1,4 +1,4 @@
-"""How far gradients of one parameter agree with each other."""
+"""Agreement between the gradients of one parameter."""
 
 import math
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ __all__ = ["adam_snr", "gradient_diversity", "gradient_snr"]
 
 
 def gradient_snr(mean: Tensor, m2: Tensor, count: int, reduction: str = "mean") -> Tensor:
-    r"""Return the signal-to-noise ratio of a gradient, :math:`\bar g_j^2 / \operatorname{var}(g_j)`, over its
-    elements :math:`j`.
+    r"""Return the signal-to-noise ratio of a gradient, the average of :math:`\bar g_j^2 / \operatorname{var}(g_j)`.
 
     Parameters
     ----------
     mean, m2 : Tensor
-        The same shape: mean of each element over :math:`K` micro-batches, and sum of squared deviations from it.
+        Of the same shape: the mean of each element over :math:`K` micro-batches, and the sum of squared deviations from
+        it.
     count : int
         :math:`K`; the variance is ``m2 / (K - 1)``.
     reduction : {'mean', 'median'}
-        Over elements; the ratio has heavy tails, so the median is steadier.
+        The average over elements :math:`j`; the ratio has heavy tails, so the median is more stable.
 
     Returns
     -------
     Tensor
         0-d, float64, dimensionless, at least 0.  Elements without variance are left out; NaN if none is left, if K < 2,
         or if an element is not finite.
-        Pure noise reads ``1 / K`` and more.
+        For pure noise it is ``1 / K`` or more.
 
     References
     ----------
@@ -41,7 +41,7 @@ def gradient_snr(mean: Tensor, m2: Tensor, count: int, reduction: str = "mean") 
     2.5
     """
     if reduction not in ("mean", "median"):
-        raise ConfigError(f"reduction of gradient_snr is 'mean' or 'median', got {reduction!r}")
+        raise ConfigError(f"gradient_snr needs a reduction 'mean' or 'median', got {reduction!r}")
     variance = m2.detach().double() / (count - 1 if count > 1 else math.nan)
     ratio = torch.where(variance > 0, mean.detach().double().square() / variance, torch.nan)
     if not ratio.numel():
@@ -51,19 +51,19 @@ def gradient_snr(mean: Tensor, m2: Tensor, count: int, reduction: str = "mean") 
 
 
 def adam_snr(exp_avg: Tensor, exp_avg_sq: Tensor, step: float, betas: tuple[float, float] = (0.9, 0.999)) -> Tensor:
-    r"""Return the mean of :math:`|\hat m| / \sqrt{\hat v}` over elements: how of one mind Adam's gradients are.
+    r"""Return the mean of :math:`|\hat m| / \sqrt{\hat v}` over elements, which measures the agreement of Adam's gradients.
 
-    It costs no pass over gradients.  Near 1 they agree, near :math:`\sqrt{(1 - \beta_1) / (1 + \beta_1)} \approx
-    0.23` they are noise.
+    It needs no pass over gradients.  Near 1 they agree; near :math:`\sqrt{(1 - \beta_1) / (1 + \beta_1)} \approx 0.23`
+    they are noise.
 
     Parameters
     ----------
     exp_avg, exp_avg_sq : Tensor
-        The same shape, Adam's state of one parameter.
+        Of the same shape: Adam's state of one parameter.
     step : float
-        Number of steps taken, for the correction of the start.
-    betas : tuple of two floats
-        As given to the optimizer.
+        The number of steps, for the bias correction.
+    betas : tuple of float
+        The coefficients of the optimizer.
 
     Returns
     -------
@@ -84,9 +84,9 @@ def adam_snr(exp_avg: Tensor, exp_avg_sq: Tensor, step: float, betas: tuple[floa
 
 
 def gradient_diversity(squares: Sequence[float], mean_square: float) -> float:
-    r"""Return :math:`\sum_i |g_i|^2 / |\sum_i g_i|^2` over :math:`K` micro-batches of one size (Yin et al. 2018).
+    r"""Return :math:`\sum_i |g_i|^2 / |\sum_i g_i|^2` over :math:`K` micro-batches of equal size (Yin et al. 2018).
 
-    ``1 / K`` if all gradients are the same, 1 if they are orthogonal, more if they are in conflict.  NaN if their sum
+    It is ``1 / K`` if all gradients are equal, 1 if they are orthogonal, larger if they conflict, and NaN if their sum
     is 0.
 
     Parameters

@@ -1,9 +1,8 @@
-r"""Entropy and largest logit of attention heads, without a matrix of attention weights.
+r"""Entropy and largest logit of attention heads, without the matrix of attention weights.
 
-With logits :math:`s_{ij} = c\, q_i^\top k_j`, weights :math:`p_i = \operatorname{softmax} s_i` and
-:math:`\operatorname{lse}_i` the logarithm
-of their normaliser, the entropy is :math:`H_i = -\sum_j p_{ij} \ln p_{ij} = \operatorname{lse}_i - \sum_j p_{ij}
-s_{ij}`.
+With logits :math:`s_{ij} = c\, q_i^\top k_j`, weights :math:`p_i = \operatorname{softmax} s_i` and the logarithm
+:math:`\operatorname{lse}_i` of their normaliser, the entropy is
+:math:`H_i = -\sum_j p_{ij} \ln p_{ij} = \operatorname{lse}_i - \sum_j p_{ij} s_{ij}`.
 """
 
 from typing import NamedTuple
@@ -19,8 +18,9 @@ _BLOCK = 1 << 22  # logits held at a time: 16 MiB of float32
 
 
 class AttentionRow(NamedTuple):
-    """Sums over queries, ``(heads, 4)``, that add up over calls, and largest logits, ``(heads,)``, to be merged by
-    maximum.
+    """Sums over queries, ``(heads, 4)``, and largest logits, ``(heads,)``.
+
+    Several calls merge by adding `sums` and taking the maximum of `max_logit`.
     """
 
     sums: Tensor
@@ -34,42 +34,41 @@ def attention_row(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> AttentionRow:
-    r"""Measure the attention of `query` to `key`, some queries at a time.
+    r"""Measure the attention of `query` to `key`, for a block of queries at a time.
 
     Parameters
     ----------
     query : Tensor
-        ``(batch, heads, queries, dim)``, or without the batch.
+        ``(batch, heads, queries, dim)``, or the same without the batch.
     key : Tensor
         ``(batch, key_heads, keys, dim)``; `key_heads` divides `heads` (grouped queries).
     mask : Tensor, optional
-        Broadcasts to ``(batch, heads, queries, keys)``: boolean, True where a query may look, or a bias that is added
-        to the
-        logits, :math:`-\infty` where it may not.
+        Broadcasts to ``(batch, heads, queries, keys)``: either boolean, with True for allowed keys, or a bias that is
+        added to the logits, :math:`-\infty` for other keys.
     is_causal : bool
-        Query i looks at keys 0 to i only, as in ``scaled_dot_product_attention``.
+        Whether query i attends only to keys 0 to i, as in ``scaled_dot_product_attention``.
     scale : float, optional
         :math:`c`; by default :math:`1 / \sqrt{dim}`.
 
     Returns
     -------
     sums : Tensor
-        ``(heads, 4)``, float64: :math:`\sum_i H_i` in nats, number of queries with a key to look at, :math:`\sum_i
-        H_i / \ln n_i` over
-        queries with :math:`n_i \ge 2` keys, and their number.  See :func:`attention_means`.
+        ``(heads, 4)``, float64: :math:`\sum_i H_i` in nats, the number of queries with at least one key,
+        :math:`\sum_i H_i / \ln n_i` over the queries with :math:`n_i \ge 2` keys, and their number.  See
+        :func:`attention_means`.
     max_logit : Tensor
-        ``(heads,)``, float64: :math:`\max_{ij} c\, q_i^\top k_j` over what may be looked at, without a bias;
-        :math:`-\infty` for nothing.
+        ``(heads,)``, float64: :math:`\max_{ij} c\, q_i^\top k_j` over the allowed keys, without a bias; :math:`-\infty`
+        without an allowed key.
 
     Raises
     ------
     ConfigError
-        If the shapes of `query` and `key` do not belong together.
+        If the shapes of `query` and `key` do not fit each other.
 
     Notes
     -----
-    One product of queries and keys, and 64 MiB whatever the length; it does not wait for a device.
-    A NaN makes the head it is in NaN.  Half precision is widened to float32.
+    One product of queries and keys, and 64 MiB for any length, without waiting for the device.
+    A NaN makes the values of its head NaN.  Half precision is converted to float32.
 
     Examples
     --------
@@ -91,7 +90,7 @@ def attention_row(
     size = max(1, _BLOCK // max(1, batch * heads * keys))
     for start in range(0, queries, size) if keys and batch else ():
         block = q[:, :, start : start + size] * scale
-        # Heads that share keys meet them by broadcasting, so that keys are not repeated.
+        # Heads that share keys use them by broadcasting, without a copy of the keys.
         grouped = block.reshape(batch, k.shape[1], heads // k.shape[1], -1, dim)
         logits = (grouped @ k.mT.unsqueeze(2)).flatten(1, 2)
         allowed, biased = _masked(logits, mask, is_causal, start)
@@ -110,7 +109,7 @@ def _four_axes(x: Tensor) -> Tensor:
 
 
 def _masked(logits: Tensor, mask: Tensor | None, is_causal: bool, start: int) -> tuple[Tensor, Tensor]:
-    """Return where a query may look, and the logits with the bias, minus infinity elsewhere."""
+    """Return the mask of allowed keys, and the logits with the bias, minus infinity for other keys."""
     allowed = torch.ones_like(logits, dtype=torch.bool)
     queries, keys = logits.shape[-2:]
     if mask is not None:
@@ -126,7 +125,7 @@ def _masked(logits: Tensor, mask: Tensor | None, is_causal: bool, start: int) ->
 
 def _entropy_sums(logits: Tensor, allowed: Tensor) -> Tensor:
     count = allowed.sum(-1)
-    # Measured from the row's largest logit, so that large logits do not cancel.
+    # The largest logit of each row is subtracted first, so that large logits do not cancel.
     top = logits.amax(-1, keepdim=True)
     shifted = logits - torch.where(count[..., None] > 0, top, 0.0)
     weights = shifted.exp()
@@ -142,17 +141,18 @@ def _entropy_sums(logits: Tensor, allowed: Tensor) -> Tensor:
 def attention_means(sums: Tensor) -> tuple[Tensor, Tensor]:
     r"""Return the mean entropy of each head, in nats and as a share of its greatest possible value.
 
-    A head whose entropy falls towards 0 looks at one key only: *entropy collapse*, which goes with growing logits.
+    If the entropy of a head falls towards 0 it attends to one key: *entropy collapse*, which accompanies growing
+    logits.
 
     Parameters
     ----------
     sums : Tensor
-        ``(heads, 4)``, from :func:`attention_row` or a sum of such.
+        ``(heads, 4)``, from :func:`attention_row` or a sum of such results.
 
     Returns
     -------
     entropy, normalized : Tensor
-        ``(heads,)`` each, float64, in [0, ln keys] and [0, 1].  NaN where no query had a key, or two keys, to look at.
+        ``(heads,)`` each, float64, in [0, ln keys] and [0, 1].  NaN if no query has a key, or two keys, respectively.
 
     References
     ----------
@@ -169,9 +169,9 @@ def attention_means(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def entropy_of_lse(lse: Tensor, query: Tensor, attended_keys: Tensor, scale: float | None = None) -> Tensor:
-    r"""Return :math:`H_i = \operatorname{lse}_i - c\, q_i^\top \sum_j p_{ij} k_j`, from what a fused kernel gives.
+    r"""Return :math:`H_i = \operatorname{lse}_i - c\, q_i^\top \sum_j p_{ij} k_j`, from the results of a fused kernel.
 
-    As :math:`s_{ij}` is linear in :math:`k_j`, attention with the keys in place of the values is all that is needed.
+    Since :math:`s_{ij}` is linear in :math:`k_j`, one call of attention with the keys in place of the values is enough.
     With an additive bias :math:`b`, subtract :math:`\sum_j p_{ij} b_{ij}` as well.
 
     Parameters
@@ -186,8 +186,8 @@ def entropy_of_lse(lse: Tensor, query: Tensor, attended_keys: Tensor, scale: flo
     Returns
     -------
     Tensor
-        ``(batch, heads, queries)``, in nats, at least 0.  Its error is that of the logits: 1e-3 nats where these
-        reach 1e4 in float32.
+        ``(batch, heads, queries)``, in nats, at least 0.  Its error is that of the logits: 1e-3 nats for logits of 1e4
+        in float32.
 
     Examples
     --------
@@ -201,17 +201,19 @@ def entropy_of_lse(lse: Tensor, query: Tensor, attended_keys: Tensor, scale: flo
 
 
 def logit_bound(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
-    r"""Return :math:`c \max_i |q_i| \max_j |k_j|`, which no logit exceeds: ``(heads,)``, at the cost of two norms.
+    r"""Return :math:`c \max_i |q_i| \max_j |k_j|`, an upper bound of all logits, for the cost of two norms.
 
     Parameters
     ----------
-    query, key, scale
+    query, key : Tensor
+        As for :func:`attention_row`.
+    scale : float, optional
         As for :func:`attention_row`.
 
     Returns
     -------
     Tensor
-        ``(heads,)``, float64; 0 for no query or key, NaN for a NaN.
+        ``(heads,)``, float64; 0 without a query or key, NaN for a NaN.
 
     Examples
     --------

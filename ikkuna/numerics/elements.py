@@ -1,4 +1,4 @@
-"""Get at the numbers of a tensor, whatever its type and layout."""
+"""Access to the numbers of tensors of every dtype and layout."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 __all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "in_memory_order", "is_plain", "readable"]
 
 CHUNK = 131_072
-"""Elements that stay in cache while several reductions look at them."""
+"""The number of elements that stay in the cache during several reductions."""
 
 
 def has_numbers(x: Tensor) -> bool:
-    """Whether there are numbers to read: not in a meta, fake, nested or functorch-wrapped tensor.
+    """Return whether `x` has numbers that can be read; a meta, fake, nested or functorch-wrapped tensor has none.
 
     Examples
     --------
@@ -26,9 +26,9 @@ def has_numbers(x: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Say whether all are dense tensors of one dtype, float32 or float64, with elements, and nobody wraps them.
+    """Return whether all are non-empty dense tensors of one dtype, float32 or float64, without a wrapper.
 
-    Casts of autocast, function transforms and subclasses have derivatives of their own.
+    Autocast, function transforms and subclasses have their own derivatives, so tensors under these are not plain.
 
     Examples
     --------
@@ -49,11 +49,11 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def readable(x: Tensor) -> tuple[Tensor, int] | None:
-    """Return the stored numbers of `x` as a real strided tensor, with the number of zeros it does not store.
+    """Return the stored numbers of `x` as a real strided tensor, and the number of zeros that are not stored.
 
-    Sparse tensors give their coalesced values, quantised ones are dequantised, complex ones give magnitudes,
-    integers and booleans become float64, fp8 becomes float32.  ``None`` means that there are no numbers to read, see
-    :func:`has_numbers`.
+    The result of a sparse tensor is its coalesced values, of a complex tensor its magnitudes.
+    Quantised tensors are dequantised; integers and booleans become float64, fp8 becomes float32.
+    The result is ``None`` if there are no numbers, see :func:`has_numbers`.
     """
     if not has_numbers(x):
         return None
@@ -74,10 +74,10 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
 
 
 def all_finite(x: Tensor) -> Tensor | None:
-    """Return whether no element is NaN or infinite, 0-d and on the device of `x`; ``None`` for a tensor without numbers.
+    """Return whether all elements are finite, 0-d and on the device of `x`; ``None`` for a tensor without numbers.
 
-    The extremes tell: one pass and no copy, where ``isfinite().all()`` costs as much as twenty sums.
-    True for no element.
+    It checks the extrema in one pass without a copy; ``isfinite().all()`` costs as much as twenty sums.
+    An empty tensor is finite.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def _values(x: Tensor) -> Tensor:
 
 
 def in_memory_order(x: Tensor) -> Tensor:
-    """Return `x` with its axes in the order in which they lie in memory, as contiguous as it can be without a copy.
+    """Return `x` with its axes in memory order, which is contiguous if that is possible without a copy.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def in_memory_order(x: Tensor) -> Tensor:
 
 
 def flatten(x: Tensor) -> Tensor:
-    """Return the elements of `x` as one axis, in whatever order needs no copy; expanded tensors are copied."""
+    """Return the elements of `x` as one axis, in an order that needs no copy; expanded tensors are copied."""
     if x.is_contiguous():
         return x.view(-1)
     ordered = in_memory_order(x)

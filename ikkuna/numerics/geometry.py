@@ -1,6 +1,6 @@
-r"""Where a weight moves: ratios, angles and distances between tensors, and updates that rounding swallows.
+r"""Ratios, angles and distances between tensors, and updates that are lost by rounding.
 
-All are NaN where a divisor is 0, where an element is not finite or where two shapes differ; none waits for a device.
+All are NaN if a divisor is 0, an element is not finite, or two shapes differ; none waits for the device.
 """
 
 import torch
@@ -19,17 +19,17 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 def distance(a: Tensor, b: Tensor) -> Tensor:
     r"""Return :math:`\|a - b\|_2`, in the unit of the tensors.
 
-    To the weight at initialisation it grows as :math:`\log t` or :math:`\sqrt t`; a jump is an instability.
+    The distance to the weight at initialisation grows as :math:`\log t` or :math:`\sqrt t`; a jump is an instability.
 
     Parameters
     ----------
     a, b : Tensor
-        The same shape, any dtype and layout.
+        Of the same shape, of any dtype and layout.
 
     Returns
     -------
     Tensor
-        0-d, float64, at least 0; 0 for no element.
+        0-d, float64, at least 0; 0 without elements.
 
     Examples
     --------
@@ -43,13 +43,13 @@ def update_ratio(before: Tensor, after: Tensor) -> Tensor:
     r"""Return :math:`\|W_t - W_{t-1}\|_2 / \|W_{t-1}\|_2`, dimensionless, at least 0.
 
     About 1e-3 is healthy; a learning rate is too small below 1e-4 and too large above 1e-2.
-    The trust ratio is about its reciprocal, and the relative distance from initialisation its value for :math:`W_0`
-    and :math:`W_t`.
+    The trust ratio is about its reciprocal; the relative distance from initialisation is its value for :math:`W_0` and
+    :math:`W_t`.
 
     Parameters
     ----------
     before, after : Tensor
-        The same shape, any dtype and layout.
+        Of the same shape, of any dtype and layout.
 
     Returns
     -------
@@ -67,16 +67,14 @@ def update_ratio(before: Tensor, after: Tensor) -> Tensor:
 def angle(a: Tensor, b: Tensor) -> Tensor:
     r"""Return the angle between two tensors, :math:`2 \operatorname{atan2}(\|\hat a - \hat b\|, \|\hat a + \hat b\|)`.
 
-    Here :math:`\hat a = a / \|a\|`.  Unlike the arc cosine, which reads 0 for an angle of 1e-3 in float32, it is
-    right for any angle
-    to 1e-6 rad.  Between successive weights it is the *angular update*: normalised layers under weight decay settle
-    near
-    :math:`\sqrt{2 \eta \lambda}` per step.
+    Here :math:`\hat a = a / \|a\|`.  The arc cosine gives 0 for an angle of 1e-3 in float32; this formula has an error
+    below 1e-6 rad for every angle.  Between successive weights it is the *angular update*, which converges to about
+    :math:`\sqrt{2 \eta \lambda}` per step for normalised layers with weight decay.
 
     Parameters
     ----------
     a, b : Tensor
-        The same shape, any dtype and layout.
+        Of the same shape, of any dtype and layout.
 
     Returns
     -------
@@ -121,12 +119,12 @@ def _squared_sums(a: Tensor, b: Tensor, length_a: Tensor, length_b: Tensor) -> t
 def cosine(a: Tensor, b: Tensor) -> Tensor:
     r"""Return the cosine of the :func:`angle` between two tensors.
 
-    Of successive updates it is near the momentum; of successive gradients near 0, and towards -1 training oscillates.
+    For successive updates it is near the momentum, for successive gradients near 0; towards -1 training oscillates.
 
     Parameters
     ----------
     a, b : Tensor
-        The same shape, any dtype and layout.
+        Of the same shape, of any dtype and layout.
 
     Returns
     -------
@@ -142,20 +140,21 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def count_moved(weight: Tensor, update: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    r"""Count the weights that an update moves once the sum is rounded to `dtype`.
+    r"""Count the weights that an update changes after the sum is rounded to `dtype`.
 
     Parameters
     ----------
     weight, update : Tensor
-        The same shape.  `weight` is rounded to `dtype` first.
+        Of the same shape.  `weight` is rounded to `dtype` first.
     dtype : torch.dtype
-        What the weight is stored in.
+        The dtype of the stored weight.
 
     Returns
     -------
     Tensor
-        ``(2,)``, int64: moved elements, and elements whose update is not 0 (NaN is not 0, and moves).
-        Sums of it belong to all elements together.
+        ``(2,)``, int64: changed elements, and elements whose update is not 0 (a NaN update is not 0 and changes its
+        element).
+        Results can be summed.
 
     Examples
     --------
@@ -173,21 +172,22 @@ def count_moved(weight: Tensor, update: Tensor, dtype: torch.dtype = torch.bfloa
 
 
 def effective_update_fraction(weight: Tensor, update: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    r"""Return the share of wanted updates that change a weight stored in `dtype`; the others are lost.
+    r"""Return the share of nonzero updates that change a weight stored in `dtype`; the others are lost.
 
-    Bfloat16 steps by 1/128 to 1/256 of a number, so at the usual update ratio of 1e-3 four of five weights stand still.
+    Bfloat16 has steps of 1/128 to 1/256 of a number, so at the usual update ratio of 1e-3 four of five weights do not
+    change.
 
     Parameters
     ----------
     weight, update : Tensor
-        The same shape.
+        Of the same shape.
     dtype : torch.dtype
-        What the weight is stored in.
+        The dtype of the stored weight.
 
     Returns
     -------
     Tensor
-        0-d, float64, in [0, 1]; NaN where no update is wanted.
+        0-d, float64, in [0, 1]; NaN without a nonzero update.
 
     Examples
     --------

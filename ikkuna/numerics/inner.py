@@ -1,8 +1,7 @@
-r"""Inner products right to 1e-7 whatever the size, without waiting for a device.
+r"""Inner products with a relative error of at most 1e-7 for every size, without waiting for the device.
 
-A single float32 reduction over a large CPU tensor is not (it is wrong by 0.4 % at 50 M elements), so tensors are
-walked in
-chunks of 131,072 elements and their sums added in float64.
+A single float32 reduction over a CPU tensor of 50 M elements has an error of 0.4 %.
+Therefore tensors are split into chunks of 131,072 elements, whose sums are added in float64.
 """
 
 from collections.abc import Iterable
@@ -23,18 +22,17 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     Parameters
     ----------
     a, b : Tensor
-        The same shape, any layout and floating dtype.  Narrow dtypes are widened first.
+        Of the same shape, of any layout and floating dtype.  Narrow dtypes are converted to float32 first.
 
     Returns
     -------
     Tensor
-        0-d, float64 (float32 on a device without it), on the device of `a`.  0 for no element, NaN if one is NaN, NaN
-        for a
-        tensor without numbers (meta, fake) or of another shape.
+        0-d, float64 (float32 on a device without float64), on the device of `a`.  0 without elements; NaN if an element
+        is NaN, if a tensor has no numbers (meta, fake), or if the shapes differ.
 
     Notes
     -----
-    On a CPU about two sums of the larger tensor.  Where float32 products overflow or vanish they are repeated in
+    On a CPU it costs about two sums of the larger tensor.  Float32 products that overflow or underflow are repeated in
     float64.
 
     Examples
@@ -97,7 +95,7 @@ def _sum_of_products(a: Tensor, b: Tensor, subtract: bool) -> Tensor:
 
 
 def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both flat, with equal positions belonging together."""
+    """Return both as flat tensors with equal order of elements."""
     reads = [readable(t.detach().to_dense() if t.layout is not torch.strided else t.detach()) for t in (a, b)]
     left, right = (read[0] if read else torch.empty(0) for read in reads)
     right = right.to(left.device)

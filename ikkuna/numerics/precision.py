@@ -1,6 +1,6 @@
-r"""How much of a tensor a narrower float format would lose, from thresholds on :math:`|x|`.
+r"""The losses of a tensor in a narrower float format, computed from thresholds on :math:`|x|`.
 
-Never from a cast: PyTorch's cast to e4m3 saturates, so that a cast-based test of values around 1,000 finds no overflow.
+A cast would not show all losses: PyTorch's cast to e4m3 saturates, so values around 1,000 would not count as overflow.
 """
 
 import math
@@ -18,13 +18,16 @@ __all__ = ["FORMATS", "FloatFormat", "PrecisionShares", "count_losses", "histogr
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A float format by its bits; rounding is to nearest, ties to even.
+    """A float format; rounding is to nearest, ties to even.
 
     Parameters
     ----------
-    mantissa : number of stored mantissa bits
-    min_exponent : exponent of the smallest normal number
-    max : largest finite number
+    mantissa : int
+        The number of stored mantissa bits.
+    min_exponent : int
+        The exponent of the smallest normal number.
+    max : float
+        The largest finite number.
     """
 
     mantissa: int
@@ -61,13 +64,16 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class PrecisionShares:
-    """Shares in [0, 1]; NaN where there is nothing to divide by.
+    """Shares in [0, 1]; NaN without an element to divide by.
 
     Parameters
     ----------
-    underflow : of the finite non-zero elements, those that become 0.  More than 5 to 10 % of a gradient is too many
-    subnormal : of the finite non-zero elements, those that lose bits below the smallest normal number
-    overflow : of the finite elements, those beyond the largest number
+    underflow : float
+        The share of finite nonzero elements that become 0.  More than 5 to 10 % of a gradient is too much.
+    subnormal : float
+        The share of finite nonzero elements that are below the smallest normal number and lose bits.
+    overflow : float
+        The share of finite elements beyond the largest number.
     """
 
     underflow: float
@@ -82,7 +88,7 @@ def _format(name: str) -> FloatFormat:
 
 
 def count_losses(x: Tensor, name: str, scale: float = 1.0) -> Tensor:
-    r"""Count the elements of :math:`s x` that the format `name` cannot hold, without waiting for the device.
+    r"""Count the elements of :math:`s x` that the format `name` cannot represent, without waiting for the device.
 
     Parameters
     ----------
@@ -91,23 +97,22 @@ def count_losses(x: Tensor, name: str, scale: float = 1.0) -> Tensor:
     name : str
         A key of :data:`FORMATS`.
     scale : float
-        :math:`s > 0`, such as a loss scale.  It divides the thresholds, so a power of two keeps them exact.
+        :math:`s > 0`, such as a loss scale.  The thresholds are divided by it, so a power of two keeps them exact.
 
     Returns
     -------
     Tensor
-        ``(5,)``, int64: flushed to zero, subnormal, overflowing, finite non-zero, finite.  Sums of it belong to all
-        elements
-        together; see :func:`shares`.  NaN and infinite elements count nowhere.
+        ``(5,)``, int64: flushed to zero, subnormal, overflowing, finite nonzero, finite.
+        Results can be summed; see :func:`shares`.  NaN and infinite elements are not counted.
 
     Raises
     ------
     ConfigError
-        For an unknown format.
+        If the format is unknown.
 
     Notes
     -----
-    Six passes over :math:`|x|`; :func:`histogram_shares` needs none where float codes are at hand.
+    Six passes over :math:`|x|`; :func:`histogram_shares` needs none if the float codes are known.
 
     Examples
     --------
@@ -130,7 +135,7 @@ def count_losses(x: Tensor, name: str, scale: float = 1.0) -> Tensor:
 
 
 def _float32_above(threshold: float, dtype: torch.dtype) -> float:
-    """Return the least number of `dtype` that is no less; a comparison would round it, and could fall onto a tie."""
+    """Return the smallest number of `dtype` that is at least `threshold`; a comparison would round it and could hit a tie."""
     if dtype is torch.float64 or threshold > torch.finfo(torch.float32).max:
         return threshold
     rounded = torch.tensor(threshold, dtype=torch.float32)
@@ -140,7 +145,7 @@ def _float32_above(threshold: float, dtype: torch.dtype) -> float:
 
 
 def shares(counts: Tensor) -> PrecisionShares:
-    """Return the shares that `counts`, a result of :func:`count_losses` or a sum of such, speak of.
+    """Return the shares for `counts`, a result of :func:`count_losses` or a sum of such results.
 
     Examples
     --------
@@ -152,11 +157,12 @@ def shares(counts: Tensor) -> PrecisionShares:
 
 
 def histogram_shares(histogram: Histogram, name: str, scale: float = 1.0) -> PrecisionShares:
-    r"""Return the shares for the format `name` of :math:`s x`, from the float codes of :math:`x` alone.
+    r"""Return the shares of :math:`s x` for the format `name`, computed from the float codes of :math:`x`.
 
-    Exact where a threshold is the edge of a bin, as powers of two are, but for elements that lie on it.
-    The overflow of fp16 (at 65,520), bf16 and e4m3 (at 464) is interpolated within one bin of the codes,
-    and in bf16 all magnitudes below 1.5e-39 count as lost (for m = 3), where the format ends at 4.6e-41.
+    They are exact if a threshold is the edge of a bin, as powers of two are, except for elements equal to the
+    threshold.
+    The overflow of fp16 (at 65,520), bf16 and e4m3 (at 464) is interpolated within one bin of the codes, and in bf16
+    all magnitudes below 1.5e-39 count as lost (for m = 3), although the format ends at 4.6e-41.
 
     Examples
     --------
@@ -172,7 +178,7 @@ def histogram_shares(histogram: Histogram, name: str, scale: float = 1.0) -> Pre
         histogram.share_below(t / scale) * finite for t in (form.flush, form.min_normal, form.overflow)
     )
     nonzero = finite - zeros
-    below = max(flushed - zeros, 0.0)  # a share times a count may round to less than the count it came from
+    below = max(flushed - zeros, 0.0)  # the product of a share and a count can be rounded below the original count
     underflow, subnormal = _share(below, nonzero), _share(below_normal - flushed, nonzero)
     return PrecisionShares(underflow, subnormal, _share(finite - held, finite))
 

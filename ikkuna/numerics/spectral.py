@@ -1,7 +1,6 @@
-r"""The spectral norm of a weight: power iteration that goes on where it stopped, and the operator norm of a
-convolution.
+r"""The spectral norm of a weight by power iteration with a warm start, and the operator norm of a convolution.
 
-Nothing here waits for a device, except where a function says so.
+No function waits for the device unless its documentation says so.
 """
 
 import torch
@@ -13,7 +12,7 @@ __all__ = ["as_matrix", "conv_operator_norm", "spectral_norm"]
 
 _EXACT_STEPS = 64
 _COLD_STEPS = 32
-_TINY = 1.2e-38  # the least divisor that float32 holds at full precision
+_TINY = 1.2e-38  # the smallest divisor with full precision in float32
 
 
 def as_matrix(weight: Tensor) -> Tensor:
@@ -32,30 +31,30 @@ def as_matrix(weight: Tensor) -> Tensor:
 
 
 def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Estimate the largest singular value :math:`\sigma_1` of a matrix, how well, and a start for the next call.
+    r"""Estimate the largest singular value :math:`\sigma_1` of a matrix, its error, and a start for the next call.
 
     One iteration is :math:`s = |W^\top u|,\; v = W^\top u / s,\; \sigma = |W v|,\; u \leftarrow W v / \sigma`.
-    Its error falls by :math:`(\sigma_2 / \sigma_1)^2`.  Without `u`, Golub-Kahan bidiagonalisation finds the first one.
+    It reduces the error by :math:`(\sigma_2 / \sigma_1)^2`.  Without `u`, Golub-Kahan bidiagonalisation computes the
+    start.
 
     Parameters
     ----------
     weight : Tensor
-        ``(out, in, ...)``, read as a matrix ``(out, in * ...)``: for a convolution not its operator norm, see
-        :func:`conv_operator_norm`.  Any floating dtype and layout; a vector has its Euclidean norm.
+        ``(out, in, ...)``, read as a matrix ``(out, in * ...)``; for the operator norm of a convolution see
+        :func:`conv_operator_norm`.  Of any floating dtype and layout; for a vector the result is its Euclidean norm.
     u : Tensor, optional
-        ``(out,)``, as the last call for this weight returned it.  One of another size or device is ignored.
+        ``(out,)``, from the previous call for this weight.  A vector of another size or device is ignored.
     iterations : int
-        Iterations to do, at least 1; each costs two products of the matrix with a vector.
+        The number of iterations, at least 1; each costs two products of the matrix with a vector.
 
     Returns
     -------
     sigma : Tensor
-        0-d, in units of `weight`; never above :math:`\sigma_1`, except by rounding.  NaN if an element is not finite
-        or there
-        is none.
+        0-d, in units of `weight`; never above :math:`\sigma_1`, except by rounding.  NaN if an element is not finite or
+        `weight` is empty.
     residual : Tensor
-        0-d, :math:`r = |W v - s u| / s` of the last iteration.  A singular value lies within
-        :math:`r (1 + r / 2) \sigma` of `sigma`: below 1e-3 is converged.  0 for the zero matrix.
+        0-d, :math:`r = |W v - s u| / s` of the last iteration.  The distance of `sigma` to a singular value is at most
+        :math:`r (1 + r / 2) \sigma`; below 1e-3 the iteration has converged. 0 for the zero matrix.
     u : Tensor
         ``(out,)``, a unit vector, always finite.
 
@@ -66,10 +65,10 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
 
     Notes
     -----
-    The first call does 32 steps of Golub-Kahan with full re-orthogonalisation (all of them, hence exactly, for a
-    matrix with
-    at most 64 rows or columns) from a fixed start; a random 1024 x 1024 matrix is then known to 1e-3.
-    That many products of the matrix with a vector, and 33 vectors of either size, are its cost.
+    The first call does 32 steps of Golub-Kahan with full re-orthogonalisation from a fixed start; the error for a
+    random 1024 x 1024 matrix is then 1e-3.  For a matrix with at most 64 rows or columns it does all steps and is
+    exact.
+    It costs that many products of the matrix with a vector, and 33 vectors of either size.
 
     References
     ----------
@@ -95,7 +94,7 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
         u = _step(w, u)[-1]
     s, sigma, y, after = _step(w, u)
     residual = _length(y - s * u) / s.clamp_min(_TINY)
-    # A zero or broken matrix must not spoil the start of later calls.
+    # The start of later calls must not become zero or NaN.
     usable = (sigma > 0) & (sigma < torch.inf)
     return sigma.to(w.dtype), residual.to(w.dtype), torch.where(usable, after, before)
 
@@ -108,7 +107,7 @@ def _step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _length(x: Tensor) -> Tensor:
-    """Return the Euclidean norm along the last axis, in float64 so that no square overflows or vanishes."""
+    """Return the Euclidean norm along the last axis, in float64 so that no square overflows or underflows."""
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=None if x.device.type == "mps" else torch.float64)
     return length
 
@@ -119,7 +118,7 @@ def _normalize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flat_unit(n: int, like: Tensor) -> Tensor:
-    """Return a fixed unit vector with no structure that a weight could be orthogonal to."""
+    """Return a fixed unit vector without structure, so that a weight is unlikely to be orthogonal to it."""
     angles = torch.arange(n, device=like.device, dtype=like.dtype).square()
     return _normalize(angles.cos())[1]
 
@@ -130,7 +129,7 @@ def _golub_kahan(w: Tensor) -> Tensor:
     w = w / torch.where(w.abs().amax() > 0, w.abs().amax(), 1.0)
     left, right = w.new_zeros(steps, w.shape[0]), w.new_zeros(steps, w.shape[1])
     start = _flat_unit(w.shape[0], w)
-    right[0] = _normalize(w.mT @ start)[1]  # in the row space, so that the rank is steps enough
+    right[0] = _normalize(w.mT @ start)[1]  # in the row space, so that as many steps as the rank are enough
     for j in range(steps):
         left[j] = _next_direction(w @ right[j], left[:j])
         if j + 1 < steps:
@@ -138,13 +137,14 @@ def _golub_kahan(w: Tensor) -> Tensor:
     projected = left @ w @ right.mT
     found = _leading_vector(projected @ projected.mT) @ left
     square = found.square().sum()
-    return torch.where((square > 0.25) & (square < 4), found, start)  # for a zero or broken matrix, any unit vector
+    # Any unit vector will do for a matrix that is zero or not finite.
+    return torch.where((square > 0.25) & (square < 4), found, start)
 
 
 def _next_direction(x: Tensor, basis: Tensor) -> Tensor:
-    """Return the unit vector of what `x` adds to `basis`; zero once that is rounding noise."""
+    """Return the normalised component of `x` orthogonal to `basis`; zero if it is rounding noise."""
     before = _length(x)
-    for _ in range(2):  # once leaves errors of the size of what is subtracted
+    for _ in range(2):  # one pass leaves errors as large as the subtracted part
         x = x - (basis @ x) @ basis
     length, direction = _normalize(x)
     noise = 10 * torch.finfo(x.dtype).eps * before
@@ -152,7 +152,7 @@ def _next_direction(x: Tensor, basis: Tensor) -> Tensor:
 
 
 def _leading_vector(gram: Tensor) -> Tensor:
-    """Return a unit vector in the leading eigenspace of a small positive matrix, by squaring it sixteen times."""
+    """Return a unit vector in the leading eigenspace of a small positive matrix, computed by squaring it sixteen times."""
     for _ in range(16):
         gram = gram / torch.where(gram.abs().amax() > 0, gram.abs().amax(), 1.0)
         gram = gram @ gram
@@ -170,18 +170,17 @@ def conv_operator_norm(weight: Tensor, size: int | tuple[int, ...], groups: int 
     Parameters
     ----------
     weight : Tensor
-        ``(out, in / groups, k...)`` with one to three kernel axes; transposed convolutions have the same norm.
+        ``(out, in / groups, k...)`` with one to three kernel axes; a transposed convolution has the same norm.
     size : int or tuple of int
-        Width of the input along each of the kernel axes.
+        The width of the input along each of the kernel axes.
     groups : int
-        Groups of channels that do not mix.
+        The number of groups of channels.
 
     Returns
     -------
     Tensor
-        0-d, in units of `weight`.  NaN if an element is not finite or there is none.  With zero padding it is a close
-        upper
-        bound, and between 1 and :math:`\sqrt{\prod k}` times the norm of the reshaped matrix.
+        0-d, in units of `weight`.  NaN if an element is not finite or `weight` is empty.  It is a close upper bound for
+        zero padding, and between 1 and :math:`\sqrt{\prod k}` times the norm of the reshaped matrix.
 
     Raises
     ------
@@ -190,8 +189,8 @@ def conv_operator_norm(weight: Tensor, size: int | tuple[int, ...], groups: int 
 
     Notes
     -----
-    Half of ``prod(size)`` singular value decompositions of ``(out, in)``: half a second for 64 x 64 x 3 x 3 on 32 x 32.
-    It waits for a device.
+    It costs ``prod(size) / 2`` singular value decompositions of ``(out, in)``: half a second for a weight of
+    64 x 64 x 3 x 3 and an input of 32 x 32.  It waits for the device.
 
     References
     ----------
@@ -199,7 +198,7 @@ def conv_operator_norm(weight: Tensor, size: int | tuple[int, ...], groups: int 
 
     Examples
     --------
-    >>> conv_operator_norm(torch.ones(1, 1, 3, 3), 8).item()      # the constant image is multiplied by 9
+    >>> conv_operator_norm(torch.ones(1, 1, 3, 3), 8).item()      # a constant image is multiplied by 9
     9.0
     """
     axes = weight.ndim - 2
@@ -222,7 +221,7 @@ def conv_operator_norm(weight: Tensor, size: int | tuple[int, ...], groups: int 
 
 
 def _wrap(kernel: Tensor, axis: int, n: int) -> Tensor:
-    """Add up the taps of a kernel longer than the input that meet the same element of it."""
+    """Sum the elements of a kernel longer than the input that are multiplied with the same element of it."""
     if kernel.shape[axis] <= n:
         return kernel
     parts = torch.split(kernel, n, dim=axis)

@@ -1,10 +1,8 @@
-r"""What the singular values of a matrix tell: condition, ranks, and the tail of the spectrum.
+r"""Condition number, ranks and the tail of the spectrum of a matrix, computed from its singular values.
 
-Singular values are written :math:`\sigma_1 \ge \sigma_2 \ge \dots`, with :math:`\lambda = \sigma^2`, :math:`p =
-\lambda / \sum \lambda`
-and :math:`q = \sigma / \sum \sigma`.  For every matrix but zero,
-:math:`1 \le` stable rank :math:`\le` participation ratio :math:`\le` entropy rank :math:`\le` effective rank
-:math:`\le` rank.
+Singular values are written :math:`\sigma_1 \ge \sigma_2 \ge \dots`, with :math:`\lambda = \sigma^2`,
+:math:`p = \lambda / \sum \lambda` and :math:`q = \sigma / \sum \sigma`.  For every nonzero matrix, :math:`1 \le` stable
+rank :math:`\le` participation ratio :math:`\le` entropy rank :math:`\le` effective rank :math:`\le` rank.
 """
 
 import math
@@ -32,7 +30,7 @@ __all__ = [
 
 
 def singular_values(weight: Tensor) -> Tensor:
-    r"""Return the singular values of a weight in float64, falling.
+    r"""Return the singular values of a weight in float64, in descending order.
 
     Parameters
     ----------
@@ -42,13 +40,13 @@ def singular_values(weight: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        ``(min(out, in * ...),)``, in units of `weight`, on its device.  Values below :math:`\max(m, n)\,
-        \epsilon_{64}\, \sigma_1`
-        are noise of the factorisation and become 0.  All NaN if an element is not finite, or for a meta tensor.
+        ``(min(out, in * ...),)``, in units of `weight`, on its device.  Values below
+        :math:`\max(m, n)\, \epsilon_{64}\, \sigma_1` are rounding errors of the factorisation and become 0.  All NaN if
+        an element is not finite, or for a meta tensor.
 
     Notes
     -----
-    :math:`4 m n^2 - 4 n^3 / 3` operations and a float64 copy: half a second for 1024 x 1024.  It waits for a device.
+    :math:`4 m n^2 - 4 n^3 / 3` operations and a float64 copy: half a second for 1024 x 1024.  It waits for the device.
 
     Examples
     --------
@@ -57,7 +55,7 @@ def singular_values(weight: Tensor) -> Tensor:
     """
     w = as_matrix(weight)
     undefined = torch.full((min(w.shape),), torch.nan, dtype=torch.float64)
-    # A factorisation raises on NaN, or ignores it where it does not look.
+    # A factorisation raises an error for a NaN, or ignores it in a triangle that it does not read.
     if w.is_meta or not w.isfinite().all():
         return undefined
     if not w.numel():
@@ -66,15 +64,14 @@ def singular_values(weight: Tensor) -> Tensor:
     scale = wide.abs().amax()
     try:
         values = torch.linalg.svdvals(wide / scale) * scale if scale > 0 else wide.new_zeros(min(w.shape))
-    except RuntimeError:  # LinAlgError, which is one: no convergence
+    except RuntimeError:  # LinAlgError is a RuntimeError: no convergence
         return undefined.to(w.device)
     noise = max(w.shape) * torch.finfo(torch.float64).eps * values[0]
     return torch.where(values > noise, values, 0.0)
 
 
 def rank_tolerance(weight: Tensor) -> float:
-    r"""Return :math:`\max(m, n)\, \epsilon` for the dtype of `weight`: what rounding its elements does to singular
-    values.
+    r"""Return :math:`\max(m, n)\, \epsilon` for the dtype of `weight`, the relative rounding error of its singular values.
 
     Examples
     --------
@@ -87,7 +84,7 @@ def rank_tolerance(weight: Tensor) -> float:
 
 
 def _scaled(sigma: Tensor) -> Tensor:
-    """Return `sigma` with a largest value of 1; NaN for an empty or zero spectrum, or one with a NaN."""
+    """Return `sigma` divided by its largest value; NaN for an empty or zero spectrum, or one with a NaN."""
     if not sigma.numel():
         return torch.full((1,), torch.nan, dtype=torch.float64)
     largest = sigma.amax()
@@ -97,7 +94,8 @@ def _scaled(sigma: Tensor) -> Tensor:
 def condition_number(sigma: Tensor) -> Tensor:
     r"""Return :math:`\kappa = \sigma_1 / \sigma_{\min}`, at least 1.
 
-    A growing value says that the weight loses directions: 1e3 is common, 1e6 hides rounding errors in half precision.
+    A growing value means that the weight loses directions.  1e3 is common; at 1e6 the smallest directions are rounding
+    errors in half precision.
 
     Parameters
     ----------
@@ -107,7 +105,7 @@ def condition_number(sigma: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        0-d, dimensionless.  Infinite if a value is 0, NaN for the zero matrix, for none, and for a NaN.
+        0-d, dimensionless.  Infinite if a value is 0; NaN for the zero matrix, without values, and for a NaN.
 
     Examples
     --------
@@ -120,7 +118,8 @@ def condition_number(sigma: Tensor) -> Tensor:
 def numerical_rank(sigma: Tensor, tolerance: float = 0.0) -> Tensor:
     r"""Return the number of :math:`\sigma_i >` `tolerance` :math:`\cdot\, \sigma_1`.
 
-    With :func:`rank_tolerance` this is the rank as numpy counts it.  0 for the zero matrix, NaN for a NaN or no value.
+    With :func:`rank_tolerance` it equals the rank computed by numpy.  0 for the zero matrix; NaN for a NaN or without
+    values.
 
     Examples
     --------
@@ -134,10 +133,11 @@ def numerical_rank(sigma: Tensor, tolerance: float = 0.0) -> Tensor:
 
 
 def stable_rank(sigma: Tensor) -> Tensor:
-    r"""Return :math:`\sum \lambda / \lambda_1 = \|W\|_F^2 / \sigma_1^2`, between 1 and the rank (Rudelson and
-    Vershynin 2007).
+    r"""Return :math:`\sum \lambda / \lambda_1 = \|W\|_F^2 / \sigma_1^2`, between 1 and the rank.
 
-    NaN for the zero matrix, for none, and for a NaN.
+    This is the stable rank of Rudelson and Vershynin (2007).
+
+    NaN for the zero matrix, without values, and for a NaN.
 
     Examples
     --------
@@ -148,11 +148,12 @@ def stable_rank(sigma: Tensor) -> Tensor:
 
 
 def participation_ratio(sigma: Tensor) -> Tensor:
-    r"""Return :math:`(\sum \lambda)^2 / \sum \lambda^2`, between 1 and the rank: how many directions carry the
-    variance.
+    r"""Return :math:`(\sum \lambda)^2 / \sum \lambda^2`, between 1 and the rank.
 
-    For activations a fall towards 1 is a collapse of the representation.  NaN for the zero matrix, for none, and for
-    a NaN.
+    It is the number of directions that hold the variance.
+
+    A fall towards 1 for activations is a collapse of the representation.  NaN for the zero matrix, without values, and
+    for a NaN.
 
     Examples
     --------
@@ -164,9 +165,9 @@ def participation_ratio(sigma: Tensor) -> Tensor:
 
 
 def effective_rank(sigma: Tensor) -> Tensor:
-    r"""Return :math:`\exp(-\sum q \ln q)`, between 1 and the rank, over the singular values (Roy and Vetterli 2007).
+    r"""Return the effective rank :math:`\exp(-\sum q \ln q)` of Roy and Vetterli (2007), between 1 and the rank.
 
-    NaN for the zero matrix, for none, and for a NaN.
+    NaN for the zero matrix, without values, and for a NaN.
 
     Examples
     --------
@@ -179,7 +180,7 @@ def effective_rank(sigma: Tensor) -> Tensor:
 def entropy_rank(sigma: Tensor) -> Tensor:
     r"""Return :math:`\exp(-\sum p \ln p)`, between 1 and the rank: the effective rank over :math:`\lambda = \sigma^2`.
 
-    NaN for the zero matrix, for none, and for a NaN.
+    NaN for the zero matrix, without values, and for a NaN.
 
     Examples
     --------
@@ -196,7 +197,7 @@ def _exponential_entropy(weights: Tensor) -> Tensor:
 
 
 class PowerLaw(NamedTuple):
-    r"""A power law :math:`\lambda^{-\alpha}` fitted to the tail of a spectrum; all NaN (and 0) where none fits."""
+    r"""A power law :math:`\lambda^{-\alpha}` fitted to the tail of a spectrum; NaN and ``n_tail = 0`` if none fits."""
 
     alpha: float
     ks_distance: float
@@ -207,34 +208,32 @@ class PowerLaw(NamedTuple):
 def power_law_alpha(eigenvalues: Tensor) -> PowerLaw:
     r"""Fit a power law to the largest eigenvalues :math:`\lambda = \sigma^2` of a weight.
 
-    For every candidate :math:`x_\min` among the values the exponent of greatest likelihood is
-    :math:`\alpha = 1 + n / \sum_{\lambda_i \ge x_\min} \ln(\lambda_i / x_\min)`; the one is taken whose cumulative
-    distribution
-    is closest to that of the data, by the distance of Kolmogorov and Smirnov.
+    For every candidate :math:`x_\min` among the values the maximum-likelihood exponent is
+    :math:`\alpha = 1 + n / \sum_{\lambda_i \ge x_\min} \ln(\lambda_i / x_\min)`.
+    The result is the candidate with the smallest Kolmogorov-Smirnov distance to the data.
 
     Parameters
     ----------
     eigenvalues : Tensor
-        ``(n,)``, in any order; those that are not positive and finite are left out.
+        ``(n,)``, in any order; eigenvalues that are not positive and finite are left out.
 
     Returns
     -------
     alpha : float
-        Dimensionless, above 1; its standard error is :math:`(\alpha - 1) / \sqrt{n_{tail}}`.  Trained layers lie
-        between 2 and 6,
-        random ones above.
+        Dimensionless, above 1; its standard error is :math:`(\alpha - 1) / \sqrt{n_{tail}}`.  Trained layers have 2 to
+        6, random layers more.
     ks_distance : float
-        In [0, 1].  Above about 0.1 the tail is no power law, and `alpha` no number to read.
+        In [0, 1].  Above about 0.1 the tail does not follow a power law, and `alpha` has no meaning.
     x_min : float
-        Where the tail begins, in units of the eigenvalues.
+        The start of the tail, in units of the eigenvalues.
     n_tail : int
-        Number of eigenvalues in it.
+        The number of eigenvalues in the tail.
 
-        NaN, NaN, NaN, 0 for fewer than two distinct values.
+        The result is NaN, NaN, NaN, 0 for fewer than two distinct values.
 
     Notes
     -----
-    Time grows as :math:`n^2`: 0.2 s for 2,000 values, on the host.
+    The time grows as :math:`n^2`: 0.2 s for 2,000 values, on the host.
 
     References
     ----------
@@ -244,7 +243,7 @@ def power_law_alpha(eigenvalues: Tensor) -> PowerLaw:
     Examples
     --------
     >>> quantiles = (torch.arange(200.0).double() + 0.5) / 200
-    >>> fit = power_law_alpha((1 - quantiles) ** (-1 / 1.5))      # of a Pareto law with alpha = 2.5
+    >>> fit = power_law_alpha((1 - quantiles) ** (-1 / 1.5))      # a Pareto distribution with alpha = 2.5
     >>> round(fit.alpha, 1), fit.ks_distance < 0.02
     (2.5, True)
     """
@@ -253,7 +252,7 @@ def power_law_alpha(eigenvalues: Tensor) -> PowerLaw:
     if len(np.unique(values)) < 2:
         return PowerLaw(math.nan, math.nan, math.nan, 0)
     logs = np.log(values)
-    starts = np.flatnonzero(np.r_[True, np.diff(values) > 0])[:-1]  # the largest value alone is no tail
+    starts = np.flatnonzero(np.r_[True, np.diff(values) > 0])[:-1]  # the largest value alone is not a tail
     tails = len(values) - starts
     alphas = 1 + tails / (np.cumsum(logs[::-1])[::-1][starts] - tails * logs[starts])
     distances = [_ks_distance(logs[s:], a) for s, a in zip(starts, alphas, strict=True)]
@@ -262,7 +261,7 @@ def power_law_alpha(eigenvalues: Tensor) -> PowerLaw:
 
 
 def _ks_distance(logs: NDArray[np.float64], alpha: float) -> float:
-    """Return the largest gap between the law from ``logs[0]`` on and the steps of the empirical distribution."""
+    """Return the largest distance between the power law from ``logs[0]`` on and the empirical distribution function."""
     n = len(logs)
     law = -np.expm1((1 - alpha) * (logs - logs[0]))
     steps = np.arange(n + 1) / n

@@ -140,7 +140,7 @@ def test_perplexity_is_that_of_the_mean_loss():
         (lambda: DeadUnitsSubscriber(window=0), "window >= 1, got 0"),
         (lambda: DeadUnitsSubscriber(inactivity=2), "inactivity in \\[0, 1\\] and tau >= 0, got 2 and 0.025"),
         (lambda: DeadUnitsSubscriber(tau=-1), "got 0.01 and -1"),
-        (lambda: SaturationSubscriber("activations", "relu"), "'tanh' and 'sigmoid', .* got 'relu'"),
+        (lambda: SaturationSubscriber("activations", "relu"), "'tanh' or 'sigmoid', .* got 'relu'"),
         (lambda: SaturationSubscriber("activations", "sigmoid", slope=0.3), "between 0 and 0.25, got 0.3"),
         (lambda: PrecisionSubscriber("weights", "fp4"), "needs one of the formats fp16, bf16, e4m3, e5m2, got 'fp4'"),
         (lambda: PrecisionSubscriber("weights", scale=0.0), "scale above 0, got 0.0"),

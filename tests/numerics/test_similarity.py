@@ -108,7 +108,7 @@ def test_few_rows():
 
 def test_unlike_rows_are_refused():
     for debiased in (False, True):
-        with pytest.raises(ConfigError, match="same rows"):
+        with pytest.raises(ConfigError, match="equal numbers of rows"):
             linear_cka(random(5, 2), random(6, 2), debiased)
 
 

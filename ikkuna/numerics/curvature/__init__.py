@@ -1,4 +1,4 @@
-"""The curvature of a loss: products with its Hessian, and spectra computed from them."""
+"""The curvature of a loss: products with its Hessian, and their spectra."""
 
 from ikkuna.numerics.curvature.hessian_product import HessianProduct, Trace, hutchinson_trace
 

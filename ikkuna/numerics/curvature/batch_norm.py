@@ -1,8 +1,9 @@
-r"""Batch norm in evaluation mode, with a second derivative of a few passes.
+r"""Batch norm in evaluation mode with a cheap second derivative.
 
-With the mean :math:`\mu` and the variance :math:`\sigma^2` fixed, :math:`y = w (x - \mu) / \sqrt{\sigma^2 + \epsilon} + b` is
-a scale and a shift of each channel.
-Torch differentiates its backward pass as that of batch statistics, in two dozen passes over the input; here it takes four.
+With the mean :math:`\mu` and the variance :math:`\sigma^2` fixed,
+:math:`y = w (x - \mu) / \sqrt{\sigma^2 + \epsilon} + b` is a scale and a shift of each channel.
+Torch differentiates its backward pass like that of batch statistics, in 24 passes over the input; this version needs
+four.
 """
 
 from typing import Any
@@ -27,9 +28,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    """Return what :func:`torch.nn.functional.batch_norm` does, ``None`` where its own derivative is to be taken.
+    """Return the same as :func:`torch.nn.functional.batch_norm`, or ``None`` if torch's own version must be used.
 
-    That is where statistics are those of the batch or have a gradient, and where :func:`~ikkuna.numerics.elements.is_plain` says no.
+    That is the case if the statistics are those of the batch or require a gradient, or if a tensor is not plain (see
+    :func:`~ikkuna.numerics.elements.is_plain`).
 
     Examples
     --------
@@ -67,7 +69,7 @@ class _BatchNorm(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The gradients by input, weight and bias, of which each is linear in what came from above."""
+    """The gradients with respect to input, weight and bias; each is linear in the gradient of the output."""
 
     @staticmethod
     def forward(
@@ -94,7 +96,7 @@ class _Backward(torch.autograd.Function):
         if need_x and of_weight is not None:
             by_x = g * _times(slope, of_weight)
         if need_weight and of_x is not None:
-            zero = torch.zeros_like(mean)  # the sum of g times a vector: what a weight gets if that is the input
+            zero = torch.zeros_like(mean)  # the gradient of a weight whose input is the vector: sum of g times vector
             by_weight = _aten.native_batch_norm_backward(
                 g, of_x, weight, zero, var, None, None, False, ctx.eps, [False, True, False]
             )[1]

@@ -1,9 +1,10 @@
-r"""Convolutions with a second derivative made of what the first one is made of.
+r"""Convolutions whose second derivative uses the same operations as the first.
 
-A convolution is linear in its input x and in its kernel w, and so are its gradients in what comes from above, g.
-With vectors :math:`v_x` and :math:`v_w`, the product of its second derivative has the parts :math:`v_x * w + x * v_w` by g,
-the input's gradient for g and :math:`v_w` by x, and the kernel's gradient for g and :math:`v_x` by w.
-Torch takes the last one as a convolution with a kernel as large as the image, which has no fast algorithm.
+A convolution is linear in its input x and in its kernel w, and its gradients are linear in the gradient g of its
+output. With vectors :math:`v_x` and :math:`v_w`, the product with its second derivative has three parts:
+:math:`v_x * w + x * v_w` with respect to g, the gradient of the input for g and :math:`v_w` with respect to x, and the
+gradient of the kernel for g and :math:`v_x` with respect to w.
+Torch computes the last one as a convolution with a kernel as large as the image, which has no fast algorithm.
 """
 
 from typing import Any
@@ -28,9 +29,10 @@ def convolution(
     dilation: _Numbers = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    """Return what :func:`torch.conv2d` and its like do, ``None`` where torch's own derivative is to be taken.
+    """Return the same as :func:`torch.conv1d`, ``conv2d`` or ``conv3d``, or ``None`` if torch's own version must be used.
 
-    That is for inputs that are no batch, padding in words, and where :func:`~ikkuna.numerics.elements.is_plain` says no.
+    That is the case for inputs without a batch, for padding given as a string, and if a tensor is not plain (see
+    :func:`~ikkuna.numerics.elements.is_plain`).
 
     Examples
     --------
@@ -64,7 +66,7 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The gradients by input, kernel and bias."""
+    """The gradients with respect to input, kernel and bias."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, options: Any, wanted: list[bool]) -> Any:

@@ -1,8 +1,9 @@
-r"""The curvature of a loss, seen through products of its Hessian with vectors.
+r"""Products of the Hessian of a loss with vectors, and its trace.
 
-A Hessian is never formed: :class:`HessianProduct` multiplies it with a vector at the cost of one to two gradients,
-and everything else, here and in :mod:`~ikkuna.numerics.curvature.lanczos`, works on any function ``v -> A v`` with a symmetric A.
-Randomness comes from a generator of one's own.  All of it waits for a device; none belongs into a training step.
+A Hessian is never formed: :class:`HessianProduct` multiplies it with a vector for the cost of one to two gradients.
+All other functions here and in :mod:`~ikkuna.numerics.curvature.lanczos` accept any function ``v -> A v`` with a
+symmetric A. Random numbers come from a separate generator.  All functions wait for the device and are too slow for a
+training step.
 """
 
 import math
@@ -20,25 +21,25 @@ __all__ = ["HessianProduct", "Trace", "hutchinson_trace"]
 
 
 class HessianProduct:
-    r"""The function :math:`v \mapsto H v`, with :math:`H` the Hessian of a loss by some parameters.
+    r"""The function :math:`v \mapsto H v`, with :math:`H` the Hessian of a loss with respect to parameters.
 
-    The graph of the gradient is built once and kept until the object goes: :math:`H v = \nabla_\theta \langle
-    \nabla_\theta L, v \rangle`.
-    No ``.grad`` is read or written.  The loss must be the same function at every call: evaluation mode, or frozen
-    batch statistics,
-    no dropout, a fixed batch.  It runs inside :func:`~ikkuna.numerics.curvature.second_derivative.twice_differentiable`.
+    The graph of the gradient is built once and kept as long as this object:
+    :math:`H v = \nabla_\theta \langle \nabla_\theta L, v \rangle`.
+    No ``.grad`` is read or written.  The loss must be a deterministic function of the parameters: a fixed batch, no
+    dropout, and evaluation mode or frozen batch statistics.  It runs inside
+    :func:`~ikkuna.numerics.curvature.second_derivative.twice_differentiable`.
 
     Parameters
     ----------
     loss : callable
-        Called once, without arguments; returns the scalar loss.
+        Returns the scalar loss; called once, without arguments.
     parameters : iterable of Tensor
-        Leaves that require a gradient.  A vector is their concatenation, each flattened, in this order.
+        Leaf tensors that require a gradient.  A vector is the concatenation of the flattened parameters in this order.
 
     Raises
     ------
     ConfigError
-        If no parameter requires a gradient, or the loss is not one number, or has no second derivative.
+        If no parameter requires a gradient, the loss is not one number, or it has no second derivative.
 
     Notes
     -----
@@ -70,7 +71,7 @@ class HessianProduct:
         self, outputs: Sequence[Tensor], vectors: Sequence[Tensor] | None, create_graph: bool = False
     ) -> Sequence[Tensor]:
         kept = [i for i, output in enumerate(outputs) if output.requires_grad]
-        if not kept:  # a constant, or a gradient that does not depend on the parameters
+        if not kept:  # a constant loss, or a gradient that does not depend on the parameters
             return [torch.zeros_like(p) for p in self.parameters]
         try:
             return torch.autograd.grad(
@@ -89,16 +90,16 @@ class HessianProduct:
     def __call__(self, vector: Tensor) -> Tensor:
         """Return H times `vector`, ``(size,)``."""
         parts = torch.split(vector, [p.numel() for p in self.parameters])
-        # The vector enters as the gradient of the gradients: their inner product need not be formed.
+        # The vector is passed as the gradient of the gradients, so their inner product is not needed.
         vectors = [part.reshape(g.shape).to(g) for part, g in zip(parts, self._gradients, strict=True)]
-        with twice_differentiable():  # checkpoints compute anew
+        with twice_differentiable():  # checkpoints recompute their forward pass
             return _concatenate(self._differentiate(self._gradients, vectors)).to(vector)
 
 
 def _require_second_derivative(gradients: Sequence[Tensor]) -> None:
-    """Refuse what a ``once_differentiable`` function has made.
+    """Raise `ConfigError` if a gradient comes from a ``once_differentiable`` function.
 
-    Autograd finds no way from there to the parameters, does not go there, and would leave its part out without a word.
+    Autograd has no path from there to the parameters and would silently leave out its part.
     """
     waiting = [gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None]
     seen = set(waiting)
@@ -117,7 +118,7 @@ def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Trace(NamedTuple):
-    """An estimate of a trace, the standard error of it, and the number of random vectors it rests on."""
+    """An estimate of a trace, its standard error, and the number of random vectors."""
 
     value: float
     stderr: float
@@ -136,16 +137,24 @@ def hutchinson_trace(
 
     Parameters
     ----------
-    matvec, size, generator, dtype, device
+    matvec : callable
         As for :func:`~ikkuna.numerics.curvature.lanczos.lanczos`.
+    size : int
+        The number of rows of the matrix.
     samples : int
-        Vectors, each with one product.
+        The number of vectors, each with one product.
+    generator : torch.Generator, optional
+        The generator of the signs; by default a new one with seed 0.
+    dtype : torch.dtype
+        The dtype of the vectors.
+    device : torch.device or str
+        The device of the vectors.
 
     Returns
     -------
     value : float
-        Unbiased, in loss / parameter²; exact for a diagonal matrix.  NaN if a product is not finite or there is no
-        sample.
+        Unbiased, in loss / parameter²; exact for a diagonal matrix.  NaN if a product is not finite, or without
+        samples.
     stderr : float
         About :math:`\sqrt{2 (\|A\|_F^2 - \sum A_{ii}^2) / samples}`; NaN for one sample.
 

@@ -1,6 +1,6 @@
-r"""The spectrum of a symmetric matrix that is only known by its products with vectors.
+r"""The spectrum of a symmetric matrix, computed from its products with vectors.
 
-Randomness comes from a generator of one's own.  All of it waits for a device.
+Random numbers come from a separate generator.  All functions wait for the device.
 """
 
 import math
@@ -18,7 +18,7 @@ _PART = 65_536
 
 
 def random_signs(size: int, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return ``(size,)`` independent signs: of all random vectors their products vary the least."""
+    """Return ``(size,)`` independent random signs, which give the estimate of a trace the smallest variance."""
     signs = torch.randint(2, (size,), generator=generator, device=generator.device)
     return (2 * signs - 1).to(device, dtype)
 
@@ -28,7 +28,7 @@ def _own(generator: torch.Generator | None) -> torch.Generator:
 
 
 class Ritz(NamedTuple):
-    """What Lanczos found: rising approximations of eigenvalues, their error bounds, and their weights in the start."""
+    """The result of `lanczos`: approximate eigenvalues in ascending order, error bounds, and weights in the start."""
 
     values: Tensor
     bounds: Tensor
@@ -50,30 +50,31 @@ def lanczos(
     matvec : callable
         ``(size,) -> (size,)``.
     size : int
-        Rows of the matrix.
+        The number of rows of the matrix.
     steps : int
-        Products to take; 4 k + 5 for the k largest eigenvalues is enough where they stand apart.
+        The number of products; 4 k + 5 are enough for the k largest eigenvalues if they are well separated.
     generator : torch.Generator, optional
-        Of the random start; by default a new one with seed 0.
-    dtype, device
-        Of the vectors.
+        The generator of the random start; by default a new one with seed 0.
+    dtype : torch.dtype
+        The dtype of the vectors.
+    device : torch.device or str
+        The device of the vectors.
 
     Returns
     -------
     values : Tensor
-        ``(steps,)``, float64, rising, in loss / parameter²: the largest are last, the most negative first.  Fewer if
-        the start is
-        exhausted before: then they are exact, but an eigenvalue that occurs more than once is there once.
+        ``(steps,)``, float64, in ascending order, in loss / parameter².  There are fewer values if the Krylov space of
+        the start is smaller; then they are exact, and an eigenvalue that occurs more than once is returned once.
         A single NaN if a product is not finite; empty for ``size = 0``.
     bounds : Tensor
-        ``(steps,)``: an eigenvalue of the matrix lies within this of each value.
+        ``(steps,)``: the distance of each value to an eigenvalue of the matrix is at most this.
     weights : Tensor
-        ``(steps,)``, with sum 1: the squared share of each direction in the start.
+        ``(steps,)``, with sum 1: the squared component of the start along each eigenvector.
 
     Notes
     -----
-    ``steps`` products and as many stored vectors; orthogonalisation reads them about :math:`steps` times,
-    :math:`steps^2 \cdot size` numbers in all.
+    It computes ``steps`` products and stores as many vectors; orthogonalisation reads about :math:`steps^2 \cdot size`
+    numbers.
 
     Examples
     --------
@@ -85,7 +86,7 @@ def lanczos(
     empty = torch.zeros(0, dtype=torch.float64)
     if count < 1:
         return Ritz(empty, empty, empty)
-    basis = torch.empty(count + 1, size, dtype=dtype, device=device)  # each vector is made in its place
+    basis = torch.empty(count + 1, size, dtype=dtype, device=device)  # each vector is computed in its row
     basis[0] = random_signs(size, _own(generator), dtype, device) / math.sqrt(size)
     diagonal: list[float] = []
     beside: list[float] = []
@@ -109,10 +110,10 @@ def lanczos(
 
 
 def _orthogonalise(vector: Tensor, basis: Tensor) -> float:
-    """Take out of `vector`, in place, what it has of orthonormal rows, and return its length.
+    """Subtract from `vector`, in place, its projection onto orthonormal rows, and return the length of the rest.
 
-    Once leaves errors of the size of what is taken out, so it is done again where that was most of the vector: then twice is enough
-    (B. Parlett, The symmetric eigenvalue problem, 1980).
+    One pass leaves errors as large as the subtracted part, so a second pass follows if this was most of the vector.
+    Two passes are enough (B. Parlett, The symmetric eigenvalue problem, 1980).
     """
     for _ in range(2):
         shares = basis @ vector
@@ -124,7 +125,7 @@ def _orthogonalise(vector: Tensor, basis: Tensor) -> float:
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    """Return the inner product in float64, a part at a time, which stays in cache: rounding of its own would show in eigenvalues."""
+    """Return the inner product in float64, computed in parts that fit into the cache."""
     parts = [x.double() @ y.double() for x, y in zip(a.split(_PART), b.split(_PART), strict=True)]
     return torch.stack(parts).sum().item()
 
@@ -137,19 +138,20 @@ def _ritz(diagonal: list[float], beside: list[float]) -> Ritz:
 
 
 class Density(NamedTuple):
-    """A spectral density as point masses: eigenvalue-like nodes, and weights that add up to 1."""
+    """A spectral density as point masses: nodes, which approximate eigenvalues, and weights with sum 1."""
 
     nodes: Tensor
     weights: Tensor
 
     def moment(self, power: int) -> float:
-        """Return the mean of the eigenvalues to a power: times the size, the trace for 1 and the squared norm for 2."""
+        """Return the mean of a power of the eigenvalues.
+
+        Times the size, the first power gives the trace and the second the squared Frobenius norm.
+        """
         return float((self.weights @ self.nodes**power).item())
 
     def histogram(self, bins: int = 50) -> tuple[Tensor, Tensor]:
-        """Return the share of eigenvalues in each of `bins` equal bins, and their ``bins + 1`` edges; empty if
-        undefined.
-        """
+        """Return the share of eigenvalues in each of `bins` equal bins, and the ``bins + 1`` edges; empty if undefined."""
         if not len(self.nodes) or not self.nodes.isfinite().all():
             return self.nodes[:0], self.nodes[:0]
         low, high = self.nodes.min().item(), self.nodes.max().item()
@@ -167,35 +169,43 @@ def spectral_density(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Density:
-    r"""Estimate how the eigenvalues of a symmetric matrix are spread, by stochastic Lanczos quadrature.
+    r"""Estimate the density of the eigenvalues of a symmetric matrix by stochastic Lanczos quadrature.
 
-    Each random start gives, by :func:`lanczos`, nodes and weights that integrate polynomials up to degree ``2 steps -
-    1`` exactly over
-    its own spectrum; their mean over starts estimates the density of all eigenvalues.
+    For each random start, :func:`lanczos` gives nodes and weights that integrate polynomials up to degree
+    ``2 steps - 1`` exactly over the spectral measure of the start.  Their mean over starts estimates the density of all
+    eigenvalues.
 
     Parameters
     ----------
-    matvec, size, generator, dtype, device
+    matvec : callable
         As for :func:`lanczos`.
+    size : int
+        The number of rows of the matrix.
     steps : int
-        Products for each start.
+        The number of products for each start.
     probes : int
-        Starts.
+        The number of starts.
+    generator : torch.Generator, optional
+        The generator of the random starts; by default a new one with seed 0.
+    dtype : torch.dtype
+        The dtype of the vectors.
+    device : torch.device or str
+        The device of the vectors.
 
     Returns
     -------
     Density
-        Nodes in loss / parameter², weights without unit.  NaN if a product is not finite, empty without rows or probes.
+        Nodes in loss / parameter², weights without unit.  NaN if a product is not finite; empty without rows or probes.
 
     Notes
     -----
-    ``steps * probes`` products.
+    It computes ``steps * probes`` products.
 
     References
     ----------
     S. Ubaru, J. Chen and Y. Saad, Fast estimation of tr(f(A)) via stochastic Lanczos quadrature, 2017.
-    B. Ghorbani, S. Krishnan and Y. Xiao, An investigation into neural net optimization via Hessian eigenvalue
-    density, 2019.
+    B. Ghorbani, S. Krishnan and Y. Xiao, An investigation into neural net optimization via Hessian eigenvalue density,
+    2019.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Where second derivatives are taken: which forms of an operation have them, and at what cost."""
+"""Replacement of operations by versions that have a cheap second derivative."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,13 +26,13 @@ _REPLACEMENTS: dict[Callable[..., Any], _Replacement] = {
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Let what is called inside have a second derivative, and a cheap one.
+    """Replace operations inside a ``with`` block by versions that have a cheap second derivative.
 
-    Attention runs in its plain form, as the fused ones have no second derivative.
-    Calls of :func:`torch.nn.functional.batch_norm` and of convolutions are answered by
-    :mod:`~ikkuna.numerics.curvature.batch_norm` and :mod:`~ikkuna.numerics.curvature.convolution`, with the same values and gradients.
-    No module is touched.  It is for one's own forward and backward, and for products too, as checkpoints compute anew;
-    what they hold is left to torch.
+    Attention runs in its plain form, because the fused kernels have no second derivative.
+    Calls of :func:`torch.nn.functional.batch_norm` and of convolutions are replaced by those of
+    :mod:`~ikkuna.numerics.curvature.batch_norm` and :mod:`~ikkuna.numerics.curvature.convolution`, with the same values
+    and gradients. No module is changed.  Use it around the forward pass, the backward pass and products, because
+    checkpoints recompute their forward pass.  Operations inside checkpoints are not replaced.
 
     Examples
     --------
@@ -59,9 +59,9 @@ class _Replacing(TorchFunctionMode):
 
 
 def _is_saved_by_others() -> bool:
-    """Say whether a checkpoint or the like is at work, which expects of a second run what the first one saved.
+    """Return whether a checkpoint is active, whose second run must save the same tensors as its first.
 
-    The second run is inside :func:`torch.autograd.grad`, and there torch calls no mode.
+    The second run is inside :func:`torch.autograd.grad`, where torch calls no mode.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None

@@ -1,7 +1,7 @@
-r"""How alike two layers represent the same inputs: canonical correlations, SVCCA and PWCCA.
+r"""Similarity of two representations of the same inputs: canonical correlations, SVCCA and PWCCA.
 
-A representation is a matrix ``(rows, features)``; equal rows of two of them belong to the same input.
-Everything is computed in float64 from orthonormal bases, and waits for a device.
+A representation is a matrix ``(rows, features)``; rows with the same index belong to the same input.
+Everything is computed in float64 from orthonormal bases and waits for the device.
 """
 
 import math
@@ -33,7 +33,7 @@ class _Basis(NamedTuple):
 
 
 def _basis(x: Tensor, variance: float = 1.0) -> _Basis:
-    """Return the leading directions that hold a share `variance` of it, without those that are rounding noise."""
+    """Return the leading directions of `x` that hold a share `variance` of it, without rounding errors."""
     none = _Basis(x.new_zeros(x.shape[0], 0), x.new_zeros(0))
     if not x.numel() or not x.isfinite().all():
         return none
@@ -51,23 +51,22 @@ def _basis(x: Tensor, variance: float = 1.0) -> _Basis:
 def canonical_correlations(x: Tensor, y: Tensor, center: bool = True) -> Tensor:
     r"""Return the canonical correlations :math:`\rho_1 \ge \rho_2 \ge \dots` of two representations.
 
-    They are the singular values of :math:`Q_x^\top Q_y`, with orthonormal bases Q of both column spaces, found by
-    SVD: duplicate and dead
-    columns drop out, and no covariance is inverted.  Compare their mean with :func:`chance_level`.
+    They are the singular values of :math:`Q_x^\top Q_y`, with orthonormal bases Q of both column spaces.  The bases
+    come from an SVD, so duplicate and constant columns have no effect, and no covariance is inverted.
+    Compare the mean of the correlations with :func:`chance_level`.
 
     Parameters
     ----------
     x, y : Tensor
         ``(n, p)`` and ``(n, q)``, of the same inputs.
     center : bool
-        Subtract column means first, as correlation demands.
+        Whether column means are subtracted first, as the definition of a correlation requires.
 
     Returns
     -------
     Tensor
-        ``(min(rank x, rank y),)``, float64, in [0, 1]; unchanged by any invertible linear map of either
-        representation.  Empty if one is
-        constant or not finite.
+        ``(min(rank x, rank y),)``, float64, in [0, 1]; invariant under invertible linear maps of either
+        representation.  Empty if one is constant or not finite.
 
     Notes
     -----
@@ -86,7 +85,7 @@ def canonical_correlations(x: Tensor, y: Tensor, center: bool = True) -> Tensor:
 
 def _check_rows(x: Tensor, y: Tensor) -> None:
     if x.shape[0] != y.shape[0]:
-        raise ConfigError(f"representations need the same rows, got {len(x)} and {len(y)} of them")
+        raise ConfigError(f"representations need equal numbers of rows, got {len(x)} and {len(y)}")
 
 
 def _correlations(left: Tensor, right: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def _correlations(left: Tensor, right: Tensor) -> Tensor:
 
 
 class SVCCA(NamedTuple):
-    """The mean correlation, over how many directions of either side, and what independent data would give."""
+    """The mean correlation, the numbers of directions, and the mean correlation of independent data."""
 
     mean: float
     directions_x: int
@@ -108,27 +107,25 @@ class SVCCA(NamedTuple):
 def svcca(x: Tensor, y: Tensor, variance: float = 0.99) -> SVCCA:
     r"""Compare two representations by the mean canonical correlation of their leading principal directions.
 
-    Either side keeps the fewest directions with :math:`\sum_{i \le k} s_i^2 \ge` `variance` of the whole (of
-    variance, not of
-    singular values); the mean is over the smaller of both numbers.
+    Of each representation, the fewest directions are kept whose :math:`\sum_{i \le k} s_i^2` is at least a share
+    `variance` of the total.  The mean is over the smaller number of directions.
 
     Parameters
     ----------
     x, y : Tensor
-        ``(n, p)`` and ``(n, q)``, of the same inputs.  Take at least ten rows for each feature: with n = 2 p
-        independent data have
-        a mean correlation of 0.64, with fewer rows than features all of them are 1.
+        ``(n, p)`` and ``(n, q)``, of the same inputs.  Use at least ten rows for each feature: independent data with
+        ``n = 2 p`` have a mean correlation of 0.64, and all correlations are 1 with fewer rows than features.
     variance : float
-        In (0, 1].
+        The share of the variance to keep, in (0, 1].
 
     Returns
     -------
     mean : float
         In [0, 1]; NaN if a representation is constant or not finite.
     directions_x, directions_y : int
-        How many were kept.
+        The numbers of directions.
     chance : float
-        What `mean` is for independent data, from :func:`chance_level`.
+        The value of `mean` for independent data, from :func:`chance_level`.
 
     References
     ----------
@@ -145,19 +142,19 @@ def svcca(x: Tensor, y: Tensor, variance: float = 0.99) -> SVCCA:
 
 
 def principal_basis(x: Tensor, variance: float = 0.99) -> Tensor:
-    r"""Return an orthonormal basis of the fewest principal directions that hold a share `variance` of it.
+    r"""Return an orthonormal basis of the fewest principal directions of `x` that hold a share `variance` of its variance.
 
     Parameters
     ----------
     x : Tensor
         ``(n, p)``; columns are centred.
     variance : float
-        In (0, 1].
+        The share of the variance to keep, in (0, 1].
 
     Returns
     -------
     Tensor
-        ``(n, directions)``, float64, without unit.  No direction if `x` is constant or not finite.
+        ``(n, directions)``, float64, without unit; zero directions if `x` is constant or not finite.
 
     Notes
     -----
@@ -169,12 +166,12 @@ def principal_basis(x: Tensor, variance: float = 0.99) -> Tensor:
     torch.Size([4, 1])
     """
     if not 0 < variance <= 1:
-        raise ConfigError(f"the share of variance that svcca keeps is in (0, 1], got {variance!r}")
+        raise ConfigError(f"svcca needs a variance in (0, 1], got {variance!r}")
     return _basis(centred(x), variance).rows
 
 
 def svcca_of_bases(left: Tensor, right: Tensor) -> SVCCA:
-    """Return what :func:`svcca` does, for results of :func:`principal_basis` that may have been kept from before.
+    """Return the result of :func:`svcca` for two results of :func:`principal_basis`.
 
     Examples
     --------
@@ -190,16 +187,15 @@ def svcca_of_bases(left: Tensor, right: Tensor) -> SVCCA:
 
 
 def pwcca(x: Tensor, y: Tensor) -> float:
-    r"""Return the mean canonical correlation, weighted by how much of `x` each direction accounts for.
+    r"""Return the mean canonical correlation, weighted by the share of `x` that each direction explains.
 
-    With :math:`h_i` the canonical variates of x, :math:`\sum_i a_i \rho_i / \sum_i a_i`, :math:`a_i = \sum_j |\langle
-    h_i, x_j \rangle|`
-    over the centred columns of x.  Not symmetric.
+    It is :math:`\sum_i a_i \rho_i / \sum_i a_i` with the canonical variates :math:`h_i` of x and
+    :math:`a_i = \sum_j |\langle h_i, x_j \rangle|` over the centred columns of x.  It is not symmetric.
 
     Parameters
     ----------
     x, y : Tensor
-        ``(n, p)`` and ``(n, q)``, of the same inputs; `x` the one with fewer features.
+        ``(n, p)`` and ``(n, q)``, of the same inputs; `x` is the one with fewer features.
 
     Returns
     -------
@@ -227,7 +223,7 @@ def pwcca(x: Tensor, y: Tensor) -> float:
 
 
 class Chance(NamedTuple):
-    """What canonical correlations of independent data are: their mean, mean square and largest."""
+    """The canonical correlations of independent data: their mean, mean square and maximum."""
 
     mean: float
     mean_square: float
@@ -237,23 +233,22 @@ class Chance(NamedTuple):
 def chance_level(p: int, q: int, n: int) -> Chance:
     r"""Return the canonical correlations that `n` rows of `p` and `q` independent features show by chance.
 
-    The mean of :math:`\rho^2` is :math:`\max(p, q) / (n - 1)`.  With :math:`a = \min(p, q) / (n - 1)` and :math:`b =
-    \max(p, q) / (n - 1)`,
-    :math:`\lambda = \rho^2` follows, for large n, the law of Wachter (1980) on
+    The mean of :math:`\rho^2` is :math:`\max(p, q) / (n - 1)`.  With :math:`a = \min(p, q) / (n - 1)` and
+    :math:`b = \max(p, q) / (n - 1)`, :math:`\lambda = \rho^2` follows, for large n, the law of Wachter (1980) on
     :math:`\lambda_\pm = (\sqrt{a (1 - b)} \pm \sqrt{b (1 - a)})^2`, with the density
     :math:`\sqrt{(\lambda_+ - \lambda)(\lambda - \lambda_-)} / 2 \pi a \lambda (1 - \lambda)`.
 
     Parameters
     ----------
     p, q : int
-        Numbers of directions compared.
+        The numbers of directions.
     n : int
-        Rows.
+        The number of rows.
 
     Returns
     -------
     Chance
-        In [0, 1]: all 1 where :math:`n - 1 \le \max(p, q)`; NaN for no direction.
+        In [0, 1]; all are 1 if :math:`n - 1 \le \max(p, q)`, and NaN without directions.
 
     Examples
     --------
@@ -266,7 +261,7 @@ def chance_level(p: int, q: int, n: int) -> Chance:
     if b >= 1:
         return Chance(1.0, 1.0, 1.0)
     low, high = ((math.sqrt(a * (1 - b)) + s * math.sqrt(b * (1 - a))) ** 2 for s in (-1, 1))
-    certain = max(0.0, (a + b - 1) / a)  # this share of correlations is exactly 1
+    certain = max(0.0, (a + b - 1) / a)  # this share of the correlations is exactly 1
     angle = (torch.arange(20_000, dtype=torch.float64) + 0.5) * (math.pi / 20_000)
     half, value = (high - low) / 2, (high + low) / 2 + (high - low) / 2 * angle.cos()
     density = (half * angle.sin()) ** 2 / (value * (1 - value))

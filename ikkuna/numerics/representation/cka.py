@@ -1,8 +1,8 @@
-r"""How alike two layers represent the same inputs: centred kernel alignment.
+r"""Similarity of two representations of the same inputs: centred kernel alignment.
 
-A representation is a matrix ``(rows, features)``; equal rows of two of them belong to the same input.
-Columns are centred, everything is computed in float64 but for products of what comes in float32 (:func:`centred_kernels`),
-and a value that does not exist is NaN.
+A representation is a matrix ``(rows, features)``; rows with the same index belong to the same input.
+Columns are centred.  Everything is computed in float64, except products of float32 data (:func:`centred_kernels`).
+An undefined value is NaN.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,9 @@ def to_rows(activations: Tensor, pool: bool = False) -> Tensor:
         ``(batch, feature)``, ``(batch, time, feature)``, ``(batch, channel, height, width)`` or with one more spatial
         axis; ``(batch,)``.
     pool : bool
-        Average over time or space, so that layers of different size compare.
-        Otherwise every position is a row: as neighbours are alike, there are fewer independent rows than it seems.
+        Whether outputs are averaged over time or space, so that layers of different size can be compared.
+        Otherwise each position is a row; neighbouring positions are similar, so there are fewer independent rows than
+        positions.
 
     Examples
     --------
@@ -56,10 +57,10 @@ def centred(x: Tensor) -> Tensor:
 
 
 def centred_kernels(representations: Sequence[Tensor]) -> Tensor:
-    r"""Return the U-centred linear kernel of each representation: their inner products are those of :func:`hsic_matrix`.
+    r"""Return the U-centred linear kernel of each representation; their inner products give :func:`hsic_matrix`.
 
     With :math:`K = X X^\top`, :math:`\tilde K_{ij} = K_{ij} - \frac{r_i + r_j}{n - 2} + \frac{t}{(n - 1)(n - 2)}`,
-    where :math:`r_i` and t are the sums of row i and of all of K but for its diagonal; :math:`\tilde K_{ii} = 0`.
+    where :math:`r_i` and t are the sums of row i and of all of K without its diagonal; :math:`\tilde K_{ii} = 0`.
 
     Parameters
     ----------
@@ -69,14 +70,15 @@ def centred_kernels(representations: Sequence[Tensor]) -> Tensor:
     Returns
     -------
     Tensor
-        ``(layers, n * n)``, float64, in units of :math:`x^2`; NaN for fewer than 4 rows.  :math:`n^2 d_i` operations each.
-        Those of float32 are made in float32 on a CPU, unless it overflows or torch may round further:
-        an entry is then off by about 1e-7 of its rows' lengths, and CKA by less.
+        ``(layers, n * n)``, float64, in units of :math:`x^2`; NaN for fewer than 4 rows.  Each costs :math:`n^2 d_i`
+        operations. On a CPU, products of float32 data are computed in float32, unless they overflow or torch is allowed
+        to round further.
+        The error of an entry is then about 1e-7 of the lengths of its rows; the error of CKA is smaller.
 
     Raises
     ------
     ConfigError
-        If they have different numbers of rows.
+        If the representations have different numbers of rows.
 
     References
     ----------
@@ -92,7 +94,7 @@ def centred_kernels(representations: Sequence[Tensor]) -> Tensor:
     """
     n = representations[0].shape[0]
     if any(x.shape[0] != n for x in representations):
-        raise ConfigError(f"representations need the same rows, got {[len(x) for x in representations]} of them")
+        raise ConfigError(f"representations need equal numbers of rows, got {[len(x) for x in representations]}")
     if n < 4:
         return representations[0].new_full((len(representations), n * n), torch.nan, dtype=torch.float64)
     kernels = _products([x.detach() for x in representations])
@@ -114,28 +116,28 @@ def _products(representations: list[Tensor]) -> Tensor:
     if any(single):
         lengths = products.diagonal(dim1=1, dim2=2).mean(1).tolist()
         for i, length in enumerate(lengths):
-            if single[i] and not 1e-18 < length < 1e30:  # squares of smaller numbers begin to be lost
+            if single[i] and not 1e-18 < length < 1e30:  # squares of smaller numbers underflow
                 products[i] = _product(representations[i].double())
     return products
 
 
 def _product(x: Tensor) -> Tensor:
-    x = x - x[0]  # a constant column is 0 afterwards, exactly
+    x = x - x[0]  # this makes a constant column exactly 0
     x -= x.mean(0)
     return x @ x.mT
 
 
 def _takes_float32(x: Tensor) -> bool:
-    """Say whether a product in float32 is taken as such, by the settings of torch: on a CPU and not in bfloat16."""
+    """Return whether torch computes a float32 product in float32: on a CPU, unless its settings allow bfloat16."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     setting = getattr(matmul, "fp32_precision", None) if x.is_cpu else "unknown"
     return torch.get_float32_matmul_precision() == "highest" if setting is None else setting in ("none", "ieee")
 
 
 def hsic_matrix(representations: Sequence[Tensor]) -> Tensor:
-    r"""Return the unbiased Hilbert-Schmidt independence of every pair of representations, with linear kernels.
+    r"""Return the unbiased Hilbert-Schmidt independence criterion of every pair of representations, with linear kernels.
 
-    With :math:`\tilde K = X X^\top` without its diagonal, and :math:`\tilde L` likewise,
+    With :math:`\tilde K = X X^\top` without its diagonal, and :math:`\tilde L = Y Y^\top` without its diagonal,
 
     .. math::
         \mathrm{HSIC}_1 = \frac{1}{n (n - 3)} \left[ \operatorname{tr} \tilde K \tilde L
@@ -150,13 +152,13 @@ def hsic_matrix(representations: Sequence[Tensor]) -> Tensor:
     Returns
     -------
     Tensor
-        ``(layers, layers)``, float64, symmetric, in units of :math:`x^2 y^2`.  Means or sums over mini-batches
-        estimate the same:
-        add them up, and give the sum to :func:`cka_of_hsic`.  NaN for fewer than 4 rows.
+        ``(layers, layers)``, float64, symmetric, in units of :math:`x^2 y^2`.  Results can be summed over mini-batches
+        before :func:`cka_of_hsic`.  NaN for fewer than 4 rows.
 
     Notes
     -----
-    :math:`n^2 \sum_i d_i` operations and :math:`n^2` doubles for each layer: take mini-batches of some hundred rows.
+    It costs :math:`n^2 \sum_i d_i` operations and :math:`n^2` doubles for each layer: use mini-batches of several
+    hundred rows.
 
     References
     ----------
@@ -176,9 +178,9 @@ def hsic_matrix(representations: Sequence[Tensor]) -> Tensor:
 
 
 def cka_of_hsic(hsic: Tensor) -> Tensor:
-    r"""Return :math:`H_{ij} / \sqrt{H_{ii} H_{jj}}` for a result of :func:`hsic_matrix`, or a sum of such.
+    r"""Return :math:`H_{ij} / \sqrt{H_{ii} H_{jj}}` for a result of :func:`hsic_matrix` or a sum of such results.
 
-    ``(layers, layers)``, dimensionless, at most about 1 and by chance about 0; NaN where a self-similarity is not
+    ``(layers, layers)``, dimensionless, at most about 1 and by chance about 0; NaN if a diagonal element is not
     positive.
 
     Examples
@@ -194,23 +196,23 @@ def cka_of_hsic(hsic: Tensor) -> Tensor:
 def linear_cka(x: Tensor, y: Tensor, debiased: bool = True) -> Tensor:
     r"""Return the linear centred kernel alignment of two representations.
 
-    Biased it is :math:`\|Y^\top X\|_F^2 / (\|X^\top X\|_F \|Y^\top Y\|_F)`, which for n rows of d independent
-    features reads far above
-    0 unless :math:`n \gg d` (0.66 for 256 rows of 512 features); debiased it is the ratio of :func:`hsic_matrix`.
+    The biased version is :math:`\|Y^\top X\|_F^2 / (\|X^\top X\|_F \|Y^\top Y\|_F)`.  For n rows of d independent
+    features it is far above 0 unless :math:`n \gg d` (0.66 for 256 rows of 512 features).  The debiased version is the
+    ratio of :func:`hsic_matrix`.
 
     Parameters
     ----------
     x, y : Tensor
         ``(n, p)`` and ``(n, q)``, of the same inputs.
     debiased : bool
+        Whether the debiased version is computed.
 
     Returns
     -------
     Tensor
-        0-d, float64, dimensionless.  1 for representations that differ by rotation and scale, about 0 for unrelated
-        ones; debiased,
-        chance can bring it slightly beyond [0, 1].  NaN if a representation is constant or not finite, or for too few
-        rows (2, or 4).
+        0-d, float64, dimensionless.  1 for representations that differ by rotation and scale, about 0 for others.
+        The debiased version can be slightly outside [0, 1].  NaN if a representation is constant or not finite, or has
+        fewer than 2 rows (debiased: 4).
 
     References
     ----------
@@ -225,7 +227,7 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = True) -> Tensor:
     if debiased:
         return cka_of_hsic(hsic_matrix([x, y]))[0, 1]
     if x.shape[0] != y.shape[0]:
-        raise ConfigError(f"representations need the same rows, got {len(x)} and {len(y)} of them")
+        raise ConfigError(f"representations need equal numbers of rows, got {len(x)} and {len(y)}")
     if x.shape[0] < 2:
         return torch.tensor(torch.nan, dtype=torch.float64)
     x, y = centred(x), centred(y)

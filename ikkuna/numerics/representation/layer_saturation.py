@@ -1,6 +1,6 @@
-r"""How many directions the outputs of a layer fill, from their covariance.
+r"""The number of directions that the outputs of a layer use, computed from their covariance.
 
-Not to be confused with the saturation of an activation function.
+The saturation of an activation function is something else.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,16 @@ __all__ = ["Scatter", "intrinsic_dimension", "layer_saturation"]
 
 @dataclass(frozen=True, eq=False)
 class Scatter:
-    r"""Number of rows, their mean, and :math:`M_2 = \sum (x - \bar x)(x - \bar x)^\top`: what adds up to a covariance.
+    r"""Number of rows, mean, and :math:`M_2 = \sum (x - \bar x)(x - \bar x)^\top`, which merge to a covariance.
 
     Parameters
     ----------
-    n : number of rows
-    mean : ``(features,)``, float64
-    m2 : ``(features, features)``, float64
+    n : int
+        The number of rows.
+    mean : Tensor
+        ``(features,)``, float64.
+    m2 : Tensor
+        ``(features, features)``, float64.
 
     Examples
     --------
@@ -37,7 +40,7 @@ class Scatter:
 
     @classmethod
     def of(cls, rows: Tensor) -> "Scatter":
-        """Return the scatter of ``(rows, features)``; :math:`2 n d^2` operations and two float64 copies."""
+        """Return the scatter of ``(rows, features)``, which costs :math:`2 n d^2` operations and two float64 copies."""
         deviations = centred(rows)
         mean = rows.detach().double().mean(0) if len(rows) else deviations.new_zeros(deviations.shape[1])
         return cls(len(rows), mean, deviations.mT @ deviations)
@@ -51,12 +54,12 @@ class Scatter:
         return Scatter(n, self.mean + d * (other.n / n), m2)
 
     def covariance(self) -> Tensor:
-        """Return the population covariance ``(features, features)``; NaN for no row."""
+        """Return the population covariance ``(features, features)``; NaN without rows."""
         return self.m2 / self.n if self.n else torch.full_like(self.m2, torch.nan)
 
 
 def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str | None = None) -> float:
-    r"""Return the least k for which the k largest eigenvalues hold a share `threshold` of the variance.
+    r"""Return the smallest k for which the k largest eigenvalues hold a share `threshold` of the variance.
 
     Parameters
     ----------
@@ -65,15 +68,14 @@ def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str
     threshold : float
         In (0, 1].
     compat : {None, 'delve'}
-        By default the definition.  ``'delve'`` counts as that library does, which is mostly one less: eigenvalues
-        whose cumulative share
-        is below the threshold, one more if the last of them misses it by over 0.02, and at least 1.
+        By default the definition.  ``'delve'`` counts as that library does, which is mostly one less: eigenvalues whose
+        cumulative share is below the threshold, one more if the last of them misses it by over 0.02, and at least 1.
 
     Returns
     -------
     float
-        Between 1 and the rank; of fewer rows than features it cannot exceed their number less one.
-        NaN without variance, for no feature, and if an element is not finite.
+        Between 1 and the rank, which is at most the number of rows minus one.
+        NaN without variance, without features, and if an element is not finite.
 
     References
     ----------
@@ -91,7 +93,7 @@ def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str
             f"intrinsic_dimension needs a threshold in (0, 1] and compat None or 'delve', got {threshold!r}, {compat!r}"
         )
     c = covariance.detach().double()
-    # Both triangles are screened: the factorisation reads only one of them.
+    # Both triangles are checked, because the factorisation reads only one of them.
     if not c.numel() or not c.isfinite().all():
         return float("nan")
     eigenvalues = torch.linalg.eigvalsh(c).flip(0).clamp(min=0.0)
@@ -99,7 +101,7 @@ def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str
     if not total > 0:
         return float("nan")
     shares = eigenvalues.cumsum(0) / total
-    # Rounding of the sum must not ask for one more direction.
+    # A rounding error of the sum must not add a direction.
     below = int((shares < threshold * (1 - 1e-12)).sum())
     if compat is None:
         return float(below + 1)
@@ -108,9 +110,9 @@ def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str
 
 
 def layer_saturation(covariance: Tensor, threshold: float = 0.99, compat: str | None = None) -> float:
-    r"""Return :func:`intrinsic_dimension` over the number of features: in (0, 1], NaN where that is.
+    r"""Return :func:`intrinsic_dimension` over the number of features, in (0, 1] or NaN.
 
-    Layers of low saturation at the end of a network are capacity it does not use.
+    Low saturation of layers at the end of a network is unused capacity.
 
     Examples
     --------
