@@ -1,4 +1,4 @@
-"""Data of any kind as a numpy array to look at."""
+"""Conversion of data of any kind to numpy arrays."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ __all__ = ["to_array"]
 
 
 def to_array(data: Any) -> NDArray[np.float64]:
-    """Return a float64 copy of a tensor (of any device and dtype), an array or nested lists of either.
+    """Return a float64 copy of a tensor (of any device and dtype), an array or nested lists of them.
 
-    Complex data gives magnitudes.
+    Complex numbers are replaced by their magnitudes.
 
     Raises
     ------
     ConfigTypeError
-        If it is not made of numbers, or ragged.
+        If the data contains other objects than numbers, or parts of different shapes.
 
     Examples
     --------
@@ -34,7 +34,7 @@ def to_array(data: Any) -> NDArray[np.float64]:
         parts = [to_array(item) for item in data]
         if len({part.shape for part in parts}) > 1:
             shapes = sorted({str(part.shape) for part in parts})
-            raise ConfigTypeError(f"expected data of one shape, got parts of shapes {', '.join(shapes)}")
+            raise ConfigTypeError(f"expected parts of one shape, got {', '.join(shapes)}")
         return np.stack(parts)
     try:
         array = np.asarray(data)

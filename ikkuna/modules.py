@@ -221,7 +221,7 @@ def walk(
     depth : int
         -1 selects all leaves and all modules that own parameters.  Otherwise the modules at this depth (that of the
         root is 0) are selected, with the leaves and the owners of parameters above it.
-    module_filter : classes, or callable
+    module_filter : type, iterable of type or callable
         Keep only modules of these classes, or those for which a function of a :class:`NamedModule` returns True.
     recursive : bool
         If False, return only the root.

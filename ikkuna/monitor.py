@@ -1,7 +1,7 @@
-r"""Statistics of a model's parameters and gradients as one flat dictionary, ready to be logged.
+"""Statistics of a model's parameters and gradients as one flat dictionary for a logger.
 
-Entries are named ``{model}/{layer}/{param}/{attr}/{statistic}``, where the layer is ``*`` for the whole model,
-and every call returns the same names, with NaN for what does not exist yet: logs stay rectangular.
+Keys are ``{model}/{layer}/{param}/{attr}/{statistic}``; the layer is ``*`` for the whole model.
+Every call returns the same keys, with NaN for missing values, so that every entry of a log has the same columns.
 
 >>> import torch
 >>> layer = torch.nn.Linear(3, 1)
@@ -59,14 +59,14 @@ def bias_statistics(model: nn.Module, layer: str | nn.Module | None = None, **op
 def weight_gradient_statistics(
     model: nn.Module, layer: str | nn.Module | None = None, **options: Any
 ) -> dict[str, float]:
-    """Return :func:`parameter_statistics` of the weights' gradients."""
+    """Return :func:`parameter_statistics` of the gradients of the weights."""
     return parameter_statistics(model, "weight", "grad", layer, **options)
 
 
 def bias_gradient_statistics(
     model: nn.Module, layer: str | nn.Module | None = None, **options: Any
 ) -> dict[str, float]:
-    """Return :func:`parameter_statistics` of the biases' gradients."""
+    """Return :func:`parameter_statistics` of the gradients of the biases."""
     return parameter_statistics(model, "bias", "grad", layer, **options)
 
 
@@ -84,43 +84,43 @@ def parameter_statistics(
     name: str | None = None,
     param_names: Mapping[str, str] = _NAMES,
 ) -> dict[str, float]:
-    r"""Return minimum, maximum, mean, standard deviation and percentiles of the chosen parameters, pooled.
+    r"""Return minimum, maximum, mean, standard deviation and percentiles over all elements of the selected parameters.
 
     Parameters
     ----------
     model : nn.Module
-        Shared parameters count once.
+        The model.  Wrappers are skipped, and shared parameters count once.
     param : {'weight', 'bias', 'all'}
-        Which parameters, told by the last part of their name.
+        Which parameters, by their names (see :func:`~ikkuna.modules.is_bias`).
     attr : {'data', 'grad'}
         Values or gradients.
-    layer, layer_name : str, nn.Module or None
-        One layer and everything below it; ``None`` pools the whole model, without normalisation layers.
+    layer, layer_name : str or nn.Module, optional
+        One layer and all modules inside it.  ``None`` selects the whole model without normalisation layers.
     percentiles : sequence of float
-        By default those of a normal distribution's mean and its 1, 2 and 3 standard deviations.
+        By default those that correspond to the mean and to 1, 2 and 3 standard deviations of a normal distribution.
     correction : int
         The variance is :math:`M_2 / (n - \mathrm{correction})`.
     nan : {'propagate', 'omit'}
-        Whether one NaN or infinite element makes every statistic NaN, or is left out.
+        If there are NaN or infinite elements, return NaN for every statistic, or leave these elements out.
     include_norm : bool
-        Count the weights and biases of normalisation layers too.
+        Include the weights and biases of normalisation layers.
     name : str, optional
-        The model's name in the keys; its class name by default.
-    param_names : mapping
-        How the keys call ``weight`` and ``bias``, such as ``{'weight': 'W', 'bias': 'b'}``.
+        Name of the model in the keys; its class name by default.
+    param_names : mapping of str to str
+        Names of ``weight`` and ``bias`` in the keys, such as ``{'weight': 'W', 'bias': 'b'}``.
 
     Returns
     -------
     dict of str to float
-        ``min``, ``max``, ``mean``, ``std`` and ``percentile/{i}``; NaN each for a selection without elements:
-        no such parameter, a lazy one, or no gradient yet.
+        ``min``, ``max``, ``mean``, ``std`` and ``percentile/{i}``.  All are NaN for a selection without elements: there
+        is no such parameter, it is lazy, or it has no gradient.
 
     Raises
     ------
     KeyError
-        If there is no such layer; the message names those that come close.
+        If there is no such layer; the message names similar layers.
     ConfigError
-        For an unknown `param`, `attr` or `nan`.
+        If `param`, `attr` or `nan` has another value.
 
     Examples
     --------
@@ -151,10 +151,20 @@ def sparsity(
     name: str | None = None,
     param_names: Mapping[str, str] = _NAMES,
 ) -> dict[str, float]:
-    """Return how many weights (and biases) are zero: ``zeros``, their ``total`` number and the ``fraction``.
+    """Return the number of zero weights (and biases): ``zeros``, the ``total`` number and the ``fraction``.
 
-    An element counts if its magnitude is at most `tol`; -0.0 does, NaN does not.  The other arguments are those of
-    :func:`parameter_statistics`.  The fraction of no elements is NaN.
+    An element counts if its magnitude is at most `tol`; -0.0 counts, NaN does not.  The fraction of no elements is NaN.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.  Wrappers are skipped, and shared parameters count once.
+    include_bias : bool
+        Count all parameters instead of the weights only.
+    layer, layer_name, include_norm, name, param_names : Any
+        As for :func:`parameter_statistics`.
+    tol : float
+        Largest magnitude that counts as zero.
 
     Examples
     --------
@@ -193,12 +203,12 @@ def _select(model: nn.Module, param: str, layer: str | nn.Module | None, include
         if layer is None and not include_norm and isinstance(module, _NORMS):
             continue
         for name, parameter in owned_parameters(module):
-            if id(parameter) not in seen and _fits(name, param):
+            if id(parameter) not in seen and _is_selected(name, param):
                 seen.add(id(parameter))
                 yield parameter
 
 
-def _fits(name: str, param: str) -> bool:
+def _is_selected(name: str, param: str) -> bool:
     return param == "all" or (is_bias(name) if param == "bias" else "weight" in name and not is_bias(name))
 
 

@@ -1,7 +1,7 @@
-r"""Mean and standard deviation of a stream: fed in pieces, merged in any order, exact to rounding.
+"""Mean and standard deviation of a stream of data; states of its parts can be merged in any order.
 
-Kept are the number of elements, their mean and the sum of squared deviations; never a sum of squares, which cancels.
-Two such states merge after Chan, Golub & LeVeque (1979).
+A state contains the number of elements, their mean and the sum of squared deviations; a sum of squares would lose
+digits by cancellation.  Two states are merged after Chan, Golub & LeVeque (1979).
 """
 
 import math
@@ -29,16 +29,19 @@ def combine_mean_std(
 
     Parameters
     ----------
-    mean1, std1, n1, mean2, std2, n2
-        Mean, standard deviation and number of elements of either group.
-        An empty group changes nothing, whatever its mean and deviation; of a group of one the deviation is not read.
+    mean1, mean2 : float
+        Means of the groups; the mean of an empty group is ignored.
+    std1, std2 : float
+        Standard deviations of the groups; those of groups with less than two elements are ignored.
+    n1, n2 : int
+        Sizes of the groups.
     correction : int
-        The :math:`c` with which both deviations were, and the result is, computed: 1 (Bessel) or 0 (population).
+        The :math:`c` of both deviations and of the result: 1 (Bessel) or 0 (population).
 
     Returns
     -------
     tuple
-        ``(mean, std, n)``; a deviation of ``n <= correction`` elements is NaN.
+        ``(mean, std, n)``; the deviation of ``n <= correction`` elements is NaN.
 
     Examples
     --------
@@ -53,20 +56,20 @@ def combine_mean_std(
 
 
 class RunningMoments:
-    r"""Number, mean, variance, minimum and maximum of everything seen so far.
+    r"""Number, mean, variance, minimum and maximum of all data so far.
 
     Parameters
     ----------
     correction : int
         The variance is :math:`M_2 / (n - \mathrm{correction})`: 1 (Bessel, the default) or 0 (population).
     per_element : bool
-        Keep one state per position: each call of :meth:`update` is one observation of a tensor of fixed shape.
-        Otherwise all elements are pooled, and every result is a float.
+        Keep one state for each position: each call of :meth:`update` is one observation of a tensor of fixed shape.
+        By default there is one state for all elements, and every result is a float.
     nan : {'propagate', 'omit'}
-        Whether NaN and infinite elements speak in the results, or are only counted (``n_nonfinite``).
+        Let NaN and infinite elements propagate to the results, or only count them (``n_nonfinite``).
     weights : {None, 'frequency', 'reliability'}
-        What weights given to :meth:`update` mean: how often an element stands there (denominator :math:`W - c`),
-        or how much it is trusted (:math:`W - c \sum w^2 / W`).
+        Meaning of the weights given to :meth:`update`: the number of occurrences of an element (denominator
+        :math:`W - c`), or its reliability (:math:`W - c \sum w^2 / W`).
 
     Examples
     --------
@@ -88,10 +91,10 @@ class RunningMoments:
 
     @classmethod
     def from_moments(cls, mean: Any, std: Any, n: int, *, correction: int = 1) -> "RunningMoments":
-        """Return the state of a group of which only the mean, the standard deviation and the size are known."""
+        """Return the state of a group with a known mean, standard deviation and size."""
         moments = cls(correction)
         if n < 0:
-            raise ConfigError(f"a group cannot have {n} elements")
+            raise ConfigError(f"the size of a group must not be negative, got {n}")
         if n > 0:
             state = observe(torch.full((1,), float(mean), dtype=torch.float64), None)
             state["total"], state["squares"], state["count"] = (
@@ -109,14 +112,14 @@ class RunningMoments:
         """
         x = as_float64(values)
         if (weights is None) == (self.weights is not None):
-            raise ConfigTypeError("give weights to update() if, and only if, weights= was given to RunningMoments")
+            raise ConfigTypeError("update() needs weights if weights= was given to RunningMoments, and only then")
         w = None if weights is None else as_float64(weights).to(x.device)
         for part, weight in parts(x, w, self.per_element):
             self._merge_state(observe(part, weight))
         return self
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
-        """Add everything `other` has seen and return ``self``; one that has seen nothing changes nothing."""
+        """Add all data of `other` and return ``self``; an empty `other` changes nothing."""
         if (self.per_element, self.weights) != (other.per_element, other.weights):
             raise ConfigError("only RunningMoments with the same per_element and weights can be merged")
         if other._state is not None:
@@ -128,7 +131,7 @@ class RunningMoments:
             self._state = new
         elif self._state["center"].shape != new["center"].shape:
             shapes = tuple(new["center"].shape), tuple(self._state["center"].shape)
-            raise ConfigError("per_element needs one shape throughout, got {} after {}".format(*shapes))
+            raise ConfigError("per_element needs observations of one shape, got {} after {}".format(*shapes))
         else:
             self._state = combine(self._state, new)
 
@@ -151,7 +154,7 @@ class RunningMoments:
 
     @property
     def n(self) -> Any:
-        """Number of elements in the results: all of them, or the finite ones with ``nan='omit'``."""
+        """Number of elements in the results: all elements, or only the finite ones with ``nan='omit'``."""
         count = self._read("count", 0.0)
         if self.nan == "propagate":
             count = count + self._nonfinite()
@@ -159,7 +162,7 @@ class RunningMoments:
 
     @property
     def n_nonfinite(self) -> Any:
-        """Number of elements that were NaN or infinite."""
+        """Number of NaN and infinite elements."""
         count = self._nonfinite()
         return count.long() if self.per_element else int(count.item())
 
@@ -169,11 +172,11 @@ class RunningMoments:
     @property
     def m2(self) -> Any:
         """Sum of squared deviations from the mean."""
-        return self._out(self._poisoned(self._read("m2", 0.0)))
+        return self._out(self._propagated(self._read("m2", 0.0)))
 
     @property
     def mean(self) -> Any:
-        """Arithmetic mean; infinite where an element was, NaN where one was or nothing was seen."""
+        """Arithmetic mean; infinite if an element is infinite; NaN if one is NaN, or without data."""
         mean = torch.where(self._read("total", 0.0) > 0, self._read("center"), torch.nan)
         if self.nan == "propagate":
             above, below = self._read("above", 0.0) > 0, self._read("below", 0.0) > 0
@@ -183,18 +186,18 @@ class RunningMoments:
 
     @property
     def var(self) -> Any:
-        """Variance with the correction of the constructor; NaN where the denominator is not positive."""
+        """Variance with the correction of the constructor; NaN if the denominator is not positive."""
         total, squares = self._read("total", 0.0), self._read("squares", 0.0)
-        lost = squares / total if self.weights == "reliability" else torch.ones_like(total)
-        denominator = total - self.correction * lost
-        return self._out(self._poisoned(torch.where(denominator > 0, self._read("m2") / denominator, torch.nan)))
+        degrees = squares / total if self.weights == "reliability" else torch.ones_like(total)
+        denominator = total - self.correction * degrees
+        return self._out(self._propagated(torch.where(denominator > 0, self._read("m2") / denominator, torch.nan)))
 
     @property
     def std(self) -> Any:
-        """Root of the variance."""
+        """Square root of the variance."""
         return self.var.sqrt() if self.per_element else math.sqrt(self.var)
 
-    def _poisoned(self, value: Tensor) -> Tensor:
+    def _propagated(self, value: Tensor) -> Tensor:
         return value if self.nan == "omit" else torch.where(self._nonfinite() > 0, torch.nan, value)
 
     @property
@@ -219,22 +222,22 @@ class RunningMoments:
         return self._out(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything known, as tensors and plain values."""
+        """Return the options and the state, as plain values and tensors."""
         options = {k: getattr(self, k) for k in ("correction", "per_element", "nan", "weights")}
         return {**options, "state": None if self._state is None else {k: v.clone() for k, v in self._state.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
-        self.__init__(  # type: ignore[misc]  # the same checks as for a new one
+        """Replace options and state by those that :meth:`state_dict` returned."""
+        self.__init__(  # type: ignore[misc]  # runs the checks of the constructor
             state["correction"], per_element=state["per_element"], nan=state["nan"], weights=state["weights"]
         )
         if state["state"] is not None:
             self._state = {key: state["state"][key].clone() for key in STATE}
 
     def all_reduce(self, group: Any = None) -> "RunningMoments":
-        """Merge the states of all ranks of `group`, in rank order, so that every rank ends with the same bits.
+        """Merge the states of all ranks of `group` in rank order, so that all ranks have bit-identical results.
 
-        Every rank must call it, also one that has seen nothing.  Without a process group nothing happens.
+        Every rank must call it, also a rank without data.  Without a process group the method does nothing.
         """
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return self
@@ -248,7 +251,7 @@ class RunningMoments:
         return self
 
     def __repr__(self) -> str:
-        what = (
+        summary = (
             f"{tuple(self._read('center').shape)}" if self.per_element else f"mean={self.mean:.6g}, std={self.std:.6g}"
         )
-        return f"RunningMoments(n={self.n if not self.per_element else int(self._read('count', 0.0).max())}, {what})"
+        return f"RunningMoments(n={self.n if not self.per_element else int(self._read('count', 0.0).max())}, {summary})"
