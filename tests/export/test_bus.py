@@ -2,6 +2,8 @@
 
 import logging
 import math
+import re
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, LogDirError, PluginError, UnknownKindError
 from ikkuna.export import Exporter, subscriber
-from ikkuna.export.messages import MessageBus, get_default_bus
+from ikkuna.export.messages import MessageBus, ModuleMessage, NetworkMessage, Stamp, get_default_bus
 from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -18,9 +20,11 @@ from ikkuna.export.subscriber import (
     NormSubscriber,
     RatioSubscriber,
     Subscriber,
+    Subscription,
     TrainAccuracySubscriber,
     VarianceSubscriber,
 )
+from ikkuna.export.subscriber.registered import Registered
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop, mlp
 
@@ -124,6 +128,16 @@ SETUP_ERRORS = {
         lambda bus: NormSubscriber("weights", backend=3),
         ConfigTypeError,
         "backend needs a name or a Backend, got int 3",
+    ),
+    "subscriber's bus": (
+        lambda bus: NormSubscriber("weights", message_bus=3),
+        ConfigTypeError,
+        "message_bus needs a MessageBus, got int 3",
+    ),
+    "join of one kind": (
+        lambda bus: Minimal("weights", join=True),
+        ConfigError,
+        "join=True needs at least 2 kinds, got 1: 'weights'",
     ),
     "no subscriber": (lambda bus: bus.register_subscriber(3), ConfigTypeError, "needs a Subscriber, got int"),
     "neither measure nor fields": (
@@ -293,6 +307,27 @@ def test_a_result_has_one_publisher_for_a_pass_and_module(bus):
     bus.register_subscriber(NormSubscriber("weights", publishes="another", backend="null"))
 
 
+@pytest.mark.parametrize("tags", [(None, "testing"), ("testing", None), (None, None), (None, "training")])
+def test_a_subscriber_of_every_pass_overlaps_with_that_of_one_pass(bus, tags):
+    first, second = (NormSubscriber("weights", tag=tag, backend="null") for tag in tags)
+    bus.register_subscriber(first)
+    with pytest.raises(ConfigError, match="'weights_norm2' is published already, by .*, for the same pass and modules"):
+        bus.register_subscriber(second)
+    assert [registered.subscriber for registered in bus.registered] == [first]
+
+
+def test_patterns_overlap_if_they_match_a_common_module(bus):
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(mlp())  # the modules 0 to 4
+        bus.register_subscriber(NormSubscriber("weights", modules="[0-2]", backend="null"))
+        with pytest.raises(ConfigError, match="is published already"):
+            bus.register_subscriber(NormSubscriber("weights", modules=["2", "4"], backend="null"))
+        bus.register_subscriber(NormSubscriber("weights", modules=["3", "4"], backend="null"))
+    bus.register_subscriber(NormSubscriber("weights", modules="0", backend="null"))
+    with pytest.raises(ConfigError, match="is published already"):  # the same pattern, before there are modules
+        bus.register_subscriber(NormSubscriber("weights", modules="0", backend="null"))
+
+
 def test_a_removed_subscriber_gets_nothing_more_and_can_come_back(bus):
     got = []
     s = CallbackSubscriber("batch_finished", got.append, backend="null")
@@ -385,6 +420,46 @@ def test_with_on_error_log_it_is_called_for_ever(bus):
 def test_with_on_error_raise_it_raises(bus):
     with pytest.raises(ValueError, match="on purpose"):
         run(bus, Failing("compute"), on_error="raise")
+
+
+def test_the_first_tenth_and_hundredth_failure_are_logged(bus, caplog):
+    run(bus, Failing("compute"), steps=101, on_error="log")
+    assert caplog.text.count("subscriber Failing(weights) failed in compute") == 3
+
+
+def test_errors_of_a_log_handler_are_suppressed_by_the_error_guard(bus):
+    class Broken(logging.Handler):
+        def emit(self, record):
+            raise OSError("the log is full")
+
+    logger, broken = logging.getLogger("ikkuna"), Broken()
+    logger.addHandler(broken)
+    try:
+        bus.error_guard.report_internal("a hook", ValueError("on purpose"))
+        bus.error_guard.disable(Registered(Failing("compute")), "a test")
+    finally:
+        logger.removeHandler(broken)
+    assert bus.error_guard.errors == 2
+    assert bus.error_guard.disabled == ["Failing"]
+
+
+def test_a_subscriber_that_is_registered_again_has_no_failures(bus):
+    bad = Failing("compute")
+    run(bus, bad, steps=10)
+    with Exporter(message_bus=bus):
+        bus.register_subscriber(bad)
+        [registered] = bus.registered
+        assert not registered.disabled
+        assert registered.failures.add("compute") == 1
+
+
+def test_seconds_of_subscribers_with_the_same_class_and_kinds_are_summed(bus):
+    with Exporter(message_bus=bus) as exporter:
+        for p in (1, 2):
+            bus.register_subscriber(NormSubscriber("weights", p=p, backend="null"))
+        for registered in bus.registered:
+            registered.seconds = 1.5
+        assert exporter.health().seconds == {"NormSubscriber(weights)": 3.0}
 
 
 @pytest.mark.fault(32)
@@ -518,6 +593,61 @@ def test_adding_a_module_twice_is_one_look(bus, caplog):
         model(torch.ones(1, 8))
     assert len(got) == 1
     assert "looked at already" in caplog.text
+
+
+def epoch(kind, number):
+    return NetworkMessage(Stamp(7, 0, number), kind)
+
+
+@pytest.mark.parametrize("kind", ["epoch_started", "epoch_finished"])
+def test_events_of_epochs_are_sampled_by_epochs_and_not_by_steps(kind):
+    subscription = Subscription([kind, "batch_finished"], subsample=3)
+    assert [number for number in range(7) if subscription.takes(epoch(kind, number))] == [0, 3, 6]
+    batches = [NetworkMessage(Stamp(step, 0, 1), "batch_finished") for step in range(7)]
+    assert [message.global_step for message in batches if subscription.takes(message)] == [0, 3, 6]
+
+
+def test_events_of_epochs_arrive_at_every_subsampled_epoch(bus):
+    got = []
+    loop = Loop(CASES["mlp"])
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(loop.model)
+        bus.register_subscriber(CallbackSubscriber("epoch_finished", got.append, subsample=2, backend="null"))
+        for _ in range(5):
+            loop.run(3)
+            exporter.epoch_finished()
+    assert [(message.epoch, message.global_step) for message in got] == [(0, 2), (2, 8), (4, 14)]
+
+
+def test_other_passes_are_always_sampled():
+    subscription = Subscription("weights", tag=None, subsample=4)
+    assert [step for step in range(9) if subscription.samples(Stamp(step, step, 0))] == [0, 4, 8]
+    assert all(subscription.samples(Stamp(step, step, 0, "testing")) for step in range(9))
+    assert not Subscription("weights").samples(Stamp(0, 0, 0, "testing"))
+    assert not Subscription("weights", tag="testing").samples(Stamp(0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        (None, ["a", "a.b", "b"]),
+        ("a*", ["a", "a.b"]),
+        (re.compile("a"), ["a"]),
+        (["b", re.compile(r"a\..")], ["a.b", "b"]),
+        (lambda name: name.endswith("b"), ["a.b", "b"]),
+    ],
+)
+def test_a_pattern_selects_modules(pattern, names):
+    subscription = Subscription("weights", modules=pattern)
+    messages = [ModuleMessage(Stamp(0, 0, 0), "weights", module=name) for name in ("a", "a.b", "b")]
+    assert [message.module for message in messages if subscription.takes(message)] == names
+    assert not subscription.takes(ModuleMessage(Stamp(0, 0, 0), "biases", module="b"))
+
+
+def test_a_subscription_cannot_be_changed():
+    subscription = Subscription("weights")
+    with pytest.raises(FrozenInstanceError):
+        subscription.subsample = 2
 
 
 def test_importing_the_package_loads_no_plugin():
