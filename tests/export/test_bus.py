@@ -411,6 +411,28 @@ def test_a_failing_subscriber_is_logged_then_disabled_and_training_is_untouched(
     assert len(recording.values) == 15 * 3
 
 
+def test_a_disabled_subscriber_is_no_longer_called_with_events(bus):
+    calls = []
+
+    def fail(message):
+        calls.append(message.global_step)
+        raise ValueError("on purpose")
+
+    run(bus, CallbackSubscriber("batch_finished", fail, backend="null"), steps=15)
+    assert calls == list(range(10))
+
+
+def test_a_disabled_subscriber_samples_and_takes_nothing():
+    registered = Registered(NormSubscriber("weights"))
+    message = ModuleMessage(Stamp(0, 0, 0), "weights", module="0")
+    assert registered.samples(message.stamp)
+    assert registered.takes(message)
+    assert (registered.seconds, registered.dropped) == (0.0, 0)
+    registered.disabled = True
+    assert not registered.samples(message.stamp)
+    assert not registered.takes(message)
+
+
 def test_with_on_error_log_it_is_called_for_ever(bus):
     bad = Failing("compute")
     _, health = run(bus, bad, steps=15, on_error="log")
@@ -504,6 +526,20 @@ def test_a_bundle_without_company_is_dropped_and_counted(bus):
     assert health.dropped == 2
 
 
+def test_bundles_join_messages_of_the_same_step_module_and_path():
+    class Joining(Minimal):
+        def compute(self, message):
+            got.append([(m.stamp.global_step, m.module, m.path, m.kind) for m in message.messages.values()])
+
+    got = []
+    registered = Registered(Joining(["weights", "weight_updates"], join=True))
+    places = [(step, module, path) for step in (0, 1) for module in "ab" for path in ("", "weight_ih_l0")]
+    for kind in ("weight_updates", "weights"):
+        for step, module, path in places:
+            registered.deliver(ModuleMessage(Stamp(step, 0, 0), kind, module=module, path=path))
+    assert got == [[(*place, "weights"), (*place, "weight_updates")] for place in places]
+
+
 def test_a_ratio_is_the_quotient_of_the_norms(bus):
     recording = RecordingBackend()
     parts = RecordingBackend()
@@ -593,6 +629,53 @@ def test_adding_a_module_twice_is_one_look(bus, caplog):
         model(torch.ones(1, 8))
     assert len(got) == 1
     assert "looked at already" in caplog.text
+
+
+def test_a_subscriber_that_drains_the_bus_receives_one_message_after_the_other(bus):
+    got = []
+
+    def drain(message):
+        got.append(("begin", message.global_step))
+        bus.drain()
+        got.append(("end", message.global_step))
+
+    with Exporter(message_bus=bus, on_error="raise"):
+        bus.register_subscriber(CallbackSubscriber("batch_finished", drain, backend="null"))
+        for step in range(2):
+            bus.post(NetworkMessage(Stamp(step, 0, 0), "batch_finished"))
+        bus.drain()
+    assert got == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
+
+
+class Pending:
+    """Measurements that have not been copied to the host yet."""
+
+    def __init__(self, got):
+        self.got = got
+        self.is_here = False
+
+    def arrived(self):
+        return self.is_here
+
+    def deliver(self, bus):
+        self.got.append(self)
+
+
+def test_delivery_stops_at_measurements_that_have_not_arrived(bus):
+    got = []
+    first, second = Pending(got), Pending(got)
+    second.is_here = True
+    bus.post(first)
+    bus.post(second)
+    bus.drain()
+    assert got == []
+    first.is_here = True
+    bus.drain()
+    assert got == [first, second]
+    last = Pending(got)
+    bus.post(last)
+    bus.drain(wait=True)
+    assert got == [first, second, last]
 
 
 def epoch(kind, number):
