@@ -24,7 +24,7 @@ class AlignedTable:
 
     Parameters
     ----------
-    columns, codes, is_mean : as in `Table`
+    columns, codes, reduction : as in `Table`
     keys : ``(rows,)``, which of the keys of all ranks
     table : ``(ranks,)``, which table of the rank's it is, -1 for none
     row : ``(ranks, rows)``, which row of that table, -1 for none
@@ -34,7 +34,7 @@ class AlignedTable:
 
     columns: tuple[str, ...]
     codes: tuple[tuple[str, int], ...]
-    is_mean: bool
+    reduction: str
     keys: Index
     table: Index
     row: Index
@@ -91,13 +91,13 @@ class Alignment:
         rows_of: dict[Any, dict[int, None]] = {}
         for layout in dict.fromkeys(layouts):
             for table in layout.tables:
-                rows = rows_of.setdefault((table.columns, table.codes, table.is_mean), {})
+                rows = rows_of.setdefault((table.columns, table.codes, table.reduction), {})
                 rows.update(dict.fromkeys(number[layout.keys[i]] for i in table.rows))
         return [self._table(layouts, number, fields, sorted(rows)) for fields, rows in rows_of.items()]
 
     @staticmethod
     def _table(layouts: Sequence[Layout], number: dict[Key, int], fields: Any, keys: list[int]) -> AlignedTable:
-        columns, codes, is_mean = fields
+        columns, codes, reduction = fields
         place = {key: i for i, key in enumerate(keys)}
         which = np.full(len(layouts), -1)
         row = np.full((len(layouts), len(keys)), -1)
@@ -110,7 +110,7 @@ class Alignment:
             row[rank, found] = range(len(found))
             part[rank, found] = np.array(layout.parts)[rows]
         counts = first_of_each_part(part, row >= 0)
-        return AlignedTable(columns, codes, is_mean, np.array(keys), which, row, counts, part == OWN)
+        return AlignedTable(columns, codes, reduction, np.array(keys), which, row, counts, part == OWN)
 
     @staticmethod
     def _own(layouts: Sequence[Layout], number: dict[Key, int]) -> list[AlignedOwn]:
@@ -137,7 +137,7 @@ class Alignment:
 def _find(layout: Layout, fields: Any, place: dict[Key, int]) -> tuple[int, Index, Index]:
     """Return which table of a layout has these fields (-1 for none), its rows, and where these belong among those of all."""
     for i, table in enumerate(layout.tables):
-        if (table.columns, table.codes, table.is_mean) == fields:
+        if (table.columns, table.codes, table.reduction) == fields:
             return i, np.array(table.rows), np.array([place[layout.keys[j]] for j in table.rows])
     return -1, np.empty(0, np.int64), np.empty(0, np.int64)
 

@@ -1,4 +1,4 @@
-"""What one rank measured in a step, as bytes."""
+"""The measurements of one rank in one step, as bytes."""
 
 import json
 import struct
@@ -11,36 +11,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.distributed.layout import Key, Layout, Layouts, Own, Table
-from ikkuna.numerics.statistics import FIELDS, Record
+from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 
-__all__ = ["Block", "Counts", "Row", "build"]
+__all__ = ["Counts", "RankBlock", "RankRows", "build"]
 
 _PREFIX = struct.Struct("<II")
 _HISTOGRAMS = ("codes", "sampled_codes")
-_SCALARS = tuple(name for name in FIELDS if name not in _HISTOGRAMS)
-_ATTRIBUTE = {"mean": "center"}
 
 
 @dataclass(slots=True)
-class Row:
-    """What one rank measured of one key.
+class RankRows:
+    """The measurements of one rank in one step.
 
     Parameters
     ----------
-    key : of what
-    part : which part of the whole it has
-    record : its statistics, if anybody asked for fields
-    fields : those fields
-    is_mean : whether the record is a mean of as many elements as it says
-    own : what subscribers measured themselves: subscriber, merge, part and row
+    keys : sequence
+        What was measured.
+    parts : sequence of int
+        For each key, which part of the whole this rank has.
+    fields : sequence
+        For each key, its shared statistics; empty for none.
+    values : array
+        ``(keys, columns)``, these statistics; see `ikkuna.numerics.statistics.table`.
+    codes : mapping
+        Histograms by row and field.
+    reductions : mapping
+        By row, how several calls become one number: ``"mean"`` or ``"sum"``; a missing row does not become one number.
+    own : sequence
+        The results of subscribers' own ``measure``: row, subscriber, way of merging, part and values.
     """
 
-    key: Key
-    part: int
-    record: Record | None
-    fields: frozenset[str]
-    is_mean: bool = False
-    own: Sequence[tuple[str, str, int, NDArray[np.float64]]] = ()
+    keys: Sequence[Key]
+    parts: Sequence[int]
+    fields: Sequence[frozenset[str]]
+    values: Values
+    codes: Mapping[int, Mapping[str, NDArray[np.int64]]] = field(default_factory=dict)
+    reductions: Mapping[int, str] = field(default_factory=dict)
+    own: Sequence[tuple[int, str, str, int, NDArray[np.float64]]] = ()
 
 
 @dataclass(slots=True)
@@ -49,9 +56,12 @@ class Counts:
 
     Parameters
     ----------
-    sizes : ``(rows,)``, how many bins of each are listed
-    bins : ``(sum of sizes,)``, which
-    counts : ``(sum of sizes,)``, how many elements are in them
+    sizes : array
+        ``(rows,)``, number of listed bins of each row.
+    bins : array
+        ``(sum of sizes,)``, indices of the listed bins.
+    counts : array
+        ``(sum of sizes,)``, numbers of elements in them.
     """
 
     sizes: NDArray[np.uint32]
@@ -60,18 +70,25 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Block:
-    """What one rank measured in a step.
+class RankBlock:
+    """What one rank sends of one step.
 
     Parameters
     ----------
-    stamp : global step, step of the epoch, epoch, pass
-    layout : what the numbers are of
-    values : for each table ``(rows, columns)``
-    counts : for each table its histograms by name
-    own : what subscribers measured, flat, in the order of the layout
-    skipped : whether the optimizer left the weights as they were
-    lost : whether the numbers were given up, because this rank's memory for what waits was full
+    stamp : tuple
+        Global step, step of the epoch, epoch, pass.
+    layout : Layout
+        The meaning of the numbers.
+    values : list of arrays
+        For each table ``(rows, columns)``.
+    counts : list of dict
+        For each table its histograms by name.
+    own : array
+        The results of subscribers' own ``measure``, flat, in the order of the layout.
+    skipped : bool
+        Whether the optimizer left the weights unchanged.
+    lost : bool
+        Whether the numbers were dropped because too many steps wait for other ranks.
     """
 
     stamp: tuple[int, int, int, str]
@@ -83,24 +100,29 @@ class Block:
     lost: bool = False
 
     def pack(self, layouts: Layouts) -> bytes:
-        """Return the block as bytes, with its layout if it was never sent."""
-        said = {"stamp": self.stamp, "skipped": self.skipped, "lost": self.lost, **layouts.introduce(self.layout)}
-        header = json.dumps(said).encode()
-        text = self.layout.text if "new" in said else b""
+        """Return the block as bytes, with its layout if that was not sent before."""
+        header_fields = {
+            "stamp": self.stamp,
+            "skipped": self.skipped,
+            "lost": self.lost,
+            **layouts.introduce(self.layout),
+        }
+        header = json.dumps(header_fields).encode()
+        text = self.layout.text if "new" in header_fields else b""
         parts = [_PREFIX.pack(len(header), len(text)), header, text, *(v.tobytes() for v in self.values)]
         for counts in (c for table in self.counts for c in table.values()):
             parts += [counts.sizes.tobytes(), counts.bins.tobytes(), counts.counts.tobytes()]
         return b"".join((*parts, self.own.tobytes()))
 
     @classmethod
-    def unpack(cls, rank: int, data: memoryview | bytes, layouts: Layouts) -> "Block":
+    def unpack(cls, rank: int, data: memoryview | bytes, layouts: Layouts) -> "RankBlock":
         """Return the block that `rank` sent."""
         header, text = _PREFIX.unpack_from(data)
         begin = _PREFIX.size + header
-        said: Mapping[str, Any] = json.loads(bytes(data[_PREFIX.size : begin]))
-        layout = layouts.learn(rank, said, bytes(data[begin : begin + text]))
-        step, train_step, epoch, name = said["stamp"]
-        block = cls((step, train_step, epoch, name), layout, skipped=said["skipped"], lost=said["lost"])
+        sent: Mapping[str, Any] = json.loads(bytes(data[_PREFIX.size : begin]))
+        layout = layouts.learn(rank, sent, bytes(data[begin : begin + text]))
+        step, train_step, epoch, name = sent["stamp"]
+        block = cls((step, train_step, epoch, name), layout, skipped=sent["skipped"], lost=sent["lost"])
         block._read(memoryview(data)[begin + text :])
         return block
 
@@ -128,40 +150,39 @@ class Block:
 
 def build(
     stamp: tuple[int, int, int, str],
-    rows: Sequence[Row],
+    rows: RankRows,
     group: int,
     layouts: Layouts,
     skipped: bool = False,
     lost: bool = False,
-) -> Block:
-    """Return the block of what was measured.
+) -> RankBlock:
+    """Return the block of a rank's measurements.
 
     Parameters
     ----------
-    stamp : of which step
-    rows : what
-    group : what this rank calls its group
-    layouts : remembers the layout
-    skipped, lost : see `Block`
+    stamp, skipped, lost
+        See `RankBlock`.
+    rows : RankRows
+        The measurements.
+    group : int
+        Number of this rank's group, see `Layout`.
+    layouts : Layouts
+        The layouts that this rank has sent.
     """
     by_fields: dict[Any, list[int]] = {}
-    for i, row in enumerate(rows):
-        if row.record is not None:
-            columns, histograms = _columns(row.fields)
-            counts = ((name, getattr(row.record, name)) for name in histograms) if histograms else ()
-            codes = tuple((name, len(found)) for name, found in counts if found is not None)
-            by_fields.setdefault((columns, codes, row.is_mean), []).append(i)
-    tables = tuple(Table(c, codes, is_mean, tuple(found)) for (c, codes, is_mean), found in by_fields.items())
-    own = [(i, *measured) for i, row in enumerate(rows) for measured in row.own]
-    described = tuple(Own(i, who, merge, value.shape, part) for i, who, merge, part, value in own)
-    layout = layouts.make((tuple(r.key for r in rows), tuple(r.part for r in rows), group, tables, described))
-    records = [[rows[i].record for i in table.rows] for table in tables]
-    return Block(
+    for i in np.flatnonzero(rows.values[:, COLUMN["n"]]).tolist():
+        if rows.fields[i]:
+            columns, histograms = _columns(rows.fields[i])
+            codes = tuple((name, len(rows.codes[i][name])) for name in histograms)
+            by_fields.setdefault((columns, codes, rows.reductions.get(i, "")), []).append(i)
+    tables = tuple(Table(c, codes, reduction, tuple(found)) for (c, codes, reduction), found in by_fields.items())
+    described = tuple(Own(i, who, merge, value.shape, part) for i, who, merge, part, value in rows.own)
+    return RankBlock(
         stamp,
-        layout,
-        [_values(found, table.columns) for found, table in zip(records, tables, strict=True)],
-        [{name: _counts(found, name) for name, _ in t.codes} for found, t in zip(records, tables, strict=True)],
-        np.concatenate([value.reshape(-1) for *_, value in own]) if own else np.empty(0),
+        layouts.make((tuple(rows.keys), tuple(rows.parts), group, tables, described)),
+        [rows.values[np.ix_(table.rows, [COLUMN[name] for name in table.columns])] for table in tables],
+        [{name: _counts([rows.codes[i][name] for i in table.rows]) for name, _ in table.codes} for table in tables],
+        np.concatenate([value.reshape(-1) for *_, value in rows.own]) if rows.own else np.empty(0),
         skipped,
         lost,
     )
@@ -169,18 +190,12 @@ def build(
 
 @cache
 def _columns(fields: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return which of `fields` are numbers, and which are histograms."""
-    return tuple(f for f in _SCALARS if f in fields), tuple(f for f in _HISTOGRAMS if f in fields)
+    """Return which of `fields` are columns of the table, and which are histograms."""
+    return tuple(f for f in COLUMNS if f in fields), tuple(f for f in _HISTOGRAMS if f in fields)
 
 
-def _values(records: Sequence[Record | None], columns: Sequence[str]) -> NDArray[np.float64]:
-    names = [_ATTRIBUTE.get(column, column) for column in columns]
-    values = [[getattr(record, name) for name in names] for record in records]
-    return np.array(values, np.float64)  # None becomes NaN
-
-
-def _counts(records: Sequence[Record | None], name: str) -> Counts:
-    dense = np.stack([getattr(record, name) for record in records])
+def _counts(histograms: Sequence[NDArray[np.int64]]) -> Counts:
+    dense = np.stack(histograms)
     rows, bins = np.nonzero(dense)
     sizes = np.bincount(rows, minlength=len(dense)).astype(np.uint32)
     return Counts(sizes, bins.astype(np.uint16), dense[rows, bins].astype(np.int64))

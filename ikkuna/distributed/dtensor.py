@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank has: tensors that are spread over ranks, as what lies here."""
+"""Distributed tensors: the shard of a DTensor on this rank, and what a model shares with other ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,92 +8,95 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "Part",
-    "arrived",
+    "ShardPosition",
+    "completed",
     "data_parallel_size",
+    "distribute_like",
+    "full_tensor",
     "holds_gradients",
+    "is_distributed",
     "is_run_together",
-    "is_spread",
-    "local_part",
+    "local_shard",
     "local_tensor",
     "model_parallel_group",
     "reshard",
-    "spread_like",
-    "whole",
 ]
 
 _ORIGIN = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Which part of a tensor that is spread over ranks lies here.
+class ShardPosition:
+    """Which elements of a DTensor this rank has.
 
     Parameters
     ----------
-    number : the same for ranks that have the same elements of the tensor, and different for others
-    is_shard : whether others have other elements
-    mesh : the lowest rank that has any of it
+    number : int
+        Equal on ranks that have the same elements of the tensor, and different on others.
+    is_shard : bool
+        Whether other ranks have other elements.
+    first_rank : int
+        The lowest rank of the tensor's mesh.
     """
 
     number: int
     is_shard: bool
-    mesh: int
+    first_rank: int
 
     @property
     def data_number(self) -> int:
-        """`number`, different also from those of tensors on other ranks: each data-parallel replica has data of its own."""
-        return self.mesh * _ORIGIN + self.number
+        """`number`, made different on other meshes, because each data-parallel replica has its own data."""
+        return self.first_rank * _ORIGIN + self.number
 
 
-def is_spread(x: Tensor) -> bool:
-    """Whether a tensor is not, or not yet, simply here: a DTensor, or the result of a collective under way."""
+def is_distributed(x: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, or the result of a running collective."""
     return type(x).__name__ in ("DTensor", "AsyncCollectiveTensor")
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """Return what lies here of a tensor; the tensor itself where it is not spread."""
-    return arrived(cast(Tensor, cast(Any, x).to_local()) if type(x).__name__ == "DTensor" else x)
+    """Return this rank's shard of a DTensor; other tensors are returned as they are."""
+    return completed(cast(Tensor, cast(Any, x).to_local()) if type(x).__name__ == "DTensor" else x)
 
 
-def local_part(x: Tensor, may_ask: bool) -> tuple[Tensor, Part | None] | None:
-    """Return what lies here of a tensor that is spread over ranks, and which part it is (``None`` for one that was only under way).
+def local_shard(x: Tensor, may_communicate: bool) -> tuple[Tensor, ShardPosition | None] | None:
+    """Return this rank's shard of a distributed tensor, and its position (``None`` for the result of a collective).
 
-    Sums that are still to be made over ranks (``Partial``) are made if the other ranks of the tensor's mesh may be asked,
-    which then have to ask as well; otherwise there is nothing to return.
+    A tensor that is still to be summed over ranks (``Partial``) is summed if `may_communicate`; all ranks of its mesh must call this then.
+    Otherwise the result is ``None``.
     """
     if type(x).__name__ != "DTensor":
-        return arrived(x), None
-    spread = cast(Any, x)
-    if any(placement.is_partial() for placement in spread.placements):
-        if not may_ask:
+        return completed(x), None
+    dtensor = cast(Any, x)
+    if any(placement.is_partial() for placement in dtensor.placements):
+        if not may_communicate:
             return None
         from torch.distributed.tensor import Replicate
 
-        known = [Replicate() if placement.is_partial() else placement for placement in spread.placements]
-        spread = spread.redistribute(placements=known)
-    mesh = spread.device_mesh
+        known = [Replicate() if placement.is_partial() else placement for placement in dtensor.placements]
+        dtensor = dtensor.redistribute(placements=known)
+    mesh = dtensor.device_mesh
     number, is_shard = 0, False
     coordinate = mesh.get_coordinate()
-    for dimension, placement in enumerate(spread.placements):
+    for dimension, placement in enumerate(dtensor.placements):
         if not placement.is_replicate():
             number = number * mesh.size(dimension) + (coordinate[dimension] if coordinate else 0)
             is_shard = is_shard or mesh.size(dimension) > 1
-    return local_tensor(spread), Part(number, is_shard, int(mesh.mesh.min()))
+    return local_tensor(dtensor), ShardPosition(number, is_shard, int(mesh.mesh.min()))
 
 
-def arrived(x: Tensor) -> Tensor:
-    """Return a tensor whose collective is over."""
+def completed(x: Tensor) -> Tensor:
+    """Return a tensor after waiting for the collective that computes it."""
     return cast(Tensor, cast(Any, x).wait()) if type(x).__name__ == "AsyncCollectiveTensor" else x
 
 
-def whole(x: Tensor) -> Tensor:
-    """Return all elements of a tensor that is spread over ranks; every rank of its mesh has to call this."""
-    return arrived(cast(Any, x).full_tensor() if type(x).__name__ == "DTensor" else x)
+def full_tensor(x: Tensor) -> Tensor:
+    """Return all elements of a distributed tensor; every rank of its mesh must call this."""
+    return completed(cast(Any, x).full_tensor() if type(x).__name__ == "DTensor" else x)
 
 
-def spread_like(local: Tensor, x: Tensor) -> Tensor:
-    """Return what lies here as a part of a tensor that is spread like `x`."""
+def distribute_like(local: Tensor, x: Tensor) -> Tensor:
+    """Return the DTensor with this local shard and the placements of `x`; `local` itself if `x` is not a DTensor."""
     if type(x).__name__ != "DTensor":
         return local
     like = cast(Any, x)
@@ -104,9 +107,9 @@ def spread_like(local: Tensor, x: Tensor) -> Tensor:
 
 
 def data_parallel_size(root: nn.Module) -> int:
-    """Return over how many ranks the gradients of a model are averaged; call it while a data-parallel wrapper calls the model.
+    """Return the number of ranks over which the gradients of a model are averaged; call it while a data-parallel wrapper calls the model.
 
-    1 where it cannot be seen: gradients that a script averages by hand are its own.
+    It is 1 if the script averages gradients itself.
     """
     wrapper = torch.nn.parallel.DistributedDataParallel
     if (active := getattr(wrapper, "_active_ddp_module", None)) is not None:
@@ -116,7 +119,7 @@ def data_parallel_size(root: nn.Module) -> int:
 
 
 def holds_gradients(root: nn.Module) -> bool:
-    """Whether FSDP keeps gradients that wait for the last micro-batch before ranks share them."""
+    """Return whether FSDP holds gradients of earlier micro-batches that are not reduced over ranks yet."""
     return any(
         getattr(parameter, "unsharded_accumulated_grad", None) is not None
         or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
@@ -126,19 +129,19 @@ def holds_gradients(root: nn.Module) -> bool:
 
 
 def is_run_together(root: nn.Module) -> bool:
-    """Whether the forward of a model calls other ranks: its parameters are spread over them."""
-    return next(_fsdp_groups(root), None) is not None or any(map(is_spread, root.parameters()))
+    """Return whether the forward of a model communicates with other ranks, because its parameters are distributed."""
+    return next(_fsdp_groups(root), None) is not None or any(map(is_distributed, root.parameters()))
 
 
 def reshard(root: nn.Module) -> None:
-    """Let go of what FSDP keeps together for a backward that will not come."""
+    """Free the parameters that FSDP gathered for a backward that is not going to happen."""
     for module in root.modules():
-        if hasattr(type(module), "_get_fsdp_state"):  # an instance takes long to say that it has none
+        if hasattr(type(module), "_get_fsdp_state"):  # an instance searches its submodules first
             cast(Any, module).reshard()
 
 
 def _fsdp_mesh(root: nn.Module) -> Any:
-    """Return the mesh of ranks that each have other data, of the first module of `root` that is sharded over it."""
+    """Return the data-parallel mesh of the first module of `root` that FSDP shards."""
     return next((group.mesh_info.mesh for group in _fsdp_groups(root)), None)
 
 
@@ -151,15 +154,15 @@ def _fsdp_groups(root: nn.Module) -> Iterator[Any]:
 
 
 def model_parallel_group(root: nn.Module, rank: int) -> int:
-    """Return the lowest rank of those that see the same data as this one, since they share the model's tensors.
+    """Return the lowest of the ranks that process the same data as this one because they share the model's tensors.
 
-    These are the dimensions of the parameters' meshes that FSDP does not shard over.
+    They are the ranks along the dimensions of the parameters' meshes that FSDP does not shard over.
     """
     mesh = _fsdp_mesh(root)
     data = frozenset(mesh.mesh.flatten().tolist()) if mesh is not None else frozenset[int]()
     group = {rank}
     for parameter in root.parameters():
-        if is_spread(parameter):
+        if is_distributed(parameter):
             group.update(_others_in_model(cast(Any, parameter).device_mesh, rank, data))
     return min(group)
 

@@ -27,13 +27,13 @@ class Table:
     ----------
     columns : which statistics, in the order of their columns
     codes : which histograms, and of how many bins
-    is_mean : whether each row is the mean of as many elements as it says
+    reduction : ``"mean"`` or ``"sum"`` if the calls of each row become one number, otherwise empty
     rows : which keys
     """
 
     columns: tuple[str, ...]
     codes: tuple[tuple[str, int], ...]
-    is_mean: bool
+    reduction: str
     rows: tuple[int, ...]
 
 
@@ -79,7 +79,7 @@ class Layout:
     @cached_property
     def text(self) -> bytes:
         """The layout as compressed JSON."""
-        tables = [[t.columns, t.codes, t.is_mean, t.rows] for t in self.tables]
+        tables = [[t.columns, t.codes, t.reduction, t.rows] for t in self.tables]
         own = [[o.row, o.subscriber, o.merge, o.shape, o.part] for o in self.own]
         return zlib.compress(json.dumps([self.keys, self.parts, self.group, tables, own]).encode())
 

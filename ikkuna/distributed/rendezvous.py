@@ -1,4 +1,4 @@
-"""The one time at which all ranks agree to share what they measure, or not to."""
+"""The agreement of all ranks to share measurements."""
 
 import json
 import time
@@ -13,25 +13,28 @@ import torch.distributed
 
 from ikkuna.distributed.world import World
 
-__all__ = ["PATIENCE", "Agreement", "hold", "roll_call"]
+__all__ = ["PATIENCE", "Agreement", "agree", "missing_ranks"]
 
 PATIENCE = 10.0
-"""Seconds to wait for the other ranks, once."""
+"""Seconds to wait for the other ranks."""
 
 _OPERATION = timedelta(minutes=30)
 _numbers = count()
-_torch: Any = torch.distributed  # a build of torch may lack what is in it
+_torch: Any = torch.distributed  # some builds of torch lack parts of it
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the ranks agreed on: all of them read the same words.
+    """The result of a rendezvous, equal on all ranks.
 
     Parameters
     ----------
-    reason : why nothing is shared; empty if it is
-    present : the ranks that came
-    store : where they met
+    reason : str
+        Why measurements are not shared; empty if they are.
+    present : tuple of int
+        The ranks that took part.
+    store : Store
+        The store that the ranks used.
     """
 
     reason: str
@@ -39,35 +42,42 @@ class Agreement:
     store: Any
 
 
-def hold(world: World, signature: Sequence[str], patience: float = PATIENCE) -> tuple[Agreement, Any]:
-    """Meet all ranks: compare what each wants to measure, and make a group of our own.
+def agree(world: World, signature: Sequence[str], patience: float = PATIENCE) -> tuple[Agreement, Any]:
+    """Compare the measurements that each rank requests, and create a process group for them.
 
-    Every rank announces itself in the store.  The last one to come compares, and writes the verdict; one that has waited too long
-    writes another, in the same place, and only the first writing counts: so nobody believes in a group that others have given up.
-    The group is made without ``torch.distributed.new_group``, which counts groups and would put a user's own out of step.
+    Every rank writes its signature to the store.  The last one compares them and writes the decision; a rank that has waited for `patience`
+    seconds writes another decision under the same key.  Only the first one counts, so no rank uses a group that others have given up.
+    The group is created without ``torch.distributed.new_group``, which numbers groups and would put those of the user out of step.
 
-    Meetings are numbered.  A rank that finds one over to which it was not waited for goes on to the next number,
-    so an exporter that only one rank had leaves no trace in the meetings after it.
-
-    The group is returned beside the verdict (``None`` if nothing is shared) and not kept in it: its end can take long,
-    so there must be one place that lets it go.
+    Rendezvous are numbered.  A rank that finds one already decided without it goes on to the next number,
+    so an exporter that exists on one rank only does not disturb later ones.
 
     Parameters
     ----------
-    world : who should come
-    signature : what this rank wants to measure, a line for each subscriber
-    patience : seconds to wait
+    world : World
+        The ranks to wait for.
+    signature : sequence of str
+        The measurements that this rank requests, a line for each subscriber.
+    patience : float
+        Seconds to wait.
+
+    Returns
+    -------
+    agreement : Agreement
+        The decision.
+    group : ProcessGroup or None
+        ``None`` if nothing is shared.  The caller must hold the only reference, because its destruction can block.
     """
     while True:
         store = _torch.PrefixStore(f"ikkuna/{next(_numbers)}", world.store)
-        if not store.check(["verdict"]):
+        if not store.check(["decision"]):
             break
     store.set(f"signature/{world.rank}", json.dumps(list(signature)))
     if store.add("arrived", 1) == world.size:
-        told = _decide(store, *_compare(store, world))
+        decision = _decide(store, *_compare(store, world))
     else:
-        told = _await(store, world, patience)
-    reason, present = told["reason"], tuple(told["present"])
+        decision = _await(store, world, patience)
+    reason, present = decision["reason"], tuple(decision["present"])
     if reason or world.rank not in present:
         return Agreement(reason or "the other ranks did not wait for this one", present, store), None
     group = _torch.ProcessGroupGloo(
@@ -83,19 +93,19 @@ def _compare(store: Any, world: World) -> tuple[str, list[int]]:
     others = (rank for rank in range(1, world.size) if texts[rank] != first)
     differing = [text for rank in others if (text := _difference(json.loads(first), json.loads(texts[rank]), rank))]
     shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more" if len(differing) > 3 else "")
-    return (f"the ranks want to measure different things: {shown}" if differing else ""), list(range(world.size))
+    return (f"the ranks request different measurements: {shown}" if differing else ""), list(range(world.size))
 
 
 def _difference(first: list[str], other: list[str], rank: int) -> str:
     lacks, adds = Counter(first) - Counter(other), Counter(other) - Counter(first)
     parts = [f"lacks {', '.join(lacks)}" if lacks else "", f"has {', '.join(adds)}" if adds else ""]
-    return f"rank {rank}, beside rank 0, {' and '.join(filter(None, parts))}" if lacks or adds else ""
+    return f"rank {rank}, compared with rank 0, {' and '.join(filter(None, parts))}" if lacks or adds else ""
 
 
 def _await(store: Any, world: World, patience: float) -> dict[str, Any]:
-    if _poll(lambda: store.check(["verdict"]), patience):
-        told: dict[str, Any] = json.loads(store.get("verdict"))
-        return told
+    if _poll(lambda: store.check(["decision"]), patience):
+        decision: dict[str, Any] = json.loads(store.get("decision"))
+        return decision
     missing = [rank for rank in range(world.size) if not store.check([f"signature/{rank}"])]
     present = [rank for rank in range(world.size) if rank not in missing]
     ranks = ", ".join(map(str, missing))
@@ -103,14 +113,14 @@ def _await(store: Any, world: World, patience: float) -> dict[str, Any]:
 
 
 def _decide(store: Any, reason: str, present: list[int]) -> dict[str, Any]:
-    """Write the verdict unless there is one, and return the one there is."""
-    verdict = json.dumps({"reason": reason, "present": present})
-    told: dict[str, Any] = json.loads(store.compare_set("verdict", "", verdict))
-    return told
+    """Write a decision, unless the store has one, and return that of the store."""
+    text = json.dumps({"reason": reason, "present": present})
+    decision: dict[str, Any] = json.loads(store.compare_set("decision", "", text))
+    return decision
 
 
 def _poll(is_done: Callable[[], bool], patience: float) -> bool:
-    """Ask until it is so, at most for `patience` seconds; the store is another's, so it is asked and not waited on."""
+    """Poll until `is_done` returns true, for at most `patience` seconds; a blocking wait would occupy the user's store."""
     deadline, pause = time.monotonic() + patience, 0.002
     while not is_done():
         if time.monotonic() > deadline:
@@ -120,9 +130,9 @@ def _poll(is_done: Callable[[], bool], patience: float) -> bool:
     return True
 
 
-def roll_call(store: Any, world: World, patience: float = 1.0) -> list[int]:
-    """Return the ranks that do not answer, for a rank that has lost touch with the others; they lose it too, and call as well."""
+def missing_ranks(store: Any, world: World, patience: float = 1.0) -> list[int]:
+    """Return the ranks that do not answer within `patience` seconds; all ranks that are left call this."""
     store.set(f"alive/{world.rank}", "")
-    asked = [rank for rank in range(world.size) if rank != world.rank]
-    _poll(lambda: store.check([f"alive/{rank}" for rank in asked]), patience)
-    return [rank for rank in asked if not store.check([f"alive/{rank}"])]
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    _poll(lambda: store.check([f"alive/{rank}" for rank in others]), patience)
+    return [rank for rank in others if not store.check([f"alive/{rank}"])]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ikkuna.distributed import rendezvous as meeting
+from ikkuna.distributed import rendezvous
 from ikkuna.export import subscriber as installed
 from ikkuna.export.ranks import exchange
 from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
@@ -46,13 +46,13 @@ def train(subscribers, before=lambda step: None, model=None, count=STEPS, before
 
 
 def patient(seconds):
-    meeting.hold.__defaults__ = (seconds,)
+    rendezvous.agree.__defaults__ = (seconds,)
 
 
 def attached_on_one_rank(rank, size):
     patient(1.0)
     found = train(norms()) if rank == 0 else None
-    patient(meeting.PATIENCE)
+    patient(rendezvous.PATIENCE)
     dist.barrier()
     return found
 
@@ -120,7 +120,7 @@ def attached_on_one_rank_of_shards(rank, size):
         found = found, health.disabled
     else:
         loops.steps(model, loss, optimizer, inputs, labels)
-    patient(meeting.PATIENCE)
+    patient(rendezvous.PATIENCE)
     return found
 
 

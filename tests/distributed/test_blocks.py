@@ -1,6 +1,7 @@
 """Blocks and their merging, in one process: every number against numpy, and what is odd about ranks."""
 
 import math
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -10,32 +11,82 @@ import torch.distributed as dist
 from scipy import stats
 
 from ikkuna.distributed.alignment import Alignments
-from ikkuna.distributed.block import Block, Row, build
+from ikkuna.distributed.block import RankBlock, RankRows, build
 from ikkuna.distributed.gather import Gather
 from ikkuna.distributed.layout import OWN, Layouts
 from ikkuna.distributed.merge import merge_blocks
-from ikkuna.numerics.statistics import closure
-from ikkuna.numerics.statistics.host import measure
+from ikkuna.numerics.statistics import Record, closure
+from ikkuna.numerics.statistics.host import HostStatistics, measure
+from ikkuna.numerics.statistics.record import record_of
+from ikkuna.numerics.statistics.table import merge_rows
 
 STAMP = (3, 1, 2, "training")
 EVERYTHING = closure(("m4", "min", "max", "l1", "sumsq", "zeros", "codes"))
 
 
-def row(values, name="fc", part=OWN, fields=EVERYTHING, own=(), kind="activations"):
-    return Row(
-        (kind, name, ""), part, measure(torch.as_tensor(values, dtype=torch.float64), fields), fields, False, own
+@dataclass
+class Row:
+    """One row of a rank, as the tests write it; `values` are its elements."""
+
+    values: list
+    name: str = "fc"
+    part: int = OWN
+    fields: frozenset = EVERYTHING
+    own: tuple = ()
+    kind: str = "activations"
+
+
+@dataclass
+class Merged:
+    """One row of all ranks."""
+
+    record: Record
+    own: dict
+    ranks: tuple
+
+
+row = Row
+
+
+def rows_of(rows):
+    statistics = HostStatistics()
+    for i, one in enumerate(rows):
+        statistics.add(i, torch.as_tensor(one.values, dtype=torch.float64), one.fields)
+    values, codes = statistics.take(len(rows))
+    return RankRows(
+        [(one.kind, one.name, "") for one in rows],
+        [one.part for one in rows],
+        [one.fields for one in rows],
+        values,
+        {i: {name: counts.numpy() for name, counts in found.items()} for i, found in codes.items()},
+        {},
+        [(i, *own) for i, one in enumerate(rows) for own in one.own],
     )
 
 
-def merged(*ranks, groups=None, apart=()):
+def merged(*ranks, groups=None, per_rank=()):
     """Return what ranks that have these rows publish, by name, through bytes."""
     groups = groups or range(len(ranks))
     payloads = [
-        build(STAMP, rows, group, layouts := Layouts()).pack(layouts) for rows, group in zip(ranks, groups, strict=True)
+        build(STAMP, rows_of(rows), group, layouts := Layouts()).pack(layouts)
+        for rows, group in zip(ranks, groups, strict=True)
     ]
+    return {name: merged_row(found, i) for i, name, found in unpacked(payloads, per_rank)}
+
+
+def unpacked(payloads, per_rank):
     known = Layouts()
-    blocks = [Block.unpack(rank, payload, known) for rank, payload in enumerate(payloads)]
-    return {one.key[1]: one for one in merge_blocks(blocks, Alignments(), apart)}
+    blocks = [RankBlock.unpack(rank, payload, known) for rank, payload in enumerate(payloads)]
+    found = merge_blocks(blocks, Alignments(), per_rank)
+    return [(i, name, found) for i, (_, name, _) in enumerate(found.keys)]
+
+
+def merged_row(found, i):
+    record = record_of(found.values[i], EVERYTHING)
+    for name, counts in found.codes.get(i, {}).items():
+        setattr(record, name, counts)
+    ranks = [None if values is None else record_of(values, EVERYTHING) for values in found.ranks.get(i, ())]
+    return Merged(record, found.own.get(i, {}), tuple(ranks))
 
 
 PARTS = {
@@ -79,9 +130,9 @@ def test_what_is_not_finite_is_counted_and_shows():
 
 
 def test_counts_are_exact_where_floats_are_not():
-    big = row([1.0])
-    big.record.n = big.record.zeros = 2**52 + 1
-    record = merged([big], [row([0.0])])["fc"].record
+    big = np.array([[2**52 + 1.0, 0, 0, 2**52 + 1.0, *[0.0] * 8]])
+    small = np.array([[1.0, 0, 0, 1.0, *[0.0] * 8]])
+    record = record_of(merge_rows(np.stack([big, small]))[0], EVERYTHING)
     assert (record.n, record.zeros) == (2**52 + 2, 2**52 + 2)
 
 
@@ -120,7 +171,7 @@ def test_rows_of_different_fields_lie_apart():
     )
     assert found["a"].record.mean == 1.0
     assert found["b"].record.sumsq == 13.0
-    assert found["b"].record.center is None
+    assert found["b"].record.l1 == 0, "not measured"
 
 
 @pytest.mark.parametrize(
@@ -139,10 +190,10 @@ def test_rows_of_another_shape_are_left_out():
     assert merged(*ranks)["fc"].own["mine"].tolist() == [2, 2]
 
 
-def test_records_of_each_rank_are_kept_for_who_asks():
+def test_rows_of_each_rank_are_kept_on_request():
     ranks = [row([1.0])], [row([2.0, 4.0], "other")], [row([5.0])]
     key = ("activations", "fc", "")
-    first, second, third = merged(*ranks, apart=(key,))["fc"].ranks
+    first, second, third = merged(*ranks, per_rank=(key,))["fc"].ranks
     assert (first.mean, second, third.mean) == (1.0, None, 5.0)
     assert merged(*ranks)["fc"].ranks == ()
 
@@ -151,10 +202,10 @@ def test_a_layout_is_sent_once_and_forgotten_on_both_sides():
     ours, theirs = Layouts(), Layouts()
     sizes = []
     for i in [*range(40), 39, 0]:
-        block = build(STAMP, [row([float(i)], f"layer{i}")], 0, ours, skipped=True)
+        block = build(STAMP, rows_of([row([float(i)], f"layer{i}")]), 0, ours, skipped=True)
         packed = block.pack(ours)
         sizes.append(len(packed))
-        found = Block.unpack(5, packed, theirs)
+        found = RankBlock.unpack(5, packed, theirs)
         assert (found.stamp, found.skipped, found.layout.keys[0][1]) == (STAMP, True, f"layer{i}")
         assert found.values[0].tolist() == block.values[0].tolist()
     assert sizes[40] < sizes[39], "known already"
@@ -163,10 +214,10 @@ def test_a_layout_is_sent_once_and_forgotten_on_both_sides():
 
 def test_a_layout_nobody_sent_is_an_error():
     layouts = Layouts()
-    block = build(STAMP, [row([1.0])], 0, layouts)
+    block = build(STAMP, rows_of([row([1.0])]), 0, layouts)
     block.pack(layouts)
     with pytest.raises(KeyError):
-        Block.unpack(0, block.pack(layouts), Layouts())
+        RankBlock.unpack(0, block.pack(layouts), Layouts())
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_one_exporter_more_does_not_keep_the_next_ones_apart(two, alone):
 def test_different_subscribers_are_named(two, alone):
     for outcome in two:
         (told,) = errors(outcome, "different_subscribers")
-        assert "rank 1, beside rank 0, lacks MeanSubscriber(biases;" in told
+        assert "rank 1, compared with rank 0, lacks MeanSubscriber(biases;" in told
         assert "has MeanSubscriber(weights;" in told
         found = outcome["different_subscribers"]["published"]
         assert not differences(found, alone, kinds=("weights_norm2", "activations_norm2"))
@@ -104,7 +104,7 @@ def test_close_waits_two_seconds_for_a_rank_that_says_nothing(two):
     assert 1.5 < first["closing"] < 4
     assert len({key[2] for key in first["published"]}) == faults.STEPS
     (told,) = errors(two[0], "silent_at_the_end")
-    assert "did not send theirs in time" in told
+    assert "did not send their measurements in time" in told
 
 
 def test_no_collective_of_ours_is_called_by_one_rank_alone(two):

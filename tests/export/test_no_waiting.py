@@ -11,7 +11,8 @@ from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics import inner
 from ikkuna.numerics.statistics import FIELDS, closure, float_code
-from ikkuna.numerics.statistics.device import measure_vectors
+from ikkuna.numerics.statistics.device import DeviceStatistics
+from ikkuna.numerics.statistics.host import HostStatistics
 from tests.subscribers import EVERY_SUBSCRIBER
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ class NoWaiting(TorchDispatchMode):
 def as_on_a_device(monkeypatch):
     """Take the paths of tensors that are elsewhere, with tensors that are here."""
     monkeypatch.setattr(float_code, "_count_on_host", float_code._count_on_device)
-    monkeypatch.setattr(float_code.native, "library", lambda: None)
+    monkeypatch.setattr(float_code, "library", lambda: None)
     monkeypatch.setattr(inner, "_product", lambda x, y: torch.dot(x.double(), y.double()))
 
 
@@ -64,8 +65,12 @@ def test_the_mode_sees_what_waits():
 @pytest.mark.parametrize("shape", [(6, 8), (0,), (), (300_000,)])
 def test_no_statistic_of_a_device_tensor_waits(shape):
     generator = torch.Generator().manual_seed(0)
+    statistics, weight = DeviceStatistics(torch.device("cpu")), torch.tensor(2)
     with NoWaiting():
-        assert measure_vectors(random(*shape), closure(FIELDS), 0.5, 1, generator) is not None
+        for _ in range(65):
+            assert statistics.add(0, random(*shape), closure(FIELDS), weight, generator)
+            assert statistics.add_difference(1, random(*shape), random(*shape), closure(FIELDS))
+        statistics.take()
 
 
 @pytest.mark.usefixtures("as_on_a_device")
@@ -85,13 +90,12 @@ def test_no_measure_of_a_subscriber_waits(name, monkeypatch):
 def test_a_model_is_watched_on_its_device_without_waiting(bus, monkeypatch):
     """The whole way from hook to row, with tensors that say they are elsewhere."""
     from ikkuna.export import Exporter
-    from ikkuna.export.rows import recorder
     from ikkuna.export.subscriber import MomentsSubscriber, NormSubscriber
 
     def on_host(tensor, *arguments, **options):
         raise AssertionError("the host's kernel was used")
 
-    monkeypatch.setattr(recorder, "measure", on_host)
+    monkeypatch.setattr(HostStatistics, "add", on_host)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     with Exporter(message_bus=bus, on_error="raise") as exporter:

@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna.numerics.statistics import FIELDS, closure
-from ikkuna.numerics.statistics.eager import measure_eagerly
+from ikkuna.numerics.statistics import FIELDS, closure, eager
+from ikkuna.numerics.statistics.record import record_of
 from tests.numerics.test_measure import check, random
+
+
+def measure_eagerly(x, fields):
+    return record_of(eager.measure_eagerly(x, fields), fields)
+
 
 ALL = closure(field for field in FIELDS if "codes" not in field)
 

@@ -1,4 +1,4 @@
-"""Both kernels, compiled and not, against numpy in float64, over shapes, dtypes and layouts."""
+"""The statistics of the host, native and numpy, and of a device, against numpy in float64, over shapes, dtypes and layouts."""
 
 import math
 
@@ -12,19 +12,27 @@ from scipy import stats
 
 from ikkuna.numerics.elements import CHUNK, flatten, readable
 from ikkuna.numerics.statistics import FIELDS, closure, native
-from ikkuna.numerics.statistics import host as measuring
+from ikkuna.numerics.statistics.device import DeviceStatistics
+from ikkuna.numerics.statistics.host import HostStatistics
+
+MAKERS = {
+    "native": HostStatistics,
+    "numpy": lambda: HostStatistics(native=False),
+    "device": lambda: DeviceStatistics(torch.device("cpu")),
+}
 
 
-@pytest.fixture(scope="module", autouse=True, params=[True, False], ids=["compiled", "eager"])
-def kernel(request):
-    """Let every test of this file look with either kernel."""
-    global compiled
-    compiled = request.param
+@pytest.fixture(scope="module", autouse=True, params=MAKERS)
+def implementation(request):
+    """Run every test of this file with each class."""
+    global make
+    make = MAKERS[request.param]
     assert native.library() is not None, "these tests need a C++ compiler"
 
 
 def measure(x, fields, generator=None):
-    return measuring.measure(x, fields, generator, compiled=compiled)
+    statistics = make()
+    return statistics.record(0, fields) if statistics.add(0, x, fields, generator=generator) else None
 
 
 NAMES = [f for f in FIELDS if "codes" not in f]

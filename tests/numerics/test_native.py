@@ -15,11 +15,12 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
-from ikkuna.numerics.statistics import FIELDS, Record, closure, merge, native
+from ikkuna.numerics.statistics import FIELDS, closure, merge, native
 from ikkuna.numerics.statistics.float_code import codes, sampled_codes
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.native import build
-from ikkuna.numerics.statistics.native.look import Look, record_of
+from ikkuna.numerics.statistics.record import record_of
+from ikkuna.numerics.statistics.table import empty_rows
 from ikkuna.testing import RecordingBackend
 
 ALL = closure(f for f in FIELDS if "codes" not in f)
@@ -44,10 +45,10 @@ def test_the_statistics_of_a_difference_are_those_of_the_subtraction(pair):
 
 
 def difference(x, y, fields):
-    look = Look()
-    if native.library().takes_difference(x, y):
-        native.library().look_at_difference(x, y, fields, look)
-    return record_of(look, fields) or Record()
+    (row,) = table = empty_rows(1)
+    if native.library().accepts_difference(x, y):
+        native.library().add_difference(x, y, fields, table.ctypes.data)
+    return record_of(row, fields)
 
 
 LAYOUTS = {
@@ -70,19 +71,19 @@ def test_a_difference_of_any_dense_layout(dtype, layout):
 def test_tensors_that_do_not_lie_alike_are_not_subtracted():
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     kernels = native.library()
-    assert kernels.takes_difference(x, y)
+    assert kernels.accepts_difference(x, y)
     for other in (y.t(), y.double(), y[:2], y[:, ::2].repeat(1, 2).t()):
-        assert not kernels.takes_difference(x, other)
+        assert not kernels.accepts_difference(x, other)
 
 
 @given(st.lists(hnp.arrays(np.float32, st.integers(1, 3000), elements=st.floats(width=32)), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=60)
-def test_looks_add_up(arrays):
-    """What several calls of a module returned is measured as if it were one tensor."""
-    look = Look()
+def test_calls_add_up(arrays):
+    """The outputs of several calls of a module are measured as if they were one tensor."""
+    (row,) = table = empty_rows(1)
     for array in arrays:
-        native.library().look(torch.from_numpy(array), ALL, look)
-    got, want = record_of(look, ALL), merge(*(measure(torch.from_numpy(array), ALL) for array in arrays))
+        native.library().add(torch.from_numpy(array), ALL, table.ctypes.data)
+    got, want = record_of(row, ALL), merge(*(measure(torch.from_numpy(array), ALL) for array in arrays))
     assert (got.n, got.zeros, got.nans, got.infs) == (want.n, want.zeros, want.nans, want.infs)
     for name in ("min", "max", "l1", "sumsq", "center", "m2"):
         assert getattr(got, name) == pytest.approx(getattr(want, name), rel=1e-6, abs=1e-30, nan_ok=True)
@@ -91,15 +92,15 @@ def test_looks_add_up(arrays):
 def test_kernels_read_only_what_lies_in_memory_as_it_seems():
     kernels = native.library()
     plain = torch.randn(4, 4)
-    assert kernels.takes(plain)
+    assert kernels.accepts(plain)
     lazy_negative = torch.complex(plain, plain).conj().imag
     assert lazy_negative.is_neg()
     lazy_zero = torch._efficientzerotensor(4, 4)
     for x in (plain.t(), nn.Parameter(plain), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
-        assert kernels.takes(x)
+        assert kernels.accepts(x)
     gaps = plain[:, ::2], plain[:1].expand(4, 4), plain.unfold(1, 2, 1)
     for x in (*gaps, lazy_negative, lazy_zero, plain.half(), plain.to_sparse(), plain.to("meta"), torch.empty(0)):
-        assert not kernels.takes(x)
+        assert not kernels.accepts(x)
     assert measure(lazy_negative, ALL).mean == pytest.approx(-plain.mean().item(), rel=1e-5)
     assert measure(lazy_zero, ALL).zeros == 16
 
@@ -111,7 +112,7 @@ def test_codes_are_those_of_torchs_operators(dtype, m):
     x[::7] *= 1e-30
     x[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     x = x.to(dtype)
-    assert (codes(x, m) == codes(x, m, compiled=False)).all()
+    assert (codes(x, m) == codes(x, m, native=False)).all()
 
 
 def test_a_sample_is_spread_over_the_tensor_and_errs_less_than_drawing_with_replacement():
@@ -209,7 +210,7 @@ def test_a_compiler_that_fails_is_no_error(nothing_built, monkeypatch, tmp_path)
 @pytest.mark.parametrize("kernels", ["compiled", "eager"])
 def test_an_exporter_measures_with_the_kernels_it_was_told(kernels, monkeypatch):
     calls = []
-    monkeypatch.setattr(native.Library, "measure", lambda self, x, fields: calls.append(x) or original(self, x, fields))
+    monkeypatch.setattr(native.Library, "add", lambda self, x, *rest: calls.append(x) or original(self, x, *rest))
     model = torch.nn.Linear(3, 2)
     recording = RecordingBackend()
     with Exporter(message_bus=MessageBus(), kernels=kernels, on_error="raise") as exporter:
@@ -223,7 +224,7 @@ def test_an_exporter_measures_with_the_kernels_it_was_told(kernels, monkeypatch)
     assert [value for _, value, _ in recording.values] == [pytest.approx(want, rel=1e-6)]
 
 
-original = native.Library.measure
+original = native.Library.add
 
 
 def test_other_kernels_are_refused():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ikkuna.distributed.dtensor import is_spread, local_tensor, spread_like
+from ikkuna.distributed.dtensor import distribute_like, is_distributed, local_tensor
 from ikkuna.export.hooks.hook_owner import HookOwner
 from ikkuna.export.rows.site import Site
 from ikkuna.modules import NamedParameter
@@ -117,16 +117,16 @@ class OptimizerWatch(HookOwner):
         for place, named in self._wanted("weight_gradients", "bias_gradients", parameters):
             if (grad := named.parameter.grad) is not None:
                 if scale is not None:
-                    grad = spread_like(local_tensor(grad) / scale, grad)
+                    grad = distribute_like(local_tensor(grad) / scale, grad)
                 self._observer.recorder.receive(place, grad, named.path)
 
     def _see_updates(self) -> None:
         before, self._before = self._before, []
         recorder = self._observer.recorder
         for place, named, copy in before:
-            if is_spread(named.parameter):
+            if is_distributed(named.parameter):
                 after = local_tensor(named.parameter.detach())
-                recorder.receive(place, spread_like(torch.sub(after, copy, out=copy), named.parameter), named.path)
+                recorder.receive(place, distribute_like(torch.sub(after, copy, out=copy), named.parameter), named.path)
             else:
                 recorder.receive_difference(place, named.parameter, copy, named.path)
 

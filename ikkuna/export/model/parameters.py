@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ikkuna.distributed.dtensor import is_spread
+from ikkuna.distributed.dtensor import is_distributed
 from ikkuna.modules import NamedModule, NamedParameter, parameters_of
 
 __all__ = ["TrackedParameters"]
@@ -48,14 +48,16 @@ class TrackedParameters:
         unknown = [p for p in held if id(p) not in self._by_id]
         if not unknown:
             return
-        if any(is_spread(named.parameter) for named in self.all) and not any(map(is_spread, unknown)):
+        if any(is_distributed(named.parameter) for named in self.all) and not any(map(is_distributed, unknown)):
             return  # FSDP has put shards that are known together for a forward
         log.info("parameters were replaced; the new ones are looked at")
         self.track(self._modules)
 
     def find_shards(self, optimizer: Optimizer) -> None:
         """Look again before the step of an optimizer that owns shards, of which none is known: models can be sharded at any time."""
-        if not self.of(optimizer) and any(is_spread(p) for group in optimizer.param_groups for p in group["params"]):
+        if not self.of(optimizer) and any(
+            is_distributed(p) for group in optimizer.param_groups for p in group["params"]
+        ):
             self.refresh()
 
     def any_has_gradient(self) -> bool:
@@ -72,7 +74,7 @@ class TrackedParameters:
 
         ``None`` where it cannot be had, inside an operator, and for a shard: autograd adds to what FSDP puts together of it.
         """
-        if is_spread(parameter):
+        if is_distributed(parameter):
             return None
         dtype, device = parameter.dtype, parameter.device
         known = self._nodes.get(id(parameter))

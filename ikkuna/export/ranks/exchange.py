@@ -1,16 +1,15 @@
-"""Lets every rank know what all ranks measured."""
+"""Merges the measurements of all ranks."""
 
 import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from torch import nn
 
-from ikkuna.distributed import rendezvous as meeting
+from ikkuna.distributed import rendezvous
 from ikkuna.distributed.alignment import Alignments
-from ikkuna.distributed.block import Block, build
+from ikkuna.distributed.block import RankBlock, RankRows, build
 from ikkuna.distributed.dtensor import data_parallel_size, is_run_together, model_parallel_group
 from ikkuna.distributed.gather import Gather
 from ikkuna.distributed.layout import Layouts
@@ -21,89 +20,96 @@ from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.ranks.translation import Translation, signature_of
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.rows import Rows
+from ikkuna.export.rows.site import Site
+from ikkuna.numerics.statistics.table import empty_rows
 
 __all__ = ["Exchange"]
 
 log = logging.getLogger("ikkuna")
 
 WAITING = 64
-"""Steps that may wait for other ranks; what is measured while so many do is lost."""
+"""Number of steps that may wait for other ranks; the measurements of further steps are dropped."""
 
 _CLOSING = 2.0
 _LONG = 3600.0
+_NOTHING = RankRows((), (), (), empty_rows(0))
 
 
 class Exchange:
     """Gathers the rows of each sampled step from all ranks, one gather at a time.
 
-    All ranks meet when the first step begins; after that every rank issues the same sequence of gathers, and none waits for another:
-    at each boundary it asks whether the oldest gather is over, delivers it and begins the next.
-    Ranks whose oldest steps differ (one evaluates by itself, say) see that from what was gathered: those that are behind go first,
-    and the others send theirs again.
+    The ranks meet when the first step begins.  After that every rank issues the same sequence of gathers, and no rank waits for another:
+    at each step boundary it checks whether the oldest gather is complete, delivers it and begins the next one.
+    If the oldest steps of the ranks differ (because one rank evaluates alone, for example), the gathered stamps show that:
+    the ranks that are behind deliver first, and the others send theirs again.
 
-    Whatever fails, this rank goes on with what it measured itself, after one ERROR.
+    After any failure this rank continues with its own measurements, and logs one ERROR.
 
     Parameters
     ----------
-    bus : whose subscribers there are
-    place : returns the place of a kind and module
-    roots : returns the modules whose calls are forwards of the whole
+    bus : MessageBus
+        The bus of the subscribers.
+    site : callable
+        Returns the site of a kind and module.
+    roots : callable
+        Returns the modules whose calls are forwards of the model.
 
     Attributes
     ----------
-    replicas : over how many ranks gradients are averaged
-    dropped : entries that were lost since ranks could not keep up
+    replicas : int
+        Number of ranks over which gradients are averaged.
+    dropped : int
+        Number of measurements that were dropped because other ranks were too far behind.
     """
 
     def __init__(
-        self, bus: MessageBus, place: Callable[[str, str | None], Any], roots: Callable[[], tuple[nn.Module, ...]]
+        self, bus: MessageBus, site: Callable[[str, str | None], Site], roots: Callable[[], tuple[nn.Module, ...]]
     ) -> None:
         self._bus = bus
         self._roots = roots
-        self._translation = Translation(bus, place)
+        self._translation = Translation(bus, site)
         self._world: World | None = None
-        self._verdict: meeting.Agreement | None = None
+        self._agreement: rendezvous.Agreement | None = None
         self._gather: Gather | None = None
         self._layouts = Layouts()
         self._alignments = Alignments()
         self._group = 0
-        self._waiting: list[_Share] = []
+        self._waiting: list[_WaitingStep] = []
         self._deadline: float | None = None
         self.replicas = 1
         self.dropped = 0
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks take part."""
+        """Return whether measurements are merged with other ranks."""
         return self._gather is not None
 
     # -- when a step begins and ends ------------------------------------------------------------------------------
 
     def step_opened(self) -> None:
-        """Meet the other ranks, once; look over how many ranks the gradients of this step are averaged."""
+        """Meet the other ranks at the first step, and update `replicas`."""
         self._meet_once()
         if World.here().size > 1:
             self.replicas = max((data_parallel_size(root) for root in self._roots()), default=1)
 
     def take(self, rows: Rows, plan: Plan) -> None:
-        """Have the rows of a step made one of all ranks before they are delivered, if there are others."""
+        """Schedule the merge of the rows of a step with those of other ranks, if there are any."""
         if self._gather is None or not plan.takes_data:
             return
-        share = _Share(self, rows.stamp)
+        step = _WaitingStep(self, rows.stamp)
         if len(self._waiting) >= WAITING:
-            self._lose(rows)
-            share.lost = True
-        rows.sharing = share
-        self._waiting.append(share)
+            self._drop(rows)
+            step.lost = True
+        rows.rank_merge = step
+        self._waiting.append(step)
 
-    def _lose(self, rows: Rows) -> None:
+    def _drop(self, rows: Rows) -> None:
         if not self.dropped:
             log.error(
-                "other ranks are %d steps behind; from step %d on what is measured is lost until they have come up",
+                "other ranks are %d steps behind; from step %d on measurements are dropped until they catch up",
                 *(WAITING, rows.stamp.global_step),
             )
-        self.dropped += len(rows.entries)
-        rows.entries = {}
+        self.dropped += rows.discard()
 
     def _meet_once(self) -> None:
         if self._world is None:
@@ -114,23 +120,24 @@ class Exchange:
     def _meet(self, world: World) -> None:
         self._bus.is_silent = world.rank != 0
         try:
-            self._verdict, group = meeting.hold(world, signature_of(self._bus.registered))
+            self._agreement, group = rendezvous.agree(world, signature_of(self._bus.registered))
             self._group = min((model_parallel_group(root, world.rank) for root in self._roots()), default=world.rank)
         except Exception as error:
-            self._go_alone(f"they could not meet: {error}")
+            self._go_alone(f"the rendezvous failed: {error}")
             return
         if group is None:
-            self._bus.is_silent = world.rank != min(self._verdict.present)
-            self._go_alone(self._verdict.reason)
+            self._bus.is_silent = world.rank != min(self._agreement.present)
+            self._go_alone(self._agreement.reason)
         else:
             self._gather = Gather(group, world.size)
 
     def must_wait(self, stamp: Stamp | None) -> bool:
-        """Whether what was measured has to be delivered now: a subscriber calls the model, which ranks may have to do together.
+        """Return whether to wait for delivery now, because a subscriber calls the model, which may communicate with other ranks.
 
         Parameters
         ----------
-        stamp : of the step that is over, or ``None`` for an epoch
+        stamp : Stamp or None
+            The finished step, or ``None`` for a finished epoch.
         """
         if not self.is_shared:
             return False
@@ -141,81 +148,73 @@ class Exchange:
 
     # -- while a step waits ---------------------------------------------------------------------------------------
 
-    def poll(self, share: "_Share", rows: Rows, patience: float = 0.0) -> bool:
-        """Whether the rows of all ranks are here, or none will come any more."""
+    def poll(self, step: "_WaitingStep", rows: Rows, patience: float = 0.0) -> bool:
+        """Return whether the rows of all ranks have arrived, or cannot arrive any more; wait for at most `patience` seconds."""
         try:
-            while share.blocks is None and self._gather is not None:
+            while step.blocks is None and self._gather is not None:
                 if self._gather.is_idle:
-                    self._gather.begin(share.payload(rows))
+                    self._gather.begin(step.payload(rows))
                 if (payloads := self._gather.poll(self._patience(patience))) is None:
                     if not patience:
                         return False
-                    raise TimeoutError("the other ranks did not send theirs in time")
-                self._understand(share, payloads)
+                    raise TimeoutError("the other ranks did not send their measurements in time")
+                self._unpack(step, payloads)
         except Exception as error:
-            self._lose_touch(error)
+            self._disconnect(error)
         return True
 
     def _patience(self, patience: float) -> float:
         return patience if self._deadline is None else max(0.01, min(patience, self._deadline - time.monotonic()))
 
-    def _understand(self, share: "_Share", payloads: list[memoryview]) -> None:
-        blocks = [Block.unpack(rank, payload, self._layouts) for rank, payload in enumerate(payloads)]
-        turn = min(_turn(block.stamp) for block in blocks)
-        if _turn(share.stamp) == turn:
-            share.blocks = [block for block in blocks if _turn(block.stamp) == turn]
+    def _unpack(self, step: "_WaitingStep", payloads: list[memoryview]) -> None:
+        blocks = [RankBlock.unpack(rank, payload, self._layouts) for rank, payload in enumerate(payloads)]
+        first = min(_order(block.stamp) for block in blocks)
+        if _order(step.stamp) == first:
+            step.blocks = [block for block in blocks if _order(block.stamp) == first]
 
-    def merge_into(self, share: "_Share", rows: Rows) -> None:
-        """Put what all ranks have in the place of what this one has."""
-        rows.land()
-        self.poll(share, rows, _LONG)
-        self._waiting.remove(share)
-        if share.blocks is None:
+    def merge_into(self, step: "_WaitingStep", rows: Rows) -> None:
+        """Replace the measurements of this rank by those of all ranks, waiting if necessary."""
+        rows.load()
+        self.poll(step, rows, _LONG)
+        self._waiting.remove(step)
+        if step.blocks is None:
             return
         try:
-            if any(block.lost for block in share.blocks):
-                self.dropped += len(rows.entries)
-                rows.entries = {}
+            if any(block.lost for block in step.blocks):
+                self.dropped += rows.discard()
                 return
-            apart = self._translation.keys_apart(rows)
-            merged = merge_blocks(share.blocks, self._alignments, apart)
-            rows.entries = self._translation.entries(rows, merged)
-            rows.skipped = any(block.skipped for block in share.blocks)
+            per_rank = self._translation.keys_per_rank(rows)
+            self._translation.from_ranks(rows, merge_blocks(step.blocks, self._alignments, per_rank))
+            rows.skipped = any(block.skipped for block in step.blocks)
         except Exception as error:
-            self._bus.error_guard.report_internal("merging what the ranks have measured", error)
+            self._bus.error_guard.report_internal("merging the measurements of all ranks", error)
 
-    def block(self, rows: Rows, is_lost: bool) -> Block:
-        """Return what this rank measured."""
-        # Another pass may run over the same data on every rank, or over other data on each: what was seen will tell.
+    def pack(self, rows: Rows, is_lost: bool) -> bytes:
+        """Return the measurements of this rank as bytes."""
+        # Ranks may run another pass over the same data, or each over its own; replicas are found by their equal numbers.
         group = self._group if rows.stamp.pass_name == "training" else 0
-        written = [] if is_lost else self._translation.rows(rows)
-        return build(_stamp(rows.stamp), written, group, self._layouts, rows.skipped, is_lost)
+        own = _NOTHING if is_lost else self._translation.to_ranks(rows)
+        return build(_stamp(rows.stamp), own, group, self._layouts, rows.skipped, is_lost).pack(self._layouts)
 
-    def pack(self, block: Block) -> bytes:
-        """Return a block as bytes."""
-        return block.pack(self._layouts)
+    # -- without the other ranks -----------------------------------------------------------------------------------
 
-    # -- when the others are gone ---------------------------------------------------------------------------------
-
-    def _lose_touch(self, error: Exception) -> None:
+    def _disconnect(self, error: Exception) -> None:
         self._end_gather()
         missing: list[int] = []
-        if self._verdict is not None and self._world is not None and self._deadline is None:
-            with suppress(Exception):  # the store may be on the rank that died
-                missing = meeting.roll_call(self._verdict.store, self._world)
+        if self._agreement is not None and self._world is not None and self._deadline is None:
+            with suppress(Exception):  # the rank that died may have kept the store
+                missing = rendezvous.missing_ranks(self._agreement.store, self._world)
         who = f"rank {', '.join(map(str, missing))} does not answer; " if missing else ""
         self._go_alone(f"{who}{error}")
 
     def _go_alone(self, reason: str) -> None:
         rank = self._world.rank if self._world is not None else 0
-        with suppress(Exception):  # of a handler that is not ours
+        with suppress(Exception):  # a logging handler may fail
             log.error("training on several ranks: %s. From here on values are those of rank %d alone", reason, rank)
         if any(map(is_run_together, self._roots())):
-            for subscription in self._bus.registered:
-                if subscription.subscriber.needs_model:
-                    self._bus.error_guard.disable(
-                        subscription, "the loss of other ranks, without which the model cannot run"
-                    )
+            for registered in self._bus.registered:
+                if registered.subscriber.needs_model:
+                    self._bus.error_guard.disable(registered, "the model cannot run without the ranks that were lost")
 
     def _end_gather(self) -> None:
         gather, self._gather = self._gather, None
@@ -223,28 +222,28 @@ class Exchange:
             gather.close()
 
     def prepare_close(self) -> None:
-        """Let what still waits for other ranks wait for 2 seconds more, all in all."""
+        """Limit the total time that remaining steps wait for other ranks to 2 seconds."""
         self._deadline = time.monotonic() + _CLOSING
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Close the connection to the other ranks."""
         self._end_gather()
 
 
-class _Share:
-    """One step's way through the exchange."""
+class _WaitingStep:
+    """A step that waits for the measurements of other ranks; see `RankMerge`."""
 
     def __init__(self, exchange: Exchange, stamp: Stamp) -> None:
         self._exchange = exchange
         self._payload: bytes | None = None
         self.stamp = _stamp(stamp)
         self.lost = False
-        self.blocks: list[Block] | None = None
+        self.blocks: list[RankBlock] | None = None
 
     def payload(self, rows: Rows) -> bytes:
         if self._payload is None:
-            rows.land()
-            self._payload = self._exchange.pack(self._exchange.block(rows, self.lost))
+            rows.load()
+            self._payload = self._exchange.pack(rows, self.lost)
         return self._payload
 
     def arrived(self, rows: Rows) -> bool:
@@ -258,10 +257,10 @@ def _stamp(stamp: Stamp) -> tuple[int, int, int, str]:
     return stamp.global_step, stamp.train_step, stamp.epoch, stamp.pass_name
 
 
-def _turn(stamp: tuple[int, int, int, str]) -> tuple[bool, int, str]:
-    """Return what puts steps in order.
+def _order(stamp: tuple[int, int, int, str]) -> tuple[bool, int, str]:
+    """Return a key that orders steps.
 
-    Other passes go first, since a rank that has none waits with a training step, which the others still have to make.
-    Epochs do not matter: it is a habit to tell of their end on rank 0 only.
+    Other passes come first: a rank without them waits with a training step that the other ranks have yet to make.
+    Epochs are ignored, because many scripts mark their end on rank 0 only.
     """
     return stamp[3] == "training", stamp[0], stamp[3]

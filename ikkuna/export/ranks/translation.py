@@ -1,29 +1,32 @@
-"""Entries as rows that other ranks understand, and back."""
+"""Translates measurements to keys that are equal on all ranks, and back."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
+import numpy as np
 
-from ikkuna.distributed.block import Row
+from ikkuna.distributed.block import RankRows
+from ikkuna.distributed.dtensor import ShardPosition
 from ikkuna.distributed.layout import OWN, Key
-from ikkuna.distributed.merge import Merged
+from ikkuna.distributed.merge import MergedRows
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
-from ikkuna.export.rows.plan import Demand, Plan
-from ikkuna.export.rows.rows import Entry, Rows
+from ikkuna.export.rows.rows import Rows
+from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.registered import Registered
+from ikkuna.numerics.statistics.table import empty_rows
 
 __all__ = ["Translation", "signature_of"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _SHOWN_ONLY = frozenset(("title", "ylims", "backends", "message_bus", "evaluate"))
 _TOGETHER = "measured together: "
+_NO_FIELDS = frozenset[str]()
 
 
 def signature_of(subscriptions: Iterable[Registered]) -> list[str]:
-    """Return a line for each subscription that tells everything which decides what it measures and when, the same on every rank."""
+    """Return a line for each registered that names everything its measurements depend on; equal on ranks that measure the same."""
     lines = [_describe(s) for s in subscriptions]
     seen: Counter[str] = Counter()
     for i, line in enumerate(lines):
@@ -33,14 +36,14 @@ def signature_of(subscriptions: Iterable[Registered]) -> list[str]:
     return lines
 
 
-def _describe(subscription: Registered) -> str:
-    subscriber = subscription.subscriber
+def _describe(registered: Registered) -> str:
+    subscriber = registered.subscriber
     known = {name: value for name, value in sorted(vars(subscriber).items()) if name not in _SHOWN_ONLY}
     arguments = {name: value for name, value in known.items() if not name.startswith("_") and _is_plain(value)}
-    wish = subscription.subscription
+    wish = registered.subscription
     arguments |= {"subsample": wish.subsample, "tag": wish.tag, "modules": _named(wish.modules)}
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return f"{type(subscriber).__name__}({', '.join(subscription.kinds)}; {shown})"
+    return f"{type(subscriber).__name__}({', '.join(registered.kinds)}; {shown})"
 
 
 def _is_plain(value: Any) -> bool:
@@ -48,23 +51,24 @@ def _is_plain(value: Any) -> bool:
 
 
 def _named(modules: Any) -> Any:
-    """Return a choice of modules in words; of a function only its name is the same on every rank."""
+    """Return a choice of modules as text; for a function its name, which is equal on all ranks."""
     return getattr(modules, "__qualname__", "a function") if callable(modules) else modules
 
 
 class Translation:
-    """Writes entries so that every rank can read them, and reads what all ranks made of them.
+    """Translates the measurements of a step to keys that are equal on all ranks, and back.
 
     Parameters
     ----------
-    bus : whose subscribers there are
-    place : returns the place of a kind and module
+    bus : MessageBus
+        The bus of the subscribers.
+    site : callable
+        Returns the site of a kind and module.
     """
 
-    def __init__(self, bus: MessageBus, place: Callable[[str, str | None], Any]) -> None:
+    def __init__(self, bus: MessageBus, site: Callable[[str, str | None], Site]) -> None:
         self._bus = bus
-        self._place = place
-        self._demand = Demand()
+        self._site = site
         self._named: tuple[Registered, ...] = ()
         self._name_of: dict[Registered, str] = {}
         self._by_name: dict[str, Registered] = {}
@@ -76,70 +80,67 @@ class Translation:
             self._name_of = dict(zip(self._named, names, strict=True))
             self._by_name = dict(zip(names, self._named, strict=True))
 
-    def rows(self, rows: Rows) -> list[Row]:
-        """Return what was measured here."""
+    def to_ranks(self, rows: Rows) -> RankRows:
+        """Return the measurements of this rank."""
         self._refresh()
-        return [self._row(entry, rows) for entry in rows.entries.values()]
-
-    def _row(self, entry: Entry, rows: Rows) -> Row:
-        key = self._key(entry)
-        is_parameter = _is_of_parameter(entry.place.kind)
-        part = rows.parts.get(entry.key)
-        if part is None:
-            number = 0 if is_parameter else OWN
-        else:
-            number = part.number if is_parameter else part.data_number
+        numbers = rows.measured_rows()
+        sites = [rows.keys[row] for row in numbers]
+        parts = [self._part(site.kind, rows.shards.get(row)) for row, (site, _) in zip(numbers, sites, strict=True)]
         own = [
-            (name, s.subscriber.merge, 0 if part is not None and s.subscriber.needs_whole else number, value.numpy())
-            for s, value in (entry.measured or {}).items()
+            (i, name, s.subscriber.merge, 0 if row in rows.shards and s.subscriber.needs_whole else parts[i], value)
+            for i, row in enumerate(numbers)
+            for s, value in rows.measured.get(row, {}).items()
             if (name := self._name_of.get(s)) is not None
         ]
-        return Row(key, number, entry.record, entry.task.fields, entry.is_mean, own)
+        together = [(s, name, value) for s, value in rows.together.items() if (name := self._name_of.get(s))]
+        own += [(i, name, s.subscriber.merge, OWN, value) for i, (s, name, value) in enumerate(together, len(numbers))]
+        return RankRows(
+            [(site.kind, site.module, path) for site, path in sites]
+            + [(s.kinds[0], None, _TOGETHER + name) for s, name, _ in together],
+            parts + [OWN] * len(together),
+            [rows.fields(row) for row in numbers] + [_NO_FIELDS] * len(together),
+            np.concatenate([rows.values[numbers], empty_rows(len(together))]),
+            {i: rows.codes[row] for i, row in enumerate(numbers) if row in rows.codes},
+            {i: rows.reductions[row] for i, row in enumerate(numbers) if row in rows.reductions},
+            own,
+        )
 
-    def _key(self, entry: Entry) -> Key:
-        if entry.key[0] in self._name_of:  # measured together by one subscriber, whose entry it is
-            return entry.place.kind, None, _TOGETHER + self._name_of[entry.key[0]]
-        return entry.place.kind, entry.place.module, entry.path
+    @staticmethod
+    def _part(kind: str, shard: ShardPosition | None) -> int:
+        """Return the part of the whole that this rank has: all ranks have the same parameters, but each has its own data."""
+        is_parameter = kind in PARAMETER_KINDS or kind.startswith(STATE_PREFIXES)
+        if shard is None:
+            return 0 if is_parameter else OWN
+        return shard.number if is_parameter else shard.data_number
 
-    def keys_apart(self, rows: Rows) -> frozenset[Key]:
-        """Return of which keys somebody wants the records of each rank."""
-        entries = rows.entries.values()
-        wanted = (e for e in entries if any(s.subscriber.per_rank for s in e.task.subscriptions))
-        return frozenset(self._key(entry) for entry in wanted)
+    def keys_per_rank(self, rows: Rows) -> frozenset[Key]:
+        """Return the keys of which a subscriber needs the records of each rank."""
+        return frozenset(
+            (site.kind, site.module, path)
+            for site, path in map(rows.keys.__getitem__, rows.measured_rows())
+            if (task := rows.plan.task(site.kind, site.module)) is not None
+            and any(s.subscriber.per_rank for s in task.subscriptions)
+        )
 
-    def entries(self, rows: Rows, merged: Sequence[Merged]) -> dict[tuple[object, ...], Entry]:
-        """Return the entries of all ranks, each with this rank's own message."""
+    def from_ranks(self, rows: Rows, merged: MergedRows) -> None:
+        """Replace the measurements of this rank by those of all ranks, such as modules of other stages of a pipeline."""
         self._refresh()
-        known = {self._key(entry): entry for entry in rows.entries.values()}
-        plan = self._demand.plan(self._bus.registered, rows.stamp)
-        found: dict[tuple[object, ...], Entry] = {}
-        for one in merged:
-            entry = known.get(one.key) or self._entry_of_others(one.key, rows, plan)
-            if entry is not None:
-                self._fill(entry, one)
-                found[entry.key] = entry
-        return found
-
-    def _fill(self, entry: Entry, merged: Merged) -> None:
-        entry.record, entry.is_mean = merged.record, merged.is_mean
-        if entry.record is not None:
-            entry.record.ranks = merged.ranks
-        named = ((self._by_name.get(name), value) for name, value in (merged.own or {}).items())
-        measured = {s: torch.from_numpy(value) for s, value in named if s is not None}
-        entry.measured = measured or None
-
-    def _entry_of_others(self, key: Key, rows: Rows, plan: Plan) -> Entry | None:
-        """Return an entry for what only other ranks have seen, such as the modules of another stage of a pipeline."""
-        kind, module, path = key
-        if path.startswith(_TOGETHER):
-            subscription = self._by_name.get(path.removeprefix(_TOGETHER))
-            if subscription is None:
-                return None
-            return rows.entry_together(subscription)
-        if (wanted := plan.task(kind, module)) is None:
-            return None
-        return rows.entry(self._place(kind, module), path, wanted)
-
-
-def _is_of_parameter(kind: str) -> bool:
-    return kind in PARAMETER_KINDS or kind.startswith(STATE_PREFIXES)
+        row_of: dict[int, int] = {}
+        together: dict[Registered, Any] = {}
+        measured: dict[int, dict[Registered, Any]] = {}
+        for i, (kind, module, path) in enumerate(merged.keys):
+            named = ((self._by_name.get(name), value) for name, value in merged.own.get(i, {}).items())
+            results = {s: value for s, value in named if s is not None}
+            if path.startswith(_TOGETHER):
+                together.update(results)
+            elif rows.plan.task(kind, module) is not None:
+                row = rows.index.row(self._site(kind, module), path)
+                row_of[i] = row
+                if results:
+                    measured[row] = results
+        rows.values = empty_rows(len(rows.keys))
+        rows.values[list(row_of.values())] = merged.values[list(row_of)]
+        rows.codes = {row_of[i]: codes for i, codes in merged.codes.items() if i in row_of}
+        rows.reductions = {row_of[i]: reduction for i, reduction in merged.reductions.items() if i in row_of}
+        rows.ranks = {row_of[i]: ranks for i, ranks in merged.ranks.items() if i in row_of}
+        rows.measured, rows.together = measured, together

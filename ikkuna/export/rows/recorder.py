@@ -1,218 +1,243 @@
-"""Measures what the taps hand over, for whoever asked, into the rows of the open step."""
+"""Measures the tensors that hooks receive, and adds the results to the rows of the open step."""
 
 import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ikkuna.distributed.dtensor import is_spread, local_part, whole
+from ikkuna.distributed.dtensor import full_tensor, is_distributed, local_shard
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.hooks.nested_tensors import detached
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.rows.part import Part, PartPool
 from ikkuna.export.rows.plan import NOTHING, Plan, Task
-from ikkuna.export.rows.rows import Entry, Rows
+from ikkuna.export.rows.row_index import RowIndex
+from ikkuna.export.rows.rows import Rows
 from ikkuna.export.rows.site import Site
+from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.elements import has_numbers
-from ikkuna.numerics.statistics import native
-from ikkuna.numerics.statistics.device import measure_vectors
-from ikkuna.numerics.statistics.host import measure
+from ikkuna.numerics.statistics.native import library
 
 __all__ = ["Recorder"]
 
 log = logging.getLogger("ikkuna")
 
+_Weight = float | Tensor | str | None
+
 
 class Recorder:
-    """Takes tensors while a step is open.
+    """Measures tensors while a step is open.
 
     Parameters
     ----------
     error_guard : ErrorGuard
         Handles errors.
-    compiled : whether compiled kernels measure, where they are to be had
+    native : bool
+        Whether to use the C++ kernels if they are available.
 
     Attributes
     ----------
-    unreadable : number of tensors that have no numbers to read
-    is_agreed : whether other ranks do the same, so that they can be asked for what they have of a tensor
+    kernels : Library or None
+        The C++ kernels.
+    plan : Plan
+        What is measured in the open step.
+    rows : Rows or None
+        The measurements of the open step.
+    unreadable : int
+        Number of tensors that have no numbers to read.
+    is_agreed : bool
+        Whether the other ranks take the same steps, so that collectives are safe.
     """
 
-    def __init__(self, error_guard: ErrorGuard, compiled: bool = True) -> None:
+    def __init__(self, error_guard: ErrorGuard, native: bool = True) -> None:
         self.error_guard = error_guard
-        self.kernels = native.library() if compiled else None  # made now rather than within a step
+        self.kernels = library() if native else None
         self.plan = NOTHING
         self.rows: Rows | None = None
         self.unreadable = 0
         self.is_agreed = False
+        self._index = RowIndex()
+        self._pool = PartPool(error_guard, native)
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._spare: dict[tuple[object, ...], Entry] = {}
-        self._told: set[Registered] = set()
+        self._warned: set[Registered] = set()
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
         """Begin the rows of a step."""
-        self.plan, self.rows = plan, Rows(stamp, self._spare)
+        self.plan, self.rows = plan, Rows(stamp, plan, self._index, self._pool)
 
-    def close(self) -> Rows | None:
-        """Return the rows of the step, on their way to the host; there are none while no step is open."""
+    def close(self, parts: Iterable[int] = ()) -> Rows | None:
+        """Return the rows of the step, with some parts merged into part 0, and start their copies to the host; ``None`` if no step is open.
+
+        The other parts are dropped.
+        """
         rows, self.rows, self.plan = self.rows, None, NOTHING
         if rows is not None:
-            rows.start_copy()
+            rows.close(parts)
         return rows
 
-    def wants(self, place: Site) -> bool:
-        """Whether anything would be done with a tensor of this place now."""
-        return self.rows is not None and self.plan.task(place.kind, place.module) is not None
+    def wants(self, site: Site) -> bool:
+        """Return whether a tensor of this site would be measured now."""
+        return self.rows is not None and self.plan.task(site.kind, site.module) is not None
 
-    def receive(self, place: Site, tensor: Tensor, path: str, weight: int | Tensor | None = None) -> None:
-        """Measure a tensor; an error is told and does not come out.
+    def receive(self, site: Site, tensor: Tensor, path: str, weight: _Weight = None, part: int = 0) -> None:
+        """Measure a tensor; errors are handled by `error_guard`.
 
         Parameters
         ----------
-        place, path : what it is
-        tensor : borrowed, attached to its graph or not
-        weight : how many elements it is the mean of, if it is one; means become one weighted mean
+        site : Site
+            Kind and module of the tensor.
+        tensor : Tensor
+            Borrowed; it may be attached to a graph.
+        path : str
+            Name of the parameter or path of the output.
+        weight : float, Tensor or "sum", optional
+            The number of elements that the tensor is the mean of; the step's value is then the weighted mean of all calls.
+            ``"sum"`` for a sum; the step's value is then the sum of all calls.
+        part : int
+            The part of the step, see `Rows`.
         """
-        if (rows := self.rows) is None or (task := self.plan.task(place.kind, place.module)) is None:
+        if (rows := self.rows) is None or (task := self.plan.task(site.kind, site.module)) is None:
             return
         kernels = self.kernels
         try:
-            if task.is_plain and weight is None and kernels is not None and kernels.takes(tensor):
-                kernels.look(tensor, task.fields, rows.entry(place, path, task).look)
+            if task.is_plain and weight is None and kernels is not None and kernels.accepts(tensor):
+                kernels.add(tensor, task.fields, rows.part(part).host.address(self._index.row(site, path)))
             elif has_numbers(tensor):
-                self._receive_any(rows, rows.entry(place, path, task), detached(tensor), weight)
+                self._receive_any(
+                    _Target(rows, rows.part(part), self._index.row(site, path), task), detached(tensor), weight
+                )
             else:
                 self.unreadable += 1
         except Exception as error:
-            self.error_guard.report_internal(f"measuring {place}", error)
+            self.error_guard.report_internal(f"measuring {site}", error)
 
-    def receive_difference(self, place: Site, after: Tensor, before: Tensor, path: str) -> None:
-        """Measure ``after - before``; it is not made where nobody has to see it, and otherwise takes the place of `before`."""
-        if (rows := self.rows) is None or (task := self.plan.task(place.kind, place.module)) is None:
+    def receive_difference(self, site: Site, after: Tensor, before: Tensor, path: str, part: int = 0) -> None:
+        """Measure ``after - before``, computed in at least float32; `before` may be overwritten."""
+        if self.rows is None or (task := self.plan.task(site.kind, site.module)) is None:
             return
         kernels = self.kernels
         try:
-            if task.is_plain and kernels is not None and kernels.takes_difference(after, before):
-                kernels.look_at_difference(after, before, task.fields, rows.entry(place, path, task).look)
+            if task.is_plain and kernels is not None and kernels.accepts_difference(after, before):
+                address = self.rows.part(part).host.address(self._index.row(site, path))
+                kernels.add_difference(after, before, task.fields, address)
+            elif (wide := torch.promote_types(before.dtype, torch.float32)) is before.dtype:
+                self.receive(site, torch.sub(after.detach(), before, out=before), path, part=part)
             else:
-                self.receive(place, torch.sub(after.detach(), before, out=before), path)
+                self.receive(site, after.detach().to(wide) - before, path, part=part)
         except Exception as error:
-            self.error_guard.report_internal(f"measuring {place}", error)
+            self.error_guard.report_internal(f"measuring {site}", error)
 
-    def _receive_any(self, rows: Rows, entry: Entry, tensor: Tensor, weight: int | Tensor | None) -> None:
-        entry.is_mean = weight is not None
-        if type(tensor) is not Tensor and is_spread(tensor):
-            self._receive_part(rows, entry, tensor, weight)
+    def _receive_any(self, target: "_Target", tensor: Tensor, weight: _Weight) -> None:
+        task = target.task
+        if weight is not None:
+            target.part.reductions[target.row] = "sum" if isinstance(weight, str) else "mean"
+        if type(tensor) is not Tensor and is_distributed(tensor):
+            self._receive_shard(target, tensor, weight)
             return
-        if entry.task.fields:
-            self._measure_fields(entry, tensor, weight)
-        if entry.task.measurers:
-            self._measure_all(rows, entry, entry.task.measurers, tensor)
+        if task.fields:
+            self._measure_fields(target, tensor, weight)
+        if task.measurers:
+            self._measure_all(target, task.measurers, tensor)
 
-    def _receive_part(self, rows: Rows, entry: Entry, tensor: Tensor, weight: int | Tensor | None) -> None:
-        """Measure what lies here of a tensor that is spread over ranks."""
-        if (found := local_part(tensor, self.is_agreed)) is None:
+    def _receive_shard(self, target: "_Target", tensor: Tensor, weight: _Weight) -> None:
+        """Measure this rank's shard of a distributed tensor."""
+        if (found := local_shard(tensor, self.is_agreed)) is None:
             self.unreadable += 1
             return
-        local, part = found
-        if part is not None:
-            rows.parts[entry.key] = part
-        if entry.task.fields:
-            self._measure_fields(entry, local, weight)
-        is_shard = part is not None and part.is_shard
-        for subscription in entry.task.measurers:
-            if is_shard and subscription.subscriber.needs_whole:
-                self._measure_whole(rows, entry, subscription, tensor)
+        local, position = found
+        if position is not None:
+            target.part.shards[target.row] = position
+        if target.task.fields:
+            self._measure_fields(target, local, weight)
+        is_shard = position is not None and position.is_shard
+        for registered in target.task.measurers:
+            if is_shard and registered.subscriber.needs_whole:
+                self._measure_full(target, registered, tensor)
             else:
-                self._measure_all(rows, entry, (subscription,), local)
+                self._measure_all(target, (registered,), local)
 
-    def _measure_whole(self, rows: Rows, entry: Entry, subscription: Registered, tensor: Tensor) -> None:
-        """Measure what says nothing of a shard: NaN, unless all of the tensor may be gathered."""
-        subscriber = subscription.subscriber
+    def _measure_full(self, target: "_Target", registered: Registered, tensor: Tensor) -> None:
+        """Measure a tensor of which a shard is not enough: NaN, unless its shards may be gathered."""
+        subscriber = registered.subscriber
         if subscriber.gather and self.is_agreed:
-            self._measure_all(rows, entry, (subscription,), whole(tensor))
+            self._measure_all(target, (registered,), full_tensor(tensor))
             return
-        message = entry.message(rows.stamp)
-        if subscription not in self._told:
-            self._told.add(subscription)
+        message = target.rows.message(target.row)
+        if registered not in self._warned:
+            self._warned.add(registered)
             log.warning(
-                "%r needs whole tensors, and %s of %s is spread over ranks: it publishes NaN; "
-                "gather=True lets it gather them at the steps it samples",
+                "%r needs full tensors, but %s of %s is sharded over ranks: it publishes NaN; "
+                "with gather=True it gathers the shards at the steps that it samples",
                 *(subscriber, message.kind, message.series_name),
             )
-        self._add_own(entry, subscription, self.error_guard.call(subscription, "measure", subscriber.unknown, message))
+        result = self.error_guard.call(registered, "measure", subscriber.unknown, message)
+        if result is not None:
+            target.part.add_measured(target.row, registered, result)
 
-    def _measure_fields(self, entry: Entry, tensor: Tensor, weight: int | Tensor | None) -> None:
-        fields, random = entry.task.fields, self._random(tensor, entry.task)
-        if not tensor.is_cpu or isinstance(weight, Tensor):
-            self._add_on_device(entry, tensor, 1 if weight is None else weight, random)
-        elif (record := measure(tensor, fields, random, compiled=self.kernels is not None)) is None:
+    def _measure_fields(self, target: "_Target", tensor: Tensor, weight: _Weight) -> None:
+        fields = target.task.fields
+        repeats = 1 if weight is None or isinstance(weight, str) else weight
+        generator = self._generator(tensor.device) if "sampled_codes" in fields else None
+        if not target.part.statistics(tensor).add(target.row, tensor, fields, repeats, generator):
             self.unreadable += 1
-        elif weight != 0:
-            entry.add_record(record if weight is None else record.repeated(weight))
 
-    def _add_on_device(
-        self, entry: Entry, tensor: Tensor, weight: int | Tensor, random: torch.Generator | None
-    ) -> None:
-        vectors = measure_vectors(tensor, entry.task.fields, entry.pivot, weight, random)
-        if vectors is None:
-            self.unreadable += 1
-        else:
-            entry.add_on_device(vectors)
-
-    def _random(self, tensor: Tensor, task: Task) -> torch.Generator | None:
-        """Return our own source of randomness on the device of `tensor`, if one is needed."""
-        if "sampled_codes" not in task.fields:
-            return None
-        device = tensor.device
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """Return our own source of randomness on a device."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(0)
         return self._generators[device]
 
-    def _measure_all(self, rows: Rows, entry: Entry, measurers: Iterable[Registered], tensor: Tensor) -> None:
+    def _measure_all(self, target: "_Target", measurers: Iterable[Registered], tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
-            tensor = tensor.to_dense()  # authors of metrics need not know of sparse gradients
-        message = entry.message(rows.stamp, tensor)
-        for subscription in measurers:
-            self._measure_own(entry, subscription, message, tensor)
+            tensor = tensor.to_dense()  # metrics need no code for sparse gradients
+        message = target.rows.message(target.row, tensor)
+        for registered in measurers:
+            self._measure(target.part, target.row, registered, message, tensor)
 
-    def _measure_own(
-        self, entry: Entry, subscription: Registered, message: Message | MessageBundle, tensor: Tensor
+    def _measure(
+        self, part: Part, row: int | None, registered: Registered, message: Message | MessageBundle, tensor: Tensor
     ) -> None:
-        if subscription.disabled:  # since the step began
+        if registered.disabled:  # since the step began
             return
         version = None if tensor.is_inference() else tensor._version
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-            row = self.error_guard.call(subscription, "measure", subscription.subscriber.measure, message)
-        self._add_own(entry, subscription, row)
+            result = self.error_guard.call(registered, "measure", partial(_measure, registered.subscriber), message)
+        if result is not None:
+            part.add_measured(row, registered, result)
         if version is not None and tensor._version != version:
-            self.error_guard.disable(
-                subscription, f"it changed {entry.place.kind!r} of {entry.place.module or 'the network'} in place"
-            )
+            site = Site(registered.kinds[0]) if row is None else self._index.keys[row][0]
+            self.error_guard.disable(registered, f"it changed {site.kind!r} of {site.module or 'the network'} in place")
 
-    def _add_own(self, entry: Entry, subscription: Registered, row: Tensor | None) -> None:
-        if isinstance(row, Tensor):
-            is_first = not entry.measured or subscription not in entry.measured
-            stage = "keep" if is_first else "merge"  # what has nothing to merge with pardons no failure to merge
-            self.error_guard.call(subscription, stage, partial(entry.add_measured, subscription), row)
-
-    def receive_together(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hand the tensors of one call of the loss module to those who measure them side by side."""
-        if self.rows is None or not all(map(has_numbers, tensors.values())):
+    def receive_together(self, tensors: Mapping[str, Tensor], part: int = 0) -> None:
+        """Pass the tensors of one call of the loss module to the subscribers that measure them together."""
+        if (rows := self.rows) is None or not all(map(has_numbers, tensors.values())):
             return
-        if self.plan.together and (self.is_agreed or not any(map(is_spread, tensors.values()))):
-            tensors = {kind: whole(tensor) if is_spread(tensor) else tensor for kind, tensor in tensors.items()}
-        for subscription in self.plan.together:
-            messages = {
-                kind: NetworkMessage(self.rows.stamp, kind, tensors[kind])
-                for kind in subscription.kinds
-                if kind in tensors
-            }
-            if len(messages) < len(subscription.kinds):
-                continue
-            entry = self.rows.entry_together(subscription)
-            self._measure_own(entry, subscription, MessageBundle(messages), tensors[subscription.kinds[0]])
+        if self.plan.together and (self.is_agreed or not any(map(is_distributed, tensors.values()))):
+            tensors = {kind: full_tensor(x) if is_distributed(x) else x for kind, x in tensors.items()}
+        for registered in self.plan.together:
+            kinds = registered.kinds
+            if all(kind in tensors for kind in kinds):
+                messages = {kind: NetworkMessage(rows.stamp, kind, tensors[kind]) for kind in kinds}
+                self._measure(rows.part(part), None, registered, MessageBundle(messages), tensors[kinds[0]])
+
+
+class _Target(NamedTuple):
+    """Where measurements are added."""
+
+    rows: Rows
+    part: Part
+    row: int
+    task: Task
+
+
+def _measure(subscriber: Subscriber, message: Any) -> Tensor | None:
+    result = subscriber.measure(message)
+    if result is not None and not isinstance(result, Tensor):
+        raise TypeError(f"measure must return a Tensor or None, got {type(result).__name__}")
+    return result

@@ -1,237 +1,240 @@
-"""What was measured in one step, merged as it comes and copied to the host once."""
+"""The measurements of one step."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ikkuna.distributed.dtensor import Part
+from ikkuna.distributed.dtensor import ShardPosition
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import Stamp
-from ikkuna.export.rows.plan import Task
-from ikkuna.export.rows.site import Site
+from ikkuna.export.rows.host_copy import HostCopy
+from ikkuna.export.rows.part import Part, PartPool
+from ikkuna.export.rows.plan import Plan
+from ikkuna.export.rows.row_index import Key, RowIndex
 from ikkuna.export.subscriber.registered import Registered
-from ikkuna.numerics.statistics import Record, merge
-from ikkuna.numerics.statistics.device import from_vectors, merge_vectors
-from ikkuna.numerics.statistics.native.look import Look, record_of
+from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.statistics.record import record_of
+from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
 
-__all__ = ["Entry", "Rows", "Sharing"]
+__all__ = ["RankMerge", "Rows"]
 
-_NOTHING = Task(frozenset(), (), ())
-_MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "last": lambda known, row: row,
-}
+_NO_FIELDS = frozenset[str]()
+_N, _NANS, _INFS, _MEAN = (COLUMN[name] for name in ("n", "nans", "infs", "mean"))
+
+_Pending = tuple[dict[Any, Any], Any, Tensor]
+"""A dictionary and a key, and the tensor there that an array replaces once it has reached the host."""
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """All that was measured of one kind, module and path.
-
-    Statistics stay as they were made until the step is over, those of a host tensor as what the compiled kernels fill,
-    those of a device tensor as vectors on the device; then they become a `Record`.
-    Where each call was the mean of many elements (a loss), what comes out is their one weighted mean.
-
-    One entry serves step after step: thousands of new objects a step would have the garbage collector look through
-    everything there is, torch included, which takes a fifth of a second.
-    """
-
-    key: tuple[object, ...]
-    place: Site
-    path: str
-    task: Task
-    look: Look = field(default_factory=Look)
-    record: Record | None = None
-    pivot: float = 0.0
-    is_mean: bool = False
-    on_device: dict[str, Tensor] | None = None
-    measured: dict[Registered, Tensor] | None = None
-
-    def message(self, stamp: Stamp, data: Any = None, record: Record | None = None) -> Message:
-        """Return the message that tells of it."""
-        return self.place.message(stamp, self.path, data, record)
-
-    def add_record(self, record: Record) -> None:
-        """Take in statistics of more elements."""
-        self.record = record if self.record is None else merge(self.record, record)
-
-    def add_on_device(self, vectors: dict[str, Tensor]) -> None:
-        """Take in statistics of more elements, on their device."""
-        known = self.on_device
-        if known is not None:
-            vectors = {name: merge_vectors(name, known[name], vector) for name, vector in vectors.items()}
-        self.on_device = vectors
-
-    def add_measured(self, subscription: Registered, row: Tensor) -> None:
-        """Take in a subscriber's own row."""
-        row = row.detach().to(torch.float64, copy=True)
-        if self.measured is None:
-            self.measured = {}
-        elif (known := self.measured.get(subscription)) is not None:
-            row = _MERGE[subscription.subscriber.merge](known, row)
-        self.measured[subscription] = row
-
-    def parts(self) -> list["_Part"]:
-        """Return the tensors to be copied, each with the dictionary and key it belongs to."""
-        holders: tuple[dict[Any, Tensor] | None, ...] = (self.on_device, self.measured)
-        return [(holder, key, tensor) for holder in holders if holder for key, tensor in holder.items()]
-
-    def settle(self) -> None:
-        """Make one record of everything that has reached the host; a second call does nothing."""
-        if (seen := record_of(self.look, self.task.fields)) is not None:
-            self.look[0] = 0  # it has seen nothing any more
-            self.add_record(seen)
-        if self.on_device:
-            self.add_record(from_vectors(self.on_device, self.task.fields, self.pivot))
-            self.on_device = None
-
-    def average(self) -> None:
-        """Make one number of what was the mean of many."""
-        if self.is_mean and self.record is not None and self.record.n:
-            self.record = Record.of(self.record.mean)
-
-    def clear(self) -> None:
-        """Be as new, but for the pivot: the next step's device rows are about this one's mean, and lose no digits to a large offset."""
-        if self.record is not None and self.record.center is not None:
-            self.pivot = self.record.center
-        self.look[0] = 0
-        self.record = self.on_device = self.measured = None
-        self.is_mean = False
-        self.task = _NOTHING  # nobody is kept alive who wanted it
-
-
-class Sharing(Protocol):
-    """What makes one of the rows of all ranks."""
+class RankMerge(Protocol):
+    """Replaces the measurements of this rank by those of all ranks."""
 
     def arrived(self, rows: "Rows") -> bool:
-        """Whether the rows of all ranks are here; called once this rank's are on the host."""
+        """Return whether the measurements of all ranks have arrived; called once this rank's are on the host."""
 
     def merge_into(self, rows: "Rows") -> None:
-        """Put what all ranks have in the place of what this one has, waiting if need be."""
-
-
-_Part = tuple[dict[Any, Tensor], Any, Tensor]
+        """Replace the measurements of this rank; wait for the other ranks if necessary."""
 
 
 class Rows:
-    """The entries of one step in the order they were first seen, and their one copy to the host.
+    """The measurements of one step.
+
+    While the step is open, each of its parts is measured separately, because a forward may turn out to count for nothing.
+    Part 0 is the step itself.
+    `close` merges the parts that count, copies their table, and starts the copies from devices; `load` completes them.
 
     Parameters
     ----------
-    stamp : of the step
-    spare : entries that may be used again, by their keys
+    stamp : Stamp
+        The step.
+    plan : Plan
+        What is measured in it.
+    index : RowIndex
+        The recorder's rows.
+    pool : PartPool
+        The recorder's unused parts.
 
     Attributes
     ----------
-    parts : for tensors that are spread over ranks, what lies here of them, by the key of the entry
-    sharing : what makes one of the rows of all ranks; ``None`` in one process
+    values : array
+        ``(rows, columns)``, the shared statistics.
+    codes : dict
+        Histograms by row and field.
+    measured, together, shards, reductions : dict
+        See `Part`.
+    ranks : dict
+        By row, the row of each rank, if a subscriber needs them.
+    skipped : bool
+        Whether the optimizer left the weights unchanged.
+    rank_merge : RankMerge, optional
+        ``None`` in one process.
     """
 
-    def __init__(self, stamp: Stamp, spare: dict[tuple[object, ...], Entry]) -> None:
-        self.stamp = stamp
-        self._spare = spare
-        self.entries: dict[tuple[object, ...], Entry] = {}
+    def __init__(self, stamp: Stamp, plan: Plan, index: RowIndex, pool: PartPool) -> None:
+        self.stamp, self.plan, self.index = stamp, plan, index
+        self.values = empty_rows(0)
+        self.codes: dict[int, dict[str, NDArray[np.int64]]] = {}
+        self.measured: dict[int, dict[Registered, Any]] = {}
+        self.together: dict[Registered, Any] = {}
+        self.shards: dict[int, ShardPosition] = {}
+        self.reductions: dict[int, str] = {}
+        self.ranks: dict[int, tuple[Values | None, ...]] = {}
         self.skipped = False
-        self.parts: dict[tuple[object, ...], Part] = {}
-        self.sharing: Sharing | None = None
-        self._overflows: list[Tensor] = []
-        self._copies: list[tuple[list[_Part], Tensor, torch.cuda.Event | None]] = []
+        self.rank_merge: RankMerge | None = None
+        self._pool = pool
+        self._parts: dict[int, Part] = {}
+        self._flags: dict[int, Any] = {}
+        self._device_rows: list[tuple[list[int], dict[str, Any]]] = []
+        self._device_codes: list[dict[int, dict[str, Any]]] = []
+        self._copies: list[tuple[list[_Pending], HostCopy]] = []
 
-    def entry(self, place: Site, path: str, task: Task) -> Entry:
-        """Return the entry of a leaf or parameter at a place, a fresh one if there is none yet."""
-        key = (place, path)
-        return self.entries.get(key) or self._fresh(key, place, path, task)
+    @property
+    def keys(self) -> Sequence[Key]:
+        """The site and path of each row."""
+        return self.index.keys
 
-    def entry_together(self, subscription: Registered) -> Entry:
-        """Return the entry of what one subscriber measures side by side."""
-        if (entry := self.entries.get((subscription,))) is None:
-            task = Task(frozenset(), (subscription,), (subscription,))
-            entry = self.entries[subscription,] = Entry((subscription,), Site(subscription.kinds[0]), "", task)
-        return entry
+    # -- while the step is open -----------------------------------------------------------------------------------
 
-    def _fresh(self, key: tuple[object, ...], place: Site, path: str, task: Task) -> Entry:
-        if (entry := self._spare.pop(key, None)) is None:
-            entry = Entry(key, place, path, task)
-        entry.task = task
-        self.entries[entry.key] = entry
-        return entry
-
-    def keep(self, entry: Entry) -> None:
-        """Keep an entry that was delivered for a step to come, unless it is one subscriber's."""
-        if entry.key[0] is entry.place:
-            entry.clear()
-            self._spare[entry.key] = entry
+    def part(self, number: int) -> Part:
+        """Return a part of the step."""
+        return self._parts.get(number) or self._parts.setdefault(number, self._pool.take())
 
     def drop(self, kinds: frozenset[str]) -> None:
-        """Forget what was seen of some kinds: a closure is evaluated again.
+        """Forget the measurements of some kinds."""
+        self._renew_stamp()
+        rows = list(self.index.rows_of(kinds))
+        for part in self._parts.values():
+            part.clear(rows)
+            part.together = {r: value for r, value in part.together.items() if r.kinds[0] not in kinds}
 
-        From then on the stamp is another one, though equal: by that a metric knows that it has to forget what it kept, too.
-        """
+    def drop_part(self, number: int) -> None:
+        """Forget the measurements of a part."""
+        self._renew_stamp()
+        if (part := self._parts.get(number)) is not None:
+            part.clear()
+
+    def _renew_stamp(self) -> None:
+        """Replace the stamp by an equal one; subscribers that keep values of a step notice the restart by its identity."""
         self.stamp = replace(self.stamp)
-        self.entries = {key: entry for key, entry in self.entries.items() if entry.place.kind not in kinds}
+
+    def merge_part(self, source: int, target: int) -> None:
+        """Add the measurements of a part to those of another one, and empty it."""
+        if (part := self._parts.get(source)) is not None and source != target:
+            self.part(target).merge(part)
+
+    def split(self, parts: Iterable[int]) -> "Rows":
+        """Move some parts to new rows of the same step, and return these."""
+        other = Rows(self.stamp, self.plan, self.index, self._pool)
+        other._parts = {number: self._parts.pop(number) for number in parts if number in self._parts}
+        return other
 
     def note_overflow(self, found_inf: Tensor | None) -> None:
-        """Take a fused optimizer's flag that its gradient scaler found an Inf and the weights stayed as they were."""
+        """Record the flag by which a gradient scaler tells a fused optimizer to leave the weights unchanged."""
         if found_inf is not None:
-            self._overflows.append(found_inf.detach().clone())
+            self._flags[len(self._flags)] = found_inf.detach().clone()
 
-    def start_copy(self) -> None:
-        """Send every row to the host, all of one device in one non-blocking copy."""
-        by_device: dict[torch.device, list[_Part]] = {}
-        for entry in self.entries.values():
-            if entry.on_device is None and entry.measured is None:
-                continue
-            for part in entry.parts():
-                by_device.setdefault(part[2].device, []).append(part)
-        for parts in by_device.values():
-            packed = torch.cat([tensor.reshape(-1).double() for _, _, tensor in parts])
-            self._copies.append((parts, *_to_host(packed)))
+    def close(self, parts: Iterable[int] = ()) -> None:
+        """Merge some parts into part 0, drop the others, and start one copy to the host per device."""
+        for number in parts:
+            self.merge_part(number, 0)
+        whole = self.part(0)
+        self.measured, self.together = whole.measured, whole.together
+        self.shards, self.reductions = whole.shards, whole.reductions
+        self.values, codes = whole.host.take(len(self.keys))
+        self._device_codes.append(codes)
+        pending: list[_Pending] = [(self._flags, i, flag) for i, flag in self._flags.items()]
+        holders: list[dict[Any, Any]] = [self.together, *self.measured.values(), *codes.values()]
+        for statistics in whole.devices.values():
+            numbers, rows, codes = statistics.take()
+            self._device_codes.append(codes)
+            holders += codes.values()
+            if rows is not None:
+                self._device_rows.append((numbers, {"values": rows}))
+                holders.append(self._device_rows[-1][1])
+        pending += [(holder, key, value) for holder in holders for key, value in holder.items()]
+        self._start_copies(pending)
+        self._pool.release(self._parts.values())
+        self._parts = {}
+
+    def _start_copies(self, pending: Iterable[_Pending]) -> None:
+        by_device: dict[torch.device, list[_Pending]] = {}
+        for holder, key, tensor in pending:
+            if tensor.device.type == "cpu":
+                holder[key] = tensor.numpy()
+            else:
+                by_device.setdefault(tensor.device, []).append((holder, key, tensor))
+        self._copies = [(group, HostCopy([tensor for *_, tensor in group])) for group in by_device.values()]
+
+    # -- after the step -------------------------------------------------------------------------------------------
 
     def arrived(self) -> bool:
-        """Whether all copies have reached the host, and the rows of other ranks are here."""
-        if not all(event is None or event.query() for _, _, event in self._copies):
+        """Return whether all copies have reached the host, and the measurements of other ranks are here."""
+        if not all(copy.arrived() for _, copy in self._copies):
             return False
-        return self.sharing is None or self.sharing.arrived(self)
+        return self.rank_merge is None or self.rank_merge.arrived(self)
 
-    def unpack(self) -> Iterator[Entry]:
-        """Yield the entries with everything on the host and of all ranks, waiting if need be."""
-        if self.sharing is not None:
-            self.sharing.merge_into(self)
-        self._fetch()
-        for entry in self.entries.values():
-            entry.settle()  # one by one, so that no more than one record is there at a time
-            if entry.is_mean:
-                entry.average()
-            yield entry
+    def load(self) -> None:
+        """Complete the copies from devices, waiting if necessary; a second call does nothing."""
+        for group, copy in self._copies:
+            for (holder, key, _), array in zip(group, copy.arrays(), strict=True):
+                holder[key] = array
+        for numbers, holder in self._device_rows:
+            with np.errstate(all="ignore"):
+                self.values[numbers] = merge_rows(np.stack([self.values[numbers], holder["values"]]))
+        for codes in self._device_codes:
+            for row, counts in codes.items():
+                known = self.codes.setdefault(row, {})
+                for name, array in counts.items():
+                    known[name] = known.get(name, 0) + array.astype(np.int64)
+        self.skipped = self.skipped or any(bool(flag.any()) for flag in self._flags.values())
+        self._copies, self._device_rows, self._device_codes, self._flags = [], [], [], {}
 
-    def land(self) -> None:
-        """Make records of what was measured here, waiting for its copy if need be; a second call does nothing."""
-        self._fetch()
-        for entry in self.entries.values():
-            entry.settle()
+    def complete(self) -> None:
+        """Merge the measurements of all ranks, and the calls of a loss, waiting if necessary."""
+        if self.rank_merge is not None:
+            self.rank_merge.merge_into(self)
+        self.load()
+        for row, reduction in self.reductions.items():
+            n, nans, infs, mean = self.values[row, [_N, _NANS, _INFS, _MEAN]].tolist()
+            if n:
+                value = np.nan if nans + infs else mean * n if reduction == "sum" else mean
+                self.values[row] = row_of(value)
 
-    def _fetch(self) -> None:
-        for parts, packed, event in self._copies:
-            if event is not None:
-                event.synchronize()
-            offset = 0
-            for holder, key, tensor in parts:
-                holder[key] = packed[offset : offset + tensor.numel()].reshape(tensor.shape)
-                offset += tensor.numel()
-        self._copies = []
-        self.skipped = self.skipped or any(bool(flag.item()) for flag in self._overflows)
-        self._overflows = []
+    def discard(self) -> int:
+        """Forget all measurements; return how many there were."""
+        numbers = {row for device in self._device_rows for row in device[0]}
+        count = len(numbers.union(self.measured_rows())) + len(self.together)
+        self.values, self.measured, self.together = self.values[:0], {}, {}
+        self._copies, self._device_rows, self._device_codes, self.reductions = [], [], [], {}
+        return count
 
+    def measured_rows(self) -> list[int]:
+        """Return the numbers of the rows that have measurements."""
+        rows: list[int] = np.flatnonzero(self.values[:, _N]).tolist()
+        return sorted({*rows, *self.measured}) if self.measured else rows
 
-def _to_host(packed: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
-    if packed.device.type != "cuda":
-        return packed.cpu(), None
-    pinned = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-    pinned.copy_(packed, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(packed.device))
-    return pinned, event
+    def fields(self, row: int) -> frozenset[str]:
+        """Return the statistics that a row has."""
+        site = self.keys[row][0]
+        task = self.plan.task(site.kind, site.module)
+        return task.fields if task is not None else _NO_FIELDS
+
+    def record(self, row: int) -> Record | None:
+        """Return the shared statistics of a row; ``None`` if it has none."""
+        if not (self.values[row, _N] and (fields := self.fields(row))):
+            return None
+        record = record_of(self.values[row], fields)
+        for name, counts in self.codes.get(row, {}).items():
+            setattr(record, name, counts)
+        if (ranks := self.ranks.get(row)) is not None:
+            record.ranks = tuple(None if values is None else record_of(values, fields) for values in ranks)
+        return record
+
+    def message(self, row: int, data: Any = None, record: Record | None = None) -> Message:
+        """Return the message of a row."""
+        site, path = self.keys[row]
+        return site.message(self.stamp, path, data, record)

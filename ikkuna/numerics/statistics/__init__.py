@@ -1,4 +1,4 @@
-"""Statistics of tensors: records, the kernels that measure them, and histograms of float codes."""
+"""Statistics of tensors: records, the tables and kernels that fill them, and histograms of float codes."""
 
 from ikkuna.numerics.statistics.record import FIELDS, HISTOGRAMS, Record, closure, merge
 

@@ -1,132 +1,151 @@
-r"""Read a tensor where it lives, without waiting for it: the device-side twin of `ikkuna.numerics.statistics.host`.
+r"""Statistics of tensors on a device, computed there with torch operators, without synchronisation.
 
-A row is a float64 vector of sums about a pivot :math:`p`, in the order of `SUMS`, followed by ``-min`` and ``max``.
-Rows about one pivot merge by adding the sums and taking the maximum of the last two: on the device, over calls and ranks alike.
+Each call reads its tensor twice, in float64: the mean first, then the powers of the deviations from it.
+So no digits are lost to a large offset.  The rows of several calls merge on the device.
 """
-
-import math
-from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ikkuna.numerics.elements import flatten, readable
-from ikkuna.numerics.statistics.float_code import codes, sampled_codes
-from ikkuna.numerics.statistics.record import Record
+from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
+from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
+from ikkuna.numerics.statistics.table import COLUMNS, EMPTY, merge_rows, repeat_rows, row_of
 
-__all__ = ["SUMS", "from_row", "from_vectors", "measure_row", "measure_vectors", "merge_rows", "merge_vectors"]
+__all__ = ["DeviceStatistics"]
 
-SUMS = ("n", "nans", "infs", "zeros", "l1", "sumsq", "s1", "s2", "s3", "s4")
-"""Additive entries of a row; ``s1`` … ``s4`` are :math:`\\sum (x_i - p)^k` over finite elements."""
-
-
-def measure_row(x: Tensor, fields: frozenset[str], pivot: float = 0.0) -> Tensor | None:
-    """Return the row of `x` on its own device; entries nobody asked for are 0.
-
-    Nothing here depends on the data, so nothing waits for the device.
-    """
-    read = readable(x)
-    if read is None:
-        return None
-    values, implied = read
-    x = flatten(values)
-    x = x if x.dtype is torch.float64 else x.float()
-    row = dict.fromkeys(SUMS, x.new_zeros((), dtype=torch.float64))
-    row["n"] = x.new_full((), x.numel() + implied, dtype=torch.float64)
-    finite = torch.isfinite(x)
-    nan = torch.isnan(x)
-    row["nans"], row["infs"] = _total(nan), _total(~finite & ~nan)
-    clean = torch.where(finite, x, 0)
-    if "zeros" in fields:
-        row["zeros"] = _total(x == 0) + implied
-    if "l1" in fields:
-        row["l1"] = _total(clean.abs())
-    if "sumsq" in fields:
-        row["sumsq"] = _total(clean.double() ** 2)
-    power = deviation = torch.where(finite, x.double() - pivot, 0)
-    for order, name in enumerate(("mean", "m2", "m3", "m4"), start=1):
-        if name in fields:
-            row[f"s{order}"] = _total(power) + implied * (-pivot) ** order
-            power = power * deviation
-    low, high = torch.aminmax(x) if x.numel() else (x.new_full((), math.nan), x.new_full((), math.nan))
-    if implied:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-    return torch.stack([*row.values(), -low.double(), high.double()])
+_CHUNK = 1 << 24  # bounds each temporary tensor to 128 MiB
+_MOST_CALLS = 64  # rows that wait to be merged
 
 
-def merge_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return the row of the elements of both; the rows must have the same pivot."""
-    return torch.cat([a[:-2] + b[:-2], torch.maximum(a[-2:], b[-2:])])
+class DeviceStatistics:
+    """A row of statistics for each number that a caller gives, and histograms beside it, on one device.
 
+    `HostStatistics` has the same methods.  Only `record` waits for the device.
 
-def _total(x: Tensor) -> Tensor:
-    """Return the sum of the elements, in float64."""
-    return x.sum(dtype=torch.float64)
+    Parameters
+    ----------
+    device : torch.device
+        The device of the tensors.
 
-
-def from_row(row: Sequence[float], fields: frozenset[str], pivot: float = 0.0) -> Record:
-    """Return the record that a row stands for.
+    Attributes
+    ----------
+    codes : dict
+        Histograms by row and field.
 
     Examples
     --------
-    >>> fields = frozenset(("n", "mean", "m2", "max", "nans", "infs"))
-    >>> record = from_row(measure_row(torch.tensor([1.0, 2.0, 6.0]), fields, pivot=2.0).tolist(), fields, pivot=2.0)
+    >>> from ikkuna.numerics.statistics import closure
+    >>> statistics, fields = DeviceStatistics(torch.device("cpu")), closure(["m2", "max"])
+    >>> for x in (torch.tensor([1.0, 2.0]), torch.tensor([6.0])):
+    ...     added = statistics.add(0, x, fields)
+    >>> record = statistics.record(0, fields)
     >>> record.mean, record.variance(), record.max
     (3.0, 4.666666666666667, 6.0)
     """
-    *sums, low, high = row
-    got = dict(zip(SUMS, sums, strict=True))
-    n, nans, infs = int(got["n"]), int(got["nans"]), int(got["infs"])
-    record = Record(n=n, nans=nans, infs=infs)
-    k = n - nans - infs
-    delta = got["s1"] / k if k else 0.0
-    if "mean" in fields:
-        record.center = pivot + delta if k else math.nan
-    if "m2" in fields:
-        record.m2 = max(got["s2"] - k * delta**2, 0.0)
-    if "m3" in fields:
-        record.m3 = got["s3"] - 3 * delta * got["s2"] + 2 * k * delta**3
-    if "m4" in fields:
-        record.m4 = got["s4"] - 4 * delta * got["s3"] + 6 * delta**2 * got["s2"] - 3 * k * delta**4
-    record.min = -low if "min" in fields else None
-    record.max = high if "max" in fields else None
-    record.l1 = got["l1"] if "l1" in fields else None
-    record.sumsq = got["sumsq"] if "sumsq" in fields else None
-    record.zeros = int(got["zeros"]) if "zeros" in fields else None
-    return record
+
+    def __init__(self, device: torch.device) -> None:
+        self.codes: dict[int, dict[str, Tensor]] = {}
+        self._empty = torch.from_numpy(EMPTY.copy()).to(device)
+        self._calls: dict[int, list[Tensor]] = {}
+
+    def add(
+        self,
+        row: int,
+        x: Tensor,
+        fields: frozenset[str],
+        weight: float | Tensor = 1,
+        generator: torch.Generator | None = None,
+    ) -> bool:
+        """Add the statistics of the elements of `x` to a row; parameters are those of `HostStatistics.add`."""
+        if (read := readable(x)) is None:
+            return False
+        values, implied_zeros = read
+        parts = [self._measure(part, fields) for part in flatten(values).split(_CHUNK) if part.numel()]
+        if implied_zeros:
+            parts.append(torch.from_numpy(row_of(0.0, implied_zeros)).to(x.device))
+        if parts:
+            if isinstance(weight, Tensor) or weight != 1:
+                parts = [repeat_rows(part, weight) for part in parts]
+            self._append(row, parts)
+        if not fields.isdisjoint(HISTOGRAMS):
+            add_codes(self.codes.setdefault(row, {}), x, fields, generator)
+        return True
+
+    def _append(self, row: int, parts: list[Tensor]) -> None:
+        calls = self._calls.setdefault(row, [])
+        calls += parts
+        if len(calls) >= _MOST_CALLS:
+            calls[:] = [merge_rows(torch.stack(calls))]
+
+    def _measure(self, x: Tensor, fields: frozenset[str]) -> Tensor:
+        """Return the row of the elements of a one-dimensional tensor; columns that are not in `fields` are those of no elements."""
+        x = x.double()
+        nan, finite = torch.isnan(x), torch.isfinite(x)
+        found = {"n": x.new_full((), x.numel()), "nans": _total(nan)}
+        k = _total(finite)
+        found["infs"] = found["n"] - found["nans"] - k
+        clean = torch.where(finite, x, 0.0)
+        if "zeros" in fields:
+            found["zeros"] = _total(x == 0)
+        if "l1" in fields:
+            found["l1"] = clean.abs().sum()
+        if "sumsq" in fields:
+            found["sumsq"] = (clean * clean).sum()
+        if "mean" in fields:
+            found["mean"] = clean.sum() / k.clamp(min=1)
+        if "m2" in fields:
+            deviation = torch.where(finite, x - found["mean"], 0.0)
+            power = deviation * deviation
+            found["m2"] = power.sum()
+            if "m3" in fields:
+                found["m3"] = (power * deviation).sum()
+            if "m4" in fields:
+                found["m4"] = (power * power).sum()
+        if "min" in fields or "max" in fields:
+            found["min"], found["max"] = torch.aminmax(x)
+        return torch.stack([found.get(name, self._empty[i]) for i, name in enumerate(COLUMNS)])
+
+    def add_difference(self, row: int, x: Tensor, y: Tensor, fields: frozenset[str]) -> bool:
+        """Add the statistics of ``x - y``, computed in at least float32, to a row; return whether these tensors have numbers."""
+        return self.add(row, x.to(torch.promote_types(x.dtype, torch.float32)) - y, fields)
+
+    def record(self, row: int, fields: frozenset[str]) -> Record:
+        """Return the `fields` of a row; this waits for the device."""
+        calls = self._calls.get(row, [self._empty])
+        record = record_of(merge_rows(torch.stack(calls)).cpu().numpy(), fields)
+        for name, counts in self.codes.get(row, {}).items():
+            setattr(record, name, counts.cpu().numpy())
+        return record
+
+    def merge(self, other: "DeviceStatistics") -> None:
+        """Add the rows of `other`, and leave it as it is."""
+        for row, calls in other._calls.items():
+            self._append(row, calls)
+        merge_codes(self.codes, other.codes)
+
+    def clear(self, rows: list[int] | None = None) -> None:
+        """Empty some rows, or all."""
+        for row in [*self._calls, *self.codes] if rows is None else rows:
+            self._calls.pop(row, None)
+            self.codes.pop(row, None)
+
+    def take(self) -> tuple[list[int], Tensor | None, dict[int, dict[str, Tensor]]]:
+        """Return the numbers of the rows that are not empty, these rows ``(rows, columns)`` or ``None``, and histograms, and empty all."""
+        by_calls: dict[int, list[int]] = {}
+        for row, calls in self._calls.items():
+            by_calls.setdefault(len(calls), []).append(row)
+        merged = []
+        for count, rows in by_calls.items():
+            stacked = torch.stack([call for row in rows for call in self._calls[row]])
+            merged.append(
+                merge_rows(stacked.unflatten(0, (len(rows), count)).transpose(0, 1)) if count > 1 else stacked
+            )
+        numbers = [row for rows in by_calls.values() for row in rows]
+        codes = self.codes
+        self._calls, self.codes = {}, {}
+        return numbers, torch.cat(merged) if merged else None, codes
 
 
-def measure_vectors(
-    x: Tensor,
-    fields: frozenset[str],
-    pivot: float = 0.0,
-    weight: int | Tensor = 1,
-    generator: torch.Generator | None = None,
-) -> dict[str, Tensor] | None:
-    """Return everything `fields` ask of `x` as vectors on its device: its ``row``, and float codes if they are wanted.
-
-    `weight` is how many elements of a mean each of its elements stands for.
-    """
-    row = measure_row(x, fields, pivot)
-    if row is None:
-        return None
-    vectors = {"row": torch.cat([row[:-2] * weight, row[-2:]])}
-    if "codes" in fields:
-        vectors["codes"] = codes(x)
-    if "sampled_codes" in fields:
-        vectors["sampled_codes"] = sampled_codes(x, generator)
-    return vectors
-
-
-def merge_vectors(name: str, a: Tensor, b: Tensor) -> Tensor:
-    """Return the vector of that name of the elements of both."""
-    return merge_rows(a, b) if name == "row" else a + b
-
-
-def from_vectors(vectors: Mapping[str, Tensor], fields: frozenset[str], pivot: float = 0.0) -> Record:
-    """Return the record that vectors on the host stand for."""
-    record = from_row(vectors["row"].tolist(), fields, pivot)
-    for name in ("codes", "sampled_codes"):
-        if name in vectors:
-            setattr(record, name, vectors[name].long().numpy())
-    return record
+def _total(mask: Tensor) -> Tensor:
+    return mask.sum(dtype=torch.float64)

@@ -1,4 +1,4 @@
-r"""A histogram whose bins are the leading bits of a float: no range to agree on, fixed size, merged by addition.
+r"""A histogram whose bins are the leading bits of a float: it has no range and a fixed size, and merges by addition.
 
 The bits of a float32 are sign, exponent and mantissa, and magnitudes are ordered as these bits are.
 With :math:`u` the bits of :math:`x`, :math:`K = 256 \cdot 2^m` and :math:`\mu = (u \mathbin\& \mathtt{7fffffff}_{16})
@@ -16,36 +16,35 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import CHUNK, flatten, readable
-from ikkuna.numerics.statistics import native
+from ikkuna.numerics.statistics.native import Library, library
 
-__all__ = ["SAMPLE", "bin_edges", "codes", "half_size", "sample", "sampled_codes"]
+__all__ = ["SAMPLE", "add_codes", "bin_edges", "codes", "half_size", "merge_codes", "sample", "sampled_codes"]
 
 SAMPLE = 65_536
-"""Elements that are drawn where a sample will do."""
+"""Number of elements in a sample."""
 
-_WORTH_SAMPLING = 2 * SAMPLE  # up to here compiled kernels count all elements in the time that drawing takes
+_WORTH_SAMPLING = 2 * SAMPLE  # native kernels count so many elements in the time that drawing takes
 _DEVICE_CHUNK = 1 << 22  # bounds the int64 index a device needs to 32 MiB
 
 
-def codes(x: Tensor, m: int = 3, *, compiled: bool = True) -> Tensor:
+def codes(x: Tensor, m: int = 3, *, native: bool = True) -> Tensor:
     r"""Count the float codes of the elements of `x`.
 
     Parameters
     ----------
     x : Tensor
         Any shape, dtype and layout.  float16 and bfloat16 are exact; float64 is rounded to float32 first, so that
-        magnitudes
-        beyond 3.4e38 are counted as infinite and those below 7e-46 as zero.  Complex numbers give their magnitudes.
+        magnitudes beyond 3.4e38 are counted as infinite and those below 7e-46 as zero.  Complex numbers give their magnitudes.
     m : int
         Number of mantissa bits, 1 to 7.  Seven bits are the exact distribution of a bfloat16 tensor.
-    compiled : bool
-        Use `ikkuna.numerics.statistics.native` where it is to be had.
+    native : bool
+        Whether to use the C++ kernels if they are available.
 
     Returns
     -------
     Tensor
         ``counts: (2K,)``, int64, on the device of `x`; sums of such tensors are the counts of all elements together.
-        No element, or a tensor without numbers (meta, fake): all zero.
+        All zero for no elements, or for a tensor without numbers (meta, fake).
 
     Raises
     ------
@@ -63,22 +62,23 @@ def codes(x: Tensor, m: int = 3, *, compiled: bool = True) -> Tensor:
     tensor([1031, 2048, 3064])
     """
     half = half_size(m)
-    found = _numbers(x.detach(), compiled)
+    found = _numbers(x.detach(), native)
     return torch.zeros(2 * half, dtype=torch.int64) if found is None else _count(*found, m)
 
 
-def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 3, *, compiled: bool = True) -> Tensor:
-    r"""Count the float codes of 65,536 elements drawn at random, scaled to the number of all, or of all if there are not many more.
+def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 3, *, native: bool = True) -> Tensor:
+    r"""Count the float codes of 65,536 elements drawn at random, scaled to the number of elements; of all elements of a small tensor.
 
     The share of a sample below the true quantile :math:`q` has standard deviation :math:`\sqrt{q (1-q) / 65536}`, at most 0.2 %.
-    The compiled kernel draws one element from each of 65,536 equal runs, which errs less.
-    Scaling lets counts of tensors of different size be added; rounding costs less than the sample does.
+    The native kernel draws one element from each of 65,536 equal runs, which has a smaller error.
+    Because of the scaling, counts of tensors of different sizes can be added; the rounding error is smaller than that of the sample.
 
     Parameters
     ----------
-    x, m, compiled : see `codes`
+    x, m, native
+        See `codes`.
     generator : torch.Generator, optional
-        Where randomness comes from, on the device of `x`; by default a new one with seed 0.  The global one is never used.
+        Source of randomness, on the device of `x`; by default a new one with seed 0.  The global one is never used.
 
     Returns
     -------
@@ -91,7 +91,7 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 
     1000000
     """
     half = half_size(m)
-    found = _numbers(x.detach(), compiled)
+    found = _numbers(x.detach(), native)
     if found is None:
         return torch.zeros(2 * half, dtype=torch.int64)
     flat, implied_zeros, kernels = found
@@ -109,18 +109,43 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 
     return counts
 
 
-def _numbers(x: Tensor, compiled: bool) -> tuple[Tensor, int, native.Library | None] | None:
-    """Return the numbers of `x`, side by side, how many zeros it does not store, and the kernels if they take those numbers."""
-    kernels = native.library() if compiled and not torch.compiler.is_compiling() else None
-    if kernels is not None and kernels.takes(x):
+def add_codes(
+    counts: dict[str, Tensor],
+    x: Tensor,
+    fields: frozenset[str],
+    generator: torch.Generator | None = None,
+    *,
+    native: bool = True,
+) -> None:
+    """Add the counts of `x` to those of ``codes`` and ``sampled_codes``, if `fields` name them."""
+    if "codes" in fields:
+        found = codes(x, native=native)
+        counts["codes"] = counts["codes"] + found if "codes" in counts else found
+    if "sampled_codes" in fields:
+        found = sampled_codes(x, generator, native=native)
+        counts["sampled_codes"] = counts["sampled_codes"] + found if "sampled_codes" in counts else found
+
+
+def merge_codes(counts: dict[int, dict[str, Tensor]], others: dict[int, dict[str, Tensor]]) -> None:
+    """Add histograms by row and field to others."""
+    for row, found in others.items():
+        known = counts.setdefault(row, {})
+        for name, more in found.items():
+            known[name] = known[name] + more if name in known else more
+
+
+def _numbers(x: Tensor, native: bool) -> tuple[Tensor, int, Library | None] | None:
+    """Return the stored numbers of `x` along one axis, how many zeros it does not store, and the kernels if they accept these numbers."""
+    kernels = library() if native and not torch.compiler.is_compiling() else None
+    if kernels is not None and kernels.accepts(x):
         return x, 0, kernels
     if (read := readable(x)) is None:
         return None
     flat = flatten(read[0])
-    return flat, read[1], kernels if kernels is not None and kernels.takes(flat) else None
+    return flat, read[1], kernels if kernels is not None and kernels.accepts(flat) else None
 
 
-def _count(flat: Tensor, implied_zeros: int, kernels: native.Library | None, m: int) -> Tensor:
+def _count(flat: Tensor, implied_zeros: int, kernels: Library | None, m: int) -> Tensor:
     if kernels is None:
         counts = _count_with_operators(flat, m)
     else:
@@ -135,7 +160,7 @@ def _count_with_operators(flat: Tensor, m: int) -> Tensor:
     half = half_size(m)
     on_host = flat.device.type == "cpu" and not torch.compiler.is_compiling()
     counts = _count_on_host(flat, m, half) if on_host else _count_on_device(flat, m, half)
-    counts[:half] = counts[:half].flip(0)  # the counts of negative numbers were made by rising magnitude
+    counts[:half] = counts[:half].flip(0)  # negative numbers were counted by rising magnitude
     return counts
 
 
@@ -148,7 +173,7 @@ def _count_on_host(flat: Tensor, m: int, half: int) -> Tensor:
 
 
 def _count_on_device(flat: Tensor, m: int, half: int) -> Tensor:
-    """Count without ``bincount``, which waits for the device to learn the largest code."""
+    """Count without ``bincount``, which synchronises with the device to find the largest code."""
     counts = torch.zeros(2 * half, dtype=torch.int64, device=flat.device)
     for chunk in torch.split(flat, _DEVICE_CHUNK):
         index = (_leading_bits(chunk, m) + half).long()
@@ -172,7 +197,7 @@ def _leading_bits(x: Tensor, m: int) -> Tensor:
 
 @cache
 def bin_edges(m: int = 3) -> NDArray[np.float64]:
-    """Return the ``2K + 1`` edges of the bins, rising, read-only; bins of NaN and infinity lie between infinite edges.
+    """Return the ``2K + 1`` rising edges of the bins, read-only; bins of NaN and infinity lie between infinite edges.
 
     Examples
     --------
@@ -183,7 +208,7 @@ def bin_edges(m: int = 3) -> NDArray[np.float64]:
     magnitude[-1] = 2.0**128  # these bits read as infinity, but they end the last finite bin
     positive = np.concatenate([magnitude, np.full(half_size(m) - len(magnitude) + 1, np.inf)])
     edges = np.concatenate([-positive[:0:-1], positive])
-    edges.flags.writeable = False  # all callers get this one
+    edges.flags.writeable = False  # the array is shared by all callers
     return edges
 
 
@@ -196,19 +221,17 @@ def sample(x: Tensor, generator: torch.Generator | None = None, size: int = SAMP
     Parameters
     ----------
     x : Tensor
-        Any shape and layout with numbers to read; otherwise the result is empty.
+        Any shape and layout; for a tensor without numbers the result is empty.
     generator : torch.Generator, optional
-        Where randomness comes from, on the device of `x`; by default a new one with seed 0.  The global one is never
-        used.
+        Source of randomness, on the device of `x`; by default a new one with seed 0.  The global one is never used.
     size : int
         Number of elements to draw.
 
     Returns
     -------
     Tensor
-        ``(min(size, numel),)``, detached, on the device of `x`; a view where nothing was drawn.  Zeros that a sparse
-        tensor does not
-        store are not drawn.
+        ``(min(size, numel),)``, detached, on the device of `x`; a view if all elements are returned.  Zeros that a sparse
+        tensor does not store are not drawn.
 
     Examples
     --------

@@ -1,67 +1,180 @@
-"""Read a tensor once and say what was seen: the host-side kernels behind every statistic."""
+"""Statistics of tensors on the host: rows of one table, filled by the C++ kernels, or by numpy without a compiler."""
 
+import math
+from collections.abc import Iterable
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from ikkuna.numerics.elements import flatten, readable
-from ikkuna.numerics.statistics import native
 from ikkuna.numerics.statistics.eager import measure_eagerly
-from ikkuna.numerics.statistics.float_code import codes, sampled_codes
-from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, merge
+from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
+from ikkuna.numerics.statistics.native import Library, library
+from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
+from ikkuna.numerics.statistics.table import COLUMNS, EMPTY, Values, empty_rows, merge_rows, repeat_rows, row_of
 
-__all__ = ["measure"]
+__all__ = ["HostStatistics", "measure"]
 
 _COUNTED = HISTOGRAMS | {"n"}
+_ROW_BYTES = 8 * len(COLUMNS)
+_FIRST_CAPACITY = 64
 
 
-def measure(
-    x: Tensor, fields: frozenset[str], generator: torch.Generator | None = None, *, compiled: bool = True
-) -> Record | None:
-    """Return the `fields` (see :func:`~ikkuna.numerics.statistics.record.closure`) of the elements of `x`.
+class HostStatistics:
+    """A table with a row of statistics for each number that a caller gives, and histograms beside it.
+
+    The table grows as needed.  `DeviceStatistics` has the same methods.
 
     Parameters
     ----------
-    x : Tensor
-        Any shape, dtype and layout, on the host, detached from the graph.
-    fields : frozenset of str
-        What to measure; only that is computed.
-    generator : torch.Generator, optional
-        What ``sampled_codes`` draws from; by default one with seed 0.
-    compiled : bool
-        Use `ikkuna.numerics.statistics.native` where it is to be had, rather than numpy; values agree to 1e-6.
+    native : bool
+        Whether to use the C++ kernels if they are available, rather than numpy; results agree to 1e-6.
 
-    Returns
-    -------
-    Record or None
-        ``None`` for a tensor without numbers (meta, fake, nested).
+    Attributes
+    ----------
+    values : array
+        ``(capacity, columns)``, float64; see `ikkuna.numerics.statistics.table`.
+    codes : dict
+        Histograms by row and field.
 
     Examples
     --------
-    >>> from ikkuna.numerics.statistics.record import closure
+    >>> from ikkuna.numerics.statistics import closure
+    >>> statistics, fields = HostStatistics(), closure(["sumsq", "max"])
+    >>> for x in (torch.tensor([3.0]), torch.tensor([-4.0])):
+    ...     added = statistics.add(0, x, fields)
+    >>> statistics.record(0, fields).l2_norm, statistics.record(0, fields).max
+    (5.0, 3.0)
+    """
+
+    def __init__(self, native: bool = True) -> None:
+        self.kernels = library() if native else None
+        self.codes: dict[int, dict[str, Tensor]] = {}
+        self._outgrown: list[Values] = []
+        self._use(empty_rows(_FIRST_CAPACITY))
+
+    def _use(self, values: Values) -> None:
+        self.values = values
+        self._address = values.ctypes.data
+
+    def address(self, row: int) -> int:
+        """Return the address of a row, valid until `take`."""
+        if row >= len(self.values):
+            self._outgrown.append(self.values)  # a kernel in another thread may still write to it
+            self._use(np.concatenate([self.values, empty_rows(max(row + 1 - len(self.values), len(self.values)))]))
+        return self._address + row * _ROW_BYTES
+
+    def add(
+        self,
+        row: int,
+        x: Tensor,
+        fields: frozenset[str],
+        weight: float | Tensor = 1,
+        generator: torch.Generator | None = None,
+    ) -> bool:
+        """Add the statistics of the elements of `x` to a row.
+
+        Parameters
+        ----------
+        row : int
+            Number of the row.
+        x : Tensor
+            Any shape, dtype and layout, detached.
+        fields : frozenset of str
+            What to measure, see :func:`~ikkuna.numerics.statistics.closure`; only that is computed.
+        weight : float or Tensor
+            How many elements of a mean each element stands for; histograms do not depend on it.
+        generator : torch.Generator, optional
+            Source of randomness of ``sampled_codes``; by default a new one with seed 0.
+
+        Returns
+        -------
+        bool
+            ``False`` for a tensor without numbers (meta, fake, nested), which is not added.
+        """
+        kernels = self.kernels
+        if kernels is not None and kernels.accepts(x):
+            stored, implied_zeros = x, 0
+        elif (read := readable(x)) is not None:
+            stored, implied_zeros = flatten(read[0]), read[1]
+            kernels = kernels if kernels is not None and kernels.accepts(stored) else None
+        else:
+            return False
+        if kernels is not None and not implied_zeros and weight == 1 and not fields <= _COUNTED:
+            kernels.add(stored, fields, self.address(row))
+        elif x.numel():
+            self._merge(row, (_measure(stored, fields, kernels), row_of(0.0, implied_zeros)), float(weight))
+        if not fields.isdisjoint(HISTOGRAMS):
+            add_codes(self.codes.setdefault(row, {}), x, fields, generator, native=self.kernels is not None)
+        return True
+
+    def _merge(self, row: int, parts: Iterable[Values], weight: float) -> None:
+        self.address(row)
+        with np.errstate(all="ignore"):
+            self.values[row] = merge_rows(np.stack([self.values[row], *(repeat_rows(part, weight) for part in parts)]))
+
+    def add_difference(self, row: int, x: Tensor, y: Tensor, fields: frozenset[str]) -> bool:
+        """Add the statistics of ``x - y``, computed in at least float32, to a row; return whether these tensors have numbers."""
+        if self.kernels is not None and fields.isdisjoint(HISTOGRAMS) and self.kernels.accepts_difference(x, y):
+            self.kernels.add_difference(x, y, fields, self.address(row))
+            return True
+        return self.add(row, x.to(torch.promote_types(x.dtype, torch.float32)) - y, fields)
+
+    def record(self, row: int, fields: frozenset[str]) -> Record:
+        """Return the `fields` of a row."""
+        record = record_of(self.values[row] if row < len(self.values) else EMPTY, fields)
+        for name, counts in self.codes.get(row, {}).items():
+            setattr(record, name, counts.numpy())
+        return record
+
+    def merge(self, other: "HostStatistics") -> None:
+        """Add the rows of `other`, and leave it as it is."""
+        rows = np.flatnonzero(other.values[:, 0])
+        if len(rows):
+            self.address(int(rows[-1]))
+            known = self.values[rows, 0] > 0
+            self.values[rows[~known]] = other.values[rows[~known]]
+            both = rows[known]
+            with np.errstate(all="ignore"):
+                self.values[both] = merge_rows(np.stack([self.values[both], other.values[both]]))
+        merge_codes(self.codes, other.codes)
+
+    def clear(self, rows: list[int] | None = None) -> None:
+        """Empty some rows, or all."""
+        if rows is None:
+            self.values[:] = EMPTY
+            self.codes, self._outgrown = {}, []
+            return
+        self.values[[row for row in rows if row < len(self.values)]] = EMPTY
+        for row in rows:
+            self.codes.pop(row, None)
+
+    def take(self, count: int) -> tuple[Values, dict[int, dict[str, Tensor]]]:
+        """Return a copy of the first `count` rows, and the histograms, and empty the table."""
+        self.address(max(count - 1, 0))
+        values, codes = self.values[:count].copy(), self.codes
+        self.clear()
+        return values, codes
+
+
+def _measure(stored: Tensor, fields: frozenset[str], kernels: Library | None) -> Values:
+    if fields <= _COUNTED:
+        return row_of(math.nan, stored.numel())
+    return measure_eagerly(stored, fields) if kernels is None else kernels.measure(stored, fields)
+
+
+def measure(
+    x: Tensor, fields: frozenset[str], generator: torch.Generator | None = None, *, native: bool = True
+) -> Record | None:
+    """Return the `fields` of the elements of `x`, a tensor on the host; parameters are those of `HostStatistics.add`.
+
+    Examples
+    --------
+    >>> from ikkuna.numerics.statistics import closure
     >>> record = measure(torch.tensor([3.0, -4.0, 0.0]), closure(["sumsq", "zeros", "min"]))
     >>> record.l2_norm, record.sparsity, record.min
     (5.0, 0.3333333333333333, -4.0)
     """
-    kernels = native.library() if compiled else None
-    if kernels is not None and kernels.takes(x):
-        record = kernels.measure(x, fields) if fields - _COUNTED else Record(x.numel())
-    elif (read := readable(x)) is not None:
-        record = _measure_stored(*read, fields, kernels)
-    else:
-        return None
-    if "codes" in fields:
-        record.codes = codes(x, compiled=compiled).numpy()
-    if "sampled_codes" in fields:
-        record.sampled_codes = sampled_codes(x, generator, compiled=compiled).numpy()
-    return record
-
-
-def _measure_stored(
-    values: Tensor, implied_zeros: int, fields: frozenset[str], kernels: native.Library | None
-) -> Record:
-    flat = flatten(values)
-    take = kernels.measure if kernels is not None and kernels.takes(flat) else measure_eagerly
-    record = take(flat, fields)
-    if implied_zeros:
-        record = merge(record, measure_eagerly(values.new_zeros(1), fields).repeated(implied_zeros))
-    return record
+    statistics = HostStatistics(native)
+    return statistics.record(0, fields) if statistics.add(0, x, fields, generator=generator) else None

@@ -1,18 +1,72 @@
-"""Count, mean and squared deviation of observations, as a state that merges: the kernels of running moments."""
+r"""The merge of central moments, and the state of running moments.
+
+With :math:`k_r` elements of mean :math:`m_r` in part :math:`r`, :math:`m = \sum k_r m_r / \sum k_r` and :math:`d_r = m_r - m`,
+
+.. math::
+    M_2 = \sum M_{2r} + k_r d_r^2, \quad
+    M_3 = \sum M_{3r} + 3 d_r M_{2r} + k_r d_r^3, \quad
+    M_4 = \sum M_{4r} + 4 d_r M_{3r} + 6 d_r^2 M_{2r} + k_r d_r^4,
+
+which is Chan, Golub & LeVeque (1979) and Pébay (2008) for any number of parts.
+"""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["CHUNK", "STATE", "as_float64", "combine", "observe", "parts"]
+__all__ = ["CHUNK", "STATE", "as_float64", "combine", "merge_moments", "observe", "parts"]
+
+ArrayLike = TypeVar("ArrayLike", NDArray[np.float64], Tensor)
 
 CHUNK = 1 << 20
 STATE = ("total", "squares", "center", "m2", "low", "high", "count", "nans", "above", "below")
 """Sum of weights, of squared weights, mean, sum of squared deviations, extrema and number of the finite observations;
 number of those that were NaN, infinite, or negative infinite."""
+
+
+def merge_moments(
+    k: ArrayLike, mean: ArrayLike, m2: ArrayLike | None = None, m3: ArrayLike | None = None, m4: ArrayLike | None = None
+) -> tuple[ArrayLike, ...]:
+    """Return the mean, and as many of the second to fourth moments as are given, of all parts together.
+
+    Parameters
+    ----------
+    k : array or Tensor
+        ``(parts, ...)``, how many elements each part has, or their total weight.  Other numbers of a part without elements are ignored.
+    mean, m2, m3, m4 : array or Tensor
+        ``(parts, ...)``, means and sums of powers of the deviations from them, in float64.
+
+    Returns
+    -------
+    tuple of arrays or Tensors
+        ``(...)``; 0 for no elements.
+
+    Examples
+    --------
+    >>> merge_moments(np.array([2.0, 1.0]), np.array([1.0, 4.0]), np.array([2.0, 0.0]))     # of 0 and 2, and of 4
+    (np.float64(2.0), np.float64(8.0))
+    """
+    xp: Any = torch if isinstance(k, Tensor) else np
+    some, total = k > 0, k.sum(0)
+    share = k / xp.where(total > 0, total, 1.0)
+    about = (share * xp.where(some, mean, 0.0)).sum(0)
+    center = about + (share * xp.where(some, mean - about, 0.0)).sum(0)  # the second sum rounds a small number
+    d = xp.where(some, mean - center, 0.0)
+    merged = [center]
+    if m2 is not None:
+        m2 = xp.where(some, m2, 0.0)
+        merged.append((m2 + k * d * d).sum(0))
+    if m2 is not None and m3 is not None:
+        m3 = xp.where(some, m3, 0.0)
+        merged.append((m3 + 3 * d * m2 + k * d * d * d).sum(0))
+    if m2 is not None and m3 is not None and m4 is not None:
+        m4 = xp.where(some, m4, 0.0)
+        merged.append((m4 + 4 * d * m3 + 6 * d * d * m2 + k * d * d * d * d).sum(0))
+    return tuple(merged)
 
 
 def as_float64(values: Any) -> Tensor:
@@ -59,14 +113,10 @@ def observe(x: Tensor, w: Tensor | None) -> dict[str, Tensor]:
 
 
 def combine(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of the observations of `a` and `b` together, after Chan, Golub & LeVeque (1979)."""
+    """Return the state of the observations of `a` and `b` together, on the device of `a`."""
     b = {key: value.to(a[key].device) for key, value in b.items()}
     merged = {key: a[key] + b[key] for key in STATE}
-    total = merged["total"]
-    share = torch.where(total > 0, b["total"] / total, 0.0)
-    difference = b["center"] - a["center"]
-    # Where one side is empty its mean is a placeholder, and the share is exactly 0 or 1.
-    merged["center"] = torch.where(share == 1, b["center"], a["center"] + difference * share)
-    merged["m2"] = a["m2"] + b["m2"] + difference * difference * a["total"] * share
+    total, center, m2 = (torch.stack((a[key], b[key])) for key in ("total", "center", "m2"))
+    merged["center"], merged["m2"] = merge_moments(total, center, m2)
     merged["low"], merged["high"] = torch.minimum(a["low"], b["low"]), torch.maximum(a["high"], b["high"])
     return merged

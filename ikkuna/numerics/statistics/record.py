@@ -1,4 +1,4 @@
-r"""What is known of a set of numbers after one look, and how two such sets become one.
+r"""The statistics of a set of numbers as floats.
 
 A :class:`Record` holds counts, extrema and central moments of the elements of one or more tensors.
 Records merge exactly, so a value over several calls, micro-batches, chunks or ranks is the value over all elements together.
@@ -7,27 +7,31 @@ Records merge exactly, so a value over several calls, micro-batches, chunks or r
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache
 from typing import Any
 
-from ikkuna.errors import ConfigError
+import numpy as np
 
-__all__ = ["FIELDS", "HISTOGRAMS", "Record", "closure", "merge"]
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.statistics.table import COLUMNS, EMPTY, Values, merge_rows
+
+__all__ = ["FIELDS", "HISTOGRAMS", "Record", "closure", "merge", "record_of"]
 
 FIELDS = ("n", "mean", "m2", "m3", "m4", "min", "max", "l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes")
 """Every statistic a :class:`Record` can hold; a subscriber names those it needs in its ``fields``."""
 
 HISTOGRAMS = frozenset(("codes", "sampled_codes"))
-"""Those of them that are arrays of counts."""
+"""The statistics that are arrays of counts."""
 
+_ATTRIBUTE = {"mean": "center"}
 _NEEDS = {"mean": (), "m2": ("mean",), "m3": ("mean", "m2"), "m4": ("mean", "m2", "m3")}
 _SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs"))
 
 
 def closure(fields: Iterable[str]) -> frozenset[str]:
-    """Return `fields` with those they are computed from; ``n`` is always there.
+    """Return `fields` with those they are computed from, and ``n``.
 
-    A sum over elements also tells how many of them were not finite, so it brings ``nans`` and ``infs``.
+    A sum over elements needs the number of elements that are not finite, so ``nans`` and ``infs`` are added.
 
     Raises
     ------
@@ -39,14 +43,15 @@ def closure(fields: Iterable[str]) -> frozenset[str]:
     >>> sorted(closure(["m2"]))
     ['infs', 'm2', 'mean', 'n', 'nans']
     """
-    asked = set(fields)
-    if unknown := asked - set(FIELDS):
+    return _closure(frozenset(fields))
+
+
+@cache
+def _closure(fields: frozenset[str]) -> frozenset[str]:
+    if unknown := fields - set(FIELDS):
         raise ConfigError(f"unknown statistics field {sorted(unknown)[0]!r}; known: {', '.join(FIELDS)}")
-    for field in tuple(asked):
-        asked.update(_NEEDS.get(field, ()))
-    if asked & _SCREENED:
-        asked.update(("nans", "infs"))
-    return frozenset(asked | {"n"})
+    needed = fields.union(*(_NEEDS.get(field, ()) for field in fields), ("n",))
+    return needed | {"nans", "infs"} if needed & _SCREENED else needed
 
 
 @dataclass(slots=True)
@@ -54,24 +59,36 @@ class Record:
     r"""Statistics of `n` numbers :math:`x_i`, as floats.
 
     Sums run over the finite elements, of which there are :math:`k = n - \mathrm{nans} - \mathrm{infs}`.
-    A field that nobody asked for is ``None``; a property that needs it raises `ConfigError`.
+    A field that was not measured is ``None``; a property that needs it raises `ConfigError`.
 
     Parameters
     ----------
-    n : number of elements
-    center : :math:`\bar x`, mean of the finite elements
-    m2, m3, m4 : central moments' sums :math:`\sum (x_i - \bar x)^p`
-    min, max : extrema, infinities included; NaN if an element is
-    l1 : :math:`\sum |x_i|`
-    sumsq : :math:`\sum x_i^2`
-    zeros : number of elements equal to 0
-    nans, infs : number of elements that are NaN, or infinite
-    codes : float-code histogram, an int64 array
-    sampled_codes : the same of a random sample, scaled to all elements
-    ranks : in training on several ranks, the record of each before they became one, ``None`` for a rank without;
-        empty in one process, and unless a subscriber asks with ``per_rank``
-    finite_only : whether properties speak of the finite elements alone.
+    n : int
+        Number of elements.
+    center : float
+        :math:`\bar x`, mean of the finite elements.
+    m2, m3, m4 : float
+        Sums :math:`\sum (x_i - \bar x)^p`.
+    min, max : float
+        Extrema, infinities included; NaN if an element is NaN.
+    l1 : float
+        :math:`\sum |x_i|`
+    sumsq : float
+        :math:`\sum x_i^2`
+    zeros : int
+        Number of elements equal to 0.
+    nans, infs : int
+        Number of elements that are NaN, or infinite.
+    codes : array of int64
+        Float-code histogram.
+    sampled_codes : array of int64
+        Float-code histogram of a random sample, scaled to the number of elements.
+    finite_only : bool
+        Whether properties describe the finite elements alone.
         Otherwise a mean, variance or norm of data with a NaN or Inf is NaN, so that an exploded layer never draws a healthy curve.
+    ranks : tuple of Record or None
+        The record of each rank before the merge, ``None`` for a rank without one.
+        Empty in one process, and unless a subscriber sets ``per_rank``.
 
     Examples
     --------
@@ -114,7 +131,7 @@ class Record:
 
     @property
     def count(self) -> int:
-        """Number of finite elements (of all elements, where nothing asked for a screen)."""
+        """Number of finite elements; of all elements if ``nans`` and ``infs`` were not measured."""
         return self.n - (self.nans or 0) - (self.infs or 0)
 
     @property
@@ -138,13 +155,13 @@ class Record:
     def skewness(self) -> float:
         r"""Fisher's :math:`g_1 = \sqrt k\, m_3 / m_2^{3/2}`; NaN for constant data."""
         m2, m3 = self._known(self.m2, "m2"), self._known(self.m3, "m3")
-        return math.sqrt(self.count) * m3 / m2**1.5 if m2 > 0 else math.nan
+        return math.sqrt(self.count) * (m3 / m2) / math.sqrt(m2) if m2 > 0 else math.nan
 
     @property
     def kurtosis(self) -> float:
         r"""Excess kurtosis :math:`g_2 = k\, m_4 / m_2^2 - 3`; NaN for constant data."""
         m2, m4 = self._known(self.m2, "m2"), self._known(self.m4, "m4")
-        return self.count * m4 / (m2 * m2) - 3.0 if m2 > 0 else math.nan
+        return self.count * (m4 / m2) / m2 - 3.0 if m2 > 0 else math.nan
 
     @property
     def l0_norm(self) -> float:
@@ -181,79 +198,63 @@ class Record:
         return self.zeros / self.n if self.n else math.nan
 
     def repeated(self, times: int) -> "Record":
-        """Return the record of every element standing there `times` over: how a mean is weighted."""
+        """Return the record of every element repeated `times`."""
         scale = ("n", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes")
         values = {name: getattr(self, name) for name in self.__slots__}
         return Record(**{k: v * times if k in scale and v is not None else v for k, v in values.items()})
 
 
-def _sum(a: Any, b: Any) -> Any:
-    return None if a is None or b is None else a + b
+def record_of(row: Values, fields: frozenset[str]) -> Record:
+    """Return the `fields` of a row of a table, see `ikkuna.numerics.statistics.table`.
+
+    A power of finite elements that exceeds float64 makes a moment infinite.
+
+    Examples
+    --------
+    >>> record = record_of(np.array([3.0, 0, 1, 0, 5, 0, 0, 0, 0, 0, 0, 0]), frozenset(("n", "l1", "nans", "infs")))
+    >>> record.n, record.infs, record.l1, record.zeros
+    (3, 1, 5.0, None)
+    """
+    values: list[Any] = row.tolist()
+    n, k = values[0], values[0] - values[1] - values[2]
+    if not n:
+        values[10] = values[11] = math.nan
+    if not k:
+        values[6] = math.nan
+    for i in (7, 8, 9):
+        if values[i] != values[i]:
+            values[i] = math.inf
+    for i in _unwanted(fields):
+        values[i] = None
+    _, nans, infs, zeros, l1, sumsq, mean, m2, m3, m4, low, high = values
+    return Record(int(n), mean, m2, m3, m4, low, high, l1, sumsq, _whole(zeros), _whole(nans), _whole(infs))
 
 
-def _extremum(pick: Any, a: float | None, b: float | None) -> float | None:
-    if a is None or b is None:
-        return None
-    return math.nan if math.isnan(a) or math.isnan(b) else pick(a, b)
+@cache
+def _unwanted(fields: frozenset[str]) -> tuple[int, ...]:
+    return tuple(i for i, name in enumerate(COLUMNS) if name not in fields)
 
 
-def _merge_pair(a: Record, b: Record) -> Record:
-    if not a.n:
-        return b
-    if not b.n:
-        return a
-    center, m2, m3, m4 = _merge_moments(a, b)
-    return Record(
-        a.n + b.n,
-        center,
-        m2,
-        m3,
-        m4,
-        _extremum(min, a.min, b.min),
-        _extremum(max, a.max, b.max),
-        _sum(a.l1, b.l1),
-        _sum(a.sumsq, b.sumsq),
-        _sum(a.zeros, b.zeros),
-        _sum(a.nans, b.nans),
-        _sum(a.infs, b.infs),
-        _sum(a.codes, b.codes),
-        _sum(a.sampled_codes, b.sampled_codes),
-        a.finite_only,
-    )
-
-
-def _merge_moments(a: Record, b: Record) -> tuple[float | None, float | None, float | None, float | None]:
-    """Merge central moments after Chan, Golub & LeVeque (1979) and Pébay (2008)."""
-    if a.center is None or b.center is None:
-        return None, None, None, None
-    na, nb = a.count, b.count
-    n = na + nb
-    if not na or not nb:
-        full = b if nb else a
-        return full.center, full.m2, full.m3, full.m4
-    d = b.center - a.center
-    center = a.center + d * nb / n
-    if a.m2 is None or b.m2 is None:
-        return center, None, None, None
-    m2 = a.m2 + b.m2 + d * d * na * nb / n
-    if a.m3 is None or b.m3 is None:
-        return center, m2, None, None
-    m3 = a.m3 + b.m3 + d**3 * na * nb * (na - nb) / n**2 + 3 * d * (na * b.m2 - nb * a.m2) / n
-    if a.m4 is None or b.m4 is None:
-        return center, m2, m3, None
-    m4 = (
-        a.m4
-        + b.m4
-        + d**4 * na * nb * (na * na - na * nb + nb * nb) / n**3
-        + 6 * d * d * (na * na * b.m2 + nb * nb * a.m2) / n**2
-        + 4 * d * (na * b.m3 - nb * a.m3) / n
-    )
-    return center, m2, m3, m4
+def _whole(count: float | None) -> int | None:
+    return None if count is None else int(count)
 
 
 def merge(*records: Record) -> Record:
-    """Return the record of all elements of `records` together; of none, a record with ``n = 0``.
+    """Return the record of all elements of `records` together; without any, a record with ``n = 0``.
 
     Records must hold the same fields; one held by only some of them is dropped.
     """
-    return reduce(_merge_pair, records) if records else Record()
+    some = [record for record in records if record.n]
+    if len(some) < 2:
+        return some[0] if some else records[0] if records else Record()
+    columns = tuple(name for name in COLUMNS if all(getattr(r, _ATTRIBUTE.get(name, name)) is not None for r in some))
+    rows = [[getattr(record, _ATTRIBUTE.get(name, name)) for name in columns] for record in some]
+    row = EMPTY.copy()
+    with np.errstate(all="ignore"):
+        row[[COLUMNS.index(name) for name in columns]] = merge_rows(np.array(rows, np.float64), columns)
+    merged = record_of(row, frozenset(columns))
+    for name in HISTOGRAMS:
+        if all(getattr(record, name) is not None for record in some):
+            setattr(merged, name, sum(getattr(record, name) for record in some))
+    merged.finite_only = some[0].finite_only
+    return merged

@@ -1,6 +1,7 @@
-"""The statistics kernels in C++: one look at a tensor where operators need one each.
+"""The statistics kernels in C++: one pass over a tensor instead of one per operator.
 
-They are compiled once per machine by the compiler that is there, in less than a second; without one `ikkuna.numerics.statistics.eager` does the same.
+They are compiled once per machine, in less than a second, by the compiler that is installed.
+Without a compiler `ikkuna.numerics.statistics.eager` computes the same.
 """
 
 from ikkuna.numerics.statistics.native.build import library

@@ -1,4 +1,4 @@
-"""Compile the kernels, or find them compiled."""
+"""Compiles the kernels, or finds them in the cache."""
 
 import hashlib
 import logging
@@ -24,10 +24,10 @@ _SECONDS = 60.0
 
 @cache
 def library() -> Library | None:
-    """Return the compiled kernels; ``None``, after one line in the log, where there is no compiler or its product cannot be loaded.
+    """Return the native kernels; ``None``, after one line in the log, if there is no compiler or the library cannot be loaded.
 
-    The library is kept in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name made of source, compiler and processor;
-    where that cannot be written it is made for this process alone.
+    The library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source, compiler and processor.
+    If this directory is not writable, the library is built in a temporary directory for this process alone.
     """
     try:
         return _load_or_build()
@@ -43,18 +43,18 @@ def _load_or_build() -> Library:
     for directory in (_cache_directory(), None):
         try:
             if directory is None:
-                with tempfile.TemporaryDirectory(prefix="ikkuna-") as own:  # what is loaded need not stay
+                with tempfile.TemporaryDirectory(prefix="ikkuna-") as own:  # a loaded library needs no file
                     return Library(_build(compiler, Path(own) / name))
             return Library(_found_or_built(compiler, directory, name))
         except OSError as error:
-            failure = error  # a directory that cannot be written, or from which nothing may be executed
+            failure = error  # the directory is not writable, or mounted without execution
     raise failure
 
 
 def _found_or_built(compiler: str, directory: Path, name: str) -> Path:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if hasattr(os, "getuid") and directory.stat().st_uid != os.getuid():
-        raise PermissionError(f"{directory} belongs to somebody else")
+        raise PermissionError(f"{directory} belongs to another user")
     path = directory / name
     return path if path.exists() else _build(compiler, path)
 
@@ -72,7 +72,7 @@ def _compiler() -> str:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Tell apart what must not be mixed up: a home directory may be shared by machines with different processors."""
+    """Return a name for source, compiler and processor: machines with different processors may share a home directory."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
     return hashlib.sha256(b"\0".join((_SOURCE.read_bytes(), version, _processor()))).hexdigest()[:20]
 
@@ -86,7 +86,7 @@ def _processor() -> bytes:
 
 
 def _build(compiler: str, path: Path) -> Path:
-    """Compile for this very processor, or if the compiler does not know how, for any; the file appears whole or not at all."""
+    """Compile for this processor, or if the compiler does not support that, for any; the file appears complete or not at all."""
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         made = Path(directory) / path.name
         for tuning in _TUNINGS:

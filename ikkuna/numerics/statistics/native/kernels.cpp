@@ -1,8 +1,8 @@
-// Statistics of many numbers in one look: what `ikkuna.numerics.measure` does with several operators, fused.
+// Statistics of many numbers in one pass.
 //
-// A row of 1,024 numbers stays in the innermost cache for a second look and is short enough for sums in its own precision.
-// Rows merge in double (Chan, Golub & LeVeque 1979; Pebay 2008).  A row whose sums are suspicious (not finite, or of
-// numbers whose powers float does not have) is looked at again in double, and element by element if that does not help.
+// A run of 1,024 numbers stays in the innermost cache for a second pass and is short enough for sums in its own precision.
+// Runs merge in double (Chan, Golub & LeVeque 1979; Pebay 2008).  A run whose sums are not finite, or exceed what float
+// can represent, is read again in double, and element by element if that does not help.
 
 #include <algorithm>
 #include <cmath>
@@ -13,12 +13,12 @@
 
 namespace {
 
-constexpr int ROW = 1024;
+constexpr int RUN = 1024;
 
-// What is wanted, besides the sum of squares and the number of elements.
+// The statistics to compute, besides the sum of squares and the number of elements.
 enum Wanted { LINEAR = 1, SECOND = 2, HIGHER = 4, EXTREMES = 8 };
 
-// In the order in which `look.py` reads it.
+// A row of the table; `table.py` has the same order of columns.
 struct Record {
     double n = 0, nans = 0, infs = 0, zeros = 0, l1 = 0, sumsq = 0, mean = 0, m2 = 0, m3 = 0, m4 = 0;
     double min = std::numeric_limits<double>::infinity(), max = -std::numeric_limits<double>::infinity();
@@ -50,9 +50,9 @@ struct Record {
     }
 };
 
-// Add the moments of a row about its mean.
+// Add the moments of a run about its mean.
 template <class A, class T>
-void look_again(const T *x, int n, int wanted, Record &row) {
+void read_again(const T *x, int n, int wanted, Record &row) {
     const A mean = static_cast<A>(row.mean);
     A s2 = 0, s3 = 0, s4 = 0;
     if (wanted & HIGHER) {
@@ -69,19 +69,19 @@ void look_again(const T *x, int n, int wanted, Record &row) {
         }
     }
     const double e = row.mean - mean, ee = e * e;
-    row.m2 = s2 - n * ee > 0 ? s2 - n * ee : 0;
+    row.m2 = s2 - n * ee < 0 ? 0 : s2 - n * ee;
     row.m3 = s3 - 3 * e * s2 + 2 * n * ee * e;
     row.m4 = s4 - 4 * e * s3 + 6 * ee * s2 - 3 * n * ee * ee;
 }
 
-// Numbers that are added to others side by side: as wide as the widest registers there are, lowered to what there is.
+// A vector as wide as the widest registers of any processor; the compiler lowers it to the registers of this one.
 template <class A>
 struct Side {
     typedef A Numbers __attribute__((vector_size(64)));
     static constexpr int SIZE = 64 / sizeof(A);
 };
 
-// The sum of squares of a row, in four sums, since an addition waits for the one before it: norms are asked for more than all else.
+// The sum of squares of a run, the most frequent statistic, in four independent sums: an addition waits for the one before it.
 template <class A, class T>
 A sum_of_squares(const T *x, int n) {
     constexpr int SIZE = Side<A>::SIZE;
@@ -101,9 +101,9 @@ A sum_of_squares(const T *x, int n) {
     return total;
 }
 
-// Look at a row in the precision of A, with a mean in double; the second look is about that mean rounded to A, and corrected for it.
+// Read a run in the precision of A, with a mean in double; the second pass is about this mean rounded to A, and corrected for that.
 template <class A, class T>
-Record look(const T *x, int n, int wanted) {
+Record read_as(const T *x, int n, int wanted) {
     Record row;
     row.n = n;
     A low = std::numeric_limits<A>::infinity(), high = -low;
@@ -133,11 +133,11 @@ Record look(const T *x, int n, int wanted) {
         }
     }
     row.min = low, row.max = high;
-    if (wanted & (SECOND | HIGHER)) look_again<A>(x, n, wanted, row);
+    if (wanted & (SECOND | HIGHER)) read_again<A>(x, n, wanted, row);
     return row;
 }
 
-// Whether float had room for what was summed.
+// Whether float can represent the sums.
 bool fits(const Record &row, int wanted) {
     if (row.zeros == row.n) return true;
     const double n = row.n;
@@ -145,10 +145,10 @@ bool fits(const Record &row, int wanted) {
     return !(wanted & HIGHER) || (row.m2 > 1e-14 * n && row.m2 < 1e14 * n);
 }
 
-// Look at the finite elements, and count the others.
+// Read the finite elements, and count the others.
 template <class T>
 Record screen(const T *x, int n, int wanted) {
-    double finite[ROW], low = std::numeric_limits<double>::infinity(), high = -low;
+    double finite[RUN], low = std::numeric_limits<double>::infinity(), high = -low;
     int k = 0, nans = 0, infs = 0;
     for (int i = 0; i < n; i++) {
         const double v = x[i];
@@ -156,7 +156,7 @@ Record screen(const T *x, int n, int wanted) {
         else if (std::isnan(v)) nans++;
         else infs++, low = v < low ? v : low, high = v > high ? v : high;
     }
-    Record row = k ? look<double>(finite, k, wanted) : Record();
+    Record row = k ? read_as<double>(finite, k, wanted) : Record();
     row.n = n, row.nans = nans, row.infs = infs;
     row.min = low < row.min ? low : row.min;
     row.max = high > row.max ? high : row.max;
@@ -165,8 +165,8 @@ Record screen(const T *x, int n, int wanted) {
 
 template <class T>
 Record read(const T *x, int n, int wanted) {
-    Record row = look<T>(x, n, wanted);
-    if (sizeof(T) < sizeof(double) && !fits(row, wanted)) row = look<double>(x, n, wanted);
+    Record row = read_as<T>(x, n, wanted);
+    if (sizeof(T) < sizeof(double) && !fits(row, wanted)) row = read_as<double>(x, n, wanted);
     return std::isfinite(row.sumsq) ? row : screen(x, n, wanted);
 }
 
@@ -178,16 +178,16 @@ float widened(uint16_t bfloat16) {
 }
 
 Record read(const uint16_t *x, int n, int wanted) {
-    float row[ROW];
+    float row[RUN];
     for (int i = 0; i < n; i++) row[i] = widened(x[i]);
     return read(row, n, wanted);
 }
 
-// Add to a record what `read_row(first, length)` returns of n numbers; one of zeros alone has seen nothing.
-template <class ReadRow>
-void measure(int64_t n, int wanted, Record *out, ReadRow read_row) {
+// Add to a record what `read_run(first, length)` returns for n numbers; a record with n = 0 is reset.
+template <class ReadRun>
+void measure(int64_t n, int wanted, Record *out, ReadRun read_run) {
     if (out->n == 0) *out = Record();
-    for (int64_t i = 0; i < n; i += ROW) out->merge(read_row(i, n - i < ROW ? static_cast<int>(n - i) : ROW), wanted);
+    for (int64_t i = 0; i < n; i += RUN) out->merge(read_run(i, n - i < RUN ? static_cast<int>(n - i) : RUN), wanted);
     if (out->nans > 0) out->min = out->max = std::numeric_limits<double>::quiet_NaN();
 }
 
@@ -196,11 +196,11 @@ void measure_one(const T *x, int64_t n, int wanted, Record *out) {
     measure(n, wanted, out, [=](int64_t i, int length) { return read(x + i, length, wanted); });
 }
 
-// The difference is rounded as that of two tensors would be, but is never written anywhere.
+// The difference is rounded as that of two tensors, but is not written to memory.
 template <class T>
 void measure_difference(const T *x, const T *y, int64_t n, int wanted, Record *out) {
     measure(n, wanted, out, [=](int64_t i, int length) {
-        T row[ROW];
+        T row[RUN];
         for (int j = 0; j < length; j++) row[j] = x[i + j] - y[i + j];
         return read(row, length, wanted);
     });
@@ -214,14 +214,14 @@ int32_t bits(float x) {
 int32_t bits(double x) { return bits(static_cast<float>(x)); }
 int32_t bits(uint16_t x) { return bits(widened(x)); }
 
-// While it counts, a count is four counters of 16 bits.  Neighbours use them in turn: of equal ones the next need not wait for the last.
+// During counting, a count is four counters of 16 bits.  Neighbours use them in turn, so equal numbers do not wait for each other.
 constexpr int LANES = 4;
 constexpr int64_t FULL = LANES * int64_t(65535);
 
 // Clear the counts.
 void begin(int64_t *counts, int64_t half) { std::memset(counts, 0, 2 * half * sizeof *counts); }
 
-// Count codes, the leading bits of n numbers, at most FULL in all; those of negative numbers by rising magnitude.
+// Count codes, the leading bits of n numbers, at most FULL of them; those of negative numbers by rising magnitude.
 template <class Code>
 void tally(int64_t *counts, int64_t half, int64_t n, Code code) {
     uint16_t *zero = reinterpret_cast<uint16_t *>(counts + half);
@@ -231,7 +231,7 @@ void tally(int64_t *counts, int64_t half, int64_t n, Code code) {
     for (; i < n; i++) zero[code(i) * LANES + i % LANES]++;
 }
 
-// Add up what was counted, and put the bins in order.
+// Add the four counters of each bin, and put the bins in order.
 void finish(int64_t *counts, int64_t half) {
     for (int64_t bin = 0; bin < 2 * half; bin++) {
         uint64_t four;
@@ -249,7 +249,7 @@ void codes_of_some(const T *x, int64_t n, int shift, int64_t *counts, int64_t ha
     finish(counts, half);
 }
 
-// The same of any number of them.
+// The same for any n.
 template <class T>
 void codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half) {
     codes_of_some(x, n < FULL ? n : FULL, shift, counts, half);
@@ -268,30 +268,30 @@ uint32_t mixed(uint32_t h) {
     return h ^ (h >> 16);
 }
 
-constexpr int64_t RUNS = 1 << 16, FAR = 1 << 20;  // beyond, every number drawn lies in a cache line of its own
+constexpr int64_t PARTS = 1 << 16, FAR = 1 << 20;  // above FAR, every drawn number lies in another cache line
 
-// Draw one number from each of ROW successive runs of the RUNS that n numbers are divided into.
+// Draw one number from each of RUN successive parts, of the PARTS parts into which n numbers are divided.
 void draw(int64_t *at, int64_t first, int64_t n, uint32_t seed) {
 #pragma omp simd
-    for (int64_t j = 0; j < ROW; j++) {
+    for (int64_t j = 0; j < RUN; j++) {
         const int64_t i = first + j, begin = (i * n) >> 16, end = ((i + 1) * n) >> 16;
         const uint64_t random = mixed(seed + 0x9e3779b9u * static_cast<uint32_t>(i));
         at[j] = begin + static_cast<int64_t>((random * static_cast<uint64_t>(end - begin)) >> 32);
     }
 }
 
-// The same of one number out of each of 2^16 equal runs, which stands for all of its run.
+// The same for one number out of each of 2^16 equal parts, which represents its part.
 template <class T>
 void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half, uint32_t seed) {
-    int64_t at[ROW];
+    int64_t at[RUN];
     begin(counts, half);
-    for (int64_t first = 0; first < RUNS; first += ROW) {
+    for (int64_t first = 0; first < PARTS; first += RUN) {
         draw(at, first, n, seed);
-        if (n > FAR) for (const int64_t place : at) __builtin_prefetch(x + place, 0, 2);
-        tally(counts, half, ROW, [&](int64_t i) { return static_cast<int64_t>(bits(x[at[i]]) >> shift); });
+        if (n > FAR) for (const int64_t i : at) __builtin_prefetch(x + i, 0, 2);
+        tally(counts, half, RUN, [&](int64_t i) { return static_cast<int64_t>(bits(x[at[i]]) >> shift); });
     }
     finish(counts, half);
-    const double share = static_cast<double>(n) / RUNS;
+    const double share = static_cast<double>(n) / PARTS;
     for (int64_t bin = 0; bin < 2 * half; bin++) counts[bin] = static_cast<int64_t>(std::nearbyint(counts[bin] * share));
 }
 

@@ -1,4 +1,4 @@
-"""Calls the compiled kernels."""
+"""Calls the C++ kernels."""
 
 import ctypes
 import os
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.numerics.elements import in_memory_order
-from ikkuna.numerics.statistics.native.look import Look, record_of
-from ikkuna.numerics.statistics.record import Record, closure
+from ikkuna.numerics.statistics.record import closure
+from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, empty_rows
 
 __all__ = ["DTYPES", "Library"]
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
-"""What the kernels read."""
+"""The dtypes that the kernels read, and the names of these in the library."""
 
 _SUBTRACTED = (torch.float32, torch.float64)
 
@@ -32,18 +32,22 @@ _Kernel = Callable[..., None]
 
 
 class Library:
-    """The kernels of one shared library, for tensors that it `takes`; others must not be given to it.
+    """The kernels of one shared library.
+
+    They add statistics to rows of a table (see `ikkuna.numerics.statistics.table`), given by their addresses.
+    A tensor must be one that the library `accepts`.
 
     Parameters
     ----------
-    path : the library
+    path : Path
+        The library.
 
     Raises
     ------
     OSError
         If it cannot be loaded.
     RuntimeError
-        If it computes nonsense.
+        If its results are wrong.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,57 +59,59 @@ class Library:
         self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
         self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
         self._merge = _typed(kernels, "merge_records", _MERGE)
-        if self.measure(torch.tensor([1.0, -3.0]), frozenset(("n", "l1", "m2"))) != Record(2, m2=8.0, l1=4.0):
-            raise RuntimeError("the compiled kernels compute nonsense")
+        row = self.measure(torch.tensor([1.0, -3.0]), frozenset(("n", "l1", "m2")))
+        if [row[COLUMN[name]] for name in ("n", "l1", "mean", "m2")] != [2, 4, -1, 8]:
+            raise RuntimeError("the native kernels compute wrong results")
 
     @staticmethod
-    def takes(x: Tensor) -> bool:
-        """Whether the numbers of `x` lie in memory as a kernel reads them: not those of a wrapper, a lazy negative or a lazy zero."""
+    def accepts(x: Tensor) -> bool:
+        """Return whether a kernel can read the elements of `x` from memory: not those of a wrapper, a lazy negative or a lazy zero."""
         return (
             type(x) in _PLAIN
             and x.dtype in DTYPES
             and x.is_cpu
             and x.layout is torch.strided
             and not x.is_nested
-            and (x.is_contiguous() or in_memory_order(x).is_contiguous())  # ``channels_last`` is as good
+            and (x.is_contiguous() or in_memory_order(x).is_contiguous())  # ``channels_last``, for example
             and not x.is_neg()
             and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-            and x.data_ptr() != 0  # of no number, too
+            and x.data_ptr() != 0  # a tensor without elements has no address
         )
 
-    def measure(self, x: Tensor, fields: frozenset[str]) -> Record:
-        """Return the `fields` of the numbers of `x`."""
-        look = Look()
-        self.look(x, fields, look)
-        return record_of(look, fields) or Record()
+    def measure(self, x: Tensor, fields: frozenset[str]) -> Values:
+        """Return the row of the elements of `x`."""
+        row = EMPTY.copy()
+        self.add(x, fields, row.ctypes.data)
+        return row
 
-    def look(self, x: Tensor, fields: frozenset[str], look: Look) -> None:
-        """Add the `fields` of the numbers of `x` to a look; parts of many are measured by as many threads as torch has."""
-        kernel, wanted, begin, n = self._measure[x.dtype], _wanted(fields), x.data_ptr(), x.numel()
+    def add(self, x: Tensor, fields: frozenset[str], row: int) -> None:
+        """Add the `fields` of the elements of `x` to the row at an address; parts of large tensors run in torch's number of threads."""
+        kernel, flags, begin, n = self._measure[x.dtype], _flags(fields), x.data_ptr(), x.numel()
         if n <= _PART:
-            kernel(begin, n, wanted, look)
+            kernel(begin, n, flags, row)
             return
         size = x.element_size()
-        parts = [(Look(), first) for first in range(0, n, _PART)]
-        _each(lambda part, first: kernel(begin + first * size, min(n - first, _PART), wanted, part), parts)
-        for part, _ in parts:
-            self._merge(part, wanted, look)
+        parts = empty_rows(-(-n // _PART))
+        jobs = [(part.ctypes.data, i * _PART) for i, part in enumerate(parts)]
+        _run(lambda part, first: kernel(begin + first * size, min(n - first, _PART), flags, part), jobs)
+        for part, _ in jobs:
+            self._merge(part, flags, row)
 
-    def takes_difference(self, x: Tensor, y: Tensor) -> bool:
-        """Whether a kernel reads the difference of `x` and `y`."""
+    def accepts_difference(self, x: Tensor, y: Tensor) -> bool:
+        """Return whether a kernel can read the difference of `x` and `y`."""
         is_alike = x.dtype is y.dtype and x.shape == y.shape and x.stride() == y.stride()
-        return x.dtype in _SUBTRACTED and is_alike and self.takes(x) and self.takes(y)
+        return x.dtype in _SUBTRACTED and is_alike and self.accepts(x) and self.accepts(y)
 
-    def look_at_difference(self, x: Tensor, y: Tensor, fields: frozenset[str], look: Look) -> None:
-        """Add the `fields` of ``x - y``, which is never made: two looks at memory where a subtraction and a measurement are four."""
-        self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), _wanted(fields), look)
+    def add_difference(self, x: Tensor, y: Tensor, fields: frozenset[str], row: int) -> None:
+        """Add the `fields` of ``x - y`` to the row at an address, without a tensor for the difference."""
+        self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), _flags(fields), row)
 
     def codes(self, x: Tensor, m: int, counts: Tensor) -> None:
-        """Fill `counts`, whatever it holds, with those of the float codes of `x`."""
+        """Overwrite `counts` with the counts of the float codes of `x`."""
         self._codes[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2)
 
     def sampled_codes(self, x: Tensor, m: int, counts: Tensor, seed: int) -> None:
-        """Fill `counts` from 65,536 numbers, one at random out of each of so many equal runs, scaled to all numbers of `x`."""
+        """Overwrite `counts` with those of 65,536 elements, one at random out of each of so many equal runs, scaled to all of `x`."""
         self._sampled[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2, seed)
 
 
@@ -116,17 +122,17 @@ _CODES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes
 _SAMPLED = (*_CODES, ctypes.c_uint32)
 
 
-def _each(part: Callable[[Any, int], None], rows: list[tuple[Any, int]]) -> None:
-    """Measure parts, at once if there are threads; they, and so the result, are the same in any case."""
+def _run(job: Callable[[int, int], None], jobs: list[tuple[int, int]]) -> None:
+    """Run a job for each pair of arguments, in parallel if torch has several threads; the result does not depend on their number."""
     threads = torch.get_num_threads()
     run = map if threads == 1 else _pool(threads, os.getpid()).map
-    for _ in run(part, *zip(*rows, strict=True)):
+    for _ in run(job, *zip(*jobs, strict=True)):
         pass
 
 
 @cache
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Return the threads of this process; those of a parent do not outlive a fork."""
+    """Return the threads of this process; a child process does not inherit those of its parent."""
     return ThreadPoolExecutor(threads, thread_name_prefix="ikkuna")
 
 
@@ -137,7 +143,7 @@ def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> _Kern
 
 
 @cache
-def _wanted(fields: frozenset[str]) -> int:
+def _flags(fields: frozenset[str]) -> int:
     if fields <= _SQUARES:
         return 0
     if fields.isdisjoint(_SUMMED):

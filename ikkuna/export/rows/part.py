@@ -1,0 +1,127 @@
+"""The measurements of one part of an open step."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ikkuna.distributed.dtensor import ShardPosition
+from ikkuna.export.bus.error_guard import ErrorGuard
+from ikkuna.export.subscriber.registered import Registered
+from ikkuna.numerics.statistics.device import DeviceStatistics
+from ikkuna.numerics.statistics.host import HostStatistics
+
+__all__ = ["Part", "PartPool"]
+
+_MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "last": lambda known, value: value,
+}
+
+
+class Part:
+    """The measurements of one part of an open step, such as those of one forward.
+
+    Parameters
+    ----------
+    error_guard : ErrorGuard
+        Handles errors in the merge of subscribers' results.
+    native : bool
+        Whether to use the C++ kernels if they are available.
+
+    Attributes
+    ----------
+    host : HostStatistics
+        The shared statistics of tensors on the host.
+    devices : dict
+        Those of tensors on other devices.
+    measured : dict
+        The results of subscribers' own ``measure``, by row and subscriber.
+    together : dict
+        The results of subscribers that measure several tensors together.
+    shards : dict
+        By row, which shard of a distributed tensor this rank has.
+    reductions : dict
+        By row, how the calls of a loss become one number: ``"mean"`` or ``"sum"``.
+    """
+
+    def __init__(self, error_guard: ErrorGuard, native: bool) -> None:
+        self._error_guard = error_guard
+        self.host = HostStatistics(native)
+        self.devices: dict[torch.device, DeviceStatistics] = {}
+        self.measured: dict[int, dict[Registered, Tensor]] = {}
+        self.together: dict[Registered, Tensor] = {}
+        self.shards: dict[int, ShardPosition] = {}
+        self.reductions: dict[int, str] = {}
+
+    def statistics(self, x: Tensor) -> HostStatistics | DeviceStatistics:
+        """Return the statistics to which a tensor is added."""
+        return self.host if x.is_cpu else self._on(x.device)
+
+    def _on(self, device: torch.device) -> DeviceStatistics:
+        if (found := self.devices.get(device)) is None:
+            found = self.devices[device] = DeviceStatistics(device)
+        return found
+
+    def add_measured(self, row: int | None, registered: Registered, value: Tensor) -> None:
+        """Add the result of a subscriber's ``measure`` to its row; ``None`` if it measures several tensors together."""
+        results = self.together if row is None else self.measured.setdefault(row, {})
+        known = results.get(registered)
+        stage = "keep" if known is None else "merge"  # a first result does not reset the count of failed merges
+
+        def merged(value: Tensor) -> Tensor:
+            value = value.detach().to(torch.float64, copy=True)
+            return value if known is None else _MERGE[registered.subscriber.merge](known, value)
+
+        if (result := self._error_guard.call(registered, stage, merged, value)) is not None:
+            results[registered] = result
+
+    def merge(self, other: "Part") -> None:
+        """Add the measurements of another part, and empty that."""
+        self.host.merge(other.host)
+        for device, statistics in other.devices.items():
+            self._on(device).merge(statistics)
+        for row, results in ((None, other.together), *other.measured.items()):
+            for registered, value in results.items():
+                self.add_measured(row, registered, value)
+        self.shards |= other.shards
+        self.reductions |= other.reductions
+        other.clear()
+
+    def clear(self, rows: Iterable[int] | None = None) -> None:
+        """Empty some rows, or all."""
+        rows = None if rows is None else list(rows)
+        self.host.clear(rows)
+        for statistics in self.devices.values():
+            statistics.clear(rows)
+        if rows is None:
+            self.measured, self.together, self.shards, self.reductions = {}, {}, {}, {}
+        for row in rows or ():
+            for by_row in (self.measured, self.shards, self.reductions):
+                by_row.pop(row, None)
+
+
+class PartPool:
+    """The parts of a recorder that are not in use.
+
+    Parameters
+    ----------
+    error_guard, native
+        See `Part`.
+    """
+
+    def __init__(self, error_guard: ErrorGuard, native: bool) -> None:
+        self._error_guard, self._native = error_guard, native
+        self._free: list[Part] = []
+
+    def take(self) -> Part:
+        """Return an empty part."""
+        return self._free.pop() if self._free else Part(self._error_guard, self._native)
+
+    def release(self, parts: Iterable[Part]) -> None:
+        """Empty parts, and keep them for later."""
+        for part in parts:
+            part.clear()
+            self._free.append(part)

@@ -1,0 +1,99 @@
+"""Rows of statistics as arrays: their columns, and the merge of rows."""
+
+import math
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ikkuna.numerics.statistics.moments import merge_moments
+
+__all__ = ["COLUMN", "COLUMNS", "EMPTY", "Values", "empty_rows", "merge_rows", "repeat_rows", "row_of"]
+
+Values = NDArray[np.float64]
+ArrayLike = TypeVar("ArrayLike", Values, Tensor)
+
+COLUMNS = ("n", "nans", "infs", "zeros", "l1", "sumsq", "mean", "m2", "m3", "m4", "min", "max")
+"""The columns of a row, all of them float64; sums and moments are those of the finite elements.
+
+The C++ kernels write their structure ``Record`` in this order.
+"""
+
+COLUMN = {name: i for i, name in enumerate(COLUMNS)}
+"""The index of each column."""
+
+EMPTY: Values = np.array([*[0.0] * 10, np.inf, -np.inf])
+"""The row of no elements."""
+
+_SUMS = COLUMNS[:6]
+_MOMENTS = COLUMNS[6:10]
+_REPEATED = np.array([name in _SUMS or name in ("m2", "m3", "m4") for name in COLUMNS])
+
+
+def empty_rows(count: int) -> Values:
+    """Return ``(count, columns)`` rows of no elements."""
+    return np.tile(EMPTY, (count, 1))
+
+
+def row_of(value: float, n: float = 1) -> Values:
+    """Return the row of a number that occurs `n` times.
+
+    Examples
+    --------
+    >>> row_of(-2.0, 3).tolist()
+    [3.0, 0.0, 0.0, 0.0, 6.0, 12.0, -2.0, 0.0, 0.0, 0.0, -2.0, -2.0]
+    """
+    if not n:
+        return EMPTY
+    if not math.isfinite(value):
+        return np.array([n, n * math.isnan(value), n * math.isinf(value), *[0.0] * 7, value, value])
+    return np.array([n, 0, 0, n * (value == 0), n * abs(value), n * value * value, value, 0, 0, 0, value, value])
+
+
+def merge_rows(values: ArrayLike, columns: tuple[str, ...] = COLUMNS, counts: Any = True) -> ArrayLike:
+    """Return the statistics of the elements of all parts together.
+
+    Parameters
+    ----------
+    values : array or Tensor
+        ``(parts, ..., columns)``
+    columns : tuple of str
+        The columns of `values`, in the order of :data:`COLUMNS`; ``n`` is one of them.
+    counts : array or Tensor
+        ``(parts, ...)``, bool: whether a part counts.  A part without elements never counts.
+
+    Returns
+    -------
+    array or Tensor
+        ``(..., columns)``
+
+    Examples
+    --------
+    >>> values = np.array([[2.0, 1.0, 2.0], [1.0, 4.0, 0.0]])                        # of 0 and 2, and of 4
+    >>> merge_rows(values, ("n", "mean", "m2")).tolist()
+    [3.0, 2.0, 8.0]
+    """
+    xp: Any = torch if isinstance(values, Tensor) else np
+    found = {name: values[..., i] for i, name in enumerate(columns)}
+    seen = (found["n"] > 0) & counts
+    sums = [name for name in columns if name in _SUMS]  # these columns come first
+    added = xp.where(seen[..., None], values[..., : len(sums)], 0.0).sum(0)
+    merged = {name: added[..., i] for i, name in enumerate(sums)}
+    if "mean" in found:
+        finite = found["n"] - found.get("nans", 0.0) - found.get("infs", 0.0)
+        moments = [found[name] for name in _MOMENTS if name in found]
+        merged |= zip(_MOMENTS, merge_moments(xp.where(seen, finite, 0.0), *moments), strict=False)
+    if "min" in found:
+        merged["min"] = xp.amin(xp.where(seen, found["min"], xp.inf), 0)
+    if "max" in found:
+        merged["max"] = xp.amax(xp.where(seen, found["max"], -xp.inf), 0)
+    return cast(ArrayLike, xp.stack([merged[name] for name in columns], -1))
+
+
+def repeat_rows(values: ArrayLike, times: Any) -> ArrayLike:
+    """Return the rows ``(..., columns)`` of every element repeated `times`: a mean of that many elements has this weight."""
+    if isinstance(values, Tensor):
+        return torch.where(torch.from_numpy(_REPEATED).to(values.device), values * times, values)
+    return np.where(_REPEATED, values * times, values)
