@@ -304,3 +304,178 @@ def test_constant_data_does_not_make_sums_drift(value, n):
     assert record.l1 == pytest.approx(exact * n, rel=1e-6)
     assert record.mean == pytest.approx(exact, rel=1e-6)
     assert measure(x, closure(["sumsq"])).l2_norm == pytest.approx(exact * math.sqrt(n), rel=1e-6)
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------------
+
+CLOSE = {"center": 1e-12, "m2": 1e-9, "m3": 1e-7, "m4": 1e-7, "l1": 1e-6, "sumsq": 1e-6}
+
+
+def assert_record(record, x):
+    """Compare with numpy in float64, relative to the size of the deviations rather than of the elements."""
+    want = reference(x)
+    k, spread = max(1, len(x)), np.std(np.asarray(x, np.float64))
+    for name, value in want.items():
+        power = {"m2": 2, "m3": 3, "m4": 4}.get(name)
+        slack = CLOSE[name] * k * spread**power if power else 0
+        assert getattr(record, name) == pytest.approx(value, rel=CLOSE.get(name, 0), abs=slack, nan_ok=True), name
+
+
+def normal(n, seed=0):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+OFFSETS = {
+    "1e4 +- 1": 1e4 + normal(50_000),
+    "a million deviations": 1e6 + normal(50_000),
+    "1e9 +- 1": 1e9 + normal(5000),
+    "float32 at 1e4": (1e4 + normal(50_000)).float(),
+    "1e-25": 1e-25 * normal(5000),
+    "1e-25 in float32": (1e-25 * normal(5000)).float(),
+    "1e19 in float32": (1e19 * normal(5000)).float(),
+    "1e30 in float32": (1e30 * normal(5000)).float(),
+    "gamma": torch.from_numpy(np.random.default_rng(0).gamma(2, size=5000)) + 100,
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_the_first_call_has_all_digits_of_all_moments(name):
+    x = OFFSETS[name]
+    record, want = measure(x, ALL), reference(x)
+    rel = 1e-5 if x.dtype is torch.float32 else 1e-6 if name == "1e9 +- 1" else 1e-9  # a mean of 1e9 is rounded to 1e-7
+    d = x.double() - x.double().mean()
+    for field, power in (("m2", 2), ("m3", 3), ("m4", 4)):
+        size = d.abs().pow(power).sum().item()
+        assert getattr(record, field) == pytest.approx(want[field], rel=rel, abs=rel * size), field
+    assert record.mean == pytest.approx(want["center"], rel=1e-7, abs=1e-7 * d.abs().max().item())
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_many_calls_merge_to_the_statistics_of_all_elements(name):
+    x = OFFSETS[name]
+    statistics = make()
+    for part in x.split([1, 2, 30] + [1] * 100 + [len(x) - 133]):
+        assert statistics.add(3, part, ALL)
+    got, want = statistics.record(3, ALL), measure(x, ALL)
+    for field in ("n", "zeros", "nans", "infs", "min", "max"):
+        assert getattr(got, field) == getattr(want, field), field
+    d = x.double() - x.double().mean()
+    for field, power in (("center", 1), ("m2", 2), ("m3", 3), ("m4", 4)):
+        size = d.abs().pow(power).sum().item()
+        assert getattr(got, field) == pytest.approx(getattr(want, field), rel=1e-5, abs=1e-6 * size), field
+
+
+def test_a_row_of_another_step_starts_anew():
+    """A row that is used again keeps nothing, whatever its mean was."""
+    statistics = make()
+    for offset in (0.0, 1e6, -3.0):
+        x = offset + normal(1000)
+        statistics.add(0, x, ALL)
+        assert_record(statistics.record(0, ALL), x.numpy())
+        statistics.clear()
+        assert statistics.record(0, ALL).n == 0
+
+
+def test_an_empty_call_changes_nothing():
+    """An expert that gets no tokens has neither a minimum nor a maximum."""
+    statistics, x = make(), random(20)
+    for part in (x[:0], x[:10], x[:0].bfloat16(), x[10:], x[:0]):
+        assert statistics.add(0, part, ALL)
+    check(statistics.record(0, ALL), x.numpy())
+    assert statistics.add(1, x[:0], ALL)
+    empty = statistics.record(1, ALL)
+    assert (empty.n, empty.l1, empty.zeros) == (0, 0, 0)
+    assert all(math.isnan(value) for value in (empty.min, empty.max, empty.mean))
+
+
+def test_rows_do_not_depend_on_each_other_and_the_table_grows():
+    statistics = make()
+    rows = [0, 5, 63, 64, 1000]
+    for row in rows:
+        statistics.add(row, torch.tensor([float(row)]), ALL)
+    for row in rows:
+        statistics.add(row, torch.tensor([row + 2.0]), ALL)
+    for row in rows:
+        record = statistics.record(row, ALL)
+        assert (record.n, record.mean, record.m2) == (2, row + 1, 2)
+    statistics.clear([5, 64])
+    assert [statistics.record(row, ALL).n for row in rows] == [2, 0, 2, 0, 2]
+    assert statistics.record(7, ALL).n == statistics.record(10**6, ALL).n == 0
+
+
+@pytest.mark.parametrize("weight", [4, 0.25, torch.tensor(4), torch.tensor(0.25, dtype=torch.float64)])
+def test_a_mean_stands_for_as_many_elements_as_its_weight(weight):
+    statistics = make()
+    statistics.add(0, torch.tensor(3.0), ALL, weight)
+    statistics.add(0, torch.tensor(8.0), ALL, 1)
+    statistics.add(0, torch.tensor(math.nan), ALL, torch.zeros(()))
+    record, w = statistics.record(0, closure(["m2", "l1"])), float(weight)
+    assert record.center == pytest.approx((3 * w + 8) / (w + 1))
+    assert record.l1 == pytest.approx(3 * w + 8)
+    assert record.m2 == pytest.approx(w / (w + 1) * 25)
+    assert record.nans == 0
+
+
+def test_histograms_of_several_calls_add_up():
+    fields, x = closure(FIELDS), random(200_000)
+    statistics = make()
+    for part in x.split(70_000):
+        statistics.add(0, part, fields, generator=torch.Generator().manual_seed(1))
+    record, whole = statistics.record(0, fields), measure(x, fields)
+    assert (record.codes == whole.codes).all()
+    assert record.sampled_codes.sum() == pytest.approx(200_000, rel=1e-3)
+    check(record, x.numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_difference_is_subtracted_in_at_least_float32(dtype):
+    x, step = random(300).to(dtype), 1e-3 * random(300, seed=1).to(dtype)
+    y = x + step
+    statistics = make()
+    assert statistics.add_difference(0, y, x, ALL)
+    check(statistics.record(0, ALL), (y.to(torch.promote_types(dtype, torch.float32)) - x).numpy(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "values", [[1e200], [1e200, 1e200], [1e200, -1e200, 3e200], [1e200, 1.0], [1e300, -1e300, 5.0], [1e308] * 3]
+)
+def test_values_whose_powers_exceed_float64_give_infinity_and_no_error(values):
+    x = torch.tensor(values, dtype=torch.float64)
+    statistics = make()
+    for part in (x, x[:1], x):
+        statistics.add(0, part, ALL)
+    record = statistics.record(0, ALL)
+    assert (record.n, record.nans, record.infs) == (2 * len(x) + 1, 0, 0)
+    assert (record.min, record.max) == (x.min().item(), x.max().item())
+    assert record.sumsq == math.inf
+    with np.errstate(all="ignore"):
+        want = reference(torch.cat([x, x[:1], x]))
+    for field in ("m2", "m3", "m4"):
+        value = getattr(record, field)
+        assert abs(value) == math.inf or value == pytest.approx(want[field], rel=1e-6), field
+    for read in (record.variance, lambda: record.skewness, lambda: record.kurtosis, lambda: record.l2_norm):
+        assert isinstance(read(), float)
+
+
+def test_two_statistics_merge():
+    a, b, x = make(), make(), normal(3000) + 5
+    for row, part in ((0, x[:1000]), (2, x[:10])):
+        a.add(row, part, closure(FIELDS))
+    for row, part in ((0, x[1000:]), (1, x[:7])):
+        b.add(row, part, closure(FIELDS))
+    a.merge(b)
+    for row, whole in ((0, x), (1, x[:7]), (2, x[:10])):
+        record = a.record(row, closure(FIELDS))
+        assert_record(record, whole.numpy())
+        assert record.codes.sum() == len(whole)
+    assert b.record(1, ALL).n == 7
+
+
+@given(st.lists(WILD, min_size=1, max_size=5))
+@settings(deadline=None, max_examples=60)
+def test_any_calls_merge_as_one(arrays):
+    statistics = make()
+    for x in arrays:
+        statistics.add(0, torch.from_numpy(x), ALL)
+    with np.errstate(over="ignore", invalid="ignore"):
+        check(statistics.record(0, ALL), np.concatenate([x.ravel() for x in arrays]), rel=1e-5)

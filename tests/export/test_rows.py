@@ -1,0 +1,245 @@
+"""The recorder's rows: parts of a step that count or do not, and what becomes of losses and subscribers' own results."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ikkuna.export.bus.bus import MessageBus
+from ikkuna.export.messages import Message, ModuleMessage
+from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.rows.delivery import Finished
+from ikkuna.export.rows.plan import Demand
+from ikkuna.export.rows.recorder import Recorder
+from ikkuna.export.rows.rows import Rows
+from ikkuna.export.rows.site import Site
+from ikkuna.export.subscriber import Subscriber
+
+STAMP = Stamp(3, 1, 0)
+ACTIVATIONS, WEIGHTS, LOSS = Site("activations", "fc"), Site("weights", "fc"), Site("loss")
+
+
+class Collecting(Subscriber):
+    """Keeps the records that are delivered."""
+
+    fields = ("m4", "min", "max", "l1", "sumsq", "zeros", "codes")
+
+    def __init__(self, kind: str, records: dict[str, object]) -> None:
+        super().__init__(kind)
+        self.records = records
+
+    def compute(self, message: Message) -> None:
+        self.records[message.kind] = message.record
+
+
+class Summing(Subscriber):
+    """Measures a sum of its own."""
+
+    def __init__(self, kind: str, merge: str = "sum", shape: tuple[int, ...] = ()) -> None:
+        super().__init__(kind)
+        self.merge = merge
+        self.values: list[float] = []
+        self.stamps: list[Stamp] = []
+
+    def measure(self, message: ModuleMessage) -> Tensor:
+        self.stamps.append(message.stamp)
+        return message.data.sum()
+
+    def compute(self, message: ModuleMessage) -> None:
+        self.values.append(float(message.data))
+
+
+class Case:
+    """A recorder with subscribers and an open step."""
+
+    def __init__(self, *subscribers: Subscriber, on_error: str = "raise") -> None:
+        self.bus = MessageBus("rows")
+        self.bus.error_guard.set_policy(on_error)
+        self.records: dict[str, object] = {}
+        collecting = (Collecting(kind, self.records) for kind in ("activations", "weights", "loss"))
+        for subscriber in (*collecting, *subscribers):
+            self.bus.register_subscriber(subscriber)
+        self.recorder = Recorder(self.bus.error_guard)
+        self.open()
+
+    def open(self) -> None:
+        self.recorder.open(STAMP, Demand().plan(self.bus.registered, STAMP))
+
+    def see(self, values: list[float] | float, part: int = 0, site: Site = ACTIVATIONS, **options: object) -> None:
+        self.recorder.receive(site, torch.tensor(values), "", part=part, **options)
+
+    def close(self, parts: tuple[int, ...] = ()) -> dict[str, object]:
+        rows = self.recorder.close(parts)
+        assert rows is not None
+        return self.deliver(rows)
+
+    def deliver(self, rows: Rows) -> dict[str, object]:
+        self.records.clear()
+        Finished(rows, None).deliver(self.bus)
+        return dict(self.records)
+
+
+@pytest.fixture
+def summing() -> Summing:
+    return Summing("activations")
+
+
+@pytest.fixture
+def case(summing: Summing) -> Iterator[Case]:
+    case = Case(summing)
+    yield case
+    case.bus.close()
+
+
+def test_only_part_0_is_delivered(case, summing):
+    case.see([1.0, 2.0])
+    case.see([100.0], part=2)
+    record = case.close()["activations"]
+    assert (record.n, record.mean, record.codes.sum()) == (2, 1.5, 2)
+    assert summing.values == [3.0]
+
+
+def test_parts_that_count_are_merged_when_the_step_closes(case, summing):
+    case.see([1.0, 2.0], part=1)
+    case.see([6.0], part=2)
+    case.see([1e6], part=3)
+    case.see([5.0], site=WEIGHTS)
+    found = case.close((1, 2))
+    assert (found["activations"].n, found["activations"].mean, found["activations"].m2) == (3, 3.0, 14.0)
+    assert found["activations"].codes.sum() == 3
+    assert found["weights"].mean == 5.0
+    assert summing.values == [9.0]
+
+
+def test_a_merged_part_is_empty_and_may_be_filled_again(case, summing):
+    case.see([1.0], part=2)
+    case.recorder.rows.merge_part(2, 1)
+    case.see([3.0], part=2)
+    case.recorder.rows.merge_part(2, 1)
+    case.recorder.rows.merge_part(7, 1)
+    case.see([50.0], part=2)
+    record = case.close((1,))["activations"]
+    assert (record.n, record.mean) == (2, 2.0)
+    assert summing.values == [4.0]
+
+
+def test_a_dropped_part_is_forgotten_and_renews_the_stamp(case, summing):
+    case.see([7.0], part=2)
+    stamp = case.recorder.rows.stamp
+    case.recorder.rows.drop_part(2)
+    assert case.recorder.rows.stamp == stamp
+    assert case.recorder.rows.stamp is not stamp
+    case.see([1.0], part=2)
+    record = case.close((2,))["activations"]
+    assert (record.n, record.mean, record.codes.sum()) == (1, 1.0, 1)
+    assert summing.values == [1.0]
+    assert summing.stamps[0] is not summing.stamps[1]
+
+
+def test_kinds_are_dropped_in_all_parts(case, summing):
+    case.see([7.0], part=2)
+    case.see([8.0])
+    case.see([5.0], site=WEIGHTS)
+    case.recorder.rows.drop(frozenset(["activations"]))
+    assert set(case.close((2,))) == {"weights"}
+    assert summing.values == []
+
+
+def test_split_rows_go_on_separately(case, summing):
+    case.see([1.0])
+    case.see([2.0], part=2)
+    old = case.recorder.rows
+    case.recorder.rows = old.split([2, 3])
+    case.see([4.0])
+    case.see([6.0], part=2)
+    old.close()
+    assert case.deliver(old)["activations"].mean == 1.0
+    record = case.close((2,))["activations"]
+    assert (record.n, record.mean) == (3, 4.0)
+    assert summing.values == [1.0, 12.0]
+    assert case.recorder.rows is None
+
+
+def test_the_next_step_begins_with_empty_parts(case, summing):
+    for value in (1.0, 2.0):
+        case.see([value])
+        case.see([100.0], part=2)
+        assert case.close()["activations"].mean == value
+        case.open()
+    assert "activations" not in case.close((2,))
+
+
+def test_a_row_has_the_same_number_in_all_steps(case):
+    rows = set()
+    for _ in range(3):
+        case.see([1.0], site=WEIGHTS)
+        case.see([1.0])
+        rows.add(tuple(case.recorder.rows.keys))
+        case.close()
+        case.open()
+    assert len(rows) == 1
+
+
+def test_more_sites_than_the_table_had_rows(case):
+    sites = [Site("activations", f"layer{i}") for i in range(500)]
+    for part in (0, 2):
+        for i, site in enumerate(sites):
+            case.see([float(i), i + 2.0 * part], part, site)
+    rows = case.recorder.close((2,))
+    rows.complete()
+    assert [rows.record(row).mean for row in rows.measured_rows()] == [i + 1.0 for i in range(500)]
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([(2.0, 4), (5.0, 2)], 3.0),
+        ([(2.0, 0.5), (5.0, 0.25)], 3.0),
+        ([(2.0, torch.tensor(4)), (5.0, torch.tensor(2))], 3.0),
+        ([(2.0, "sum"), (5.0, "sum")], 7.0),
+        ([(2.0, 0), (5.0, 3)], 5.0),
+        ([(math.inf, 4), (5.0, 2)], math.nan),
+        ([(math.nan, "sum"), (5.0, "sum")], math.nan),
+    ],
+)
+@pytest.mark.parametrize("part", [0, 2])
+def test_the_calls_of_a_loss_become_one_number(case, calls, expected, part):
+    for value, weight in calls:
+        case.see(value, part, LOSS, weight=weight)
+    record = case.close((2,))["loss"]
+    assert (record.n, record.mean) == (1, pytest.approx(expected, nan_ok=True))
+    assert record.l2_norm == pytest.approx(abs(expected), nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_difference_is_computed_in_at_least_float32(case, dtype):
+    before = torch.linspace(1, 2, 300).to(dtype)
+    after = before * 1.01
+    want = (after.double() - before.double()).norm().item()
+    case.recorder.receive_difference(WEIGHTS, after, before.clone(), "")
+    assert case.close()["weights"].l2_norm == pytest.approx(want, rel=1e-5)
+
+
+def test_results_that_do_not_merge_are_an_error_of_the_subscriber():
+    class Growing(Summing):
+        def measure(self, message: ModuleMessage) -> Tensor:
+            return message.data
+
+    growing = Growing("activations")
+    case = Case(growing, on_error="log")
+    case.see([1.0, 2.0])
+    case.see([1.0, 2.0, 3.0], part=2)
+    assert case.close((2,))["activations"].n == 5
+    assert case.bus.error_guard.errors == 2, "the merge, and the computation with two numbers"
+
+
+def test_a_measurement_must_be_a_tensor():
+    class Returning(Summing):
+        def measure(self, message: ModuleMessage) -> Tensor:
+            return 1.0  # type: ignore[return-value]
+
+    case = Case(Returning("activations"))
+    with pytest.raises(TypeError, match="measure must return a Tensor or None, got float"):
+        case.see([1.0])
