@@ -21,11 +21,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ikkuna.distributed.alignment import Alignments
-from ikkuna.distributed.block import Block, Row, build
+from ikkuna.distributed.block import RankBlock, RankRows, build
 from ikkuna.distributed.gather import Gather
 from ikkuna.distributed.layout import OWN, Layouts
 from ikkuna.distributed.merge import merge_blocks
-from ikkuna.numerics.statistics import Record, closure
+from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics.table import COLUMN, empty_rows
 
 FIELDS = closure(("m2", "min", "max"))
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
@@ -33,18 +34,15 @@ LINK = 10e9 / 8
 """Bytes per second of the link that is imagined."""
 
 
-def rows(count: int, rank: int) -> list[Row]:
-    """Return what mean, variance, minimum and maximum of so many tensors are on one rank."""
-    values = np.random.default_rng(rank).standard_normal((count, 4))
-    return [
-        Row(
-            ("activations", f"layers.{i}.block", ""),
-            OWN,
-            Record(n=1000, center=a, m2=1000 * abs(b), min=-abs(c), max=abs(d), nans=0, infs=0),
-            FIELDS,
-        )
-        for i, (a, b, c, d) in enumerate(values.tolist())
-    ]
+def rows(count: int, rank: int) -> RankRows:
+    """Return the mean, variance, minimum and maximum of so many tensors on one rank."""
+    numbers = np.abs(np.random.default_rng(rank).standard_normal((4, count)))
+    values = empty_rows(count)
+    measured = dict(zip(("mean", "m2", "min", "max"), numbers * [[1], [1000], [-1], [1]], strict=True))
+    for name, column in (measured | {"n": np.full(count, 1000.0)}).items():
+        values[:, COLUMN[name]] = column
+    keys = [("activations", f"layers.{i}.block", "") for i in range(count)]
+    return RankRows(keys, [OWN] * count, [FIELDS] * count, values)
 
 
 def seconds(function: Callable[[], Any], times: int = 3, clock: Callable[[], float] = time.process_time) -> float:
@@ -65,10 +63,10 @@ def pack_and_merge(ranks: int, count: int) -> tuple[int, float, float, float, fl
     packed = build(stamp, written, 0, layouts).pack(layouts)
     packing = seconds(lambda: build(stamp, written, 0, layouts).pack(layouts))
     for rank in range(ranks):
-        Block.unpack(rank, first, layouts)
+        RankBlock.unpack(rank, first, layouts)
 
-    def read() -> list[Block]:
-        return [Block.unpack(rank, packed, layouts) for rank in range(ranks)]
+    def read() -> list[RankBlock]:
+        return [RankBlock.unpack(rank, packed, layouts) for rank in range(ranks)]
 
     blocks = read()
     finding = seconds(lambda: alignments.of([block.layout for block in blocks]), 1)

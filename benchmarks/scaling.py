@@ -91,7 +91,7 @@ def over_sizes(rounds: int) -> dict[str, dict[str, float]]:
             sums.append(cpu_time(lambda: x.sum().item(), times))  # noqa: B023  # called within the round
             for (name, kernel), ratios in costs.items():
                 asked = closure(FIELDS[name])
-                took = cpu_time(lambda: measure(x, asked, compiled=kernel == "compiled"), times)  # noqa: B023
+                took = cpu_time(lambda: measure(x, asked, native=kernel == "compiled"), times)  # noqa: B023
                 ratios.append(took / sums[-1])
         for (name, kernel), ratios in costs.items():
             curves[f"{name}, {kernel}"][str(size)] = statistics.median(ratios)
