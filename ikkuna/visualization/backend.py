@@ -1,4 +1,4 @@
-"""The two verbs a backend must know, and how one is found by its name."""
+"""The base class of backends, and how a backend is found by its name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.errors import ConfigError, ConfigTypeError, unknown_name
 from ikkuna.plugins import load_plugin, plugin_names
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
@@ -18,16 +18,21 @@ GROUP = "ikkuna.backends"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The name of a curve: what is measured, of which module, in which pass.
+    """The identity of a curve: a kind, a module and a pass.
 
     Parameters
     ----------
-    kind : the kind of message shown, such as ``"weights_norm2"``
-    name : module, with the parameter's or output's own name where it needs one (``lstm.weight_ih_l0``, ``lstm:1.0``);
-        ``None`` for what belongs to the whole network
-    pass_name : ``"training"``, or another pass such as ``"testing"``
-    title : what a person should read in place of `kind`
-    ylims : limits of the value axis, for backends that draw axes
+    kind : str
+        The kind of message shown, such as ``"weights_norm2"``.
+    name : str, optional
+        The module, if needed with the name of its parameter or output (``lstm.weight_ih_l0``, ``lstm:1.0``);
+        ``None`` for a value of the whole network.
+    pass_name : str
+        ``"training"``, or another pass such as ``"testing"``.
+    title : str, optional
+        Shown instead of `kind`.
+    ylims : (float, float), optional
+        Limits of the value axis, for backends that draw axes.
     """
 
     kind: str
@@ -38,7 +43,7 @@ class Series:
 
 
 class Backend(ABC):
-    """A place where values go.
+    """Stores or displays values.
 
     A run opens a backend once, adds the values of one step after another, and commits each step.
     No method may block on disk or network except :meth:`flush` and :meth:`close`, which take a time limit.
@@ -53,53 +58,53 @@ class Backend(ABC):
     """
 
     def open(self, directory: Path) -> None:  # noqa: B027 - most backends have nothing to open
-        """Get ready to write below `directory`, which exists; raise `LogDirError` where that cannot be."""
+        """Prepare to write below `directory`, which exists; raise `LogDirError` if that is impossible."""
 
     def describe(self, modules: Sequence[ModuleEntry]) -> None:  # noqa: B027 - optional
-        """Take the modules that are looked at, in their order in the network; called once, before the first value."""
+        """Receive the observed modules, in their order in the network; called once, before the first value."""
 
     @abstractmethod
     def add_scalar(self, series: Series, value: float, step: int) -> None:
-        """Take one value of a series; NaN and infinities are values."""
+        """Add one value of a series; it may be NaN or infinite."""
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:  # noqa: B027 - optional
-        """Take one :class:`~ikkuna.visualization.histogram.HistogramLike` of a series."""
+        """Add one :class:`~ikkuna.visualization.histogram.HistogramLike` of a series."""
 
     def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:  # noqa: B027 - optional
-        """Take one :class:`~ikkuna.visualization.matrix.Matrix` of a series."""
+        """Add one :class:`~ikkuna.visualization.matrix.Matrix` of a series."""
 
     def add_text(self, title: str, text: str, step: int) -> None:  # noqa: B027 - optional
-        """Take a page of Markdown."""
+        """Add a page of Markdown."""
 
     def commit(self, step: int) -> None:  # noqa: B027 - optional
-        """Hand on everything added since the last commit; `step` never decreases."""
+        """Pass on everything added since the last commit; `step` never decreases."""
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything committed is stored; say whether it is."""
+        """Wait until everything committed is stored; return whether it is."""
         return True
 
     def close(self, timeout: float | None = 2.0) -> bool:
-        """Flush, release everything, and say whether all was stored; a second call does nothing."""
+        """Flush, release everything, and return whether all values were stored; a second call does nothing."""
         return True
 
     @property
     def acked_step(self) -> int | None:
-        """The last committed step whose values are safe from the death of this process; ``None`` for a backend that stores nothing."""
+        """The last committed step whose values survive the death of this process; ``None`` if nothing is stored."""
         return None
 
     @property
     def dropped(self) -> int:
-        """Number of values that were lost."""
+        """Number of lost values."""
         return 0
 
 
 def get_backend(backend: "str | Backend", **options: Any) -> Backend:
-    """Return a new backend by its entry-point name, or `backend` itself if it is one already.
+    """Return a new backend by its entry-point name, or `backend` itself if it is a :class:`Backend`.
 
     Raises
     ------
     ConfigError
-        For a name that no installed distribution offers.
+        If no installed distribution provides a backend of this name.
 
     Examples
     --------
@@ -111,7 +116,7 @@ def get_backend(backend: "str | Backend", **options: Any) -> Backend:
     if not isinstance(backend, str):
         raise ConfigTypeError(f"a backend is a name or a Backend, got {type(backend).__name__}")
     if backend not in (known := plugin_names(GROUP)):
-        raise ConfigError(f"unknown backend {backend!r}; installed: {', '.join(sorted(known))}")
+        raise ConfigError(unknown_name("backend", backend, sorted(known)))
     made = load_plugin(GROUP, backend, Backend)(**options)
     assert isinstance(made, Backend)
     return made

@@ -1,10 +1,11 @@
-"""A backend as a run holds it: opened at its first value, and unable to harm the training."""
+"""A backend of a run, which is opened at its first value and never raises."""
 
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ikkuna.failures import FailureCounter
 from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.module_table import ModuleEntry
 
@@ -12,20 +13,21 @@ __all__ = ["GuardedBackend"]
 
 log = logging.getLogger("ikkuna")
 
-_PATIENCE = 10
-
 
 class GuardedBackend:
-    """Calls a backend and never raises.
+    """Calls the methods of a backend and catches their exceptions.
 
-    The first of a row of failures is logged with its traceback; after 10 in a row the backend is disabled.
-    What it did not take is counted.
+    The first of consecutive failures is logged with its traceback; after 10 of them the backend is disabled.
+    Values that the backend did not accept are counted.
 
     Parameters
     ----------
-    name : what to call it in the log
-    backend : is opened once, before its first value
-    modules : told to it then
+    name : str
+        The backend's name in the log.
+    backend : Backend
+        Opened once, before its first value.
+    modules : sequence of ModuleEntry
+        Passed to the backend's ``describe()``.
     """
 
     def __init__(self, name: str, backend: Backend, modules: Sequence[ModuleEntry] = ()) -> None:
@@ -34,17 +36,17 @@ class GuardedBackend:
         self.backend = backend
         self.disabled = False
         self._opened_at: int | None = None  # a step
-        self._failures: dict[str, int] = {}  # in a row, by verb: adding may work where committing does not
+        self._failures = FailureCounter()  # by method, because adding may work where committing does not
         self._step = 0  # of the last value
         self._pending = 0  # values not committed
         self._dropped = 0
 
-    def add(self, verb: str, arguments: tuple[Any, ...], step: int, directory: Callable[[], Path]) -> None:
-        """Call `verb` of the backend with a value; open it before if this is the first."""
+    def add(self, method: str, arguments: tuple[Any, ...], step: int, directory: Callable[[], Path]) -> None:
+        """Pass a value to a method of the backend; open the backend first if this is its first value."""
         if self._opened_at is None:
             self._open(directory, step)
         self._step = step
-        if not self.disabled and self._try(verb, *arguments):
+        if not self.disabled and self._call(method, *arguments):
             self._pending += 1
         else:
             self._dropped += 1
@@ -52,55 +54,55 @@ class GuardedBackend:
     def _open(self, directory: Callable[[], Path], step: int) -> None:
         self._opened_at = step
         try:
-            if type(self.backend).open is not Backend.open:  # nothing to open: no reason to make a directory
+            if type(self.backend).open is not Backend.open:  # otherwise there is no need to create the directory
                 self.backend.open(directory())
         except Exception as error:
             self.disable(f"cannot be opened, its values are lost: {error}")
         else:
-            self._try("describe", self._modules)
+            self._call("describe", self._modules)
 
     def disable(self, why: str) -> None:
-        """Call the backend no more, and count what it would have been given."""
+        """Stop calling the backend, and count every further value as lost."""
         log.error("backend %s %s", self._name, why)
         self.disabled = True
         self._dropped += self._pending
         self._pending = 0
 
     def commit(self, step: int) -> None:
-        """Commit, if the backend has been opened."""
+        """Commit the step if the backend has been opened."""
         if self._opened_at is None or self.disabled:
             return
-        if not self._try("commit", step):
+        if not self._call("commit", step):
             self._dropped += self._pending
         self._pending = 0
 
     def flush(self, timeout: float | None) -> bool:
-        """Flush; no is the answer of a backend that fails or is disabled."""
-        return self._opened_at is None or (not self.disabled and self._ask("flush", timeout))
+        """Flush the backend; return ``False`` if it fails or is disabled."""
+        return self._opened_at is None or (not self.disabled and self._succeeds("flush", timeout))
 
     def close(self, timeout: float | None) -> bool:
-        """Commit what has not been, and close, even when disabled; say whether all values were stored."""
+        """Commit pending values and close the backend, even a disabled one; return whether all values were stored."""
         if self._opened_at is None:
             return self._dropped == 0
         if self._pending:
             self.commit(self._step)
-        return self._ask("close", timeout) and self.dropped == 0
+        return self._succeeds("close", timeout) and self.dropped == 0
 
     @property
     def dropped(self) -> int:
-        """Values lost here or in the backend."""
+        """Number of values lost here or in the backend."""
         return self._dropped + (self._read("dropped") or 0)
 
     @property
     def acked_step(self) -> int | None:
-        """Last step that is safe; ``None`` if the backend stores nothing, or no longer does."""
+        """The backend's ``acked_step``; ``None`` if it stores nothing or is disabled."""
         if self._opened_at is None or self.disabled:
             return None
         return self._read("acked_step")
 
     @property
     def safe_step(self) -> int | None:
-        """As :attr:`acked_step`, but steps before the first value hold nothing that could be lost."""
+        """As :attr:`acked_step`, but at least the step before the first value, since earlier steps have nothing to lose."""
         acked = self.acked_step
         return None if acked is None else max(acked, (self._opened_at or 0) - 1)
 
@@ -111,26 +113,25 @@ class GuardedBackend:
             return None
         return value
 
-    def _ask(self, verb: str, timeout: float | None) -> bool:
+    def _succeeds(self, method: str, timeout: float | None) -> bool:
         try:
-            return bool(getattr(self.backend, verb)(timeout))
+            return bool(getattr(self.backend, method)(timeout))
         except Exception:
-            log.exception("backend %s failed in %s()", self._name, verb)
+            log.exception("backend %s failed in %s()", self._name, method)
             return False
 
-    def _try(self, verb: str, *arguments: Any) -> bool:
+    def _call(self, method: str, *arguments: Any) -> bool:
         try:
-            getattr(self.backend, verb)(*arguments)
+            getattr(self.backend, method)(*arguments)
         except Exception:
-            self._count_failure(verb)
+            self._count_failure(method)
             return False
-        if self._failures:
-            self._failures.pop(verb, None)
+        self._failures.reset(method)
         return True
 
-    def _count_failure(self, verb: str) -> None:
-        count = self._failures[verb] = self._failures.get(verb, 0) + 1
+    def _count_failure(self, method: str) -> None:
+        count = self._failures.add(method)
         if count == 1:
-            log.exception("backend %s failed in %s()", self._name, verb)
-        if count == _PATIENCE:
-            self.disable(f"failed in {verb}() {count} times in a row and is disabled")
+            log.exception("backend %s failed in %s()", self._name, method)
+        if self._failures.is_exhausted(method):
+            self.disable(f"failed in {method}() {count} times in a row and is disabled")

@@ -1,11 +1,11 @@
-"""What a histogram must offer to be shown."""
+"""The interface of histograms."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeGuard
 
 __all__ = ["HistogramLike", "is_histogram"]
 
-_PARTS = ("min", "max", "num", "sum", "sum_squares", "bucket_limits", "bucket_counts")
+_ATTRIBUTES = ("min", "max", "num", "sum", "sum_squares", "bucket_limits", "bucket_counts")
 
 
 class HistogramLike(Protocol):
@@ -31,11 +31,11 @@ class HistogramLike(Protocol):
 
 
 def is_histogram(value: Any) -> TypeGuard[HistogramLike]:
-    """Whether `value` has all that a :class:`HistogramLike` has; ``isinstance`` of a protocol would take as long as the histogram.
+    """Return whether `value` has all attributes of a :class:`HistogramLike`; ``isinstance`` would be much slower.
 
     Examples
     --------
     >>> is_histogram(1.0)
     False
     """
-    return all(hasattr(value, part) for part in _PARTS)
+    return all(hasattr(value, name) for name in _ATTRIBUTES)

@@ -1,8 +1,8 @@
-"""The backend that writes one JSON object per value, in double precision, and the function that reads them again.
+"""The backend that writes one JSON object for each value, in double precision, and a function that reads the files.
 
-JSON has no word for NaN and the infinities.
-They are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as Protocol Buffers do,
-so that every line is valid for every reader, and ``float()`` of the string is the value.
+JSON cannot represent NaN and infinities.
+They are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as by Protocol Buffers,
+so that every line is valid JSON; ``float()`` of the string returns the value.
 """
 
 import json
@@ -26,7 +26,7 @@ _LISTS = ("bucket_limits", "bucket_counts")
 
 
 def _number(value: float) -> str:
-    """Return the shortest JSON that is read back as exactly `value`."""
+    """Return the shortest JSON that is parsed to exactly `value`."""
     value = float(value)
     if math.isfinite(value):
         return repr(value)
@@ -38,7 +38,7 @@ def _numbers(values: Any) -> str:
 
 
 class _LinesFormat:
-    """A file of lines."""
+    """The format of a file of JSON lines."""
 
     def name(self, stem: str) -> str:
         return f"values.{stem}.jsonl"
@@ -51,12 +51,13 @@ class _LinesFormat:
 
 
 class JSONLinesBackend(FileBackend):
-    """Write ``values.*.jsonl``: a line per value, with ``kind``, ``module``, ``pass``, ``step``, ``time``, ``value``.
+    """Write ``values.*.jsonl``: a line for each value, with ``kind``, ``module``, ``pass``, ``step``, ``time``, ``value``.
 
     ``module`` is ``null`` for the whole network.
-    A histogram has ``histogram`` in place of ``value``; a matrix has ``matrix``, with ``rows``, ``columns`` and ``values``;
-    a page of text is ``title``, ``text``, ``step`` and ``time``.
-    A line with ``lost`` says how many values the disk did not take.
+    A histogram has ``histogram`` instead of ``value``.
+    A matrix has ``matrix`` instead, with ``rows``, ``columns`` and ``values``.
+    A page of text has ``title``, ``text``, ``step`` and ``time``.
+    A line with ``lost`` has the number of values that could not be written.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -103,33 +104,33 @@ class JSONLinesBackend(FileBackend):
         return "".join(lines).encode()
 
 
-def _revive(entry: dict[str, Any]) -> dict[str, Any]:
+def _with_numbers(entry: dict[str, Any]) -> dict[str, Any]:
     for key, value in entry.items():
         if key in ("value", *_NUMBERS) and isinstance(value, str):
             entry[key] = _SPECIAL.get(value, value)
         elif key in _LISTS:
-            entry[key] = _revived(value)
+            entry[key] = _list_with_numbers(value)
         elif key == "matrix" and isinstance(value, dict):
-            value["values"] = [_revived(row) for row in value["values"]]
+            value["values"] = [_list_with_numbers(row) for row in value["values"]]
     return entry
 
 
-def _revived(items: list[Any]) -> list[Any]:
+def _list_with_numbers(items: list[Any]) -> list[Any]:
     return [_SPECIAL.get(item, item) if isinstance(item, str) else item for item in items]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
     try:
-        entry = json.loads(line, object_hook=_revive)
+        entry = json.loads(line, object_hook=_with_numbers)
     except ValueError:
         return None
     return entry if isinstance(entry, dict) else None
 
 
 def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Return the entries of a file, or of all such files of a run's directory in the order in which they were begun.
+    """Return the entries of a file, or of all such files of a run's directory in the order of their creation.
 
-    A line that is not whole, as a crash in the middle of a write may leave at the end, is passed over.
+    Incomplete lines, such as the last line after a crash, are skipped.
 
     Examples
     --------
@@ -152,6 +153,6 @@ def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
         lines = file.read_bytes().splitlines()
         found = [entry for line in lines if (entry := _entry(line)) is not None]
         if len(found) < len(lines):
-            log.warning("'%s': %d lines are not whole and were passed over", file, len(lines) - len(found))
+            log.warning("'%s': %d incomplete lines were skipped", file, len(lines) - len(found))
         entries += found
     return entries

@@ -1,4 +1,4 @@
-"""A table of numbers that is shown as a picture: how each of some modules stands to each of others."""
+"""A matrix of numbers with named rows and columns, shown as a picture."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,12 @@ class Matrix:
 
     Parameters
     ----------
-    rows, columns : names
-    values : ``(row, column)``, float64; NaN and infinities are values
-    limits : the ends of the scale they are shown on; by default their own extrema
+    rows, columns : tuple of str
+        The names.
+    values : ndarray
+        (row, column), float64; may contain NaN and infinities.
+    limits : (float, float), optional
+        Ends of the colour scale; by default the least and the greatest finite value.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The order of modules in their network, for names of series."""
+"""The order of names of series."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,12 @@ __all__ = ["ModuleOrder"]
 
 
 class ModuleOrder:
-    """Knows where in a network the module of a series stands; of a network nobody described it knows nothing.
+    """Sorts names of series by the position of their modules in the network.
+
+    Parameters
+    ----------
+    modules : iterable of ModuleEntry
+        The modules in their order in the network.  If there are none, all names are sorted alphabetically.
 
     Examples
     --------
@@ -21,19 +26,19 @@ class ModuleOrder:
     """
 
     def __init__(self, modules: Iterable[ModuleEntry] = ()) -> None:
-        self._places = {name: i for i, entry in enumerate(modules) for name in (entry.name, *entry.aliases)}
+        self._positions = {name: i for i, entry in enumerate(modules) for name in (entry.name, *entry.aliases)}
 
-    def _place(self, name: str) -> int | None:
-        """Return the place of a module, or of the one whose parameter or output it is."""
-        while name not in self._places and (end := max(name.rfind("."), name.rfind(":"))) > 0:
+    def _position(self, name: str) -> int | None:
+        """Return the position of the module with this name, or of the module with a parameter or output of this name."""
+        while name not in self._positions and (end := max(name.rfind("."), name.rfind(":"))) > 0:
             name = name[:end]
-        return self._places.get(name)
+        return self._positions.get(name)
 
     def belongs(self, name: str) -> bool:
-        """Whether `name` is that of a module, a parameter or an output; every name is where no module is known."""
-        return not self._places or self._place(name) is not None
+        """Return whether `name` is a module, a parameter or an output; always ``True`` without modules."""
+        return not self._positions or self._position(name) is not None
 
     def key(self, name: str) -> tuple[int, list[str | int]]:
-        """Return what to sort names by; those that belong nowhere come last."""
-        place = self._place(name)
-        return len(self._places) if place is None else place, natural_key(name)
+        """Return the sorting key of a name; names that belong to no module come last."""
+        position = self._position(name)
+        return len(self._positions) if position is None else position, natural_key(name)

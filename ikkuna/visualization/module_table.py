@@ -1,4 +1,4 @@
-"""The modules of a network, and a page of text that lists them."""
+"""The modules of a network, and a page of text with a table of them."""
 
 import math
 from collections.abc import Sequence
@@ -7,19 +7,23 @@ from dataclasses import dataclass
 __all__ = ["ModuleEntry", "module_table"]
 
 Shape = tuple[int, ...] | None
-"""``None`` for a parameter that has none yet."""
+"""``None`` for a parameter without a shape, such as that of a lazy module."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleEntry:
-    """What is told of a module.
+    """The description of a module.
 
     Parameters
     ----------
-    name : dotted name
-    class_name : the user's class
-    parameters : name and shape of each parameter it owns; one that an earlier module shares is not among them
-    aliases : other names of the module
+    name : str
+        Its dotted name.
+    class_name : str
+        The name of its class.
+    parameters : tuple of tuple
+        Name and shape of each parameter that it owns and does not share with an earlier module.
+    aliases : tuple of str
+        Other names of the module.
     """
 
     name: str
@@ -29,7 +33,7 @@ class ModuleEntry:
 
     @property
     def count(self) -> int:
-        """Number of elements of its parameters, as far as they have shapes."""
+        """Number of elements of all parameters that have a shape."""
         return sum(math.prod(shape) for _, shape in self.parameters if shape is not None)
 
 

@@ -1,4 +1,4 @@
-"""Names of curves in TensorBoard: readable where the name is, and never two names for one tag."""
+"""TensorBoard's tags and the names of files: readable, and different for different series."""
 
 import re
 from hashlib import blake2b
@@ -7,8 +7,7 @@ from ikkuna.visualization.backend import Series
 
 __all__ = [
     "encode",
-    "heatmap_title",
-    "image_tag",
+    "heatmap_tag",
     "matrix_tag",
     "natural_key",
     "overview_tag",
@@ -18,8 +17,8 @@ __all__ = [
 ]
 
 _LIMIT = 250  # bytes
-_RESERVED = ("Network", "Overview", "Heatmaps", "Matrices", "Text")  # groups of ours; a kind of such a name is escaped
-# What has a meaning in paths and is not needed in names, and every character that some tool would replace.
+_RESERVED = ("Network", "Overview", "Heatmaps", "Matrices", "Text")  # a kind with one of these names is escaped
+# Parts of paths such as ".." and empty names, and every character that some tool replaces.
 _UNSAFE = re.compile(r"[^\w./ :-]|^/|/\Z|(?<=/)/|(?<=\.)\.|^\.(?=/|\Z)|(?<=/)\.(?=/|\Z)")
 
 
@@ -30,8 +29,8 @@ def _escape(text: str) -> str:
 def encode(name: str) -> str:
     """Return `name` with the characters that tools would replace written as ``%XX`` of their UTF-8 bytes.
 
-    ``%`` itself is among them, so two names never become one; an empty name becomes a lone ``%``.
-    Letters, digits, ``_ . / : -`` and spaces stay.
+    Letters, digits, ``_ . / : -`` and spaces are unchanged.
+    ``%`` is encoded too, so that different names stay different; an empty name becomes ``%``.
 
     Examples
     --------
@@ -42,7 +41,7 @@ def encode(name: str) -> str:
 
 
 def _cut(tag: str, limit: int = _LIMIT) -> str:
-    """Shorten a long tag; ``~`` occurs in no other, and the hash tells it from its like."""
+    """Shorten a long tag; ``~`` occurs in no other tag, and a hash distinguishes shortened tags."""
     data = tag.encode()
     if len(data) <= limit:
         return tag
@@ -51,7 +50,7 @@ def _cut(tag: str, limit: int = _LIMIT) -> str:
 
 
 def _group(kind: str, pass_name: str) -> str:
-    """Return ``kind`` or ``kind.pass``: the first point before something else than a digit begins the pass."""
+    """Return ``kind`` or ``kind.pass``; the pass begins after the first dot that no digit follows."""
     head = re.sub(r"\.(?![0-9])", "%2E", encode(kind).replace("/", "%2F"))
     if pass_name == "training":
         return head
@@ -87,38 +86,28 @@ def overview_tag(series: Series, statistic: str) -> str:
     return _cut(f"Overview/{_group(series.kind, series.pass_name)}_{statistic}")
 
 
-def heatmap_title(series: Series) -> str:
-    """Return the title of the heatmap of all modules of the kind and pass of `series`.
+def heatmap_tag(series: Series) -> str:
+    """Return the tag of the heat map of all modules of the kind and pass of `series`.
 
     Examples
     --------
-    >>> heatmap_title(Series("weights_norm2", "features.0")), heatmap_title(Series("activations_mean", "fc", "testing"))
-    ('weights_norm2', 'activations_mean.testing')
+    >>> heatmap_tag(Series("weights_norm2", "features.0")), heatmap_tag(Series("activations_mean", "fc", "testing"))
+    ('Heatmaps/weights_norm2', 'Heatmaps/activations_mean.testing')
     """
-    return series.kind if series.pass_name == "training" else f"{series.kind}.{series.pass_name}"
+    title = series.kind if series.pass_name == "training" else f"{series.kind}.{series.pass_name}"
+    return _cut(f"Heatmaps/{encode(title)}")
 
 
 def natural_key(name: str) -> list[str | int]:
-    """Return what to sort names by so that 2 comes before 10, as TensorBoard does.
+    """Return a sorting key with which 2 comes before 10, as in TensorBoard.
 
     Examples
     --------
     >>> sorted(["features.10", "features.2", "fc"], key=natural_key)
     ['fc', 'features.2', 'features.10']
     """
-    parts = re.split(r"([0-9]+)", name)  # texts and numbers take turns, so equal places hold equal types
+    parts = re.split(r"([0-9]+)", name)  # texts and numbers alternate, so the same positions have the same types
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
-
-
-def image_tag(title: str) -> str:
-    """Return the tag of a picture: a heatmap of all modules over the steps.
-
-    Examples
-    --------
-    >>> image_tag("weights_norm2")
-    'Heatmaps/weights_norm2'
-    """
-    return _cut(f"Heatmaps/{encode(title)}")
 
 
 def matrix_tag(series: Series) -> str:
@@ -145,7 +134,7 @@ def text_tag(title: str) -> str:
 
 
 def picture_name(series: Series) -> str:
-    """Return the name, without its ending, of the file with the picture of the kind and pass of `series`.
+    """Return the name, without suffix, of the file with the picture of the kind and pass of `series`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The backend that keeps nothing."""
+"""The backend that stores nothing."""
 
 from ikkuna.visualization.backend import Backend, Series
 
@@ -6,7 +6,7 @@ __all__ = ["NullBackend"]
 
 
 class NullBackend(Backend):
-    """Take every value and forget it: for subscribers that only publish."""
+    """Discard every value; for subscribers that only publish."""
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""One run of a training: its directory, and the backends its values go to."""
+"""One run of a training: its directory and its backends."""
 
 import os
 import time
@@ -21,17 +21,18 @@ __all__ = ["Run"]
 class Run:
     """Owns one directory below `log_dir` and the backends that write there.
 
-    Making a run touches no file: the directory and a backend's file are made at the first value.
-    From then on nothing raises because of a disk or a backend, and nothing waits for one.
-    A backend asked for by name is made once and shared; a backend object is opened in the same directory.
-    In a forked child a run does nothing.
+    Creating a run touches no file: the directory and the file of a backend are created at the first value.
+    From then on no error of a disk or a backend is raised, and no method waits for one.
+    A backend given by name is created once and shared; a backend object is opened in the same directory.
+    In a forked child all methods do nothing.
+    :meth:`show` and :meth:`commit` may be called by one thread at a time, the other methods by any thread.
 
     Parameters
     ----------
-    log_dir : checked only for being a path; see :meth:`prepare`
-    modules : what is looked at, in its order in the network, for backends to tell
-
-    :meth:`show` and :meth:`commit` are called from one thread at a time, the others from any.
+    log_dir : str or path-like
+        Checked only for its type; see :meth:`prepare`.
+    modules : sequence of ModuleEntry
+        The observed modules in their order in the network, for the backends.
 
     Examples
     --------
@@ -48,7 +49,7 @@ class Run:
         self._modules = modules
         self._directory: Path | None = None
         self._error: LogDirError | None = None
-        self._outlets: dict[str | int, GuardedBackend] = {}
+        self._backends: dict[str | int, GuardedBackend] = {}
         self._closed: bool | None = None
         self._refused = 0
         self._process = os.getpid()
@@ -59,52 +60,52 @@ class Run:
         return self._directory
 
     def prepare(self, backends: Sequence[str | Backend]) -> None:
-        """Check, for a caller that is being set up, that values can be shown with `backends`; make no file.
+        """Check that values can be shown with `backends`, and create them; this creates no file.
 
         Raises
         ------
         ConfigError
-            For a name that no installed distribution offers.
+            If no installed distribution provides a backend of a name.
         PluginError
-            For a backend that cannot be imported.
+            If a backend cannot be imported.
         LogDirError
             If the log directory cannot be written.
         ClosedError
             After :meth:`close`.
         """
         if self._closed is not None:
-            raise ClosedError("this run is closed; make a new one")
-        made = {_key(backend): self._outlet(backend, get_backend(backend)) for backend in backends}
-        if self._directory is None and any(type(outlet.backend).open is not Backend.open for outlet in made.values()):
+            raise ClosedError("this run is closed; create a new one")
+        made = {_key(backend): self._guarded(backend, get_backend(backend)) for backend in backends}
+        if self._directory is None and any(type(guarded.backend).open is not Backend.open for guarded in made.values()):
             check_log_dir(self._log_dir)
-        self._outlets = made | self._outlets
+        self._backends = made | self._backends
 
     def show(self, series: Series, value: Any, step: int, backends: Sequence[str | Backend] = ("tb",)) -> None:
-        """Hand a value of a series to `backends`: a number, a histogram, a matrix, or a text (a page of Markdown).
+        """Pass a value of a series to `backends`: a number, a histogram, a matrix, or a text (a page of Markdown).
 
         Raises
         ------
         ConfigTypeError
-            If the value is nothing of that: a mistake of the caller, who is the one to be told.
+            If the value has another type.
         """
-        verb, arguments = _call(series, value, step)
+        method, arguments = _method(series, value, step)
         if self._closed is not None or self._process != os.getpid():
             self._refused += len(backends)
             return
         for backend in backends:
-            outlet = self._outlets.get(_key(backend)) or self._new_outlet(backend)
-            outlet.add(verb, arguments, step, self._make_directory)
+            guarded = self._backends.get(_key(backend)) or self._create(backend)
+            guarded.add(method, arguments, step, self._make_directory)
 
-    def _outlet(self, asked: str | Backend, backend: Backend) -> GuardedBackend:
-        return GuardedBackend(_label(asked), backend, self._modules)
+    def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
+        return GuardedBackend(_label(name), backend, self._modules)
 
-    def _new_outlet(self, backend: str | Backend) -> GuardedBackend:
+    def _create(self, backend: str | Backend) -> GuardedBackend:
         try:
-            outlet = self._outlet(backend, get_backend(backend))
+            guarded = self._guarded(backend, get_backend(backend))
         except Exception as error:
-            outlet = self._outlet(backend, NullBackend())
-            outlet.disable(f"cannot be made, its values are lost: {error}")
-        return self._outlets.setdefault(_key(backend), outlet)
+            guarded = self._guarded(backend, NullBackend())
+            guarded.disable(f"cannot be created, its values are lost: {error}")
+        return self._backends.setdefault(_key(backend), guarded)
 
     def _make_directory(self) -> Path:
         if self._error is not None:
@@ -118,17 +119,17 @@ class Run:
         return self._directory
 
     def commit(self, step: int) -> None:
-        """Hand on the values of a step; call it at every step, with or without values, and never go back."""
+        """Pass on the values of a step; called at every step, with or without values, in increasing order."""
         if self._closed is None and self._process == os.getpid():
-            for outlet in self._outlets.values():
-                outlet.commit(step)
+            for guarded in self._backends.values():
+                guarded.commit(step)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything committed is on the disk; say whether it is."""
+        """Write everything committed to the disk; return whether that was done within `timeout` seconds."""
         return self._process == os.getpid() and self._share("flush", timeout)
 
     def close(self, timeout: float | None = 2.0) -> bool:
-        """Store everything, release the files, and say whether nothing was lost; a second call does nothing."""
+        """Store everything, release the files, and return whether no value was lost; a second call does nothing."""
         if self._process != os.getpid():
             return False
         if self._closed is None:
@@ -136,20 +137,20 @@ class Run:
             self._closed = self._share("close", timeout)
         return self._closed
 
-    def _share(self, verb: str, timeout: float | None) -> bool:
-        """Ask all backends; one that hangs cannot use up the time of those behind it."""
-        outlets = list(self._outlets.values())
+    def _share(self, method: str, timeout: float | None) -> bool:
+        """Call a method of all backends; each gets an equal share of the remaining time."""
+        backends = list(self._backends.values())
         deadline = None if timeout is None else time.monotonic() + timeout
         answers = []
-        for left, outlet in zip(range(len(outlets), 0, -1), outlets, strict=True):
+        for left, guarded in zip(range(len(backends), 0, -1), backends, strict=True):
             share = None if deadline is None else max(deadline - time.monotonic(), 0.0) / left
-            answers.append(getattr(outlet, verb)(share))
+            answers.append(getattr(guarded, method)(share))
         return all(answers)
 
     @property
     def acked_step(self) -> int:
-        """Last step of which every storing backend has given its values to the operating system; -1 before."""
-        acked = [(outlet.acked_step, outlet.safe_step) for outlet in list(self._outlets.values())]
+        """Last step whose values the operating system has received from every storing backend; -1 before."""
+        acked = [(guarded.acked_step, guarded.safe_step) for guarded in list(self._backends.values())]
         if all(step is None or step < 0 for step, _ in acked):
             return -1
         return min(safe for _, safe in acked if safe is not None)
@@ -157,19 +158,19 @@ class Run:
     @property
     def dropped(self) -> int:
         """Number of values lost, over all backends."""
-        return self._refused + sum(outlet.dropped for outlet in list(self._outlets.values()))
+        return self._refused + sum(guarded.dropped for guarded in list(self._backends.values()))
 
 
 def _key(backend: str | Backend) -> str | int:
-    return backend if isinstance(backend, str) else id(backend)  # an outlet keeps it alive, so the number stays its own
+    return backend if isinstance(backend, str) else id(backend)  # the run refers to it, so its id stays unique
 
 
 def _label(backend: str | Backend) -> str:
     return repr(backend) if isinstance(backend, str) else type(backend).__name__
 
 
-def _call(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
-    """Return the verb of a backend that takes `value`, with its arguments."""
+def _method(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
+    """Return the name of the backend's method for `value`, and its arguments."""
     if isinstance(value, float):
         return "add_scalar", (series, value, step)
     if isinstance(value, str):

@@ -22,7 +22,7 @@ from ikkuna.visualization.files.file_backend import FileBackend
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
-from ikkuna.visualization.names import heatmap_title, image_tag, matrix_tag, overview_tag, series_tag, text_tag
+from ikkuna.visualization.names import heatmap_tag, matrix_tag, overview_tag, series_tag, text_tag
 from ikkuna.visualization.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue
 from ikkuna.visualization.pictures.redraw_thread import Drawable, RedrawThread
 
@@ -89,7 +89,7 @@ class TensorBoardBackend(FileBackend):
             return None
         key = series.kind, series.pass_name
         if key not in self._groups:
-            heatmap = HeatmapImage(image_tag(heatmap_title(series)), self._order, self._write_image)
+            heatmap = HeatmapImage(heatmap_tag(series), self._order, self._write_image)
             self._groups = {**self._groups, key: _Group(series, heatmap)}  # a new dict: the thread may be iterating
         return self._groups[key]
 

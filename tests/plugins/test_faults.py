@@ -265,5 +265,5 @@ def test_a_broken_backend_is_refused_when_a_subscriber_names_it(crowded):
     refused = crowded["answers"]
     assert "plugin 'exiting' from distribution exiting 1.0 (exiting:exiting) called sys.exit(no)" in refused["exiting"]
     assert "is the class wrong, expected a subclass of Backend" in refused["wrong"]
-    assert re.match("ConfigError: unknown backend 'missing'; installed: .*jsonl", refused["missing"])
+    assert re.match("ConfigError: unknown backend 'missing'; available: .*jsonl", refused["missing"])
     assert crowded["left"] == 0

@@ -41,7 +41,7 @@ def test_an_episode_of_losses_is_two_lines_and_one_record():
     assert queue.dropped == 15
     drain(queue, 6)
     [ended] = fill(queue, [13])
-    assert ended == "15 values of steps 10 to 12 are lost; values are kept again"
+    assert ended == "15 values of steps 10 to 12 are lost"
     assert [block.step for block in drain(queue, 4)] == [6, 7, 8, 9]
     assert [block.data[:12] for block in drain(queue, 2)] == [b"lost 15 10-1", b"x" * 12]
 

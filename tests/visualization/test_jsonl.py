@@ -94,7 +94,7 @@ def test_a_damaged_line_costs_itself_only(backend, tmp_path, caplog):
     lines[1] = b"\xff" + lines[1]
     backend.path.write_bytes(b"".join(lines))
     assert [entry["value"] for entry in read(backend.path)] == [1.0, 3.0]
-    assert "1 lines are not whole" in caplog.text
+    assert "1 incomplete lines were skipped" in caplog.text
 
 
 def test_a_directory_is_read_as_one(tmp_path):

@@ -78,7 +78,7 @@ def test_the_new_file_stands_beside_the_old_one_and_replaces_none(file):
     assert found.path == file.with_name(f"{file.name}.recovered")
     assert found.path.read_bytes() == file.read_bytes()
     assert found.lost == 0
-    with pytest.raises(ConfigError, match="recovered' exists; say another name with to="):
+    with pytest.raises(ConfigError, match="recovered' exists; pass another name as to="):
         recover(file)
 
 

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ikkuna.visualization.backend import Series
-from ikkuna.visualization.names import encode, image_tag, overview_tag, series_tag, text_tag
+from ikkuna.visualization.names import encode, heatmap_tag, overview_tag, series_tag, text_tag
 from ikkuna.visualization.tensorboard import STATISTICS
 
 NAMES = st.text(max_size=40) | st.text("./%~: -ab01", max_size=8)
@@ -23,7 +23,7 @@ def tags(series):
     for statistic in STATISTICS:
         yield overview_tag(series, statistic), ("overview", series.kind, series.pass_name, statistic)
     yield text_tag(series.kind), ("text", series.kind)
-    yield image_tag(series.kind), ("image", series.kind)
+    yield heatmap_tag(Series(series.kind)), ("image", series.kind)
 
 
 @pytest.mark.fault(77)

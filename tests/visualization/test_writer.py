@@ -334,7 +334,7 @@ def test_a_disk_that_fails_is_left_for_another_if_asked(tmp_path, plain, monkeyp
     assert writer.close(30)
     assert begun.read_bytes().splitlines() == expected(0)
     assert lines(writer) == expected(1, 2)
-    assert [r.message.count(f"going on in '{writer.path}'") for r in caplog.records] == [0, 1, 0]
+    assert [r.message.count(f"continuing in '{writer.path}'") for r in caplog.records] == [0, 1, 0]
 
 
 @pytest.mark.fault(69)

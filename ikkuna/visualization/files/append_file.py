@@ -1,4 +1,4 @@
-"""A file that only grows by whole blocks."""
+"""A file to which whole blocks are appended."""
 
 import errno
 import itertools
@@ -15,29 +15,29 @@ __all__ = ["AppendFile", "reason", "unique_stem"]
 _FLAGS = (
     os.O_WRONLY
     | os.O_CREAT
-    | os.O_EXCL  # another writer's file is never touched
+    | os.O_EXCL  # never open another writer's file
     | os.O_APPEND
     | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_NOFOLLOW", 0)  # nor is a symbolic link in a shared directory followed
+    | getattr(os, "O_NOFOLLOW", 0)  # never follow a symbolic link in a shared directory
     | getattr(os, "O_BINARY", 0)
 )
 
 
 def unique_stem(counter: int) -> str:
-    """Return time, host, process and `counter`: what tells this writer's file from any other's."""
+    """Return time, host, process and `counter`, which together are different for every writer."""
     host = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname())[:64] or "localhost"
     return f"{int(time.time()):010d}.{host}.{os.getpid()}.{counter}"
 
 
 def reason(error: OSError) -> str:
-    """Return what went wrong with a directory, in words."""
+    """Return the reason of an error of a directory."""
     if isinstance(error, FileExistsError):
         return "it exists and is not a directory"
     return error.strerror or str(error)
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make the entry of a new file as durable as its content; not every file system can."""
+    """Synchronise a directory, so that the entry of a new file is durable; not all file systems support this."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     except OSError:
@@ -51,20 +51,22 @@ def _sync_directory(directory: Path) -> None:
 
 
 class AppendFile:
-    """A new file, made exclusively below `directory`, whose content is at every moment a sequence of whole blocks.
+    """A new file below `directory` whose content is always a sequence of whole blocks.
 
-    One block is one ``write``.  There is no buffer of ours: what :meth:`append` has taken, the operating system has,
-    and it survives the death of this process.
+    Each block is one ``write`` without a buffer in this process.
+    When :meth:`append` returns, the operating system has the block, and it survives the death of this process.
 
     Parameters
     ----------
-    directory : made if it does not exist
-    name : the file's name for a stem that is different for every writer (see :func:`unique_stem`)
+    directory : Path
+        Created if it does not exist.
+    name : callable
+        Returns the file's name for a stem that is different for every writer (see :func:`unique_stem`).
 
     Raises
     ------
     LogDirError
-        If the file cannot be made, with the reason; found out by making it.
+        If the file cannot be created, with the reason.
     """
 
     def __init__(self, directory: Path, name: Callable[[str], str]) -> None:
@@ -85,41 +87,41 @@ class AppendFile:
                 return path, os.open(path, _FLAGS, 0o644)
             except FileExistsError:
                 continue
-        raise AssertionError("a count has no end")
+        raise AssertionError("unreachable")
 
     def append(self, block: bytes) -> None:
-        """Write `block` whole or not at all; raise `OSError` in the second case."""
-        self._mend()
+        """Write the whole block; if that fails, write nothing and raise `OSError`."""
+        self._cut_torn_block()
         self._torn = True
         written = os.write(self._descriptor, block)
         if written != len(block):
-            self._mend()
+            self._cut_torn_block()
             raise OSError(errno.ENOSPC, f"only {written} of {len(block)} bytes were written")
         self._torn = False
         self._size += written
 
-    def _mend(self) -> None:
-        """Cut off the part of a block that was written before an error."""
+    def _cut_torn_block(self) -> None:
+        """Remove the part of a block that was written before an error."""
         if self._torn:
             os.ftruncate(self._descriptor, self._size)
             self._torn = False
 
     def sync(self) -> None:
-        """Wait until the content would survive a power failure."""
+        """Call fsync: afterwards the content survives a power failure."""
         os.fsync(self._descriptor)
 
     def deleted(self) -> bool:
-        """Say whether the file has lost its name, so that nobody will ever read what is written to it."""
+        """Return whether the file has been deleted, so that nothing written to it can be read."""
         try:
             return os.fstat(self._descriptor).st_nlink == 0
         except OSError as error:
-            if error.errno == errno.ESTALE:  # how a network file system says it
+            if error.errno == errno.ESTALE:  # reported by network file systems
                 return True
             raise
 
     def close(self) -> None:
-        """Release the descriptor; cut off a torn block if that has not been possible before."""
+        """Close the descriptor; before, remove a torn block if that failed earlier."""
         try:
-            self._mend()
+            self._cut_torn_block()
         finally:
             os.close(self._descriptor)

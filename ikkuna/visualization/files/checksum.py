@@ -1,4 +1,4 @@
-"""The masked CRC-32C that guards every record of an event file, fast enough to be computed once per step."""
+"""The masked CRC-32C of the records of event files, computed with numpy."""
 
 from functools import cache
 
@@ -9,12 +9,12 @@ from tensorboardX.crc32c import CRC_TABLE, crc32c
 __all__ = ["masked_crc32c"]
 
 _CHUNK = 512
-_SHORT = 64  # below this the byte-wise loop of tensorboardX is as fast
+_SHORT = 64  # the byte-wise loop of tensorboardX is as fast for shorter data
 
 
 @cache
 def _contributions() -> NDArray[np.uint32]:
-    """Return what each of the 256 bytes adds to the checksum, by its place in a chunk: (place, byte)."""
+    """Return the contribution of each byte value to the checksum, by its place in a chunk: (place, byte)."""
     table = np.array(CRC_TABLE, dtype=np.uint32)
     rows = np.empty((_CHUNK, 256), dtype=np.uint32)
     rows[-1] = table
@@ -25,13 +25,13 @@ def _contributions() -> NDArray[np.uint32]:
 
 @cache
 def _advance() -> tuple[tuple[int, ...], ...]:
-    """Return the table that moves a checksum over a whole chunk, one row per byte of it."""
+    """Return the table that advances a checksum by a whole chunk, one row for each of its bytes."""
     return tuple(tuple(row) for row in _contributions()[:4].tolist())
 
 
 def _long_crc32c(data: bytes) -> int:
-    # A CRC is linear over GF(2): it is the XOR of what each byte contributes, given its distance from the end.
-    # Zeros in front of a zero state change nothing, so the padding is free.
+    # A CRC is linear over GF(2): it is the XOR of the contributions of all bytes, which depend on their distance from the end.
+    # Leading zeros do not change a state of zero, so the data can be padded.
     padding = -len(data) % _CHUNK
     padded = np.zeros(padding + len(data), dtype=np.uint8)
     padded[padding:] = np.frombuffer(data, dtype=np.uint8)
@@ -48,7 +48,7 @@ def _long_crc32c(data: bytes) -> int:
 def masked_crc32c(data: bytes) -> int:
     """Return the checksum of `data`, rotated and shifted as in a TFRecord.
 
-    Equal to ``tensorboardX.record_writer.masked_crc32c``, whose loop over bytes would be most of the cost of a step.
+    The result equals ``tensorboardX.record_writer.masked_crc32c``, whose loop over bytes would dominate the cost of a step.
 
     Examples
     --------

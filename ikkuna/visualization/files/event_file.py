@@ -1,7 +1,7 @@
-"""TensorBoard's event files: a record per step, in it one event with all values of the step.
+"""The format of TensorBoard's event files: one record for each step, with one event that contains all its values.
 
-tensorboardX is used for its protocol buffers only.
-What a scalar costs is its bytes: those that never change are made once per tag, and four more are the value.
+Only the protocol buffers of tensorboardX are used.
+The constant bytes of a scalar are computed once for each tag; four more bytes are its value.
 """
 
 import struct
@@ -37,7 +37,7 @@ _PNG_SIZE = struct.Struct(">II")
 
 
 def record(payload: bytes) -> bytes:
-    """Return `payload` framed as a TFRecord: its length and itself, each followed by its checksum."""
+    """Return `payload` as a TFRecord: its length and its bytes, each followed by their checksum."""
     length = _HEADER.pack(len(payload))
     return b"".join(
         (length, _CHECKSUM.pack(masked_crc32c(length)), payload, _CHECKSUM.pack(masked_crc32c(payload))),
@@ -54,7 +54,7 @@ def _varint(number: int) -> bytes:
 
 
 def float32(value: float) -> bytes:
-    """Return the four bytes of the nearest single-precision number; what is too large becomes an infinity."""
+    """Return the four bytes of the nearest single-precision number; too large numbers become infinite."""
     try:
         return _FLOAT.pack(value)
     except OverflowError:
@@ -62,7 +62,7 @@ def float32(value: float) -> bytes:
 
 
 def scalar_prefix(tag: str) -> bytes:
-    """Return everything of a scalar's ``Summary.value`` entry but the :func:`float32` that completes it.
+    """Return a scalar's ``Summary.value`` entry without the final :func:`float32`.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def _entry(value: "Summary.Value") -> bytes:
 
 
 def titled_scalar_value(tag: str, value: float, title: str) -> bytes:
-    """Return a scalar with the title TensorBoard shows for its tag; needed once per tag."""
+    """Return a scalar with the title that TensorBoard shows for its tag; needed once for each tag."""
     [number] = _FLOAT.unpack(float32(value))
     return _entry(Summary.Value(tag=tag, simple_value=number, metadata=SummaryMetadata(display_name=title)))
 
@@ -117,15 +117,15 @@ def image_value(tag: str, png: bytes) -> bytes:
 
 
 def step_record(entries: bytes, step: int, wall_time: float) -> bytes:
-    """Return the record of one event: `entries` are the summary's, one after the other."""
+    """Return the record of one event with the concatenated `entries` of its summary."""
     stamp = b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step & 0xFFFFFFFFFFFFFFFF)
     return record(stamp + b"\x2a" + _varint(len(entries)) + entries)  # fields 1, 2 and 5: wall_time, step, summary
 
 
 def start_record(step: int, wall_time: float) -> bytes:
-    """Return the record that says that a run goes on at `step`.
+    """Return the record of a run that continues at `step`.
 
-    TensorBoard then hides what an earlier file of the same directory holds of later steps.
+    TensorBoard then hides later steps of earlier files in the same directory.
     """
     event = Event(wall_time=wall_time, step=step, session_log=SessionLog(status=_SESSION_START))
     return record(event.SerializeToString())
@@ -144,7 +144,7 @@ class EventFormat:
         self._now = now
 
     def name(self, stem: str) -> str:
-        """Return a name TensorBoard looks for."""
+        """Return a name by which TensorBoard finds the file."""
         return f"events.out.tfevents.{stem}"
 
     def header(self) -> bytes:
@@ -152,6 +152,6 @@ class EventFormat:
         return record(Event(wall_time=self._now(), file_version="brain.Event:2").SerializeToString())
 
     def loss(self, values: int, first: int, last: int) -> bytes:
-        """Return a page of text that says what is missing."""
-        text = f"Lost {values} values between steps {first} and {last}: the disk did not take them."
+        """Return a page of text that reports lost values."""
+        text = f"Lost {values} values between steps {first} and {last}: the disk did not store them."
         return step_record(text_value("Text/ikkuna lost values", text), last, self._now())

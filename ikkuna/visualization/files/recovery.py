@@ -1,7 +1,7 @@
-"""What is left of an event file in which bytes are wrong.
+"""Recovers the intact records of a damaged event file.
 
-TensorBoard reads a file up to the first record whose checksum is wrong, and shows nothing of what follows.
-Here the next record that is whole is looked for, byte by byte, and reading goes on there.
+TensorBoard ignores everything after the first corrupt byte of an event file.
+This module searches for the next intact record and continues there.
 """
 
 import logging
@@ -21,7 +21,7 @@ _HEAD, _TAIL = 12, 4  # bytes before a record's payload and after it
 
 
 class Recovery(NamedTuple):
-    """What became of a file: the new one, the records it holds, and the bytes of the old one that were none."""
+    """The result of :func:`recover`: the new file, its number of records, and the number of lost bytes."""
 
     path: Path
     records: int
@@ -29,9 +29,9 @@ class Recovery(NamedTuple):
 
 
 def whole_records(data: bytes) -> Iterator[bytes]:
-    """Yield each record of an event file whose two checksums are right, as it stands there.
+    """Yield the bytes of each record of an event file whose two checksums are correct.
 
-    A length is believed only where its own checksum is right and it lies within the file, so a hostile one costs no memory.
+    A length is used only if its own checksum is correct and the record lies within the file.
 
     Examples
     --------
@@ -53,9 +53,9 @@ def whole_records(data: bytes) -> Iterator[bytes]:
 
 
 def _next_head(data: bytes, begin: int) -> int:
-    """Return where a length with the right checksum stands, from `begin` on; -1 if nowhere.
+    """Return the position of the next length with a correct checksum, from `begin` on; -1 if there is none.
 
-    No record of a file of ours is as long as 4 GiB, so the upper half of its length is zeros.
+    Records written by ikkuna are shorter than 4 GiB, so the upper half of a length is zero.
     """
     while (zeros := data.find(b"\0\0\0\0", begin + 4)) >= 0:
         begin = zeros - 4
@@ -68,32 +68,34 @@ def _next_head(data: bytes, begin: int) -> int:
 
 
 def recover(path: str | os.PathLike[str], to: str | os.PathLike[str] | None = None) -> Recovery:
-    """Write the whole records of an event file to a new one, which TensorBoard reads to its end.
+    """Write the intact records of an event file to a new file, which TensorBoard can read completely.
 
-    The damaged file stays as it is; move it away, or TensorBoard shows both.
+    The damaged file is not changed.  Move it away, because TensorBoard would show both.
 
     Parameters
     ----------
-    path : the file
-    to : the new one; by default the same name with ``.recovered`` behind it, which TensorBoard finds as well
+    path : str or path-like
+        The damaged file.
+    to : str or path-like, optional
+        The new file; by default the same name with the suffix ``.recovered``, which TensorBoard finds too.
 
     Raises
     ------
     ConfigError
-        If there is a file of the new name, or no whole record in the old one.
+        If the new file exists, or the damaged file has no intact record.
     """
     source = Path(path)
     target = Path(to) if to is not None else source.with_name(f"{source.name}.recovered")
     data = source.read_bytes()
     found = list(whole_records(data))
     if not found:
-        raise ConfigError(f"'{source}' is no event file: there is no whole record in it")
+        raise ConfigError(f"'{source}' is not an event file: it has no intact record")
     whole = b"".join(found)
     try:
         with target.open("xb") as file:
             file.write(whole)
     except FileExistsError as error:
-        raise ConfigError(f"'{target}' exists; say another name with to=") from error
+        raise ConfigError(f"'{target}' exists; pass another name as to=") from error
     lost = len(data) - len(whole)
-    log.info("'%s': %d records are whole, %d bytes are lost; see '%s'", source, len(found), lost, target)
+    log.info("'%s': %d records are intact, %d bytes are lost; see '%s'", source, len(found), lost, target)
     return Recovery(target, len(found), lost)

@@ -1,4 +1,4 @@
-"""The directory of one run: a new number below the log directory."""
+"""Creates the directory of a run: the next number below the log directory."""
 
 import os
 import re
@@ -15,14 +15,14 @@ _NAME = re.compile(r"run([0-9]{4,18})")
 
 
 def make_run_directory(log_dir: Path) -> Path:
-    """Make and return the next ``run0001``, ``run0002``, … below `log_dir`, which is made if it is missing.
+    """Create and return the next of ``run0001``, ``run0002``, … below `log_dir`, which is created if it is missing.
 
-    Two processes never get the same one: a name is not predicted and then used, making it is what claims it.
+    Two processes never get the same directory, because only one of them can create it.
 
     Raises
     ------
     LogDirError
-        If it cannot be made.
+        If it cannot be created.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -37,11 +37,11 @@ def make_run_directory(log_dir: Path) -> Path:
                 continue
             return directory
     except OSError as error:
-        raise LogDirError(f"cannot make a run directory in '{log_dir}': {reason(error)}") from error
+        raise LogDirError(f"cannot create a run directory in '{log_dir}': {reason(error)}") from error
 
 
 def log_path(log_dir: Any) -> Path:
-    """Return `log_dir` as a path, or raise `ConfigError` if it is none."""
+    """Return `log_dir` as a path, or raise `ConfigError` if it is not a path."""
     if not isinstance(log_dir, str | os.PathLike):
         raise ConfigTypeError(f"log_dir is a path, got {type(log_dir).__name__}")
     text = os.fspath(log_dir)
@@ -51,14 +51,14 @@ def log_path(log_dir: Any) -> Path:
 
 
 def check_log_dir(log_dir: Any) -> Path:
-    """Return `log_dir` as a path if a run can be written there; leave nothing behind.
+    """Return `log_dir` as a path if a run can be written there; this creates nothing.
 
     Raises
     ------
     ConfigError
-        If it is not a path at all.
+        If it is not a path.
     LogDirError
-        If it is not a directory or cannot be written or made; found out by making a file, as rights alone do not tell.
+        If a temporary file cannot be created in it or, while it does not exist, in the nearest existing parent.
     """
     path = log_path(log_dir)
     try:
@@ -70,7 +70,7 @@ def check_log_dir(log_dir: Any) -> Path:
 
 
 def _nearest(path: Path) -> Path:
-    """Return `path` or the nearest directory above it that exists."""
+    """Return `path` or its nearest existing parent."""
     try:
         path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The writer of one file: training hands it blocks and never waits, a thread brings them to the disk."""
+"""Writes blocks to one file in a thread, so that training never waits for the disk."""
 
 import contextlib
 import logging
@@ -35,28 +35,34 @@ class FileFormat(Protocol):
 
 
 class FileWriter:
-    """One file, owned by this process, and the daemon thread that writes it.
+    """One file of this process, and the daemon thread that writes it.
 
-    A step is one block, written whole or not at all; what waits is written together.
-    :meth:`submit` only puts the block into a queue, so a slow, full, failing or silent disk costs the caller nothing.
-    What the queue cannot hold is dropped, counted in :attr:`dropped`, and said in two lines of log per episode.
-    After an error the block waits and is tried again every `retry_seconds`.
-    If someone deletes the directory, it is made again with a new file.
+    Each step is one block, written completely or not at all; waiting blocks are written together.
+    :meth:`submit` only appends the block to a queue, so a slow, full, failing or blocked disk does not delay the caller.
+    Blocks that do not fit into the queue are dropped, counted in :attr:`dropped`, and logged in two lines.
+    After an error the blocks stay in the queue, and writing is tried again every `retry_seconds`.
+    If the directory is deleted, it is created again with a new file.
     In a forked child all methods do nothing.
 
     Parameters
     ----------
-    directory : made if it does not exist
-    file_format : name, header and the record of a loss
-    capacity : bytes that may wait to be written
-    retry_seconds : pause after a failed write
-    sync_seconds : at most this much time is lost by a power failure
-    fallback : go on in a directory for temporary files when the disk reports an error, rather than only try again
+    directory : Path
+        Created if it does not exist.
+    file_format : FileFormat
+        Name, header and the report of lost values.
+    capacity : int
+        Largest number of bytes that wait to be written.
+    retry_seconds : float
+        Pause after a failed write.
+    sync_seconds : float
+        Time between two calls of fsync: the most that a power failure can lose.
+    fallback : bool
+        Whether to continue in a directory for temporary files when the disk reports an error.
 
     Raises
     ------
     LogDirError
-        If the file cannot be made.
+        If the file cannot be created.
     """
 
     def __init__(
@@ -76,10 +82,10 @@ class FileWriter:
         self._sync_seconds = sync_seconds
         self._file, self._header = self._new_file()
         self._queue = BlockQueue(capacity, file_format.loss)
-        self._changed = threading.Condition()  # guards what is below; a signal handler may enter its lock again
+        self._changed = threading.Condition()  # guards the attributes below; its lock is reentrant, for signal handlers
         self._thread: threading.Thread | None = None
         self._acked = -1
-        self._synced = self._wanted = 0  # numbers of blocks: on the disk, and asked to be
+        self._synced = self._wanted = 0  # numbers of blocks: on the disk, and requested to be
         self._synced_at = time.monotonic()
         self._retry_at = 0.0
         self._failures = 0
@@ -87,7 +93,7 @@ class FileWriter:
         self._process = os.getpid()
         self._disown_in_children()
 
-    # Code that Python does not see can fork, and a process number can be used again: hence a mark and a comparison.
+    # Native code can fork without calling the hook, and a process id can be used again: hence a mark and a comparison.
     def _disown_in_children(self) -> None:
         disown = weakref.WeakMethod(self._disown)
         if hasattr(os, "register_at_fork"):
@@ -108,14 +114,13 @@ class FileWriter:
     def acked_step(self) -> int:
         """Last step whose bytes the operating system has; -1 before.
 
-        It advances by itself.
-        Everything up to it, except what :attr:`dropped` counts, survives the death of the process.
+        All values up to this step, except those in :attr:`dropped`, survive the death of the process.
         """
         return self._acked
 
     @property
     def dropped(self) -> int:
-        """Number of values lost so far."""
+        """Number of lost values."""
         return self._queue.dropped
 
     @property
@@ -150,18 +155,18 @@ class FileWriter:
             if not block and not self._queue:
                 self._acked = max(self._acked, step)
                 return 0
-            news = self._queue.put(QueuedBlock(block, step, values))
+            line = self._queue.put(QueuedBlock(block, step, values))
             number = self._queue.accepted
             self._changed.notify_all()
             self._start()
-        if news:
-            log.warning("'%s': %s", self.path, news)
+        if line:
+            log.warning("'%s': %s", self.path, line)
         return number
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything queued by now is on the disk, and say whether it is.
+        """Write everything queued so far to the disk, and return whether that was done.
 
-        The answer is no after `timeout` seconds, and as soon as the disk reports an error.
+        Return ``False`` after `timeout` seconds, and as soon as the disk reports an error.
         """
         if not self._ours():
             return False
@@ -173,14 +178,14 @@ class FileWriter:
             return self._synced >= target
 
     def close(self, timeout: float | None = 2.0) -> bool:
-        """Flush, release the file, and say whether nothing was ever lost; a second call changes nothing.
+        """Flush, release the file, and return whether no value was lost since it was opened.
 
-        What has not been written after `timeout` seconds is lost.
+        Blocks that have not been written after `timeout` seconds are lost.  A second call does nothing.
         """
         if not self._ours():
             return False
         with self._changed:
-            news = self._queue.end_losses()
+            line = self._queue.end_losses()
             self._closing = True
             target = self._request_sync()
             if self._thread is None:
@@ -188,14 +193,14 @@ class FileWriter:
             self._changed.wait_for(lambda: self._finished, timeout)
             lost = self._queue.abandon()
             stored = self._finished and self._synced >= target and not self._queue.dropped
-        if news:
-            log.warning("'%s': %s", self.path, news)
+        if line:
+            log.warning("'%s': %s", self.path, line)
         if lost:
             log.error("'%s': closed before %d values could be written; they are lost", self.path, lost)
         return stored
 
     def _request_sync(self) -> int:
-        """Ask for everything queued by now to be brought to the disk; return the number of the last block."""
+        """Request that everything queued so far is synchronised; return the number of the last block."""
         self._wanted = max(self._wanted, self._queue.accepted)
         self._retry_at = 0.0
         self._changed.notify_all()
@@ -203,10 +208,10 @@ class FileWriter:
         return self._queue.accepted
 
     def _start(self) -> None:
-        """Start the thread if there is work and none yet; do the work here if no thread can be started any more."""
+        """Start the thread if it is needed and not running; work in this thread if no other one can be started."""
         if self._thread is not None or self._job() is None:
             return
-        thread = threading.Thread(target=self._serve, name="ikkuna-writer", daemon=True)
+        thread = threading.Thread(target=self._run, name="ikkuna-writer", daemon=True)
         try:
             thread.start()
         except RuntimeError:
@@ -215,7 +220,7 @@ class FileWriter:
         else:
             self._thread = thread
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         while (job := self._wait_for_job()) is not None:
             self._attempt(job)
         with self._changed:
@@ -224,11 +229,11 @@ class FileWriter:
     def _wait_for_job(self) -> Callable[[], None] | None:
         with self._changed:
             while (job := self._job()) is None and not self._closing:
-                self._changed.wait(self._patience())
+                self._changed.wait(self._pause())
             return job
 
     def _job(self) -> Callable[[], None] | None:
-        """Return what can be done now; nothing while an error is fresh."""
+        """Return the next job that can be done now; ``None`` during the pause after an error."""
         now = time.monotonic()
         if now < self._retry_at:
             return None
@@ -238,8 +243,8 @@ class FileWriter:
             return self._sync
         return self._write if self._queue else None
 
-    def _patience(self) -> float | None:
-        """Return how long nothing needs to be done unless something changes."""
+    def _pause(self) -> float | None:
+        """Return the seconds until the next job is due, unless something changes; ``None`` if there is none."""
         if self._queue:
             due = self._retry_at
         elif self._queue.done > self._synced:
@@ -255,9 +260,9 @@ class FileWriter:
             self._fail(error)
 
     def _write(self) -> None:
-        """Write what waits; it stays in the queue until that has succeeded."""
-        # A write for each step would yield to a busy training thread each time, and fall behind;
-        # after an error one block may still fit where many do not.
+        """Write waiting blocks; they stay in the queue until that has succeeded."""
+        # A write for each step would release the interpreter's lock each time and fall behind a busy training thread.
+        # After an error only one block is written, because it may fit where many do not.
         with self._changed:
             blocks = self._queue.head(0 if self._failing else _BATCH)
             if not blocks:
@@ -278,12 +283,12 @@ class FileWriter:
             self._file, self._header = self._new_file()
             with contextlib.suppress(OSError):
                 gone.close()
-            log.warning("'%s' was deleted while it was being written; going on in '%s'", gone.path, self.path)
+            log.warning("'%s' was deleted while it was being written; continuing in '%s'", gone.path, self.path)
         self._file.append(self._header + data)
         self._header = b""
 
     def _new_file(self) -> tuple[AppendFile, bytes]:
-        """Return a file and its header, which goes out with the first block: a full disk may have room by then."""
+        """Return a new file and its header, which is written with the first block."""
         return AppendFile(self._directory, self._format.name), self._format.header()
 
     def _sync(self) -> None:
@@ -304,24 +309,24 @@ class FileWriter:
             first, self._failing = not self._failing, True
             self._changed.notify_all()
         if first:
-            what = "'%s' cannot be written: %s; values wait in memory, trying again every %g s"
+            what = "'%s' cannot be written: %s; values wait in memory, and writing is tried again every %g s"
             log.error(what, self.path, error, self._retry_seconds)
         if self._fallback and isinstance(error, OSError):
-            self._go_elsewhere()
+            self._use_fallback()
 
-    def _go_elsewhere(self) -> None:
-        """Go on in a new file among the temporary ones; what waits is written there."""
+    def _use_fallback(self) -> None:
+        """Continue in a new file in the temp directory; waiting blocks are written there."""
         self._fallback, gone, home = False, self._file, self._directory
         try:
             self._directory = Path(tempfile.mkdtemp(prefix=f"ikkuna-{home.name}-"))
             self._file, self._header = self._new_file()
-        except OSError:  # then it is only tried again
+        except OSError:  # the first file is tried again
             self._directory = home
             return
         self._retry_at = 0.0
         with contextlib.suppress(OSError):
             gone.close()
-        log.error("'%s' is given up; going on in '%s'", gone.path, self.path)
+        log.error("'%s' is abandoned; continuing in '%s'", gone.path, self.path)
 
     def _finish(self) -> None:
         if not self._finished:
