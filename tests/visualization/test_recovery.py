@@ -85,7 +85,7 @@ def test_the_new_file_stands_beside_the_old_one_and_replaces_none(file):
 def test_what_is_no_event_file_is_refused(tmp_path):
     path = tmp_path / "events"
     path.write_bytes(b"\0" * 100 + b"no event")
-    with pytest.raises(ConfigError, match="there is no whole record in it"):
+    with pytest.raises(ConfigError, match="it has no intact record"):
         recover(path)
 
 
