@@ -678,6 +678,45 @@ def test_delivery_stops_at_measurements_that_have_not_arrived(bus):
     assert got == [first, second, last]
 
 
+@pytest.mark.parametrize("where", ["arrived", "deliver"])
+def test_measurements_that_cannot_be_delivered_are_lost_alone(bus, monkeypatch, where):
+    got = []
+    bad, good = Pending(got), Pending(got)
+    good.is_here = bad.is_here = True
+
+    def fail(*_):
+        raise OverflowError("on purpose")
+
+    monkeypatch.setattr(bad, where, fail)
+    bus.post(bad)
+    bus.post(good)
+    bus.drain()
+    assert got == [good]
+    assert bus.error_guard.errors == 1
+
+
+def test_a_second_run_of_a_bus_counts_its_own_errors(bus):
+    assert run(bus, Failing("compute"), steps=12)[1].disabled == ("Failing",)
+    _, health = run(bus, NormSubscriber("weights", backend="null"), steps=1)
+    assert (health.errors, health.disabled) == (0, ())
+
+
+def test_a_subscriber_cannot_evaluate_after_it_was_removed(bus):
+    class Evaluating(LossLike):
+        needs_model = True
+
+    first, second = Evaluating("weights", backend="null"), Evaluating("biases", backend="null")
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(mlp())
+        handle = bus.register_subscriber(first)
+        bus.register_subscriber(second)
+        assert first.evaluate is not None
+        handle.remove()
+        assert first.evaluate is None
+        assert second.evaluate is not None
+    assert second.evaluate is None
+
+
 def epoch(kind, number):
     return NetworkMessage(Stamp(7, 0, number), kind)
 

@@ -162,7 +162,7 @@ class MessageBus:
             raise
 
     def _unregister(self, subscriber: Subscriber) -> None:
-        subscriber._host = None
+        subscriber._host = subscriber.evaluate = None
         self._set_registered(tuple(r for r in self.registered if r.subscriber is not subscriber))
 
     @property
@@ -191,6 +191,8 @@ class MessageBus:
                 )
             check_log_dir(log_dir)
             self.log_dir = log_dir
+        if not self.sources:
+            self.error_guard.reset()
         self.sources = (*self.sources, source)
 
     def detach(self, source: Source) -> None:
@@ -212,21 +214,28 @@ class MessageBus:
         self._draining = True
         try:
             with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of rows is NaN without a warning
-                while self._queue:
-                    item = self._queue[0]
-                    if not (wait or isinstance(item, Message) or item.arrived()):
-                        return
-                    self._deliver(self._queue.popleft())
-        except Exception as error:
-            self.error_guard.report_internal("delivery", error)
+                while self._queue and self._deliver_first(wait):
+                    pass
         finally:
             self._draining = False
 
-    def _deliver(self, item: Message | Measurements) -> None:
-        if isinstance(item, Message):
-            self.publish(item)
-        else:
-            item.deliver(self)
+    def _deliver_first(self, wait: bool) -> bool:
+        """Deliver the first item of the queue and return whether it had arrived; an item that raises is removed."""
+        item = self._queue[0]
+        try:
+            if isinstance(item, Message):
+                self._queue.popleft()
+                self.publish(item)
+            elif wait or item.arrived():
+                self._queue.popleft()
+                item.deliver(self)
+            else:
+                return False
+        except Exception as error:
+            if self._queue and self._queue[0] is item:
+                self._queue.popleft()
+            self.error_guard.report_internal("delivery", error)
+        return True
 
     def commit(self, step: int) -> None:
         """Pass the end of a step on to the backends."""
@@ -261,7 +270,7 @@ class MessageBus:
         """Deliver the queue, close the run, and unregister every subscriber."""
         self.drain(wait=True)
         for subscriber in self._subscribers:
-            subscriber._host = None
+            subscriber._host = subscriber.evaluate = None
         self._set_registered(())
         run, self._run = self._run, None
         if run is not None:

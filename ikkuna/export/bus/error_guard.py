@@ -55,10 +55,14 @@ class ErrorGuard:
     """
 
     def __init__(self, on_error: str = "disable") -> None:
+        self.thread = ThreadState()
+        self.reset()
+        self.set_policy(on_error)
+
+    def reset(self) -> None:
+        """Forget the errors of an earlier run."""
         self.errors = 0
         self.disabled: list[str] = []
-        self.thread = ThreadState()
-        self.set_policy(on_error)
 
     @contextmanager
     def recording_allowed(self) -> Iterator[None]:
