@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -22,6 +23,7 @@ __all__ = [
     "parameters_of",
     "unwrap",
     "walk",
+    "wrapped_modules",
 ]
 
 ModuleFilter = Callable[["NamedModule"], bool] | Iterable[type[nn.Module]] | None
@@ -85,13 +87,17 @@ def unwrap(module: nn.Module) -> nn.Module:
     >>> type(unwrap(nn.DataParallel(nn.Linear(2, 2)))).__name__
     'Linear'
     """
-    while isinstance(inner := getattr(module, _inner_attribute(module), None), nn.Module):
-        module = inner
-    return module
+    *_, inner = wrapped_modules(module)
+    return inner
 
 
-def _inner_attribute(module: nn.Module) -> str:
-    return next((_INNER[base.__name__] for base in type(module).__mro__ if base.__name__ in _INNER), "")
+def wrapped_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield `module` and, if it is a wrapper, the modules inside it, from the outermost to the user's own."""
+    inner: Any = module
+    while isinstance(inner, nn.Module):
+        yield inner
+        attribute = next((_INNER[base.__name__] for base in type(inner).__mro__ if base.__name__ in _INNER), "")
+        inner = getattr(inner, attribute, None)
 
 
 def class_name(module: nn.Module) -> str:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError
-from ikkuna.modules import named_parameters, unwrap
+from ikkuna.modules import named_parameters
 from ikkuna.probe.capture import Call, capture
-from ikkuna.probe.isolation import isolated
+from ikkuna.probe.isolation import isolated, without_replica_wrappers
 from ikkuna.probe.layers import LayerId, find_layers
 from ikkuna.probe.loss import as_tensor, compute_loss, run_model
 from ikkuna.probe.outputs import checked_calls, choose_part, pad_value, shape_result
@@ -102,7 +102,7 @@ def get_gradients(
     wrt = wrt if mode is None else mode
     if wrt not in _WRT:
         raise ConfigError(f"wrt (or mode) must be one of {', '.join(map(repr, _WRT))}, got {wrt!r}")
-    model = unwrap(model)
+    model = without_replica_wrappers(model)
     chosen = [("", model)] if layers is None else find_layers(model, layers)
     run = closure or _closure(model, x, y, loss_fn, sample_weight)
     with isolated(model, train):

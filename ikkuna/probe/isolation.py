@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ikkuna.errors import ConfigError
+from ikkuna.modules import wrapped_modules
 from ikkuna.undisturbed import undisturbed
 
-__all__ = ["isolated"]
+__all__ = ["isolated", "without_replica_wrappers"]
 
 
 @contextmanager
@@ -41,6 +42,14 @@ def isolated(model: nn.Module, train: bool = False) -> Iterator[None]:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(undisturbed(model, train=train, autograd=True))
         yield
+
+
+def without_replica_wrappers(model: nn.Module) -> nn.Module:
+    """Return the model to call: without compile and data-parallel wrappers, but with FSDP, which gathers parameters."""
+    for module in wrapped_modules(model):
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+            break
+    return module
 
 
 def _has_cuda_rnn(model: nn.Module) -> bool:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError
-from ikkuna.modules import class_name, unwrap
+from ikkuna.modules import class_name
 from ikkuna.probe.capture import Call, capture
-from ikkuna.probe.isolation import isolated
+from ikkuna.probe.isolation import isolated, without_replica_wrappers
 from ikkuna.probe.layers import LayerId, find_layers
 from ikkuna.probe.loss import run_model
 
@@ -70,7 +70,7 @@ def get_outputs(
     >>> get_outputs(rnn, "rnn", torch.ones(1, 3, 1)).flatten()
     tensor([1.0000, 1.5000, 1.7500])
     """
-    model = unwrap(model)
+    model = without_replica_wrappers(model)
     chosen = find_layers(model, layers)
     with isolated(model, train), torch.no_grad(), capture([m for _, m in chosen], "outputs", rnn_layer) as calls:
         run_model(model, x)
