@@ -19,7 +19,8 @@ _Restore = Callable[[], None]
 def undisturbed(model: nn.Module, batches: Any = (), *, train: bool = False, autograd: bool = False) -> Iterator[None]:
     """Run the body with `model` in evaluation mode and restore its state afterwards, also after an exception.
 
-    The training flag of every module, the buffers and all random states are restored.
+    The training flag of every module, the buffers and all random states are restored, and FSDP2 modules free the
+    parameters that they gathered.
 
     Parameters
     ----------
@@ -35,6 +36,7 @@ def undisturbed(model: nn.Module, batches: Any = (), *, train: bool = False, aut
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
+        stack.callback(_reshard, model)
         stack.enter_context(undisturbed_randomness(batches))
         stack.callback(_training_flags(model))
         stack.callback(_buffers(model))
@@ -80,6 +82,12 @@ def _accelerators() -> Iterator[_Restore]:
     for index in range(module.device_count()):
         device = () if accelerator.type == "mps" else (index,)  # torch.mps has one device and no argument for it
         yield partial(module.set_rng_state, module.get_rng_state(*device), *device)
+
+
+def _reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(type(module), "_get_fsdp_state"):  # FSDP2 keeps the parameters of its root for a backward pass
+            module.reshard()  # type: ignore[operator]
 
 
 def _training_flags(model: nn.Module) -> _Restore:

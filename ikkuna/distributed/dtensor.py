@@ -19,7 +19,6 @@ __all__ = [
     "local_shard",
     "local_tensor",
     "model_parallel_group",
-    "reshard",
 ]
 
 _ORIGIN = 1 << 32
@@ -131,13 +130,6 @@ def holds_gradients(root: nn.Module) -> bool:
 def is_run_together(root: nn.Module) -> bool:
     """Return whether the forward of a model communicates with other ranks, because its parameters are distributed."""
     return next(_fsdp_groups(root), None) is not None or any(map(is_distributed, root.parameters()))
-
-
-def reshard(root: nn.Module) -> None:
-    """Free the parameters that FSDP gathered for a backward that is not going to happen."""
-    for module in root.modules():
-        if hasattr(type(module), "_get_fsdp_state"):  # an instance searches its submodules first
-            cast(Any, module).reshard()
 
 
 def _fsdp_mesh(root: nn.Module) -> Any:

@@ -1,13 +1,11 @@
 """Runs a model over data without an effect on training."""
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ikkuna.distributed.dtensor import reshard
 from ikkuna.undisturbed import undisturbed
 
 __all__ = ["run"]
@@ -36,9 +34,7 @@ def run(
         ``call(model, inputs)`` returns the outputs; by default a tuple or dict of inputs becomes the arguments of the model.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with ExitStack() as stack:
-        stack.callback(reshard, model)
-        stack.enter_context(undisturbed(model, batches))
+    with undisturbed(model, batches):
         for batch in batches:
             pair = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
             inputs, labels = (_to(part, device) for part in pair)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import parametrizations
 
 from ikkuna import monitor, netdict, plot, probe
@@ -143,6 +144,35 @@ def test_a_wrapped_model_gives_what_the_model_gives(wrapper):
     assert not [mark for mark in MARKS if mark in repr(found)]
     differing = [key for key in expected if not same(expected[key], found[key])]
     assert not differing, [(expected[key], found[key]) for key in differing]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of FSDP itself, for one rank on a CPU
+def test_a_model_in_fsdp_gives_the_same_names_and_outputs_and_can_be_trained():
+    plain, x = Model(), torch.randn(2, 6, 4)
+    wrapped, options = copy.deepcopy(plain), {"use_orig_params": True, "device_id": torch.device("cpu")}
+    wrapped.head = FullyShardedDataParallel(wrapped.head, **options)
+    wrapped = FullyShardedDataParallel(wrapped, **options)
+    assert list(netdict.get_weight(wrapped)) == list(netdict.get_weight(plain))
+    assert monitor.weight_statistics(wrapped) == monitor.weight_statistics(plain)
+    assert same(probe.get_outputs(wrapped, "*", x, as_dict=True), probe.get_outputs(plain, "*", x, as_dict=True))
+    for model in (plain, wrapped):
+        model(x).sum().backward()
+    assert netdict.get_grad(wrapped) == netdict.get_grad(plain)
+
+
+def test_fully_shard_appears_in_no_name_and_parameters_are_sharded_again():
+    model, x = Model(), torch.randn(2, 6, 4)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for module in (model.head, model):
+        torch.distributed.fsdp.fully_shard(module, mesh=mesh)
+    before = [type(p).__name__ for p in model.parameters()]
+    found = probe.get_outputs(model, "*", x, as_dict=True)
+    gradients = probe.get_gradients(model, "*", x, loss_fn=torch.sum, as_dict=True)
+    assert list(found) == list(gradients) == ["norm", "block.0", "block.1", "rnn", "head"]
+    assert [type(p).__name__ for p in model.parameters()] == before
+    assert probe.find_layer(model, "model") == ("", model)
+    with pytest.raises(KeyError, match=r"no layer 'nowhere' in Model; .*head \(Linear\)"):
+        probe.find_layer(model, "nowhere")
 
 
 def test_a_wrapped_layer_can_be_given_as_the_layer():
