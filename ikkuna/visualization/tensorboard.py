@@ -135,7 +135,7 @@ class TensorBoardBackend(FileBackend):
                     "not finished drawing: %s. The event file lacks the latest of these images.", ", ".join(late)
                 )
             self._closed = True
-            self._matrices.abandon()
+            self._matrices.drop(self._matrices.images())
         stored = super().close(None if timeout is None else timeout - (time.monotonic() - begin))
         return stored and not self._matrices.dropped
 
@@ -151,7 +151,11 @@ class TensorBoardBackend(FileBackend):
         return super().dropped + self._matrices.dropped
 
     def _unwritten(self) -> tuple[MatrixImage, ...]:
-        return self._matrices.images(self._writer.written if self._writer is not None else 0)
+        images = self._matrices.images(self._writer.written if self._writer is not None else 0)
+        if failed := [image for image in images if image.changed and self._thread.has_given_up(image.name)]:
+            self._matrices.drop(failed)
+            images = self._matrices.images()
+        return images
 
     def _drawables(self) -> Iterator[Drawable]:
         drawables: list[Drawable] = [*self._unwritten(), *(group.heatmap for group in self._groups.values())]

@@ -2,18 +2,23 @@
 
 import io
 import math
+import threading
 
 import numpy as np
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ikkuna.visualization import tensorboard
 from ikkuna.visualization.backend import Series, get_backend
 from ikkuna.visualization.jsonl import read
 from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.pictures import matrix_picture
+from ikkuna.visualization.pictures.event_images import MatrixImage, MatrixQueue
 from ikkuna.visualization.pictures.matrix_picture import draw_matrix
 from ikkuna.visualization.pictures.png import encode_png
 from ikkuna.visualization.run import Run
+from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 MATRIX = Matrix(("a", "b"), ("a", "b", "c"), np.array([[1.0, 0.5, math.nan], [0.5, 1.0, 0.0]]), (0.0, 1.0))
 
@@ -67,3 +72,120 @@ def test_an_empty_matrix_is_passed_over(tmp_path):
     empty = Matrix((), (), np.zeros((0, 0)))
     for backend in ("tb", get_backend("mpl", live=False), "jsonl"):
         shown(tmp_path, backend, empty)
+
+
+def opened(tmp_path, monkeypatch, interval=1000.0):
+    monkeypatch.setattr(tensorboard, "_DRAWING_INTERVAL", interval)
+    backend = TensorBoardBackend()
+    backend.open(tmp_path)
+    return backend
+
+
+def add(backend, steps, matrix=MATRIX):
+    for step in steps:
+        backend.add_matrix(Series("likeness"), matrix, step)
+        backend.add_scalar(Series("loss"), 1.0, step)
+        backend.commit(step)
+
+
+@pytest.fixture
+def drawing(monkeypatch):
+    """A drawing that waits for `gate.set()`, and the threads it happens in."""
+    gate, threads = threading.Event(), []
+
+    def draw(*arguments, **options):
+        threads.append(threading.current_thread())
+        gate.wait(60)
+        return draw_matrix(*arguments, **options)
+
+    monkeypatch.setattr(matrix_picture, "draw_matrix", draw)
+    yield gate, threads
+    gate.set()
+
+
+def test_training_does_not_wait_for_a_drawing_and_a_matrix_is_acknowledged_when_it_is_written(
+    tmp_path, monkeypatch, drawing
+):
+    gate, threads = drawing
+    backend = opened(tmp_path, monkeypatch)
+    add(backend, range(5, 8))
+    assert not backend.flush(0.5)
+    assert backend.acked_step == 4
+    gate.set()
+    assert backend.flush(60)
+    assert backend.acked_step == 7
+    assert backend.close(60)
+    assert len(threads) == 3
+    [thread] = set(threads)
+    assert thread.daemon
+    assert thread is not threading.current_thread()
+
+
+def test_matrices_that_were_not_drawn_before_the_end_are_counted(tmp_path, monkeypatch, drawing, caplog):
+    backend = opened(tmp_path, monkeypatch)
+    add(backend, range(3))
+    assert not backend.close(1.0)
+    assert backend.dropped == 3
+    assert [record.message for record in caplog.records] == [
+        "not finished drawing: "
+        + ", ".join(3 * ["Matrices/likeness"])
+        + ". The event file lacks the latest of these images."
+    ]
+    assert not backend.close(1.0)
+
+
+def test_matrices_that_are_added_faster_than_drawn_are_dropped_and_counted(tmp_path, monkeypatch, drawing, caplog):
+    gate, _ = drawing
+    backend = opened(tmp_path, monkeypatch)
+    add(backend, range(100))
+    assert backend.dropped in (35, 36)  # one of the 100 may be in the drawing thread
+    assert [record.message for record in caplog.records] == [
+        "matrices are added faster than they are drawn; from step 64 on the oldest are dropped"
+    ]
+    gate.set()
+    assert not backend.close(60)
+    images = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload().Images("Matrices/likeness")
+    assert len(images) + backend.dropped == 100
+    assert images[-1].step == 99
+
+
+def test_matrices_that_cannot_be_drawn_are_counted_and_do_not_hold_up_the_others(tmp_path, monkeypatch, caplog):
+    def fail(*arguments, **options):
+        raise ZeroDivisionError("no")
+
+    monkeypatch.setattr(matrix_picture, "draw_matrix", fail)
+    backend = opened(tmp_path, monkeypatch)
+    add(backend, range(2))
+    assert not backend.flush(30)
+    for _ in range(5):
+        backend.flush(30)
+    add(backend, [2])
+    assert backend.flush(30)
+    assert (backend.acked_step, backend.dropped) == (2, 3)
+    assert not backend.close(30)
+    assert [record.message for record in caplog.records] == [
+        "the picture Matrices/likeness cannot be drawn",
+        "the picture Matrices/likeness failed 10 times in a row and is no longer drawn",
+    ]
+
+
+def test_large_matrices_are_bounded_by_their_values():
+    queue = MatrixQueue()
+    large = Matrix(("a",), ("b",) * 2**21, np.zeros((1, 2**21)))
+    for step in range(5):
+        queue.add(MatrixImage("x", large, step, lambda *_: 0))
+    assert [image.step for image in queue.images()] == [3, 4]
+    assert queue.dropped == 3
+
+
+def test_a_large_matrix_is_drawn_with_some_of_its_names():
+    names = tuple(f"layers.{i}" for i in range(1000))
+    picture = draw_matrix(np.eye(1000), names, names, limits=(0.0, 1.0))
+    assert 40 < len(picture.texts) < 150
+    width, height = picture.get_size_inches()
+    assert max(width, height) < 16
+
+
+def test_names_are_not_read_as_formulas():
+    draw = Matrix(("$\\frac{", "_x"), ("a$", "b\n"), np.eye(2))
+    assert len(pixels(draw))

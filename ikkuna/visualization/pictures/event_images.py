@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
@@ -85,6 +85,7 @@ class MatrixImage:
         self.size = matrix.values.size
         self.block: int | None = None
         """Number of the block with the image; ``None`` before it is drawn."""
+        self.is_waiting = True
         self._matrix = matrix
         self._write = write
 
@@ -98,15 +99,18 @@ class MatrixImage:
         from ikkuna.visualization.pictures.matrix_picture import draw_matrix
         from ikkuna.visualization.pictures.png import encode_png
 
-        matrix = self._matrix
-        picture = draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits)
-        self.block = self._write(self.name, encode_png(picture), self.step)
+        matrix, self.is_waiting = self._matrix, False
+        try:
+            picture = draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits)
+            self.block = self._write(self.name, encode_png(picture), self.step)
+        finally:
+            self.is_waiting = self.changed
 
 
 class MatrixQueue:
-    """The matrices that are not yet drawn and written, at most 64 of at most 4 million values in all.
+    """The matrices that are not yet drawn and written, at most 64 with at most 4 million values in total.
 
-    If another one does not fit, the oldest that is not drawn is dropped and counted.
+    If another one does not fit, the oldest ones that wait to be drawn are dropped and counted.
     """
 
     _IMAGES = 64
@@ -120,14 +124,14 @@ class MatrixQueue:
     def add(self, image: MatrixImage) -> bool:
         """Add an image; return whether others had to be dropped for it."""
         with self._lock:
-            waiting = [one for one in self._images if one.changed]
+            waiting = [one for one in self._images if one.is_waiting]
             values = image.size + sum(one.size for one in waiting)
             surplus = []
             while waiting and (len(waiting) >= self._IMAGES or values > self._VALUES):
                 surplus.append(waiting.pop(0))
                 values -= surplus[-1].size
-            self._images = (*(one for one in self._images if one not in surplus), image)
-            self.dropped += len(surplus)
+            self.drop(surplus)
+            self._images = (*self._images, image)
         return bool(surplus)
 
     def images(self, written: int = 0) -> tuple[MatrixImage, ...]:
@@ -136,8 +140,11 @@ class MatrixQueue:
             self._images = tuple(one for one in self._images if one.block is None or one.block > written)
             return self._images
 
-    def abandon(self) -> None:
-        """Drop and count the images that are not drawn."""
+    def drop(self, images: Iterable[MatrixImage]) -> None:
+        """Remove images, and count those that are not drawn."""
         with self._lock:
-            self.dropped += sum(one.changed for one in self._images)
-            self._images = ()
+            removed = list(images)
+            self._images = tuple(one for one in self._images if one not in removed)
+            for image in removed:
+                self.dropped += image.changed
+                image.block = 0  # it is not drawn any more

@@ -118,7 +118,11 @@ class RedrawThread:
         else:
             self.draw()
         late = [drawable.name for drawable in self._drawables() if drawable.changed]
-        return [name for name in late if not self._failures.is_exhausted(name)]
+        return [name for name in late if not self.has_given_up(name)]
+
+    def has_given_up(self, name: str) -> bool:
+        """Return whether a picture is no longer drawn, because it failed too often."""
+        return self._failures.is_exhausted(name)
 
     def is_up_to_date(self) -> bool:
         """Return whether no picture has changed since it was drawn."""
@@ -128,7 +132,7 @@ class RedrawThread:
         """Draw all changed pictures, and return the seconds to wait before the next round."""
         begin, wanted = time.monotonic(), self._rounds.requested
         for drawable in self._drawables():
-            if drawable.changed and self._rounds.has_time() and not self._failures.is_exhausted(drawable.name):
+            if drawable.changed and self._rounds.has_time() and not self.has_given_up(drawable.name):
                 self._draw(drawable)
         with self._rounds.state:
             self._rounds.done = max(self._rounds.done, wanted)
