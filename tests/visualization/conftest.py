@@ -29,7 +29,7 @@ def plain():
 
 @pytest.fixture
 def gate(monkeypatch):
-    """A disk that never answers until `gate.set()`; only the descriptors of regular log files are concerned."""
+    """Block every `os.write` until `gate.set()`."""
     event, write = threading.Event(), os.write
 
     def silent(descriptor, data):
@@ -43,7 +43,7 @@ def gate(monkeypatch):
 
 @pytest.fixture
 def child(tmp_path):
-    """Run a script in a process of its own; its output goes to a file, so that no grandchild can hold a pipe open."""
+    """Run a script in another process; its output goes to a file, so that no grandchild can keep a pipe open."""
     started = []
 
     def start(script, *arguments):

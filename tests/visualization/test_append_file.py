@@ -42,7 +42,7 @@ def test_a_symbolic_link_is_not_followed(tmp_path, monkeypatch):
 @pytest.mark.fault(68)
 @pytest.mark.parametrize("short", range(6))
 def test_a_short_write_leaves_no_trace(tmp_path, monkeypatch, short):
-    """`short` bytes of the second block reach the disk, and are cut off again."""
+    """`short` bytes of the second block reach the disk, and are removed again."""
     file = AppendFile(tmp_path, str)
     file.append(b"first")
     write = os.write
@@ -57,7 +57,7 @@ def test_a_short_write_leaves_no_trace(tmp_path, monkeypatch, short):
 
 
 def test_a_torn_block_is_cut_off_before_anything_follows_it(tmp_path, monkeypatch):
-    """The error hits in the middle of a block, and again while it is cut off."""
+    """The error occurs in the middle of a block, and again while the block is removed."""
     file = AppendFile(tmp_path, str)
     file.append(b"first")
     write = os.write

@@ -1,4 +1,4 @@
-"""However a training process ends, what was acknowledged is in the file, and the file is whole."""
+"""After every end of a training process the file contains all acknowledged values and no incomplete record."""
 
 import json
 import os
@@ -27,7 +27,7 @@ for step in range(50):
     optimizer.zero_grad()
     model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
-    if step < 49:  # the last step stays open: it may not be over
+    if step < 49:  # the last step stays open
         other.step()
 if sys.argv[2] == "os._exit" or sys.argv[2].startswith("SIG"):
     exporter.message_bus.run.flush(30)
@@ -41,19 +41,19 @@ match sys.argv[2]:
 """
 
 SUDDEN = {"SIGTERM": -signal.SIGTERM, "SIGABRT": -signal.SIGABRT, "os._exit": 4}
-# 1 with tabulate installed: torch imports it at the exit to tell of its compilations, and Python forgets what it died of
+# 1 with tabulate installed: torch imports it at exit, and Python loses the exit status
 ORDERLY = {"end": (0,), "exception": (1,), "KeyboardInterrupt": (-signal.SIGINT, 1)}
 
 
 def ended(child, log_dir, way):
-    """Return how a training process ended, what it said before, and the steps in its file."""
+    """Return the exit status of a training process, its output, and the steps in its file."""
     process = child(TRAIN, log_dir, way)
     status = process.wait(120)
     lines = process.output.read_text().splitlines()
     [file] = log_dir.glob("run0001/values.*.jsonl")
     assert all(json.loads(line) for line in file.read_text().splitlines())
     acked, is_default = next(line.split() for line in lines if line[:1] in "-0123456789")
-    assert is_default == "True"  # no handler of ours changes what a signal does
+    assert is_default == "True"  # ikkuna installs no signal handler
     return status, int(acked), [entry["step"] for entry in read(file)]
 
 
@@ -69,7 +69,7 @@ def test_a_sudden_end_loses_nothing_that_was_acknowledged(tmp_path, child, way):
 @pytest.mark.fault(87)
 @pytest.mark.parametrize("way", ORDERLY)
 def test_an_orderly_end_loses_nothing(tmp_path, child, way):
-    """Not even of a step that was open."""
+    """The values of an open step are stored too."""
     status, _, steps = ended(child, tmp_path / "log", way)
     assert status in ORDERLY[way]
     assert steps == list(range(50))

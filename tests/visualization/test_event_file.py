@@ -17,7 +17,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 
 
 def payload(record):
-    """Unframe one record, checking all of it."""
+    """Return the payload of one record after checking its length and checksums."""
     length, check = struct.unpack("<QI", record[:12])
     body, body_check = record[12:-4], struct.unpack("<I", record[-4:])[0]
     assert len(body) == length

@@ -90,7 +90,7 @@ def add(backend, steps, matrix=MATRIX):
 
 @pytest.fixture
 def drawing(monkeypatch):
-    """A drawing that waits for `gate.set()`, and the threads it happens in."""
+    """Block every drawing until `gate.set()`, and record the drawing threads."""
     gate, threads = threading.Event(), []
 
     def draw(*arguments, **options):

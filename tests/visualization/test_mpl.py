@@ -1,4 +1,4 @@
-"""The backend that draws: what is on its pictures, where they go, and that training does not feel it."""
+"""The backend that draws pictures: their content, their files, and that training does not wait for them."""
 
 import gc
 import logging
@@ -53,7 +53,7 @@ def fill(backend, steps=3, *series):
         backend.commit(step)
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------
+# -- kept values -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [1, 7, 511, 512, 5000])
@@ -98,7 +98,7 @@ def test_margins_of_many_steps_have_the_extremes_of_all():
     assert np.isnan(margins.view().values[:, -1]).all()
 
 
-# -- what is drawn ----------------------------------------------------------------------------------------------------
+# -- content of pictures ----------------------------------------------------------------------------------------------
 
 
 def test_a_picture_has_a_line_for_each_module_in_the_order_of_the_network():
@@ -163,7 +163,7 @@ def test_histograms_of_more_modules_than_panels_are_counted():
     assert picture.get_suptitle() == "weights, 12 of 30 modules"
 
 
-# -- where pictures go ------------------------------------------------------------------------------------------------
+# -- files and displays -----------------------------------------------------------------------------------------------
 
 
 def trained(tmp_path, backend, steps=3):
@@ -233,11 +233,11 @@ def test_numbers_that_cannot_be_meant_are_refused():
             MPLBackend(**options)
 
 
-# -- and training does not feel it ------------------------------------------------------------------------------------
+# -- training does not wait -------------------------------------------------------------------------------------------
 
 
 def test_pictures_are_redrawn_on_a_timer(tmp_path):
-    """No further commit is needed: whoever looks while an epoch is evaluated sees what is there."""
+    """The picture is drawn without a further commit."""
     backend = opened(tmp_path, interval=0.05)
     fill(backend)
     deadline = time.monotonic() + 30
@@ -248,7 +248,7 @@ def test_pictures_are_redrawn_on_a_timer(tmp_path):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """A drawing that takes until `set()`; and the thread it is done in."""
+    """Block every drawing until `set()`, and record the drawing threads."""
     gate, drawn = threading.Event(), []
 
     def draw(view, order):
@@ -279,7 +279,7 @@ def test_neither_training_nor_closing_waits_for_a_drawing(tmp_path, slow, caplog
     assert thread is not threading.main_thread()
     gate.set()
     thread.join(60)
-    assert backend.close()  # it was drawn after all
+    assert backend.close()  # it was drawn in the background
     assert len(caplog.records) == 1
 
 

@@ -53,7 +53,7 @@ print(json.dumps([cell.outputs for cell in notebook.cells]))
 
 @pytest.fixture
 def outputs(tmp_path):
-    """What each cell shows when the notebook has been run, in a process of its own."""
+    """Execute the notebook in another process, and return the outputs of its cells."""
     path = environment(*map(Path, sys.path))["PYTHONPATH"]
     done = subprocess.run(
         [sys.executable, "-c", EXECUTE, json.dumps(CELLS)],

@@ -1,4 +1,4 @@
-"""Death, forks, full disks and the end of the interpreter, each in a process of its own."""
+"""Killed processes, forks, full disks and the end of the interpreter, each in another process."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ def line_steps(directory):
 
 
 def wait_for(process, condition, seconds=60):
-    """Wait until `condition` holds for what the process has printed."""
+    """Wait until `condition` is true for the output of the process."""
     deadline = time.monotonic() + seconds
     while not condition(process.output.read_text()):
         assert time.monotonic() < deadline, process.output.read_text()[-1000:]
@@ -148,7 +148,7 @@ print(json.dumps([os.waitstatus_to_exitcode(status), run.close(30), run.dropped]
 
 @pytest.mark.parametrize("way", ["left", "collected"])
 def test_a_forked_child_is_inert(tmp_path, child, way):
-    """It logs, closes and ends without a trace in the files, and without harm to its parent."""
+    """The child logs, closes and exits without changing the files or affecting its parent."""
     assert result(child(FORKED, tmp_path / "log", way)) == [7, True, 0]
     assert event_steps(tmp_path / "log" / "run0001") == list(range(50))
     assert line_steps(tmp_path / "log" / "run0001") == list(range(50))
@@ -221,7 +221,7 @@ atexit.register(late)
 
 @pytest.mark.parametrize("way", ["started", "not started"])
 def test_values_of_the_last_moment_are_kept(tmp_path, child, way):
-    """Some interpreters start no thread any more when this happens."""
+    """Some versions of Python cannot start a thread at this point."""
     assert result(child(LATE, tmp_path / "log", way)) is True
     assert line_steps(tmp_path / "log" / "run0001")[-1] == 1
 

@@ -1,4 +1,4 @@
-"""What is left of a damaged event file is found, and nothing is invented."""
+"""Recovery finds all intact records of a damaged event file, and no others."""
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -50,7 +50,7 @@ def test_a_flipped_bit_costs_the_record_it_is_in_and_no_other(file, bit):
 
 @pytest.mark.fault(79)
 def test_a_missing_byte_costs_one_record(file):
-    """Where the byte equals its neighbour in the next record, nobody can say which of the two is missing."""
+    """If the byte equals its neighbour in the next record, the test cannot determine which of them is missing."""
     data = file.read_bytes()
     sound = list(whole_records(data))
     for position in range(len(data)):
@@ -69,7 +69,7 @@ def test_tensorboard_shows_what_was_recovered(file, tmp_path):
     after = scalars(path.parent)
     assert len(before) < len(after) == STEPS - 1
     assert set(after) < {(step, step / 2) for step in range(STEPS)}
-    assert records == STEPS  # the version is a record, too
+    assert records == STEPS  # the first record is the version
     assert 0 < lost < 200
 
 

@@ -19,7 +19,7 @@ LOSS = Series("loss")
 
 
 class Faulty(RecordingBackend):
-    """Raises in the verbs it is told to."""
+    """Raises in the given methods."""
 
     def __init__(self, *verbs):
         super().__init__()
@@ -29,7 +29,7 @@ class Faulty(RecordingBackend):
 
 
 class Stored(RecordingBackend):
-    """Claims to have stored what it is told."""
+    """Returns the given ``acked_step``."""
 
     def __init__(self, acked=-1):
         super().__init__()
@@ -42,7 +42,7 @@ class Stored(RecordingBackend):
 
 @pytest.fixture(autouse=True)
 def named(monkeypatch):
-    """Names without an installation."""
+    """Replace the installed backends."""
     made = []
     known = {"jsonl": JSONLinesBackend, "tb": TensorBoardBackend, "null": NullBackend}
 
@@ -298,7 +298,7 @@ def test_a_run_comes_after_those_that_are_there(tmp_path):
 
 
 def test_the_built_in_backends_are_announced_and_loadable(monkeypatch):
-    """The names in the project's metadata lead to backends, whatever is installed."""
+    """Every backend in the project's metadata can be imported."""
     import tomllib
     from importlib.metadata import EntryPoint
     from pathlib import Path

@@ -17,7 +17,7 @@ SERIES = st.builds(Series, KINDS | LONG, st.none() | NAMES | LONG, PASSES)
 
 
 def tags(series):
-    """Every tag a series can cause, with what it stands for."""
+    """Yield every tag of a series, with its meaning."""
     identity = (series.kind, series.name, series.pass_name)
     yield series_tag(series), identity
     for statistic in STATISTICS:

@@ -116,7 +116,7 @@ def test_nan_and_infinities_arrive(backend, tmp_path):
 
 @pytest.mark.fault(90)
 def test_a_run_that_goes_on_replaces_what_came_after_its_checkpoint(tmp_path):
-    """The second file begins at step 50; the first one's later steps are hidden."""
+    """The second file begins at step 50; the later steps of the first file are hidden."""
     for begin, end, value in ((0, 100, 1.0), (50, 80, 2.0)):
         backend = TensorBoardBackend()
         backend.open(tmp_path)
@@ -178,7 +178,7 @@ with open(sys.argv[2], "w") as file:
 
 
 def test_the_fast_reader_of_tensorboard_agrees(backend, tmp_path, child):
-    """The data server is a program of its own, with its own parser."""
+    """The data server is another program with another parser."""
     server = pytest.importorskip("tensorboard_data_server")
     if server.server_binary() is None:
         pytest.skip("no data server for this platform")

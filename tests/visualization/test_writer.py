@@ -27,7 +27,7 @@ def expected(*steps):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """A disk that reports an error while `failing.is_set()`."""
+    """Raise an error in every `os.write` while `failing.is_set()`."""
     event, write = threading.Event(), os.write
 
     def faulty(descriptor, data):
@@ -183,7 +183,7 @@ def test_losses_are_told_in_the_file_even_if_nothing_follows_them(tmp_path, plai
 
 @pytest.mark.parametrize("fault", ["full", "short", "interrupted"])
 def test_an_error_at_any_write_costs_nothing(tmp_path, plain, monkeypatch, fault):
-    """Whichever of the writes fails, and however, the file holds every block once and in order."""
+    """After any failure of any write the file contains every block once and in order."""
     write = os.write
     for bad in range(1, 7):
         calls = iter(range(1, 100))
@@ -265,7 +265,7 @@ def test_a_directory_that_cannot_be_made_again_is_an_error_like_others(tmp_path,
 
 
 def test_a_thread_that_cannot_start_is_done_without(tmp_path, plain, monkeypatch):
-    """As at the end of the interpreter."""
+    """No thread can be started, as at the end of the interpreter."""
 
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -304,7 +304,7 @@ def test_several_threads_lose_nothing_and_keep_their_order(tmp_path, plain):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Where temporary files go."""
+    """Replace the temp directory."""
     directory = tmp_path / "elsewhere"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
