@@ -28,8 +28,8 @@ def life(monkeypatch):
 
 
 def test_the_way_from_the_hook_to_the_file_is_short(calls):
-    assert len(files(calls)) <= 43
-    assert len(calls) <= 210
+    assert len(files(calls)) <= 44
+    assert len(calls) <= 223
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):
