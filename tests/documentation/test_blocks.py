@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, and the names on its pages exist."""
+"""Every Python block of the documentation runs, the names on its pages exist, and its sentences are plain."""
 
 import ast
 import re
@@ -12,6 +12,7 @@ from ikkuna.export.messages import get_default_bus
 from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.export.subscriber import GROUP
 from ikkuna.plugins import plugin_names
+from tests.language import BANNED
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "sphinx" / "source"
@@ -123,3 +124,8 @@ def test_a_line_of_prose_holds_one_sentence(path):
         if re.search(r"[a-z]\. [A-Z]", line) and not line.startswith(("|", "     "))  # cells of tables
     ]
     assert not found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_pages_are_plain_technical_english(path):
+    assert not BANNED.search(path.read_text(encoding="utf-8"))

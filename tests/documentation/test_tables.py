@@ -60,14 +60,14 @@ def test_a_docstring_that_does_not_state_this_is_an_error(tables):
 
 
 def test_the_statement_is_split_into_its_parts(tables):
-    class Told:
+    class Metric:
         """A metric.
 
         Some formula.  Takes any kind; publishes ``{kind}_a`` and ``{kind}_b``, in the unit
         of x; more.
         """
 
-    assert tables.exchange(Told) == ("any kind", "``{kind}_a`` and ``{kind}_b``", "in the unit of x")
+    assert tables.exchange(Metric) == ("any kind", "``{kind}_a`` and ``{kind}_b``", "in the unit of x")
 
 
 def test_every_metric_and_backend_is_in_its_table(tables):
