@@ -11,6 +11,7 @@ from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.messages import Message, ModuleMessage
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.rows.delivery import Finished
+from ikkuna.export.rows.host_copy import HostCopy
 from ikkuna.export.rows.plan import Demand
 from ikkuna.export.rows.recorder import Recorder
 from ikkuna.export.rows.rows import Rows
@@ -243,3 +244,43 @@ def test_a_measurement_must_be_a_tensor():
     case = Case(Returning("activations"))
     with pytest.raises(TypeError, match="measure must return a Tensor or None, got float"):
         case.see([1.0])
+
+
+def test_tensors_of_a_device_are_copied_with_all_their_digits():
+    given = [
+        torch.tensor(2**60 + 1),
+        torch.ones(2, 3),
+        torch.empty(0),
+        torch.tensor([True]),
+        torch.full((2,), math.pi).double(),
+    ]
+    copy = HostCopy(given)
+    assert copy.arrived()
+    for array, tensor in zip(copy.arrays(), given, strict=True):
+        assert array.shape == tensor.shape
+        assert array.tolist() == tensor.tolist()
+
+
+def test_a_step_on_several_devices_is_merged(monkeypatch):
+    """Tensors that say they are elsewhere, as on a device; the host has others of the same site."""
+    case = Case(summing := Summing("activations"))
+    case.see([1.0, 2.0])
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    case.see([6.0])
+    case.see([1e4, 1e4 + 2], site=WEIGHTS)
+    monkeypatch.undo()
+    case.see([3.0])
+    found = case.close()
+    assert (found["activations"].n, found["activations"].mean, found["activations"].m2) == (4, 3.0, 14.0)
+    assert found["activations"].codes.sum() == 4
+    assert (found["weights"].mean, found["weights"].m2, found["weights"].m4) == (1e4 + 1, 2.0, 2.0)
+    assert summing.values == [12.0]
+
+
+def test_a_scalers_flag_skips_the_step(case):
+    case.recorder.rows.note_overflow(None)
+    case.recorder.rows.note_overflow(torch.zeros(1))
+    case.recorder.rows.note_overflow(torch.ones(()))
+    rows = case.recorder.close()
+    rows.load()
+    assert rows.skipped

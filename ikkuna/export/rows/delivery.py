@@ -5,11 +5,13 @@ from typing import Any
 
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.message import Message, NetworkMessage
+from ikkuna.export.messages.message import NetworkMessage
 from ikkuna.export.rows.rows import Rows
 from ikkuna.export.subscriber.registered import Registered
 
 __all__ = ["Finished"]
+
+_NOTHING: dict[Registered, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +40,35 @@ class Finished:
         for row in rows.measured_rows():
             self._deliver_row(bus, row)
         for registered, data in rows.together.items():
-            if self._is_due(registered):
+            if not registered.disabled and self._is_seen_by(registered):
                 messages = {kind: NetworkMessage(rows.stamp, kind) for kind in registered.kinds}
-                _compute(bus, registered, MessageBundle(messages, data))
+                bus.error_guard.call(registered, "compute", registered.deliver, MessageBundle(messages, data))
         if self.event is not None:
             self.event.skipped = rows.skipped
             bus.publish(self.event)
         for registered in bus.registered:
-            if registered.samples(rows.stamp) and (not rows.skipped or registered.subscriber.sees_skipped):
+            if registered.samples(rows.stamp) and self._is_seen_by(registered):
                 bus.error_guard.call(registered, "finish", registered.subscriber.finish, rows.stamp)
         for registered in bus.registered:
             registered.drop_incomplete(rows.stamp)
         bus.commit(rows.stamp.global_step)
 
+    def _is_seen_by(self, registered: Registered) -> bool:
+        return not self.rows.skipped or registered.subscriber.sees_skipped
+
     def _deliver_row(self, bus: MessageBus, row: int) -> None:
-        rows, site = self.rows, self.rows.keys[row][0]
+        rows = self.rows
+        site, path = rows.keys[row]
         if (task := rows.plan.task(site.kind, site.module)) is None:
             return
-        shared = rows.record(row)
-        measured: dict[Registered, Any] = rows.measured.get(row, {})
+        shared, measured = rows.record(row), rows.measured.get(row, _NOTHING)
+        message = site.message(rows.stamp, path, None, shared)  # of all subscribers that need nothing else
         for registered in task.subscriptions:
             subscriber = registered.subscriber
             record, data = shared if subscriber.fields else None, measured.get(registered)
-            if (record is None and data is None) or not self._is_due(registered):
+            if (record is None and data is None) or registered.disabled or not self._is_seen_by(registered):
                 continue
             if record is not None and subscriber.finite_only:
                 record = replace(record, finite_only=True)
-            _compute(bus, registered, rows.message(row, data, record))
-
-    def _is_due(self, registered: Registered) -> bool:
-        return not registered.disabled and (not self.rows.skipped or registered.subscriber.sees_skipped)
-
-
-def _compute(bus: MessageBus, registered: Registered, message: Message | MessageBundle) -> None:
-    bus.error_guard.call(registered, "compute", registered.deliver, message)
+            own = message if data is None and record is shared else site.message(rows.stamp, path, data, record)
+            bus.error_guard.call(registered, "compute", registered.deliver, own)

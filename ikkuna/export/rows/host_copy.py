@@ -12,7 +12,7 @@ __all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """One non-blocking copy of several tensors of one device to the host, as float64.
+    """One non-blocking copy of several tensors of one device to the host: int64 as they are, others as float64.
 
     Parameters
     ----------
@@ -21,8 +21,9 @@ class HostCopy:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._shapes = [tensor.shape for tensor in tensors]
-        packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+        self._layout = [(tensor.shape, tensor.dtype is torch.int64) for tensor in tensors]
+        flat = (tensor.reshape(-1) for tensor in tensors)
+        packed = torch.cat([x.view(torch.float64) if x.dtype is torch.int64 else x.double() for x in flat])
         self._event: torch.cuda.Event | None = None
         if packed.device.type == "cuda":
             self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -40,6 +41,9 @@ class HostCopy:
         """Return the tensors as arrays; wait for the copy if necessary."""
         if self._event is not None:
             self._event.synchronize()
-        packed = self._packed.numpy()
-        ends = np.cumsum([shape.numel() for shape in self._shapes])[:-1]
-        return [part.reshape(shape) for part, shape in zip(np.split(packed, ends), self._shapes, strict=True)]
+        arrays, offset = [], 0
+        for shape, is_integer in self._layout:
+            flat = self._packed.numpy()[offset : offset + shape.numel()]
+            arrays.append((flat.view(np.int64) if is_integer else flat).reshape(shape))
+            offset += shape.numel()
+        return arrays

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.distributed.dtensor import ShardPosition
@@ -18,6 +17,7 @@ from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.row_index import Key, RowIndex
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.statistics.float_code import merge_codes
 from ikkuna.numerics.statistics.record import record_of
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
 
@@ -77,7 +77,7 @@ class Rows:
     def __init__(self, stamp: Stamp, plan: Plan, index: RowIndex, pool: PartPool) -> None:
         self.stamp, self.plan, self.index = stamp, plan, index
         self.values = empty_rows(0)
-        self.codes: dict[int, dict[str, NDArray[np.int64]]] = {}
+        self.codes: dict[int, dict[str, Any]] = {}
         self.measured: dict[int, dict[Registered, Any]] = {}
         self.together: dict[Registered, Any] = {}
         self.shards: dict[int, ShardPosition] = {}
@@ -145,7 +145,7 @@ class Rows:
         self.measured, self.together = whole.measured, whole.together
         self.shards, self.reductions = whole.shards, whole.reductions
         self.values, codes = whole.host.take(len(self.keys))
-        self._device_codes.append(codes)
+        self.codes = codes
         pending: list[_Pending] = [(self._flags, i, flag) for i, flag in self._flags.items()]
         holders: list[dict[Any, Any]] = [self.together, *self.measured.values(), *codes.values()]
         for statistics in whole.devices.values():
@@ -186,10 +186,7 @@ class Rows:
             with np.errstate(all="ignore"):
                 self.values[numbers] = merge_rows(np.stack([self.values[numbers], holder["values"]]))
         for codes in self._device_codes:
-            for row, counts in codes.items():
-                known = self.codes.setdefault(row, {})
-                for name, array in counts.items():
-                    known[name] = known.get(name, 0) + array.astype(np.int64)
+            merge_codes(self.codes, codes)
         self.skipped = self.skipped or any(bool(flag.any()) for flag in self._flags.values())
         self._copies, self._device_rows, self._device_codes, self._flags = [], [], [], {}
 

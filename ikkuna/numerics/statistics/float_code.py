@@ -8,6 +8,7 @@ Codes never decrease in :math:`x`; a bin is :math:`2^{-m}` of its value wide.
 """
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,12 +127,12 @@ def add_codes(
         counts["sampled_codes"] = counts["sampled_codes"] + found if "sampled_codes" in counts else found
 
 
-def merge_codes(counts: dict[int, dict[str, Tensor]], others: dict[int, dict[str, Tensor]]) -> None:
-    """Add histograms by row and field to others."""
-    for row, found in others.items():
+def merge_codes(counts: dict[int, dict[str, Any]], more: dict[int, dict[str, Any]]) -> None:
+    """Add other histograms, Tensors or arrays, to those of each row and field."""
+    for row, found in more.items():
         known = counts.setdefault(row, {})
-        for name, more in found.items():
-            known[name] = known[name] + more if name in known else more
+        for name, added in found.items():
+            known[name] = known[name] + added if name in known else added
 
 
 def _numbers(x: Tensor, native: bool) -> tuple[Tensor, int, Library | None] | None:
