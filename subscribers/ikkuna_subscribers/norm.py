@@ -18,7 +18,7 @@ _SHARED = {  # order → fields, and the property of `Record` that is the norm
     0: (("zeros",), "l0_norm"),
     1: (("l1",), "l1_norm"),
     2: (("sumsq",), "l2_norm"),
-    math.inf: (("min", "max"), "linf_norm"),
+    math.inf: (("min", "max", "infs"), "linf_norm"),
 }
 
 
@@ -30,7 +30,8 @@ class NormSubscriber(SharedStatisticSubscriber):
 
     Takes any kind with a tensor, and other subscribers' results; publishes ``{kind}_norm{p}``, in the unit of x.
     Over several calls and micro-batches it is the norm of all elements together.
-    An empty tensor has norm 0 (for p = ∞: NaN); data with a NaN or Inf has norm NaN, unless `finite_only` is set.
+    Data with a NaN or Inf has norm NaN, unless `finite_only` is set; then only p = ∞ is NaN without a finite element.
+    An empty tensor publishes nothing.
 
     Look for: gradients that shrink or grow from layer to layer, and jumps of one layer over time.
 
@@ -64,22 +65,28 @@ class NormSubscriber(SharedStatisticSubscriber):
         super().__init__(kind, results=(f"norm{p:g}",), **options)
         self.p = p
         self.finite_only = finite_only
-        self.fields, self._property = _SHARED.get(p, ((), ""))
+        if p == math.inf:
+            self.merge = "max"
+        if p < math.inf or not finite_only:  # shared extrema include infinite elements
+            self.fields, self._property = _SHARED.get(p, ((), ""))
 
     @property
     def measures(self) -> bool:
-        """Whether no shared statistic gives the norm of this order."""
+        """Whether no shared statistic gives this norm."""
         return not self.fields
 
     def measure(self, message: Any) -> Tensor | None:
-        r"""Return :math:`\sum |x_i|^p`, in float64."""
+        r"""Return :math:`\sum |x_i|^p`, in float64; for p = ∞ the largest finite magnitude, or minus infinity."""
         read = readable(message.data)
-        if read is None:
+        if read is None or not message.data.numel():
             return None
-        x = flatten(read[0]).double()
+        x = flatten(read[0]).double().abs()
+        if self.p == math.inf:
+            largest = torch.where(torch.isfinite(x), x, -math.inf).amax() if x.numel() else x.new_tensor(-math.inf)
+            return (largest.clamp(min=0.0) if read[1] else largest).reshape(1)
         if self.finite_only:
             x = torch.where(torch.isfinite(x), x, 0)
-        total = x.abs().pow(self.p).sum()
+        total = x.pow(self.p).sum()
         return torch.where(torch.isfinite(x).all(), total, math.nan).reshape(1)
 
     def values(self, record: Record) -> tuple[float]:
@@ -92,5 +99,7 @@ class NormSubscriber(SharedStatisticSubscriber):
             super().compute(message)
         elif isinstance(message.data, float):  # a result of another subscriber
             self.emit(message, abs(message.data))
+        elif self.p == math.inf:
+            self.emit(message, message.data[0] if message.data[0] >= 0 else math.nan)
         else:
             self.emit(message, message.data[0] ** (1 / self.p))

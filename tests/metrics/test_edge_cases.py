@@ -118,6 +118,42 @@ def test_what_a_metric_says_of_a_nan_of_an_infinity_and_of_nothing(name):
         assert all(value == expected or (math.isnan(value) and math.isnan(expected)) for value in values), values
 
 
+ORDERS = pytest.mark.parametrize("p", [0, 1, 2, 3, math.inf])
+
+
+@ORDERS
+@pytest.mark.parametrize("broken", [[math.nan], [math.inf], [-math.inf], [math.nan, math.inf]])
+def test_a_norm_of_finite_elements_leaves_out_the_others(p, broken):
+    """Of every order, merged over calls, and of a call without a finite element."""
+    calls = [torch.tensor([1.0, 0.0, -3.0, *broken]), torch.tensor(broken)]
+    found = watched(lambda **o: installed.NormSubscriber("activations", p, finite_only=True, **o), calls, calls[1:])
+    expected = {0: 2.0, 1: 4.0, 2: math.sqrt(10), 3: 28 ** (1 / 3), math.inf: 3.0}[p]
+    merged, without = found[f"activations_norm{p:g}"]
+    assert merged == pytest.approx(expected, rel=1e-12)
+    assert math.isnan(without) if p == math.inf else without == 0.0
+
+
+@ORDERS
+@pytest.mark.parametrize("others", [[], [lambda **o: installed.MeanSubscriber("activations", **o)]])
+def test_a_norm_of_data_with_an_infinity_does_not_depend_on_other_subscribers(p, others):
+    recording, bus, model = RecordingBackend(), MessageBus(), nn.Identity()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        for make in (lambda **o: installed.NormSubscriber("activations", p, **o), *others):
+            bus.register_subscriber(make(backend=recording))
+        model(torch.tensor([1.0, -math.inf]))
+        exporter.step()
+    [value] = [value for series, value, _ in recording.values if "_norm" in series.kind]
+    assert math.isnan(value)
+
+
+@ORDERS
+@pytest.mark.parametrize("finite_only", [False, True])
+def test_a_norm_of_an_empty_tensor_publishes_nothing(p, finite_only):
+    make = installed.NormSubscriber
+    assert not watched(lambda **o: make("activations", p, finite_only=finite_only, **o), torch.ones(0, 3))
+
+
 def test_counts_go_beyond_32_bits():
     x = torch.tensor([0.0, math.nan, math.inf, 2.0])
     record = measure(x, frozenset(("n", "zeros", "nans", "infs")))

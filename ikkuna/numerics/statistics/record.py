@@ -166,7 +166,7 @@ class Record:
     @property
     def l0_norm(self) -> float:
         """Number of elements that are not 0."""
-        return self.n - self._known(self.zeros, "zeros")
+        return self.count - self._known(self.zeros, "zeros")
 
     @property
     def l1_norm(self) -> float:
