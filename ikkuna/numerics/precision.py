@@ -5,12 +5,14 @@ A cast would not show all losses: PyTorch's cast to e4m3 saturates, so values ar
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import flatten, readable
+from ikkuna.numerics.elements import CHUNK, flatten, readable
 from ikkuna.numerics.statistics.histogram import Histogram
 
 __all__ = ["FORMATS", "FloatFormat", "PrecisionShares", "count_losses", "histogram_shares", "shares"]
@@ -112,7 +114,7 @@ def count_losses(x: Tensor, name: str, scale: float = 1.0) -> Tensor:
 
     Notes
     -----
-    Six passes over :math:`|x|`; :func:`histogram_shares` needs none if the float codes are known.
+    It costs about ten sums over :math:`x` on a CPU; :func:`histogram_shares` needs no pass if the float codes are known.
 
     Examples
     --------
@@ -124,20 +126,36 @@ def count_losses(x: Tensor, name: str, scale: float = 1.0) -> Tensor:
     if read is None:
         return torch.zeros(5, dtype=torch.int64)
     values, implied_zeros = read
-    a = flatten(values).abs()
-    a = a if a.dtype is torch.float64 else a.float()
-    finite = torch.count_nonzero(a < math.inf)
-    nonzero = torch.count_nonzero((a > 0) & (a < math.inf))
-    flushed = torch.count_nonzero(a <= form.flush / scale) - (finite - nonzero)
-    subnormal = torch.count_nonzero(a < form.min_normal / scale) - (finite - nonzero) - flushed
-    overflow = finite - torch.count_nonzero(a < _float32_above(form.overflow / scale, a.dtype))
-    return torch.stack([flushed, subnormal, overflow, nonzero, finite + implied_zeros])
+    flat = flatten(values)
+    chunks = torch.split(flat, CHUNK) if flat.device.type == "cpu" and flat.numel() else (flat,)
+    counts = torch.stack([_count_chunk(chunk, form, scale) for chunk in chunks]).sum(0)
+    counts[-1] += implied_zeros
+    return counts
 
 
-def _float32_above(threshold: float, dtype: torch.dtype) -> float:
+def _count_chunk(x: Tensor, form: FloatFormat, scale: float) -> Tensor:
+    magnitudes = x.abs()
+    magnitudes = magnitudes if magnitudes.dtype is torch.float64 else magnitudes.float()
+    above_flush = math.nextafter(form.flush / scale, math.inf)
+    thresholds = (above_flush, form.min_normal / scale, form.overflow / scale)
+    kept, normal, overflow = (_representable(threshold, magnitudes.dtype) for threshold in thresholds)
+    a: Any = magnitudes.numpy() if magnitudes.is_cpu else magnitudes  # numpy compares ten times faster than torch
+    masks = (a < math.inf, a == 0, a < kept, a < normal, a < overflow)
+    finite, zeros, rounded_to_zero, below_normal, held = map(_count, masks)
+    flushed, nonzero = rounded_to_zero - zeros, finite - zeros
+    return torch.stack([flushed, below_normal - rounded_to_zero, finite - held, nonzero, finite])
+
+
+def _count(mask: Any) -> Tensor:
+    return torch.count_nonzero(mask) if isinstance(mask, Tensor) else torch.tensor(np.count_nonzero(mask))
+
+
+def _representable(threshold: float, dtype: torch.dtype) -> float:
     """Return the smallest number of `dtype` that is at least `threshold`; a comparison would round it and could hit a tie."""
-    if dtype is torch.float64 or threshold > torch.finfo(torch.float32).max:
+    if dtype is torch.float64:
         return threshold
+    if threshold > torch.finfo(torch.float32).max:
+        return math.inf
     rounded = torch.tensor(threshold, dtype=torch.float32)
     if rounded.item() < threshold:
         rounded = torch.nextafter(rounded, torch.tensor(math.inf))
