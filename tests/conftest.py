@@ -1,4 +1,4 @@
-"""What every test starts from: a clean bus, a seed, nothing left behind."""
+"""Fixtures of all tests: a new bus, a seed, and a check that no global hook is left."""
 
 import pytest
 import torch

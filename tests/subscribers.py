@@ -1,4 +1,4 @@
-"""Every installed subscriber, each in a way that exercises all it takes: the list that contract tests run over."""
+"""Every installed subscriber with arguments that use all of its features: the list for the contract tests."""
 
 import warnings
 
@@ -13,7 +13,7 @@ EVERY_SUBSCRIBER = {}
 
 
 def add(name, *args, label=None, **arguments):
-    """Add one way to make the subscriber `name`; factories take what every subscriber takes."""
+    """Add a function that creates the subscriber `name`; it accepts the options of every subscriber."""
     key = f"{name}-{label}" if label else name
     EVERY_SUBSCRIBER[key] = lambda **options: getattr(installed, name)(*args, **{**arguments, **options})
 
@@ -21,7 +21,7 @@ def add(name, *args, label=None, **arguments):
 def outputs_of_any_model(model, rows):
     """Call a model of the zoo with rows of numbers in the shape that it takes."""
     with warnings.catch_warnings():
-        # torch's, about a re-entrant checkpoint without gradients, whoever evaluates it
+        # torch warns about a re-entrant checkpoint without gradients
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         return _outputs(model, rows)
 

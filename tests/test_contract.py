@@ -1,4 +1,4 @@
-"""Every installed subscriber and backend passes the checks of the test kit, and the checks find those that break the contract."""
+"""Every installed subscriber and backend passes the checks of the test kit, and the checks find faults."""
 
 import random
 
@@ -201,7 +201,7 @@ def test_the_contract_of_backends_is_checked(fault, message, tmp_path):
 # -- the test kit -----------------------------------------------------------------------------------------------------
 
 
-def test_run_returns_what_was_shown_and_writes_no_file(tmp_path, monkeypatch):
+def test_run_returns_the_shown_values_and_writes_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = run(Good(), steps=2)
     assert [(v.kind, v.name, v.step) for v in values] == [
@@ -213,7 +213,7 @@ def test_run_returns_what_was_shown_and_writes_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_raises_what_a_subscriber_raises():
+def test_run_raises_the_errors_of_subscribers():
     with pytest.raises(ValueError, match="emits 'other'"):
         run(EmitsWhatItDoesNotAnnounce())
 
@@ -224,7 +224,7 @@ def test_run_takes_a_model_and_a_batch():
     assert [v.name for v in values] == ["linear"]
 
 
-def test_run_is_the_same_every_time_and_uses_no_random_number_of_others():
+def test_run_is_reproducible_and_uses_no_global_random_generator():
     state = torch.get_rng_state()
     assert run(Good()) == run(Good())
     assert torch.equal(torch.get_rng_state(), state)

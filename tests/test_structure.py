@@ -269,7 +269,7 @@ def test_ikkuna_never_names_a_metric(path):
 
 
 @each(METRICS)
-def test_metrics_use_the_doors_of_third_parties_and_never_the_exporter(path):
+def test_metrics_import_only_what_plugins_may_import(path):
     for name, line in imports(path):
         if name.split(".")[0] == "ikkuna":
             through_a_door = any(name == door or name.startswith(f"{door}.") for door in DOORS)
@@ -278,7 +278,7 @@ def test_metrics_use_the_doors_of_third_parties_and_never_the_exporter(path):
 
 
 def public_names(path):
-    """Return the public functions and classes a file defines, what it imports from us, and what it assigns."""
+    """Return the public names that a file defines, imports from ikkuna, and assigns."""
     body = tree(path).body
     defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     ours = (n for n in body if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0].startswith("ikkuna"))
@@ -288,7 +288,7 @@ def public_names(path):
 
 
 @each(PACKAGED)
-def test_all_lists_what_is_public(path):
+def test_all_lists_the_public_names(path):
     defined, imported, assigned = public_names(path)
     loaded = importlib.import_module(module_name(path))
     listed = getattr(loaded, "__all__", [])
@@ -298,18 +298,18 @@ def test_all_lists_what_is_public(path):
     assert not [n for n in public if n.startswith("_")]
     assert defined <= public, "a public name is not listed"
     if path.name == "__init__.py":
-        used_here = {"load_plugin", "plugin_names", "PluginError"}  # by the door to plugins
-        assert imported - used_here <= public, "what a package imports from us is not listed"
-        own = {n for n in public if not hasattr(loaded, "__getattr__")}  # others come through that door
+        used_here = {"load_plugin", "plugin_names", "PluginError", "unknown_name"}  # used by __getattr__
+        assert imported - used_here <= public, "a name that a package imports from ikkuna is not listed"
+        own = {n for n in public if not hasattr(loaded, "__getattr__")}  # the others come from __getattr__
         assert own <= defined | imported | assigned
 
 
-RANDOM = {  # draw from a generator that belongs to the user, unless they are given another
+RANDOM = {  # these draw from a generator of the user, unless another one is passed
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"),
     *("multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_"),
     *("manual_seed", "seed", "set_rng_state"),
 }
-OUTRIGHT = {"add_scalars", "SummaryWriter", "urlretrieve", "set_default_dtype", "set_num_threads", "empty_cache"}
+FORBIDDEN = {"add_scalars", "SummaryWriter", "urlretrieve", "set_default_dtype", "set_num_threads", "empty_cache"}
 NAMES = {"print", "eval", "exec", "compile", "input"}
 CALLS = {"pickle.load", "pickle.loads", "os.system", "warnings.warn", "np.random.seed", "random.seed"}
 
@@ -320,23 +320,23 @@ def dotted(node):
     return node.id if isinstance(node, ast.Name) else "…"
 
 
-def sins(path):
-    """Yield what a packaged file does that it must not."""
+def violations(path):
+    """Yield the line and the description of each forbidden operation."""
     for node in ast.walk(tree(path)):
         for target in _targets(node):
             if isinstance(target, ast.Attribute) and target.attr == "data" and dotted(target) != "self.data":
                 yield node.lineno, "writes to .data"
         if isinstance(node, ast.ImportFrom | ast.Import):
-            yield from ((node.lineno, f"imports {a.name}") for a in node.names if a.name in OUTRIGHT)
+            yield from ((node.lineno, f"imports {a.name}") for a in node.names if a.name in FORBIDDEN)
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
         owner, _, verb = name.rpartition(".")
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
-        if name in NAMES or name in CALLS or verb in OUTRIGHT:
+        if name in NAMES or name in CALLS or verb in FORBIDDEN:
             yield node.lineno, f"calls {name}()"
         if verb in RANDOM and _is_global(owner, verb) and "generator" not in keywords:
-            yield node.lineno, f"{name}() draws from a generator of the user's"
+            yield node.lineno, f"{name}() draws from a global generator"
         if owner.endswith(".data") and verb.endswith("_") and not verb.startswith("_"):
             yield node.lineno, f"{name}() writes to .data"
         unsafe = keywords.get("weights_only")
@@ -351,24 +351,24 @@ def _targets(node):
 
 
 def _is_global(owner, verb):
-    """Whether a call of this name on this object may reach a global generator: torch's functions and tensors' methods."""
+    """Return whether this call may use a global generator, as functions of torch and methods of tensors do."""
     return owner in ("torch", "np.random", "numpy.random", "random") or (
         verb.endswith("_") and owner != "torch.nn.init"
     )
 
 
 @each(PACKAGED)
-def test_nobody_does_what_is_not_done(path):
-    found = [(line, sin) for line, sin in sins(path) if not (path.name == "cli.py" and sin == "calls print()")]
+def test_packages_make_no_forbidden_calls(path):
+    found = [(line, text) for line, text in violations(path) if not (path.name == "cli.py" and text == "calls print()")]
     assert not found, f"{relative(path)}: {found}"
 
 
 @pytest.mark.parametrize(
-    ("code", "sin"),
+    ("code", "violation"),
     {
-        "torch.randn(3)": "torch.randn() draws from a generator of the user's",
-        "x.uniform_(0, 1)": "x.uniform_() draws from a generator of the user's",
-        "np.random.rand(3)": "np.random.rand() draws from a generator of the user's",
+        "torch.randn(3)": "torch.randn() draws from a global generator",
+        "x.uniform_(0, 1)": "x.uniform_() draws from a global generator",
+        "np.random.rand(3)": "np.random.rand() draws from a global generator",
         "parameter.data = x": "writes to .data",
         "parameter.data *= 2": "writes to .data",
         "message.data.mul_(2)": "message.data.mul_() writes to .data",
@@ -381,15 +381,15 @@ def test_nobody_does_what_is_not_done(path):
         "from urllib.request import urlretrieve": "imports urlretrieve",
     }.items(),
 )
-def test_what_is_not_done_is_found(code, sin, tmp_path):
+def test_forbidden_calls_are_found(code, violation, tmp_path):
     (tmp_path / "module.py").write_text(code)
-    assert [found for _, found in sins(tmp_path / "module.py")] == [sin]
+    assert [found for _, found in violations(tmp_path / "module.py")] == [violation]
 
 
 @pytest.mark.parametrize(
     "code",
     ["torch.randn(3, generator=g)", "model.eval()", "message.data.abs()", "torch.get_rng_state()", "self.data = 1"],
 )
-def test_what_is_fine_is_not_found(code, tmp_path):
+def test_allowed_calls_are_not_found(code, tmp_path):
     (tmp_path / "module.py").write_text(code)
-    assert not list(sins(tmp_path / "module.py"))
+    assert not list(violations(tmp_path / "module.py"))

@@ -1,4 +1,4 @@
-"""Registration is checked as a whole, delivery is in order, and a failing subscriber affects neither training nor other subscribers."""
+"""Registration is checked as a whole, delivery is in order, and errors of a subscriber affect nothing else."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ class Minimal(Subscriber):
 
 
 class Doubling(Subscriber):
-    """Publishes twice what it gets."""
+    """Publishes the double of each value."""
 
     derived = True
     fields = ("mean",)
@@ -223,7 +223,7 @@ def _with(**attributes):
 
 @pytest.mark.fault(1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 20)
 @pytest.mark.parametrize("name", SETUP_ERRORS)
-def test_wrong_arguments_are_told_at_once_and_leave_nothing_half_done(name, bus):
+def test_invalid_arguments_raise_at_once_and_change_nothing(name, bus):
     act, error, text = SETUP_ERRORS[name]
     with pytest.raises(error, match=text):
         act(bus)
@@ -290,7 +290,7 @@ class LossLike(Minimal):
 
 
 @pytest.mark.fault(33)
-def test_a_circle_of_results_is_refused(bus):
+def test_a_cycle_of_results_is_refused(bus):
     bus.register_subscriber(Doubling("weights", publishes="a", backend="null"))
     bus.register_subscriber(Doubling("a", publishes="b", backend="null"))
     with pytest.raises(ConfigError, match="cycle of results"):
@@ -433,13 +433,13 @@ def test_a_disabled_subscriber_samples_and_takes_nothing():
     assert not registered.takes(message)
 
 
-def test_with_on_error_log_it_is_called_for_ever(bus):
+def test_with_on_error_log_a_failing_subscriber_is_never_disabled(bus):
     bad = Failing("compute")
     _, health = run(bus, bad, steps=15, on_error="log")
     assert (bad.calls, health.errors, health.disabled) == (15, 15, ())
 
 
-def test_with_on_error_raise_it_raises(bus):
+def test_with_on_error_raise_errors_are_raised(bus):
     with pytest.raises(ValueError, match="on purpose"):
         run(bus, Failing("compute"), on_error="raise")
 
@@ -492,13 +492,13 @@ def test_running_out_of_memory_disables_at_once(bus):
 
 
 @pytest.mark.fault(31)
-def test_keyboard_interrupt_passes(bus):
+def test_keyboard_interrupt_is_not_caught(bus):
     with pytest.raises(KeyboardInterrupt):
         run(bus, Failing("measure", KeyboardInterrupt))
 
 
 @pytest.mark.fault(43)
-def test_a_subscriber_whose_repr_raises_is_still_told(bus, caplog):
+def test_a_subscriber_whose_repr_raises_is_logged(bus, caplog):
     class Mute(Failing):
         def __repr__(self):
             raise RuntimeError("no name")
@@ -508,7 +508,7 @@ def test_a_subscriber_whose_repr_raises_is_still_told(bus, caplog):
 
 
 @pytest.mark.fault(34)
-def test_an_emission_that_was_not_announced_is_the_subscribers_failure(bus, caplog):
+def test_the_emission_of_a_kind_that_is_not_published_is_a_failure(bus, caplog):
     class Wrong(Doubling):
         def compute(self, message):
             self.emit(message, 1.0, kind="other")
@@ -518,8 +518,8 @@ def test_an_emission_that_was_not_announced_is_the_subscribers_failure(bus, capl
 
 
 @pytest.mark.fault(46)
-def test_a_bundle_without_company_is_dropped_and_counted(bus):
-    """A frozen weight has no update: nothing to join it with, and nothing to fail about."""
+def test_an_incomplete_bundle_is_dropped_and_counted(bus):
+    """A frozen weight has no update, so that its bundle stays incomplete."""
     recording = RecordingBackend()
     _, health = run(bus, RatioSubscriber(["weight_updates", "weights"], backend=recording), case="frozen", steps=2)
     assert [(s.name, step) for s, _, step in recording.values] == [("head", 0), ("head", 1)]
@@ -557,7 +557,7 @@ def test_a_ratio_is_the_quotient_of_the_norms(bus):
 
 @pytest.mark.fault(52)
 def test_a_ratio_to_nothing_is_nan(bus):
-    """Both are norms: 0/0 of the layer that stands still, x/0 of the one whose weights were 0."""
+    """The ratio is 0/0 for a layer that does not change, and x/0 for a layer whose weights were 0."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     nn.init.zeros_(model[0].weight)
     nn.init.zeros_(model[1].weight)
@@ -590,7 +590,7 @@ def test_accuracy_counts_right_answers(bus):
     assert set(values) == {"train_accuracy", "nonfinite_rows", "loss"}
 
 
-def test_without_set_loss_the_missing_loss_is_said_once(bus, caplog):
+def test_without_set_loss_the_missing_loss_is_logged_once(bus, caplog):
     loop = Loop(CASES["mlp"])
     with Exporter(message_bus=bus) as exporter:
         exporter.add_modules(loop.model)
@@ -599,7 +599,7 @@ def test_without_set_loss_the_missing_loss_is_said_once(bus, caplog):
     assert caplog.text.count("set_loss(loss_module)") == 1
 
 
-def test_two_exporters_share_a_bus_if_names_differ(bus):
+def test_two_exporters_share_a_bus_if_their_names_differ(bus):
     one, other = Exporter(message_bus=bus), Exporter(message_bus=bus)
     one.add_modules(("generator", mlp()))
     with pytest.raises(ConfigError, match="looks at a module 'generator.0' already"):
@@ -619,7 +619,7 @@ def test_another_log_dir_on_one_bus_is_refused(bus, tmp_path):
 
 
 @pytest.mark.fault(9)
-def test_adding_a_module_twice_is_one_look(bus, caplog):
+def test_a_module_that_is_added_twice_is_observed_once(bus, caplog):
     model = mlp()
     got = []
     with caplog.at_level(logging.INFO), Exporter(message_bus=bus) as exporter:
@@ -783,7 +783,7 @@ def test_importing_the_package_loads_no_plugin():
     )
 
 
-def test_an_unknown_subscriber_names_those_there_are():
+def test_the_error_about_an_unknown_subscriber_lists_the_known_ones():
     with pytest.raises(
         PluginError,
         match=r"unknown subscriber 'NromSubscriber'; did you mean 'NormSubscriber'\? available: .*'NormSubscriber'",
@@ -799,7 +799,7 @@ def test_the_default_bus_is_one():
 
 
 def test_results_of_an_optimizers_state_are_results(bus):
-    """Their names begin as the built-in kinds of states do, which have no list."""
+    """Their names begin with the prefix of the built-in kinds of states, of which there is no complete list."""
     recording = RecordingBackend()
     loop = Loop(CASES["mlp"])
     with Exporter(message_bus=bus, on_error="raise") as exporter:
@@ -832,7 +832,7 @@ def test_a_scripted_module_is_refused(bus):
     [("", "is a path, got ''"), (5, "int"), ("a\0b", "is a path, got"), (b"run", "bytes")],
     ids=["empty", "int", "nul", "bytes"],
 )
-def test_a_log_dir_that_is_none_is_refused(log_dir, text, bus):
+def test_an_invalid_log_dir_is_refused(log_dir, text, bus):
     with pytest.raises(ConfigError, match=text):
         Exporter(message_bus=bus, log_dir=log_dir)
     assert bus.sources == ()
@@ -849,7 +849,7 @@ def test_a_log_dir_that_is_a_file_is_refused(bus, tmp_path):
 
 
 @pytest.mark.fault(30)
-def test_a_success_in_between_forgives_failures(bus):
+def test_a_success_resets_the_count_of_failures(bus):
     class Moody(Minimal):
         calls = 0
         fields = ("n",)
@@ -867,7 +867,7 @@ def test_a_success_in_between_forgives_failures(bus):
 
 
 @pytest.mark.fault(35)
-def test_who_registers_or_leaves_while_messages_are_delivered_does_so_with_the_next(bus):
+def test_registrations_during_delivery_take_effect_with_the_next_message(bus):
     got = []
     handles = []
     late = CallbackSubscriber("batch_finished", lambda m: got.append(("late", m.global_step)), backend="null")
@@ -893,7 +893,7 @@ def test_who_registers_or_leaves_while_messages_are_delivered_does_so_with_the_n
 
 
 @pytest.mark.fault(54, 55)
-def test_inference_mode_is_passed_over_and_breaks_nothing(bus):
+def test_inference_mode_is_ignored(bus):
     loop = Loop(CASES["mlp"])
     recording = RecordingBackend()
     with Exporter(message_bus=bus, on_error="raise") as exporter:

@@ -1,4 +1,4 @@
-"""Run Python in a process of its own, as a user's script would."""
+"""Runs Python in a child process, like the script of a user."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def environment(*paths: Path) -> dict[str, str]:
 
 
 def run_python(*arguments: str, paths: tuple[Path, ...] = (), cwd: Path) -> str:
-    """Run the interpreter and return what it printed; fail with its words if it fails."""
+    """Run the interpreter and return its standard output; fail with its output if it fails."""
     done = subprocess.run(
         [sys.executable, *arguments], env=environment(*paths), cwd=cwd, capture_output=True, text=True, timeout=120
     )
@@ -27,5 +27,5 @@ def run_python(*arguments: str, paths: tuple[Path, ...] = (), cwd: Path) -> str:
 
 
 def answer_of(code: str, *paths: Path, cwd: Path) -> Any:
-    """Run code that ends with printing JSON, and return that."""
+    """Run code whose last line of output is JSON, and return its value."""
     return json.loads(run_python("-c", textwrap.dedent(code), paths=paths, cwd=cwd).splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Whatever a subscriber's code does while training runs, training goes on, and so do the others."""
+"""Training and the other subscribers continue, whatever the code of one subscriber does."""
 
 import logging
 
@@ -14,7 +14,7 @@ STEPS = 4
 
 
 class Acting(Subscriber):
-    """Does something in `measure` or in `compute`, and says one number."""
+    """Calls `deed` in `measure` or in `compute`, and emits one number."""
 
     def __init__(self, where, deed):
         super().__init__("activations", publishes="acting", backend="null")
@@ -35,7 +35,7 @@ class Acting(Subscriber):
 
 
 class Training:
-    """A model that is watched by an `Acting` subscriber and, behind it, by a norm."""
+    """The training of a model with an `Acting` subscriber and, after it, a norm."""
 
     def __init__(self, bus, on_error="disable"):
         self.bus, self.others = bus, RecordingBackend()
@@ -93,8 +93,8 @@ def trained(training):
 
 @pytest.mark.fault(39)
 @pytest.mark.parametrize("gradient", [True, False])
-def test_a_model_that_a_subscriber_calls_is_not_seen(training, where, gradient):
-    """It would be seen by the very subscriber that calls it, for ever."""
+def test_a_model_that_a_subscriber_calls_is_not_recorded(training, where, gradient):
+    """Otherwise the subscriber would observe its own calls, without end."""
 
     def call():
         with torch.set_grad_enabled(gradient):
@@ -109,7 +109,7 @@ def test_a_model_that_a_subscriber_calls_is_not_seen(training, where, gradient):
     assert torch.equal(trained(training), unwatched())
 
 
-def test_an_evaluation_that_a_subscriber_asks_for_is_seen(training):
+def test_an_evaluation_that_a_subscriber_starts_is_recorded(training):
     class Evaluating(Acting):
         needs_model = True
 
@@ -123,8 +123,8 @@ def test_an_evaluation_that_a_subscriber_asks_for_is_seen(training):
     assert torch.equal(trained(training), unwatched())
 
 
-def test_what_is_seen_again_after_a_subscriber_has_failed(training, where):
-    """Looking away ends with the call, however it ends."""
+def test_recording_continues_after_a_subscriber_has_failed(training, where):
+    """Recording is suspended only during the call, also if the call raises."""
 
     def fail():
         raise ValueError("always")
@@ -138,7 +138,7 @@ def test_what_is_seen_again_after_a_subscriber_has_failed(training, where):
 
 
 @pytest.mark.fault(30)
-def test_a_failure_now_and_then_disables_nobody(training, where):
+def test_occasional_failures_disable_no_subscriber(training, where):
     calls = iter(range(1000))
 
     def fail_often():
@@ -156,7 +156,7 @@ def test_a_failure_now_and_then_disables_nobody(training, where):
 
 
 @pytest.mark.fault(35)
-def test_who_unregisters_in_the_middle_says_nothing_more(training, where):
+def test_a_subscriber_that_unregisters_during_a_step_emits_nothing_more(training, where):
     training.watch(where, lambda: training.handle.remove())
     training.run()
     assert training.acting.calls <= 3
@@ -164,14 +164,14 @@ def test_who_unregisters_in_the_middle_says_nothing_more(training, where):
     assert training.steps_of_others() == list(range(STEPS))
 
 
-def test_who_is_unregistered_by_another_says_nothing_more(training, where):
+def test_a_subscriber_that_another_one_unregisters_emits_nothing_more(training, where):
     training.watch(where, lambda: training.other.remove())
     training.run()
     assert training.others.values == []
     assert len(training.published) == 3 * STEPS
 
 
-def test_who_registers_in_the_middle_takes_part_from_the_next_step_on(training, where):
+def test_a_subscriber_registered_during_a_step_begins_with_the_next(training, where):
     late = RecordingBackend()
     made = []
 
@@ -195,7 +195,7 @@ def test_a_subscriber_may_close_the_exporter(training, where):
 
 
 @pytest.mark.fault(45)
-def test_what_a_subscriber_returns_changes_nothing(training):
+def test_the_return_value_of_a_subscriber_changes_nothing(training):
     training.watch("measure", lambda: None)
     returned = CallbackSubscriber("activations", lambda message: torch.zeros(7), backend="null")
     training.bus.register_subscriber(returned)
@@ -209,7 +209,7 @@ class Unprintable(Exception):
 
 
 @pytest.mark.fault(43)
-def test_an_error_that_cannot_be_printed_is_told_all_the_same(training, where, caplog):
+def test_an_error_that_cannot_be_printed_is_logged(training, where, caplog):
     def fail():
         raise Unprintable
 
@@ -221,7 +221,7 @@ def test_an_error_that_cannot_be_printed_is_told_all_the_same(training, where, c
 
 
 @pytest.mark.fault(44)
-def test_a_handler_of_the_users_that_raises_does_not_reach_training(training, where):
+def test_a_log_handler_that_raises_does_not_affect_training(training, where):
     class Broken(logging.Handler):
         def emit(self, record):
             raise OSError("the log is full")
@@ -241,7 +241,7 @@ def test_a_handler_of_the_users_that_raises_does_not_reach_training(training, wh
 
 
 @pytest.mark.fault(29)
-def test_rows_that_do_not_merge_are_the_fault_of_who_made_them(training, caplog):
+def test_rows_that_cannot_be_merged_are_failures_of_their_subscriber(training, caplog):
     class Growing(Acting):
         def measure(self, message):
             self.calls += 1
@@ -260,7 +260,7 @@ def test_rows_that_do_not_merge_are_the_fault_of_who_made_them(training, caplog)
 
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_ends_a_process_passes(training, where, error):
+def test_exceptions_that_end_the_process_are_not_caught(training, where, error):
     def leave():
         raise error
 
@@ -271,7 +271,7 @@ def test_what_ends_a_process_passes(training, where, error):
 
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("error", [MemoryError, RecursionError, StopIteration, AssertionError])
-def test_every_other_error_is_kept_from_training(training, where, error):
+def test_other_errors_do_not_reach_training(training, where, error):
     def fail():
         raise error
 

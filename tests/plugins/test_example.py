@@ -1,4 +1,4 @@
-"""The template for authors of plugins is installed as a stranger would, and works."""
+"""The template for plugins is installed like any other package, and works."""
 
 import shutil
 import tomllib
@@ -16,7 +16,7 @@ def site(tmp_path_factory):
     work = tmp_path_factory.mktemp("plugin")
     shutil.copytree(PROJECT, work / "project", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
-    # pip's own imports warn, which is not ours to fix: hence -W
+    # the imports of pip cause warnings
     run_python(
         *("-W", "ignore", "-m", "pip", "install", "--quiet", *offline, "--target", str(work / "site"), "./project"),
         cwd=work,

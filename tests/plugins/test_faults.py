@@ -1,6 +1,6 @@
-"""A bad plugin harms only itself, and the message says whose it is and what is wrong with it.
+"""A broken plugin affects no other plugin, and the error names its distribution and the cause.
 
-Distributions are faked by the ``*.dist-info`` directories that an installer would leave; a child process looks at all of them at once.
+Distributions are imitated by the ``*.dist-info`` directories that an installer would create; one child process uses all of them.
 """
 
 import re
@@ -65,7 +65,7 @@ FAULTS = {  # name of the plugin → its module's code, and what a user reads wh
 def distribution(
     site: Path, name: str, entry_points: str | bytes, module: str | None = None, code: str = "", version: str = "1.0"
 ) -> None:
-    """Leave what the installation of a distribution leaves."""
+    """Create the files that the installation of a distribution creates."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -82,7 +82,7 @@ def offer(site: Path, plugin: str, code: str, group: str = SUBSCRIBERS, **option
 
 ASK = """
 import json, logging, sys
-import torch  # before the damage: it asks for entry points itself, and would not survive
+import torch  # torch reads entry points itself, and would fail on the damaged ones
 
 sys.path += {paths!r}
 logged = []
@@ -116,14 +116,14 @@ print(json.dumps(dict(answers=answers, logged=logged, loaded=loaded, listed=list
 def ask(
     sites: list[Path], names: list[str], modules: list[str] | None = None, backends: list[str] | None = None
 ) -> dict:
-    """Ask for plugins in a child process; return all it has seen."""
+    """Load plugins in a child process and return the results."""
     code = ASK.format(paths=list(map(str, sites)), names=names, modules=modules or [], backends=backends or [])
     return answer_of(code, cwd=sites[0].parent)
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What a process sees in which every fault is installed, beside a good plugin."""
+    """The results of a process in which every fault and one good plugin are installed."""
     site = tmp_path_factory.mktemp("site")
     for plugin, (code, _) in FAULTS.items():
         offer(site, plugin, code)
@@ -143,12 +143,12 @@ def test_a_broken_plugin_is_named_with_its_distribution_and_the_cause(seen, plug
 
 
 @pytest.mark.fault(21)
-def test_the_others_live(seen):
+def test_other_plugins_are_not_affected(seen):
     assert seen["works"] == ["weights_norm2"]
     assert seen["answers"]["GoodSubscriber"] == "<class 'good.GoodSubscriber'>"
 
 
-def test_nothing_is_said_of_plugins_nobody_asks_for(seen):
+def test_plugins_that_are_not_used_are_not_logged(seen):
     assert seen["logged"] == []
 
 
@@ -158,11 +158,11 @@ def test_importing_and_listing_load_no_plugin(seen):
 
 
 @pytest.mark.fault(23)
-def test_a_keyboard_interrupt_passes(seen):
+def test_a_keyboard_interrupt_is_not_caught(seen):
     assert seen["answers"]["InterruptedSubscriber"] == "KeyboardInterrupt: "
 
 
-def test_an_unknown_name_is_answered_with_those_there_are(seen):
+def test_the_error_about_an_unknown_name_lists_the_known_names(seen):
     assert re.fullmatch(
         r"PluginError: unknown subscriber 'NoSuchSubscriber';.* available: .*'GoodSubscriber', .*'NormSubscriber'.*",
         seen["answers"]["NoSuchSubscriber"],
@@ -171,9 +171,9 @@ def test_an_unknown_name_is_answered_with_those_there_are(seen):
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory):
-    """What a process sees where names meet and metadata is damaged."""
+    """The results of a process in which names are used twice and metadata is damaged."""
     site, elsewhere = tmp_path_factory.mktemp("crowded"), tmp_path_factory.mktemp("elsewhere")
-    # one name, two distributions
+    # one name in two distributions
     distribution(site, "first-twin", f"[{SUBSCRIBERS}]\nTwinSubscriber = first_twin:TwinSubscriber\n")
     distribution(site, "second-twin", f"[{SUBSCRIBERS}]\nTwinSubscriber = second_twin:TwinSubscriber\n", version="2.0")
     distribution(site, "thief", f"[{SUBSCRIBERS}]\nMeanSubscriber = thief:MeanSubscriber\n")
@@ -188,7 +188,7 @@ def crowded(tmp_path_factory):
     distribution(site, "unrelated", "[console_scripts]\nnonsense\n")
     distribution(site, "nameless", f"[{SUBSCRIBERS}]\nNamelessSubscriber = nowhere:NamelessSubscriber\n")
     (site / "nameless-1.0.dist-info" / "METADATA").unlink()
-    # one distribution, found in two places; the first counts
+    # one distribution in two places; the first one counts
     distribution(site, "Seen.Twice", f"[{SUBSCRIBERS}]\nSeenTwiceSubscriber = good:GoodSubscriber\n")
     distribution(elsewhere, "seen-twice", f"[{SUBSCRIBERS}]\nSeenTwiceSubscriber = old:Old\n", version="0.9")
     distribution(site, "malformed", f"[{SUBSCRIBERS}]\nMalformedSubscriber = not a reference\n")
@@ -209,7 +209,7 @@ def test_two_distributions_with_one_name_are_refused_by_name(crowded):
 
 
 @pytest.mark.fault(25)
-def test_nobody_takes_the_name_of_a_built_in(crowded):
+def test_the_name_of_a_built_in_plugin_cannot_be_taken(crowded):
     message = crowded["answers"]["MeanSubscriber"]
     assert "thief 1.0 (thief:MeanSubscriber)" in message
     assert re.search(r"ikkuna \S+ \(ikkuna_subscribers.mean:MeanSubscriber\)", message)
@@ -218,14 +218,14 @@ def test_nobody_takes_the_name_of_a_built_in(crowded):
 
 @pytest.mark.fault(26)
 @pytest.mark.parametrize("name", ["Not-A-Name", "__path__", "2Subscriber"])
-def test_a_name_that_cannot_be_imported_is_ignored_and_said(crowded, name):
+def test_a_name_that_cannot_be_imported_is_ignored_and_logged(crowded, name):
     assert f"the plugin name {name!r} of odd 1.0 is not a public identifier; ignored" in crowded["logged"]
     assert name not in crowded["listed"]
     assert crowded["answers"]["EvenSubscriber"] == "<class 'good.GoodSubscriber'>"
 
 
 @pytest.mark.fault(27)
-def test_malformed_entry_points_are_passed_over_and_said(crowded):
+def test_malformed_entry_points_are_skipped_and_logged(crowded):
     said = [line for line in crowded["logged"] if line.startswith("the entry points of no-value cannot be read")]
     assert said
     assert said[0].split(", ", 1)[1].startswith("its plugins are ignored: TypeError: ")
@@ -233,12 +233,12 @@ def test_malformed_entry_points_are_passed_over_and_said(crowded):
 
 
 @pytest.mark.fault(27)
-def test_undecodable_entry_points_of_an_unrelated_package_are_passed_over_and_said(crowded):
+def test_undecodable_entry_points_of_an_unrelated_package_are_skipped_and_logged(crowded):
     [said] = {line for line in crowded["logged"] if "latin" in line}
     assert said.startswith("the entry points of latin cannot be read, its plugins are ignored: UnicodeDecodeError: ")
 
 
-def test_malformed_entry_points_that_have_nothing_to_do_with_us_are_not_our_business(crowded):
+def test_malformed_entry_points_of_other_groups_are_not_logged(crowded):
     assert not [line for line in crowded["logged"] if "unrelated" in line]
 
 
@@ -253,7 +253,7 @@ def test_a_distribution_found_twice_counts_where_it_is_found_first(crowded):
     assert crowded["answers"]["SeenTwiceSubscriber"] == "<class 'good.GoodSubscriber'>"
 
 
-def test_an_entry_point_that_is_no_reference_is_told(crowded):
+def test_an_entry_point_that_is_no_reference_is_an_error(crowded):
     assert (
         "from distribution malformed 1.0 (not a reference) could not be imported"
         in crowded["answers"]["MalformedSubscriber"]
