@@ -16,6 +16,7 @@ __all__ = [
     "NamedParameter",
     "class_name",
     "is_bias",
+    "name_of",
     "named_children",
     "named_modules",
     "named_parameters",
@@ -143,6 +144,20 @@ def _named_modules(module: nn.Module, name: str, seen: set[int]) -> Iterator[tup
         yield name, module
         for part, child in named_children(module):
             yield from _named_modules(child, f"{name}.{part}" if name else part, seen)
+
+
+def name_of(root: nn.Module, module: nn.Module) -> str:
+    """Return the name of `module`, or of the module that it wraps, in :func:`named_modules`.
+
+    Raises
+    ------
+    KeyError
+        If it is not a part of `root`.
+    """
+    for name, candidate in named_modules(root):
+        if candidate is unwrap(module):
+            return name
+    raise KeyError(f"the given layer, a {class_name(module)}, is not part of the model")
 
 
 def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ikkuna.errors import ConfigError
-from ikkuna.modules import class_name, is_bias, named_modules, owned_parameters, unwrap
+from ikkuna.modules import class_name, is_bias, name_of, named_modules, owned_parameters
 from ikkuna.numerics.statistics import Record, closure, merge
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.percentile import SIGMA, percentiles
@@ -215,10 +215,7 @@ def _is_selected(name: str, param: str) -> bool:
 def _find(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
     modules = dict(named_modules(model))
     if isinstance(layer, nn.Module):
-        for name, module in modules.items():
-            if module is unwrap(layer):
-                return name, module
-        raise KeyError(f"the given layer, a {class_name(layer)}, is not part of the model")
+        layer = name_of(model, layer)
     if layer not in modules:
         close = difflib.get_close_matches(layer, modules, n=5, cutoff=0.3) or [key for key in modules if key][:10]
         raise KeyError(f"no layer {layer!r} in {class_name(model)}; close: {', '.join(close)}")

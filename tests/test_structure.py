@@ -65,6 +65,7 @@ DOORS = (
     "ikkuna.export.messages",
     "ikkuna.export.preset",
     "ikkuna.export.subscriber",
+    "ikkuna.modules",
     "ikkuna.numerics",
     "ikkuna.undisturbed",
     "ikkuna.visualization",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ikkuna.modules import class_name, named_children, named_modules, unwrap
+from ikkuna.modules import class_name, name_of, named_children, named_modules, unwrap
 
 __all__ = ["LayerId", "find_layer", "find_layers", "leaves"]
 
@@ -59,7 +59,7 @@ def find_layer(model: nn.Module, layer: LayerId) -> tuple[str, nn.Module]:
     ('2', '1')
     """
     if isinstance(layer, nn.Module):
-        return _name_of(model, layer)
+        return name_of(model, layer), unwrap(layer)
     if isinstance(layer, bool) or not isinstance(layer, int | str):
         raise KeyError(f"a layer must be an int, a str or a module, got {type(layer).__name__}")
     if isinstance(layer, int):
@@ -95,13 +95,6 @@ def _at(model: nn.Module, position: int) -> tuple[str, nn.Module]:
         known = ", ".join(f"{i}: {name or class_name(module)}" for i, (name, module) in enumerate(found[:20]))
         raise KeyError(f"no layer {position}; the model has {len(found)}: {known}")
     return found[position]
-
-
-def _name_of(model: nn.Module, layer: nn.Module) -> tuple[str, nn.Module]:
-    for name, module in named_modules(model):
-        if module is unwrap(layer):
-            return name, module
-    raise KeyError(f"the given layer, a {class_name(layer)}, is not part of the model")
 
 
 def _unknown(model: nn.Module, text: str, modules: dict[str, nn.Module]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.modules import is_bias
 from ikkuna.numerics.statistics import Record, merge
 from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.numerics.statistics.percentile import SIGMA
@@ -152,5 +153,4 @@ def _keys(kind: str) -> list[str]:
 
 def _owns(layer: ModuleEntry, kind: str) -> bool:
     """Return whether a layer has a parameter of this kind; the last part of a parameter's name decides whether it is a bias."""
-    is_bias = kind.startswith("bias")
-    return any(("bias" in path.split(".")[0]) == is_bias for path, _ in layer.parameters)
+    return any(is_bias(path) == kind.startswith("bias") for path, _ in layer.parameters)

@@ -5,7 +5,7 @@ from torch import nn
 
 
 def reference(**options):
-    """The relu RNN with input weight 1 and recurrent weight 0.5: on ones it gives 1, 1.5, 1.75, …"""
+    """Return a relu RNN with input weight 1 and recurrent weight 0.5; for ones it returns 1, 1.5, 1.75, …"""
     options = {"batch_first": True, **options}
     rnn = nn.RNN(1, 1, nonlinearity="relu", bias=False, **options).double()
     for name, parameter in rnn.named_parameters():
@@ -14,7 +14,7 @@ def reference(**options):
 
 
 class Stack(nn.Module):
-    """Layers one after another, of which recurrent ones hand on their sequence."""
+    """Layers in sequence; a recurrent layer passes on its output sequence."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -31,7 +31,7 @@ ONES = torch.ones(1, 5, 1, dtype=torch.float64)
 
 
 def step(rnn, suffix, x, h, c):
-    """One step of one direction, written out: x (batch, input), h (batch, projected), c (batch, hidden)."""
+    """Compute one step of one direction: x (batch, input), h (batch, projected), c (batch, hidden)."""
     w = {key: getattr(rnn, key + suffix, None) for key in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")}
     a = x @ w["weight_ih"].T + (0 if w["bias_ih"] is None else w["bias_ih"])
     b = h @ w["weight_hh"].T + (0 if w["bias_hh"] is None else w["bias_hh"])

@@ -1,4 +1,4 @@
-"""The gallery's examples run, and save what they say."""
+"""The examples of the gallery run and write the files that they return."""
 
 import importlib
 import sys
@@ -35,7 +35,7 @@ def test_example(name, tmp_path, monkeypatch, capsys):
 
 
 def _networks(monkeypatch):
-    """The examples' own helper, not the tests' of the same name."""
+    """Import `networks` from the examples; the tests have a module of the same name."""
     monkeypatch.delitem(sys.modules, "networks", raising=False)
     module = importlib.import_module("networks")
     monkeypatch.setitem(sys.modules, "networks", module)

@@ -75,7 +75,7 @@ def test_gradients_equal_those_of_a_network_computed_by_hand(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inner_layers_are_seen_as_they_are(kind):
+def test_inner_layers_of_an_rnn(kind):
     """E85, and the local gradients of inner layers: what reaches them from the layer above."""
     torch.manual_seed(0)
     rnn = KINDS[kind]().double()
@@ -170,7 +170,7 @@ def test_a_loss_that_cannot_be_guessed(y, match):
         get_gradients(nn.Linear(2, 2), 0, torch.ones(4, 2), y)
 
 
-def test_a_loss_that_is_none():
+def test_an_invalid_loss():
     model, x = nn.Linear(2, 2), torch.ones(4, 2)
     with pytest.raises(ConfigError, match="one number"):
         get_gradients(model, 0, x, loss_fn=lambda out: out)
@@ -182,7 +182,7 @@ def test_a_loss_that_is_none():
         get_gradients(model, 0, closure=lambda: 3.0)
 
 
-def test_wrong_words():
+def test_invalid_values():
     """E84."""
     with pytest.raises(ValueError, match=r"'outputs', 'weights', 'inputs'"):
         get_gradients(nn.Linear(1, 1), 0, torch.ones(1, 1), mode="cactus")
@@ -278,7 +278,7 @@ def test_nested_outputs():
     assert get_outputs(Nested(), "inner", x, part="1").tolist() == [[1, 1], [1, 1]]
 
 
-def test_results_come_in_the_order_asked_for():
+def test_results_have_the_given_order():
     """E83, in part."""
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     x = torch.ones(1, 2)

@@ -174,7 +174,7 @@ def test_an_unknown_layer_lists_close_ones():
 
 
 @pytest.mark.parametrize("wrong", [{"param": "w"}, {"attr": "x"}, {"nan": "no"}, {"percentiles": [101]}])
-def test_wrong_words_are_named(wrong):
+def test_invalid_values_are_named(wrong):
     with pytest.raises(ConfigError):
         monitor.parameter_statistics(two_layers(), **wrong)
 

@@ -1,4 +1,4 @@
-"""Snapshots that can be calculated with."""
+"""Snapshots and their arithmetic."""
 
 import json
 import math
@@ -122,7 +122,7 @@ def test_describing_a_whole_net_twice(net):
     assert "mean" in found
 
 
-def test_layers_are_chosen_by_a_part_of_their_name(net):
+def test_layers_are_selected_by_a_part_of_their_name(net):
     """E47 and E52."""
     assert list(net.describe_layers(include="b")) == ["b"]
     assert net.describe_layers(layerwise=True, include="b") == net.describe_layers(include="b")
@@ -134,7 +134,7 @@ def test_layers_are_chosen_by_a_part_of_their_name(net):
     assert list(model.describe_layers(exclude="bias")) == ["0.weight"]
 
 
-def test_what_is_logged_is_flat_and_plain(net):
+def test_logged_values_are_flat_numbers(net):
     """E48."""
     flat = net.describe_layers(display=False).to_dict()
     assert (flat["a/L2_norm"], flat["b/L2_norm"]) == (5.0, 5.0)
@@ -144,7 +144,7 @@ def test_what_is_logged_is_flat_and_plain(net):
     assert net.norm(2, layerwise=True).to_dict() == {"a": 5.0, "b": 5.0}
 
 
-def test_a_description_is_written_only_when_asked(net, capsys):
+def test_a_description_is_written_only_on_request(net, capsys):
     net.describe()
     assert capsys.readouterr().out == ""
     net.describe(display=True)
@@ -224,7 +224,7 @@ def test_a_snapshot_stays_as_it_was():
     assert copied["x"].tolist() == [1, 1]
 
 
-def test_nothing():
+def test_an_empty_net():
     """E63."""
     empty = NetDict({})
     assert (repr(empty), empty.norm(), empty.norm(math.inf), empty.describe()) == ("NetDict()", 0.0, 0.0, {})
@@ -293,14 +293,14 @@ def test_a_hostile_or_damaged_file_is_refused(tmp_path, suffix, monkeypatch, net
         NetDict.load(tmp_path / "list.pt")
 
 
-def test_pictures_of_a_net():
+def test_figures_of_a_net():
     """E65."""
     net = NetDict({"conv": torch.randn(8, 4, 3, 3), "bias": torch.randn(5), "fc": torch.randn(2, 3)})
     assert len(net.hist(layerwise=True, pattern=["conv", "fc"]).axes) == 2
     assert len(net.histogram().axes) == 1
     images = [ax.images[0].get_array().shape for ax in net.heatmap().axes if ax.images]
     assert images == [(8, 36), (1, 5), (2, 3)]
-    with pytest.raises(ConfigError, match="nothing to draw"):
+    with pytest.raises(ConfigError, match="no data to draw"):
         net.hist(pattern="zzz")
 
 

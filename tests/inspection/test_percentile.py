@@ -22,13 +22,13 @@ def test_it_is_numpy_s_linear_percentile(values, q):
     assert percentiles(torch.tensor(values), q) == pytest.approx(expected.tolist(), rel=1e-9, abs=1e-9)
 
 
-def test_several_tensors_are_pooled_and_left_alone():
+def test_several_tensors_are_pooled_and_unchanged():
     parts = [torch.tensor([[3.0, 1.0]]), torch.tensor([2], dtype=torch.int64), torch.tensor([], dtype=torch.float16)]
     assert percentiles(parts, [0, 50, 100]) == [1.0, 2.0, 3.0]
     assert parts[0].tolist() == [[3.0, 1.0]]
 
 
-def test_nothing_and_nan_give_nan():
+def test_no_elements_and_nan_give_nan():
     assert math.isnan(percentiles(torch.tensor([]), [50])[0])
     assert math.isnan(percentiles(torch.tensor([1.0, math.nan]), [50])[0])
     assert percentiles(torch.tensor([-math.inf, 1.0, math.inf]), [0, 50, 100]) == [-math.inf, 1.0, math.inf]

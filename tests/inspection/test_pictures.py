@@ -1,4 +1,4 @@
-"""Figures, read by their artists."""
+"""Figures, checked by their artists."""
 
 import gc
 import math
@@ -400,7 +400,7 @@ def test_all_nan(name, tmp_path):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("form", ["bfloat16", "requires grad", "list"])
-def test_any_data_is_drawn_and_left_alone(name, form):
+def test_any_data_is_drawn_and_unchanged(name, form):
     tensor = torch.from_numpy(DATA[:2, :8].copy())
     data = {"bfloat16": tensor.bfloat16(), "requires grad": tensor.clone().requires_grad_(), "list": tensor.tolist()}[
         form
@@ -411,7 +411,7 @@ def test_any_data_is_drawn_and_left_alone(name, form):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_wrong_words(name):
+def test_invalid_values(name):
     with pytest.raises(TypeError, match="did you mean 'title'"):
         ALL[name](DATA, titel="x")
     with pytest.raises(TypeError, match="multiple values"):
@@ -455,7 +455,7 @@ def test_files_and_notebooks(tmp_path):
     assert plot.rnn_heatmap(nn.GRU(2, 2))._repr_html_().count("<img") == 1
 
 
-def test_a_thousand_pictures_leave_nothing():
+def test_a_thousand_figures_are_freed():
     def count():
         gc.collect()
         return sum(issubclass(type(each), Figure) for each in gc.get_objects())

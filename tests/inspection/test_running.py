@@ -125,7 +125,7 @@ def test_ranks_folded_in_order():
         ("reliability", 0, 1.472222222222222),
     ],
 )
-def test_weights_mean_what_is_said(weights, correction, variance):
+def test_kinds_of_weights(weights, correction, variance):
     """E32."""
     whole = RunningMoments(correction, weights=weights).update([1, 2, 4], [1, 2, 3])
     parts = RunningMoments(correction, weights=weights).update([1], [1]).update([2, 4], [2, 3])
@@ -134,7 +134,7 @@ def test_weights_mean_what_is_said(weights, correction, variance):
         assert running.var == pytest.approx(variance)
 
 
-def test_weights_must_be_announced():
+def test_weights_need_an_option():
     with pytest.raises(TypeError, match="weights"):
         RunningMoments().update([1, 2], [1, 1])
     with pytest.raises(TypeError, match="weights"):
@@ -147,7 +147,7 @@ def test_small_integers_do_not_overflow():
     assert (running.mean, running.std) == (255.0, 0.0)
 
 
-def test_nonfinite_elements_are_counted_and_speak_or_not():
+def test_nonfinite_elements_are_counted_and_propagate_or_not():
     """E35."""
     running = moments([1, math.inf])
     assert (running.mean, running.n_nonfinite, running.max, running.min) == (math.inf, 1, math.inf, 1.0)
@@ -194,7 +194,7 @@ def test_merging_is_associative_and_commutative(groups, chance: random.Random):
         assert parts[0].var == pytest.approx(expected.var(ddof=1), rel=1e-9, abs=1e-6)
 
 
-def test_the_blog_s_loop_gives_the_true_deviation():
+def test_a_loop_over_batches_gives_the_exact_deviation():
     """The blog's own loop feeds population deviations; with ``correction=1`` throughout the result is exact."""
     rng, total, everything = np.random.default_rng(0), (math.nan, math.nan, 0), []
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""The code blocks of the projects this half follows, as printed but for the import line, with PyTorch models."""
+"""The published code blocks of three similar projects, with other import lines and PyTorch models."""
 
 from types import SimpleNamespace
 

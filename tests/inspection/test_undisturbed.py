@@ -183,7 +183,7 @@ def test_generators_of_loaders_and_samplers_are_restored():
 
 @pytest.mark.parametrize(("kind", "devices"), [("cuda", [0, 1]), ("mps", [()])])
 def test_every_device_of_the_accelerator_is_restored(kind, devices, monkeypatch):
-    """Without such a device here, its module is played by one with a state for each device."""
+    """The module of the device is replaced by one with a state for each device."""
     states = dict.fromkeys(devices, 0)
 
     class Module:

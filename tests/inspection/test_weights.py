@@ -226,7 +226,7 @@ def test_penalties():
         weight_penalties(layer)
 
 
-def test_nans_are_told():
+def test_nans_are_reported():
     """E87."""
     data = [math.nan, math.inf, -math.inf, 0]
     assert detect_nans(data) == "25.0% NaN, 50.0% Inf"

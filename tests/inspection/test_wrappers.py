@@ -1,4 +1,4 @@
-"""No name of a wrapper appears in a result, and a wrapped model gives what the model itself gives."""
+"""No name of a wrapper appears in a result, and a wrapped model gives the results of the model itself."""
 
 import copy
 
@@ -92,7 +92,7 @@ def trained(model):
 
 
 def results(model, optimizer):
-    """Return what every part of the inspection half says of a model, in comparable form."""
+    """Return results of every part of the inspection half in comparable form."""
     torch.manual_seed(1)
     x = torch.randn(2, 6, 4)
     summed = {"loss_fn": torch.sum}
@@ -227,12 +227,12 @@ def test_shared_tensors_appear_once():
         "cls_token": False,
     }.items(),
 )
-def test_the_last_part_of_a_name_tells_a_bias(name, expected):
+def test_the_last_part_of_a_name_decides_whether_it_is_a_bias(name, expected):
     assert is_bias(name) is expected
 
 
 def test_every_part_agrees_on_what_a_bias_is():
-    """A module called after its bias, and a bias that is parametrised, were decided by three rules."""
+    """Three rules used to differ for a module with bias in its name and for a parametrised bias."""
     model = nn.Module()
     model.relative_bias = nn.Embedding(4, 3)
     model.fc = parametrizations.weight_norm(nn.Linear(3, 2), "bias", dim=None)
