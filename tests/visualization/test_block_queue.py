@@ -13,7 +13,7 @@ def drain(queue, count):
     out = []
     for _ in range(count):
         out += queue.head()
-        queue.remove(queue.head())
+        queue.mark_written(queue.head())
     return out
 
 
@@ -75,5 +75,28 @@ def test_what_is_abandoned_is_counted():
     fill(queue, range(3))
     blocks = queue.head()
     assert queue.abandon() == 15
-    queue.remove(blocks)
+    queue.mark_written(blocks)
     assert (queue.dropped, queue.done) == (15, 0)
+
+
+def test_written_blocks_return_in_order_if_they_cannot_be_synchronised():
+    queue = BlockQueue(10_000, describe)
+    fill(queue, range(5))
+    drain(queue, 1)
+    queue.mark_synced()
+    drain(queue, 3)
+    assert (queue.done, queue.unsynced) == (4, 3000)
+    queue.restore()
+    assert (queue.done, queue.unsynced) == (1, 0)
+    assert [block.step for block in queue.head(10_000)] == [1, 2, 3, 4]
+    assert fill(queue, range(5, 12))[6] is not None  # they take up room again
+
+
+def test_blocks_that_return_after_the_end_are_counted():
+    queue = BlockQueue(10_000, describe)
+    fill(queue, range(3))
+    drain(queue, 2)
+    assert queue.abandon() == 5
+    queue.restore()
+    assert not queue
+    assert queue.dropped == 15

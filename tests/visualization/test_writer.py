@@ -2,6 +2,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -219,6 +220,105 @@ def test_an_error_of_fsync_is_an_answer(tmp_path, plain, monkeypatch):
         assert not writer.flush(30)
     assert writer.flush(30)
     assert writer.close()
+
+
+def stored(directory):
+    """Return the steps in all files, in order."""
+    files = [path.read_bytes().splitlines() for path in sorted(directory.iterdir())]
+    return [line for lines in files for line in lines if line != b"header"]
+
+
+@pytest.fixture
+def lossy(monkeypatch):
+    """As Linux: a failing fsync discards the pages, and the next one succeeds; fails at the calls in the set."""
+    failing, calls, fsync = set(), iter(range(10**6)), os.fsync
+    synced = {}
+
+    def sync(descriptor):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return fsync(descriptor)
+        if next(calls) in failing:
+            begin = synced.get(status.st_ino, 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.ftruncate(descriptor, begin)
+            os.ftruncate(descriptor, status.st_size)  # zeros
+            raise OSError(errno.EIO, "Input/output error")
+        synced[status.st_ino] = status.st_size
+        return fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    return failing
+
+
+@pytest.mark.fault(84)
+def test_after_a_failed_fsync_the_blocks_are_written_again_to_a_new_file(tmp_path, plain, lossy, caplog):
+    lossy.add(1)
+    writer = FileWriter(tmp_path, plain)
+    submit(writer, range(3))
+    assert writer.flush(30)
+    submit(writer, range(3, 5))
+    first = writer.path
+    assert not writer.flush(30)
+    assert writer.flush(30)
+    submit(writer, [5])
+    assert writer.close(30)
+    assert first.read_bytes().splitlines() == expected(0, 1, 2)
+    assert lines(writer) == expected(3, 4, 5)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert (writer.acked_step, writer.dropped) == (5, 0)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 2
+    assert "Input/output error; values wait in memory" in messages[0]
+    assert messages[1].endswith(f"could not be synchronised; the values since the last success are in '{writer.path}'")
+
+
+@pytest.mark.parametrize("bad", [{0}, {1}, {2}, {0, 2}, {1, 2, 3}, {0, 1, 2, 3, 4, 5}])
+def test_no_failed_fsync_costs_a_value(tmp_path, plain, lossy, bad):
+    lossy |= bad
+    writer = FileWriter(tmp_path, plain, sync_seconds=0.0, retry_seconds=0.0)
+    for step in range(6):
+        submit(writer, [step])
+        writer.flush(30)
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer._synced == 6, 30)
+    assert writer.close(30)
+    assert stored(tmp_path) == expected(*range(6))[1:]
+
+
+@pytest.mark.fault(84)
+def test_a_lasting_error_of_fsync_is_counted_and_said_once(tmp_path, plain, lossy, caplog):
+    lossy |= set(range(10**4))
+    writer = FileWriter(tmp_path, plain, sync_seconds=0.0, retry_seconds=0.0)
+    submit(writer, range(4))
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer._failures > 20, 30)
+    assert not writer.flush(1)
+    assert not writer.close(0.5)
+    writer._thread.join(30)
+    assert writer.dropped == 12
+    assert len(list(tmp_path.iterdir())) == 1
+    assert len(caplog.records) == 2
+    assert "closed before 12 values could be written" in caplog.text
+
+
+def test_an_fsync_that_fails_at_the_end_is_tried_again_at_once(tmp_path, plain, lossy):
+    lossy.add(0)
+    writer = FileWriter(tmp_path, plain)
+    submit(writer, range(3))
+    assert writer.close(30)
+    assert stored(tmp_path) == expected(0, 1, 2)[1:]
+
+
+def test_blocks_that_wait_for_fsync_are_bounded(tmp_path, plain):
+    writer = FileWriter(tmp_path, plain, capacity=2000, sync_seconds=1000.0)
+    for step in range(20):
+        submit(writer, [step], size=500)
+        with writer._changed:
+            assert writer._changed.wait_for(lambda step=step: writer.acked_step == step, 30)
+            assert writer._queue.unsynced < 3000
+    assert writer._synced > 0
+    assert writer.close(30)
 
 
 @pytest.mark.fault(70)

@@ -75,7 +75,7 @@ class AppendFile:
             self.path, self._descriptor = self._create(directory, name)
         except OSError as error:
             raise LogDirError(f"cannot write to log directory '{directory}': {reason(error)}") from error
-        self._size = 0
+        self._size = self._synced_size = 0
         self._torn = False
         _sync_directory(directory)
 
@@ -109,6 +109,17 @@ class AppendFile:
     def sync(self) -> None:
         """Call fsync: afterwards the content survives a power failure."""
         os.fsync(self._descriptor)
+        self._synced_size = self._size
+
+    def retract(self) -> None:
+        """Remove the blocks that have been appended since the last successful :meth:`sync`."""
+        os.ftruncate(self._descriptor, self._synced_size)
+        self._size = self._synced_size
+
+    def delete(self) -> None:
+        """Delete the file."""
+        os.unlink(self.path)
+        os.close(self._descriptor)
 
     def deleted(self) -> bool:
         """Return whether the file has been deleted, so that nothing written to it can be read."""

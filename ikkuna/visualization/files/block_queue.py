@@ -24,6 +24,7 @@ class BlockQueue:
     A block that does not fit is lost and its values are counted.
     After a loss, blocks are accepted again when half of the queue is free, so that a slow disk causes few log lines.
     Before the first accepted block the queue inserts a block that reports the loss to the reader of the file.
+    Written blocks are kept until they are synchronised, so that they can be written again.
 
     Parameters
     ----------
@@ -38,6 +39,10 @@ class BlockQueue:
         self._describe = describe
         self._blocks: deque[QueuedBlock] = deque()
         self._size = 0
+        self._written: list[QueuedBlock] = []  # but not synchronised
+        self._is_abandoned = False
+        self.unsynced = 0
+        """Bytes of written blocks that are not synchronised."""
         self._lost: tuple[int, int, int] | None = None  # values, first step, last step
         self.dropped = 0
         """Number of lost values."""
@@ -53,7 +58,7 @@ class BlockQueue:
         """Return the oldest block and those after it that fit into `size` bytes together with it."""
         blocks: list[QueuedBlock] = []
         for block in self._blocks:
-            size -= len(block.data) + _OVERHEAD
+            size -= _size(block)
             if blocks and size < 0:
                 break
             blocks.append(block)
@@ -62,7 +67,7 @@ class BlockQueue:
     def put(self, block: QueuedBlock) -> str | None:
         """Accept `block`, or count it as lost; return a line for the log if losses have begun or ended."""
         limit = self._capacity // 2 if self._lost else self._capacity
-        if self._blocks and self._size + len(block.data) + _OVERHEAD > limit:
+        if self._blocks and self._size + _size(block) > limit:
             return self._lose(block)
         line = self.end_losses()
         self._append(block)
@@ -79,7 +84,7 @@ class BlockQueue:
 
     def _append(self, block: QueuedBlock) -> None:
         self._blocks.append(block)
-        self._size += len(block.data) + _OVERHEAD
+        self._size += _size(block)
         self.accepted += 1
 
     def _lose(self, block: QueuedBlock) -> str | None:
@@ -93,18 +98,39 @@ class BlockQueue:
         self._lost = block.values, block.step, block.step
         return f"writing is too slow, {self._size} bytes are waiting; values are lost from step {block.step} on"
 
-    def remove(self, blocks: list[QueuedBlock]) -> None:
+    def mark_written(self, blocks: list[QueuedBlock]) -> None:
         """Remove `blocks`, which have been written, from the head, unless :meth:`abandon` has removed them."""
         for block in blocks:
             if self._blocks and self._blocks[0] is block:
-                self._blocks.popleft()
-                self._size -= len(block.data) + _OVERHEAD
+                self._written.append(self._blocks.popleft())
+                self._size -= _size(block)
+                self.unsynced += _size(block)
                 self.done += 1
+
+    def mark_synced(self) -> None:
+        """Forget the written blocks."""
+        self._written.clear()
+        self.unsynced = 0
+
+    def restore(self) -> None:
+        """Return the written blocks to the head, because synchronising them has failed."""
+        if self._is_abandoned:
+            self.dropped += sum(block.values for block in self._written)
+        else:
+            self._blocks.extendleft(reversed(self._written))
+            self._size += self.unsynced
+        self.done -= len(self._written)
+        self.mark_synced()
 
     def abandon(self) -> int:
         """Remove all blocks and count them as lost; return the number of their values."""
         values = sum(block.values for block in self._blocks)
+        self._is_abandoned = True
         self._blocks.clear()
         self._size = 0
         self.dropped += values
         return values
+
+
+def _size(block: QueuedBlock) -> int:
+    return len(block.data) + _OVERHEAD

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -41,6 +42,8 @@ class FileWriter:
     :meth:`submit` only appends the block to a queue, so a slow, full, failing or blocked disk does not delay the caller.
     Blocks that do not fit into the queue are dropped, counted in :attr:`dropped`, and logged in two lines.
     After an error the blocks stay in the queue, and writing is tried again every `retry_seconds`.
+    Blocks are kept until fsync has succeeded.  If it fails, the operating system may have discarded them, and it reports
+    this only once.  They are then written again to a new file, which replaces the old one when its fsync has succeeded.
     If the directory is deleted, it is created again with a new file.
     In a forked child all methods do nothing.
 
@@ -81,6 +84,7 @@ class FileWriter:
         self._retry_seconds = retry_seconds
         self._sync_seconds = sync_seconds
         self._file, self._header = self._new_file()
+        self._capacity = capacity
         self._queue = BlockQueue(capacity, file_format.loss)
         self._changed = threading.Condition()  # guards the attributes below; its lock is reentrant, for signal handlers
         self._thread: threading.Thread | None = None
@@ -90,6 +94,7 @@ class FileWriter:
         self._retry_at = 0.0
         self._failures = 0
         self._failing = self._closing = self._finished = False
+        self._is_unsafe = False  # fsync has failed: the file may lack blocks
         self._process = os.getpid()
         self._disown_in_children()
 
@@ -237,8 +242,12 @@ class FileWriter:
         now = time.monotonic()
         if now < self._retry_at:
             return None
+        if self._is_unsafe and self._queue:
+            return self._rewrite
         if self._queue.done > self._synced and (
-            self._queue.done >= self._wanted > self._synced or now >= self._synced_at + self._sync_seconds
+            self._queue.done >= self._wanted > self._synced
+            or now >= self._synced_at + self._sync_seconds
+            or self._queue.unsynced >= self._capacity
         ):
             return self._sync
         return self._write if self._queue else None
@@ -270,7 +279,7 @@ class FileWriter:
         if data := b"".join(block.data for block in blocks):
             self._append(data)
         with self._changed:
-            self._queue.remove(blocks)
+            self._queue.mark_written(blocks)
             self._acked = max(self._acked, *(block.step for block in blocks))
             recovered, self._failing = self._failing, False
             self._changed.notify_all()
@@ -292,21 +301,55 @@ class FileWriter:
         return AppendFile(self._directory, self._format.name), self._format.header()
 
     def _sync(self) -> None:
+        try:
+            self._file.sync()
+        except OSError:
+            with self._changed:
+                self._queue.restore()
+                self._is_unsafe = True
+            raise
         with self._changed:
-            done = self._queue.done
-        self._file.sync()
+            self._mark_synced()
+
+    def _mark_synced(self) -> None:
+        self._queue.mark_synced()
+        self._synced = self._queue.done
+        self._synced_at = time.monotonic()
+        self._changed.notify_all()
+
+    def _rewrite(self) -> None:
+        """Write all blocks that are not synchronised to a new file, and continue with it if its fsync succeeds."""
         with self._changed:
-            self._synced = done
-            self._synced_at = time.monotonic()
-            self._changed.notify_all()
+            blocks = self._queue.head(sys.maxsize)
+        file, header = self._new_file()
+        try:
+            file.append(header + b"".join(block.data for block in blocks))
+            file.sync()
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.delete()
+            raise
+        with self._changed:
+            old, self._file, self._header = self._file, file, b""
+            self._queue.mark_written(blocks)
+            self._acked = max(self._acked, *(block.step for block in blocks))
+            self._failing = self._is_unsafe = False
+            self._mark_synced()
+        with contextlib.suppress(OSError):  # so that no block is in both files
+            old.retract()
+            old.close()
+        log.warning(
+            "'%s' could not be synchronised; the values since the last success are in '%s'", old.path, self.path
+        )
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self._failures += 1
             self._wanted = self._synced
             self._synced_at = time.monotonic()
-            self._retry_at = self._synced_at + self._retry_seconds
             first, self._failing = not self._failing, True
+            is_last_chance = self._closing and self._is_unsafe and first
+            self._retry_at = 0.0 if is_last_chance else self._synced_at + self._retry_seconds
             self._changed.notify_all()
         if first:
             what = "'%s' cannot be written: %s; values wait in memory, and writing is tried again every %g s"
@@ -324,6 +367,7 @@ class FileWriter:
             self._directory = home
             return
         self._retry_at = 0.0
+        self._is_unsafe = False
         with contextlib.suppress(OSError):
             gone.close()
         log.error("'%s' is abandoned; continuing in '%s'", gone.path, self.path)
