@@ -13,6 +13,11 @@ class FailureCounter:
     limit : int
         Number of consecutive failures after which :meth:`is_exhausted` returns ``True``.
 
+    Attributes
+    ----------
+    counts : dict of Hashable to int
+        The number of consecutive failures of each key that failed last.
+
     Examples
     --------
     >>> failures = FailureCounter(limit=2)
@@ -25,21 +30,20 @@ class FailureCounter:
 
     def __init__(self, limit: int = 10) -> None:
         self.limit = limit
-        self._counts: dict[Hashable, int] = {}
+        self.counts: dict[Hashable, int] = {}
 
     def add(self, key: Hashable = None) -> int:
         """Count a failure; return the number of consecutive failures of `key`."""
-        count = self._counts[key] = self._counts.get(key, 0) + 1
+        count = self.counts[key] = self.counts.get(key, 0) + 1
         return count
 
     def reset(self, key: Hashable = None) -> None:
         """Forget the failures of `key` after a success."""
-        if self._counts:
-            self._counts.pop(key, None)
+        self.counts.pop(key, None)
 
     def is_exhausted(self, key: Hashable = None) -> bool:
         """Return whether `key` has failed `limit` times in a row."""
-        return self._counts.get(key, 0) >= self.limit
+        return self.counts.get(key, 0) >= self.limit
 
     @staticmethod
     def is_logged(count: int) -> bool:

@@ -57,8 +57,6 @@ CIRCLE = {
     *("ikkuna.export.hooks.modules", "ikkuna.export.hooks.optimizers", "ikkuna.export.session"),
     "ikkuna.export.steps.forwards",
 }
-# Public class names that are used twice; this list must only become shorter.
-SHARED_CLASS_NAMES = {"Block", "NoiseScale"}
 # What a metric may import of ikkuna: the same as the metrics of other packages.
 DOORS = (
     "ikkuna.errors",
@@ -260,7 +258,7 @@ def test_public_class_names_are_unique():
         for node in tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(relative(path))
-    shared = {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_CLASS_NAMES}
+    shared = {name: files for name, files in places.items() if len(files) > 1}
     assert not shared
 
 

@@ -21,6 +21,6 @@ class NearZeroSubscriber(Subscriber):
         near = torch.count_nonzero(x.abs() < self.eps)
         return torch.stack([near, torch.full_like(near, x.numel())])
 
-    def compute(self, message):  # on floats, at the boundary
+    def compute(self, message):  # on floats, after the end of the step
         near, n = message.data
         self.emit(message, near / n)

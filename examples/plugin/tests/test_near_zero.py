@@ -1,4 +1,4 @@
-"""The metric counts what it says, and keeps the contract of subscribers."""
+"""The metric counts correctly and passes the checks of the test kit."""
 
 import torch
 from ikkuna_near_zero.near_zero import NearZeroSubscriber
@@ -6,11 +6,11 @@ from ikkuna_near_zero.near_zero import NearZeroSubscriber
 from ikkuna.testing import Value, check_subscriber, run
 
 
-def test_it_keeps_the_contract():
+def test_the_contract_of_subscribers():
     check_subscriber(lambda **options: NearZeroSubscriber("activations", **options))
 
 
-def test_it_counts_what_is_near_zero():
+def test_elements_near_zero_are_counted():
     model = torch.nn.Linear(2, 2, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[0.0, 1e-4], [-1e-4, 1.0]]))

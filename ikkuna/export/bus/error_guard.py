@@ -92,7 +92,8 @@ class ErrorGuard:
         finally:
             thread.subscriber_is_running = before
             registered.seconds += time.perf_counter() - began
-        registered.failures.reset(stage)
+        if registered.failures.counts:
+            registered.failures.reset(stage)
         return result
 
     def disable(self, registered: Registered, reason: str) -> None:
