@@ -39,7 +39,7 @@ def test_planted_directions_are_found():
 
 
 @pytest.mark.parametrize(
-    ("eigenvalues", "k", "delve"), [([1.0] * 100, 99, 98), ([0.98, 0.015, 0.005], 2, 1), ([1.0], 1, 1)]
+    ("eigenvalues", "k", "delve"), [([1.0] * 100, 99, 98), ([0.98, 0.015, 0.005], 2, 1), ([1.0], 1, 0)]
 )
 def test_the_definition_and_the_other_count(eigenvalues, k, delve):
     q = torch.linalg.qr(random(len(eigenvalues), len(eigenvalues)))[0]
@@ -49,10 +49,26 @@ def test_the_definition_and_the_other_count(eigenvalues, k, delve):
     assert intrinsic_dimension(1e-20 * c) == k
 
 
-def test_a_large_shortfall_counts_one_more_in_the_other_count():
-    c = torch.diag(torch.tensor([0.9, 0.1]).double())
-    assert intrinsic_dimension(c, compat="delve") == 2
-    assert intrinsic_dimension(torch.diag(torch.tensor([0.5, 0.46, 0.04])), compat="delve") == 3
+def delve_count(covariance, threshold=0.99):
+    """Return the number of columns that delve keeps, by its steps: what it slices again after slicing has no effect."""
+    values, space = torch.linalg.eigh(covariance)
+    values = values.flip(0).clamp(min=0)
+    shares = values.cumsum(0) / values.sum()
+    space = space[:, shares < threshold]
+    if space.shape[1] == 0:
+        space = space[:, :1]
+    elif threshold - shares[shares < threshold][-1] > 0.02:
+        space = space[:, : space.shape[1] + 1]
+    return space.shape[1]
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize(
+    "eigenvalues", [[0.9, 0.1], [0.5, 0.46, 0.04], [0.995, 0.005], [1.0, 0.0, 0.0], [1.0] * 7, [0.5, 0.4, 0.09, 0.01]]
+)
+def test_delve_is_counted_as_it_counts(eigenvalues, threshold):
+    c = torch.diag(torch.tensor(eigenvalues).double())
+    assert intrinsic_dimension(c, threshold, compat="delve") == delve_count(c, threshold)
 
 
 def test_fewer_rows_than_features_limit_it():

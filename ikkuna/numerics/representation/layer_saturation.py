@@ -68,13 +68,13 @@ def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str
     threshold : float
         In (0, 1].
     compat : {None, 'delve'}
-        By default the definition.  ``'delve'`` counts as that library does, which is mostly one less: eigenvalues whose
-        cumulative share is below the threshold, one more if the last of them misses it by over 0.02, and at least 1.
+        By default the definition.  ``'delve'`` counts as that library does: the eigenvalues whose cumulative share is
+        below the threshold, which is usually one less and can be 0.
 
     Returns
     -------
     float
-        Between 1 and the rank, which is at most the number of rows minus one.
+        Between 1 (``'delve'``: 0) and the rank, which is at most the number of rows minus one.
         NaN without variance, without features, and if an element is not finite.
 
     References
@@ -101,12 +101,10 @@ def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str
     if not total > 0:
         return float("nan")
     shares = eigenvalues.cumsum(0) / total
+    if compat == "delve":
+        return float((shares < threshold).sum())
     # A rounding error of the sum must not add a direction.
-    below = int((shares < threshold * (1 - 1e-12)).sum())
-    if compat is None:
-        return float(below + 1)
-    reached = shares[below - 1].item() if below else 0.0
-    return float(max(1, below + (threshold - reached > 0.02)))
+    return float((shares < threshold * (1 - 1e-12)).sum() + 1)
 
 
 def layer_saturation(covariance: Tensor, threshold: float = 0.99, compat: str | None = None) -> float:
