@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ikkuna.errors import ConfigError
 from ikkuna.numerics.spectral import as_matrix
 
 __all__ = [
@@ -205,7 +206,7 @@ class PowerLaw(NamedTuple):
     n_tail: int
 
 
-def power_law_alpha(eigenvalues: Tensor) -> PowerLaw:
+def power_law_alpha(eigenvalues: Tensor, compat: str | None = None) -> PowerLaw:
     r"""Fit a power law to the largest eigenvalues :math:`\lambda = \sigma^2` of a weight.
 
     For every candidate :math:`x_\min` among the values the maximum-likelihood exponent is
@@ -216,6 +217,10 @@ def power_law_alpha(eigenvalues: Tensor) -> PowerLaw:
     ----------
     eigenvalues : Tensor
         ``(n,)``, in any order; eigenvalues that are not positive and finite are left out.
+    compat : {None, 'weightwatcher'}
+        By default the distance is that of Kolmogorov and Smirnov, taken on both sides of each step of the empirical
+        distribution function.  ``'weightwatcher'`` takes it before each step only, as that library does, and therefore
+        chooses another tail for some matrices.
 
     Returns
     -------
@@ -247,6 +252,8 @@ def power_law_alpha(eigenvalues: Tensor) -> PowerLaw:
     >>> round(fit.alpha, 1), fit.ks_distance < 0.02
     (2.5, True)
     """
+    if compat not in (None, "weightwatcher"):
+        raise ConfigError(f"power_law_alpha needs compat None or 'weightwatcher', got {compat!r}")
     values = eigenvalues.detach().double().cpu().numpy().ravel()
     values = np.sort(values[np.isfinite(values) & (values > 0)])
     if len(np.unique(values)) < 2:
@@ -255,14 +262,16 @@ def power_law_alpha(eigenvalues: Tensor) -> PowerLaw:
     starts = np.flatnonzero(np.r_[True, np.diff(values) > 0])[:-1]  # the largest value alone is not a tail
     tails = len(values) - starts
     alphas = 1 + tails / (np.cumsum(logs[::-1])[::-1][starts] - tails * logs[starts])
-    distances = [_ks_distance(logs[s:], a) for s, a in zip(starts, alphas, strict=True)]
+    distances = [_distance(logs[s:], a, compat is None) for s, a in zip(starts, alphas, strict=True)]
     best = int(np.argmin(distances))
     return PowerLaw(float(alphas[best]), float(distances[best]), float(values[starts[best]]), int(tails[best]))
 
 
-def _ks_distance(logs: NDArray[np.float64], alpha: float) -> float:
+def _distance(logs: NDArray[np.float64], alpha: float, both_sides: bool) -> float:
     """Return the largest distance between the power law from ``logs[0]`` on and the empirical distribution function."""
     n = len(logs)
     law = -np.expm1((1 - alpha) * (logs - logs[0]))
     steps = np.arange(n + 1) / n
-    return float(max((steps[1:] - law).max(), (law - steps[:-1]).max()))
+    if both_sides:
+        return float(max((steps[1:] - law).max(), (law - steps[:-1]).max()))
+    return float(np.abs(law - steps[:-1]).max())

@@ -1,7 +1,10 @@
 """The power-law exponent of the spectrum of a weight."""
 
+from typing import Any
+
 from torch import Tensor
 
+from ikkuna.errors import ConfigError
 from ikkuna.numerics.spectrum import power_law_alpha
 from ikkuna_subscribers._helpers.spectrum_subscriber import SpectrumSubscriber
 
@@ -30,8 +33,16 @@ class AlphaSubscriber(SpectrumSubscriber):
         The kind to measure.
     subsample : int
         The number of steps from one decomposition to the next; once an epoch is enough.
+    compat : {None, 'weightwatcher'}
+        ``'weightwatcher'`` takes D before each step of the data only, as that library does; see
+        `ikkuna.numerics.spectrum.power_law_alpha`.
     **options : Any
         See `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        If `compat` is unknown.
 
     References
     ----------
@@ -46,7 +57,13 @@ class AlphaSubscriber(SpectrumSubscriber):
 
     results = ("alpha", "tail_distance")
 
+    def __init__(self, kind: str = "weights", *, compat: str | None = None, **options: Any) -> None:
+        if compat not in (None, "weightwatcher"):
+            raise ConfigError(f"AlphaSubscriber needs compat None or 'weightwatcher', got {compat!r}")
+        super().__init__(kind, **options)
+        self.compat = compat
+
     def values(self, sigma: Tensor) -> tuple[float, ...]:
         """Return the exponent and its distance."""
-        fit = power_law_alpha(sigma.square())
+        fit = power_law_alpha(sigma.square(), self.compat)
         return fit.alpha, fit.ks_distance

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import AlphaSubscriber, ConditionNumberSubscriber, RankSubscriber
+from ikkuna.numerics.spectrum import power_law_alpha
 from tests.metrics.running import watched
 
 MATRICES = st.tuples(
@@ -92,3 +94,15 @@ def test_alpha_of_a_planted_power_law():
 def test_what_has_no_tail_has_no_alpha(x):
     found = watched(lambda **o: AlphaSubscriber("activations", **o), x)
     assert all(math.isnan(v) for values in found.values() for v in values)
+
+
+def test_alpha_is_that_of_weightwatcher_on_request():
+    x = torch.randn(60, 80, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(x.double()).square()
+    for compat in (None, "weightwatcher"):
+        found = watched(lambda compat=compat, **o: AlphaSubscriber("activations", compat=compat, subsample=1, **o), x)
+        fit = power_law_alpha(values, compat)
+        assert found["activations_alpha"] == pytest.approx([fit.alpha])
+        assert found["activations_tail_distance"] == pytest.approx([fit.ks_distance])
+    with pytest.raises(ConfigError, match="AlphaSubscriber needs compat None or 'weightwatcher', got 'ww'"):
+        AlphaSubscriber(compat="ww")

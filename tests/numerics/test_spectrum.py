@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from ikkuna.errors import ConfigError
 from ikkuna.numerics.spectrum import (
     condition_number,
     effective_rank,
@@ -158,6 +159,49 @@ def test_too_few_values_have_no_exponent(values):
     assert math.isnan(fit.alpha)
     assert math.isnan(fit.ks_distance)
     assert fit.n_tail == 0
+
+
+def weightwatcher_fit(values):
+    """Return alpha and D by the steps of WeightWatcher's own fit, which looks at the gaps below the law only."""
+    values, found = np.sort(values), []
+    for i, x_min in enumerate(values[:-1]):
+        tail = values[i:]
+        n = len(tail)
+        alpha = 1 + n / (np.log(tail).sum() - n * np.log(x_min))
+        found.append((np.abs(1 - (tail / x_min) ** (1 - alpha) - np.arange(n) / n).max(), alpha))
+    return min(found)[::-1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_fit_of_weightwatcher(seed):
+    generator = np.random.default_rng(seed)
+    matrix = generator.standard_t(2.5, (60, 80)) if seed % 2 else generator.standard_normal((60, 80))
+    values = singular_values(torch.from_numpy(matrix)) ** 2
+    alpha, distance = weightwatcher_fit(values.numpy())
+    fit = power_law_alpha(values, compat="weightwatcher")
+    assert (fit.alpha, fit.ks_distance) == pytest.approx((alpha, distance), rel=1e-9)
+
+
+def test_the_two_distances_choose_other_tails():
+    fits = []
+    for seed in range(12):
+        values = singular_values(random(60, 80, seed=seed)) ** 2
+        fits.append([power_law_alpha(values, compat).alpha for compat in (None, "weightwatcher")])
+    assert any(abs(one / other - 1) > 0.01 for one, other in fits)
+
+
+def test_equal_eigenvalues_belong_to_one_tail():
+    """A tail begins with the first of equal values."""
+    values = np.repeat([1.0, 2.0, 3.0, 5.0, 9.0, 17.0, 40.0], [1, 6, 5, 4, 3, 2, 1])
+    fit = power_law_alpha(torch.from_numpy(values))
+    tail = values[values >= fit.x_min]
+    assert fit.n_tail == len(tail)
+    assert fit.alpha == pytest.approx(1 + 1 / np.mean(np.log(tail / fit.x_min)), rel=1e-9)
+
+
+def test_an_unknown_compatibility_is_refused():
+    with pytest.raises(ConfigError, match="compat None or 'weightwatcher', got 'ww'"):
+        power_law_alpha(torch.ones(3), "ww")
 
 
 def test_the_distance_is_that_of_scipy():
