@@ -12,6 +12,8 @@ from ikkuna_subscribers._helpers.tensor_copies import TensorCopies
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import GradientSNRSubscriber, RankSpreadSubscriber
+from ikkuna.numerics.statistics import Record
 from ikkuna.visualization.module_table import ModuleEntry
 
 
@@ -66,3 +68,22 @@ def test_the_producer_of_a_gradient_is_another_module_than_the_one_it_belongs_to
     producer = find_producer(events, 2, events[2:])
     assert producer.message is events[0]
     assert "the backward pass of 'head', or of an operation between 'lstm:1.0' and 'head'" in producer.description
+
+
+def test_a_rank_without_elements_is_left_out_of_the_spread():
+    ranks = (Record.of(1.0), Record(), None, Record.of(3.0))
+    values = RankSpreadSubscriber("loss", "mean").values(Record(ranks=ranks))
+    assert values == (1.0, 2.0, 3.0, 0, 3)
+
+
+def test_a_repeated_step_starts_a_new_window_of_the_snr():
+    """The stamps of a step and its repetition are equal, but not the same object."""
+    metric = GradientSNRSubscriber(window=2)
+    gradients = [torch.tensor([value]) for value in (100.0, 1.0, 3.0)]
+    stamps = [Stamp(0, 0, 0), Stamp(0, 0, 0)]
+    rows = [
+        metric.measure(ModuleMessage(stamp, "weight_micro_gradients", gradient, module="fc"))
+        for stamp, gradient in zip((stamps[0], stamps[1], stamps[1]), gradients, strict=True)
+    ]
+    assert rows[:2] == [None, None]
+    assert rows[2].item() == pytest.approx(2.0**2 / 2.0)  # mean 2 and variance 2 of 1 and 3

@@ -9,7 +9,7 @@ from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import CKASubscriber, LayerSaturationSubscriber, SVCCASubscriber
-from ikkuna.numerics.representation.cka import linear_cka
+from ikkuna.numerics.representation.cka import cka_of_hsic, hsic_matrix, linear_cka
 from ikkuna.visualization.matrix import Matrix
 from tests.metrics.probing import Fixed, looked, rows, unchanged, with_tensors
 
@@ -141,6 +141,15 @@ def test_layouts_of_similarities(pool):
     assert [found["svcca_to_init", f"layers.{i}"] for i in (0, 1)] == [[pytest.approx(1.0)]] * 2
     found = looked(lambda **o: CKASubscriber(rows(40), pool=pool, every=1, modules=ALL, **o), model, unchanged)
     assert [found["cka_to_init", f"layers.{i}"] for i in (0, 1)] == [[pytest.approx(1.0)]] * 2
+
+
+def test_batches_of_cka_are_weighted_by_their_size():
+    x, y = random(20, 3), random(20, 3, seed=1) + random(20, 3)
+    found = looked(
+        lambda **o: CKASubscriber(rows(20), batch_size=12, every=1, modules=ALL, **o), Fixed(x, y), unchanged
+    )
+    total = sum(len(a) * hsic_matrix([a, b]) for a, b in zip(x.split(12), y.split(12), strict=True))
+    assert found["cka_between_layers", "layers.0"] == pytest.approx([cka_of_hsic(total)[0, 1].item()], rel=1e-5)
 
 
 def test_layer_saturation_counts_planted_directions():
