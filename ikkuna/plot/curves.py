@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_color_legend, add_note, label_outer_axes, label_panel
-from ikkuna.plot.figure import NotebookFigure, count_nonfinite, save_figures
+from ikkuna.plot.figure import count_nonfinite
 from ikkuna.plot.grid import create_panels, grid_shape, outer_axes, share_limits
 from ikkuna.plot.keyword_aliases import keyword_aliases
 from ikkuna.plot.style import NOTE_COLOR, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, curve_colors
@@ -112,9 +112,7 @@ def features_1d(
     )
     if not panel:
         add_color_legend(axes[0], values.shape[2], curve, color, cmap)
-    if isinstance(figure, NotebookFigure):
-        figure.report({f"{panel or 'data'} {i}": count_nonfinite(v) for i, v in enumerate(values)})
-    save_figures([figure], style.savepath, **style.config("save"))
+    style.finish([figure], {f"{panel or 'data'} {i}": count_nonfinite(v) for i, v in enumerate(values)})
     return figure
 
 

@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
-from ikkuna.plot.figure import save_figures
 from ikkuna.plot.keyword_aliases import keyword_aliases
 from ikkuna.plot.style import STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions
 
@@ -181,7 +180,7 @@ def percentile_fan(
         axes[0, j].set_title(column)
         axes[-1, j].set_xlabel(xlabel)
     style.add_title(figure, "minimum, maximum and percentiles")
-    save_figures([figure], style.savepath, **style.config("save"))
+    style.finish([figure])
     return figure
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.modules import is_bias, named_parameters
-from ikkuna.plot.figure import save_figures
 from ikkuna.plot.keyword_aliases import keyword_aliases
 from ikkuna.plot.style import NOTE_COLOR, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions
 
@@ -119,5 +118,5 @@ def gradient_flow(
     style.format_panel(axes)
     style.add_title(axes, "")
     if ax is None:
-        save_figures([axes.figure], style.savepath, **style.config("save"))  # type: ignore[list-item]  # never a SubFigure
+        style.finish([axes.figure])
     return axes

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_note, label_panel
-from ikkuna.plot.figure import NotebookFigure, count_nonfinite, save_figures
+from ikkuna.plot.figure import count_nonfinite
 from ikkuna.plot.grid import create_panels, grid_shape, share_limits
 from ikkuna.plot.keyword_aliases import keyword_aliases
 from ikkuna.plot.style import NOTE_COLOR, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, curve_colors
@@ -151,9 +151,7 @@ def features_hist(
     axes[-1].set_xlabel("value")
     axes[len(axes) // 2].set_ylabel("number of elements")
     style.add_title(figure, "a histogram for each entry")
-    if isinstance(figure, NotebookFigure):
-        figure.report({f"panel {i}": count_nonfinite(np.concatenate(cell)) for i, cell in enumerate(cells)})
-    save_figures([figure], style.savepath, **style.config("save"))
+    style.finish([figure], {f"panel {i}": count_nonfinite(np.concatenate(cell)) for i, cell in enumerate(cells)})
     return figure
 
 

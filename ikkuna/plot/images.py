@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_note, label_outer_axes, label_panel
-from ikkuna.plot.figure import NotebookFigure, count_nonfinite, save_figures
+from ikkuna.plot.figure import count_nonfinite
 from ikkuna.plot.grid import create_panels, grid_shape, outer_axes, share_limits
 from ikkuna.plot.keyword_aliases import keyword_aliases
 from ikkuna.plot.style import (
@@ -142,9 +142,7 @@ def features_2d(
     _add_colorbars(figure, axes, images, norm, not style.tight if colorbar is None else colorbar, style)
     each = f"an image for each {names[0]}, " if names[0] and len(values) > 1 else ""
     style.add_title(figure, f"{each}{names[1]} down, {names[2]} to the right")
-    if isinstance(figure, NotebookFigure):
-        figure.report({f"{names[0] or 'data'} {i}": count for i, count in enumerate(counts)})
-    save_figures([figure], style.savepath, **style.config("save"))
+    style.finish([figure], {f"{names[0] or 'data'} {i}": count for i, count in enumerate(counts)})
     return figure
 
 

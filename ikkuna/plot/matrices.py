@@ -10,7 +10,7 @@ from matplotlib.colors import LogNorm
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_note
-from ikkuna.plot.figure import count_nonfinite, save_figures
+from ikkuna.plot.figure import count_nonfinite
 from ikkuna.plot.images import draw_image
 from ikkuna.plot.keyword_aliases import keyword_aliases
 from ikkuna.plot.style import (
@@ -211,5 +211,4 @@ def _finish(ax: Axes, own: bool, values: Any, style: Style, what: str) -> None:
         add_note(ax, str(count), bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0})
     if own:
         style.add_title(ax, what)
-        ax.figure.report({"data": count})  # type: ignore[union-attr]  # a new figure is a NotebookFigure
-        save_figures([ax.figure], style.savepath, **style.config("save"))  # type: ignore[list-item]
+        style.finish([ax.figure], {"data": count})

@@ -7,7 +7,7 @@ import numpy as np
 
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
-from ikkuna.plot.figure import NotebookFigure, count_nonfinite, save_figures
+from ikkuna.plot.figure import NotebookFigure, count_nonfinite
 from ikkuna.plot.grid import create_panels
 from ikkuna.plot.histograms import draw_histogram
 from ikkuna.plot.images import draw_image
@@ -60,8 +60,7 @@ def net_histogram(
     axes[-1].set_xlabel("value")
     axes[0].set_ylabel("number of elements")
     style.add_title(figure, "a histogram for each tensor" if layerwise else "a histogram of all elements")
-    figure.report({name: count_nonfinite(values) for name, values in shown.items()})
-    save_figures([figure], style.savepath, **style.config("save"))
+    style.finish([figure], {name: count_nonfinite(values) for name, values in shown.items()})
     return figure  # type: ignore[no-any-return]  # a new figure is a NotebookFigure
 
 
@@ -87,8 +86,7 @@ def net_heatmap(
         ax.set_title(f"{name} {tuple(arrays[name].shape)}", fontsize=9)
         style.format_panel(ax)
     style.add_title(figure, "an image for each tensor, first axis down")
-    figure.report({name: count_nonfinite(values) for name, values in shown.items()})
-    save_figures([figure], style.savepath, **style.config("save"))
+    style.finish([figure], {name: count_nonfinite(values) for name, values in shown.items()})
     return figure  # type: ignore[no-any-return]  # a new figure is a NotebookFigure
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_color_legend, add_note
-from ikkuna.plot.figure import count_nonfinite, save_figures
+from ikkuna.plot.figure import count_nonfinite
 from ikkuna.plot.keyword_aliases import keyword_aliases
 from ikkuna.plot.style import STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, curve_colors
 
@@ -84,8 +84,7 @@ def features_0d(
     if count := count_nonfinite(values):
         add_note(target, str(count))
     if figure is not None:
-        figure.report({"data": count})
-        save_figures([figure], style.savepath, **style.config("save"))
+        style.finish([figure], {"data": count})
     return target
 
 

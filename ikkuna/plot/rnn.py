@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from ikkuna.errors import ConfigError
-from ikkuna.plot.figure import FigureList, NotebookFigure, save_figures
+from ikkuna.plot.figure import FigureList, NotebookFigure
 from ikkuna.plot.histograms import draw_histogram
 from ikkuna.plot.images import draw_image
 from ikkuna.plot.keyword_aliases import keyword_aliases
@@ -124,7 +124,7 @@ def rnn_heatmap(
         chosen = _color_limits(norm, [part], absolute or normalize) if per_layer else common
         _draw_matrices(figure, part, chosen, cmap, gate_lines, colorbar, nan == "zero", style)
         figures.append(figure)
-    save_figures(figures, style.savepath, **style.config("save"))
+    style.finish(figures)
     return figures
 
 
@@ -243,7 +243,7 @@ def rnn_histogram(
     groups = gated if equate_axes == 1 else [[ax for axes in gated for ax in axes]]
     for group in groups if equate_axes else ():
         _equate(group, symmetric=equate_axes == 2)
-    save_figures(figures, style.savepath, **style.config("save"))
+    style.finish(figures)
     return figures
 
 

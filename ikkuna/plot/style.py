@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import matplotlib as mpl
@@ -11,7 +12,7 @@ from matplotlib.colors import Colormap
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
-from ikkuna.plot.figure import NotebookFigure
+from ikkuna.plot.figure import NanCount, NotebookFigure, save_figures
 
 __all__ = [
     "DIVERGING",
@@ -134,6 +135,12 @@ class Style:
         text = f"{_TITLES[self.title]}: {what}" if self.title in _TITLES else str(self.title)
         set_title = figure.suptitle if hasattr(figure, "suptitle") else figure.set_title
         set_title(text, **self.config("title", wrap=True))
+
+    def finish(self, figures: Sequence[Any], counts: Mapping[str, NanCount | None] = MappingProxyType({})) -> None:
+        """Report the elements that the first figure could not draw, and write all figures to `savepath`."""
+        if counts and isinstance(figures[0], NotebookFigure):
+            figures[0].report(counts)
+        save_figures(figures, self.savepath, **self.config("save"))
 
     def format_panel(self, ax: Axes) -> None:
         """Set frame and ticks of one panel."""

@@ -14,6 +14,8 @@ from ikkuna.undisturbed import undisturbed
 
 __all__ = ["isolated", "without_replica_wrappers"]
 
+_REPLICA_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
 
 @contextmanager
 def isolated(model: nn.Module, train: bool = False) -> Iterator[None]:
@@ -45,9 +47,12 @@ def isolated(model: nn.Module, train: bool = False) -> Iterator[None]:
 
 
 def without_replica_wrappers(model: nn.Module) -> nn.Module:
-    """Return the model to call: without compile and data-parallel wrappers, but with FSDP, which gathers parameters."""
+    """Return the model without outer wrappers that compile it or synchronise its replicas.
+
+    Other wrappers stay, because a call needs them: FSDP gathers parameters, and Fabric casts inputs.
+    """
     for module in wrapped_modules(model):
-        if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+        if not (isinstance(module, _REPLICA_WRAPPERS) or hasattr(module, "_orig_mod")):
             break
     return module
 

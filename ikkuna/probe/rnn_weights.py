@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError
-from ikkuna.modules import class_name, named_modules, unwrap
+from ikkuna.modules import class_name, named_modules
 from ikkuna.probe.gradients import get_gradients
 from ikkuna.probe.layers import LayerId, find_layer
 from ikkuna.undisturbed import undisturbed
@@ -106,7 +106,6 @@ def find_rnn(model: nn.Module, layer: LayerId | None = None) -> tuple[str, nn.Mo
     ConfigError
         If the layer is not an RNN, or if the model has none.
     """
-    model = unwrap(model)
     if layer is None:
         for name, module in named_modules(model):
             if isinstance(module, _Recurrent):

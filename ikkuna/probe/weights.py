@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ikkuna.errors import ConfigError
-from ikkuna.modules import named_modules, named_parameters, unwrap
+from ikkuna.modules import named_modules, named_parameters
 from ikkuna.probe.layers import LayerId, find_layer, find_layers, leaves
 from ikkuna.probe.outputs import shape_result
 from ikkuna.undisturbed import undisturbed
@@ -49,7 +49,6 @@ def get_weights(model: nn.Module, layers: LayerId | Sequence[LayerId], *, as_dic
     >>> {name: tuple(value.shape) for name, value in get_weights(nn.Linear(3, 2), "linear").items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
-    model = unwrap(model)
     single = isinstance(layers, int | str | nn.Module)
     selected: Sequence[Any] = [layers] if single else layers  # type: ignore[assignment]
     if layers == "*":
@@ -129,7 +128,6 @@ def weights_norm(
     >>> weights_norm(layer, "linear", p=1)
     {'': {'weight': {'max': [6.0], 'mean': [5.0]}}}
     """
-    model = unwrap(model)
     omitted = [omit] if isinstance(omit, str) else list(omit)
     before = history or {}
     result = {
