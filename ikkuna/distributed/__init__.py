@@ -1,1 +1,1 @@
-"""Training in several processes: who there is, what each of them measured, and how it becomes one."""
+"""Training in several processes: rendezvous, gathering and merging of the measurements of all ranks."""

@@ -1,4 +1,4 @@
-"""How the rows of all ranks lie beside each other, whatever each of them has."""
+"""Which rows of the ranks belong together."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,16 +20,22 @@ _KEPT = 16
 
 @dataclass(slots=True)
 class AlignedTable:
-    """Rows of the same fields, of all ranks.
+    """The rows of all ranks that have the same fields.
 
     Parameters
     ----------
-    columns, codes, reduction : as in `Table`
-    keys : ``(rows,)``, which of the keys of all ranks
-    table : ``(ranks,)``, which table of the rank's it is, -1 for none
-    row : ``(ranks, rows)``, which row of that table, -1 for none
-    counts : ``(ranks, rows)``, whose row counts
-    is_own : ``(ranks, rows)``, whether a row holds what its rank alone has seen, or its group
+    columns, codes, reduction
+        See `Table`.
+    keys : array
+        ``(rows,)``, index among the keys of all ranks.
+    table : array
+        ``(ranks,)``, index of the rank's table, -1 for none.
+    row : array
+        ``(ranks, rows)``, index of the row in that table, -1 for none.
+    counts : array
+        ``(ranks, rows)``, whether the row of the rank counts.
+    is_own : array
+        ``(ranks, rows)``, whether only this rank, or its group, has the row.
     """
 
     columns: tuple[str, ...]
@@ -44,14 +50,18 @@ class AlignedTable:
 
 @dataclass(slots=True)
 class AlignedOwn:
-    """What a subscriber measured itself, on all ranks.
+    """The results of a subscriber's own ``measure`` on all ranks.
 
     Parameters
     ----------
-    key : which of the keys of all ranks
-    own : what it is
-    begin : ``(ranks,)``, where each rank's row begins, -1 for none
-    counts, is_own : ``(ranks,)``, as in `AlignedTable`
+    key : int
+        Index among the keys of all ranks.
+    own : Own
+        Description of the results.
+    begin : array
+        ``(ranks,)``, offset of the result of each rank, -1 for none.
+    counts, is_own : array
+        ``(ranks,)``, as in `AlignedTable`.
     """
 
     key: int
@@ -62,17 +72,21 @@ class AlignedOwn:
 
 
 class Alignment:
-    """The union of the layouts of all ranks: rank 0's keys in its order, then those that only others have.
+    """The union of the layouts of all ranks: the keys of rank 0 in its order, then those that only other ranks have.
 
     Parameters
     ----------
-    layouts : of each rank
+    layouts : sequence of Layouts
+        One of each rank.
 
     Attributes
     ----------
-    keys : what there are rows of
-    tables, own : where they are found
-    groups : the ranks of each group that has several
+    keys : tuple
+        The keys of all ranks.
+    tables, own : list
+        Which rows belong together.
+    groups : list of arrays
+        The ranks of each group that has several.
     """
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
@@ -98,14 +112,16 @@ class Alignment:
     @staticmethod
     def _table(layouts: Sequence[Layout], number: dict[Key, int], fields: Any, keys: list[int]) -> AlignedTable:
         columns, codes, reduction = fields
-        place = {key: i for i, key in enumerate(keys)}
+        position = {key: i for i, key in enumerate(keys)}
         which = np.full(len(layouts), -1)
         row = np.full((len(layouts), len(keys)), -1)
         part = np.full((len(layouts), len(keys)), OWN)
-        known: dict[Any, tuple[int, Index, Index]] = {}  # ranks differ in their parts rather than in their rows
+        known: dict[Any, tuple[int, Index, Index]] = {}  # most ranks differ in their parts, not in their rows
         for rank, layout in enumerate(layouts):
             if (structure := (layout.keys, layout.tables)) not in known:
-                known[structure] = _find(layout, fields, {key: place[i] for key, i in number.items() if i in place})
+                known[structure] = _find(
+                    layout, fields, {key: position[i] for key, i in number.items() if i in position}
+                )
             which[rank], rows, found = known[structure]
             row[rank, found] = range(len(found))
             part[rank, found] = np.array(layout.parts)[rows]
@@ -121,10 +137,10 @@ class Alignment:
             for own in layout.own:
                 key = number[layout.keys[own.row]], own.subscriber
                 if key not in found:
-                    nobody, mask = np.full(len(layouts), -1), np.zeros(len(layouts), bool)
-                    found[key] = AlignedOwn(key[0], own, nobody, mask, mask.copy())
+                    missing, mask = np.full(len(layouts), -1), np.zeros(len(layouts), bool)
+                    found[key] = AlignedOwn(key[0], own, missing, mask, mask.copy())
                     parts[key] = np.full(len(layouts), OWN)
-                if found[key].own.shape == own.shape:  # rows of other shapes do not merge, in one process either
+                if found[key].own.shape == own.shape:  # results of different shapes do not merge
                     found[key].begin[rank] = begin
                     parts[key][rank] = own.part
                 begin += int(np.prod(own.shape))
@@ -134,21 +150,28 @@ class Alignment:
         return list(found.values())
 
 
-def _find(layout: Layout, fields: Any, place: dict[Key, int]) -> tuple[int, Index, Index]:
-    """Return which table of a layout has these fields (-1 for none), its rows, and where these belong among those of all."""
+def _find(layout: Layout, fields: Any, position: dict[Key, int]) -> tuple[int, Index, Index]:
+    """Return the index of the table that has these fields (-1 for none), its rows, and their positions among the rows of all ranks."""
     for i, table in enumerate(layout.tables):
         if (table.columns, table.codes, table.reduction) == fields:
-            return i, np.array(table.rows), np.array([place[layout.keys[j]] for j in table.rows])
+            return i, np.array(table.rows), np.array([position[layout.keys[j]] for j in table.rows])
     return -1, np.empty(0, np.int64), np.empty(0, np.int64)
 
 
 def first_of_each_part(part: Index, is_there: Mask) -> Mask:
-    """Return who counts: of the ranks that have the same part of a row the first, and everyone whose part is its own.
+    """Return which rows count: of ranks that have the same part the first one, and every part that only one rank has.
 
     Parameters
     ----------
-    part : ``(ranks, rows)``
-    is_there : ``(ranks, rows)``, whether the rank has the row at all
+    part : array
+        ``(ranks, rows)``
+    is_there : array
+        ``(ranks, rows)``, whether the rank has the row.
+
+    Returns
+    -------
+    array
+        ``(ranks, rows)``
 
     Examples
     --------
@@ -166,7 +189,7 @@ def first_of_each_part(part: Index, is_there: Mask) -> Mask:
 
 
 class Alignments:
-    """The alignments of the layouts that were met last: it takes a while to find one, and a step looks like the one before."""
+    """The alignments of the last 16 combinations of layouts: an alignment is slow to compute, and most steps are like the one before."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[Layout, ...], Alignment] = OrderedDict()

@@ -1,4 +1,4 @@
-"""What every rank has to say, brought to every rank while training goes on."""
+"""Asynchronous gathering of bytes from all ranks."""
 
 import threading
 from collections import deque
@@ -18,15 +18,22 @@ _REMEMBERED = 16
 class Gather:
     """All-gathers payloads of bytes, one at a time, in blocks of one size.
 
-    Gloo aborts the process where sizes differ within an operation, so every rank sends a block of the same size,
-    ``[length of the payload, payload, padding]``.  All ranks see all lengths: where one payload did not fit,
-    all agree on the next power of two that fits and gather the same again; and where the largest of the last 16 fits into
-    a quarter of the block, on a smaller one.  So a gather is one operation, but for the first and those that grow.
+    Gloo aborts the process if sizes differ within an operation, so every rank sends a block of the same size,
+    ``[length of the payload, payload, padding]``.  All ranks receive all lengths.  If a payload did not fit,
+    all ranks gather again with the next power of two that fits; if the largest of the last 16 payloads fits into
+    a quarter of the block, all use a smaller one.  So a gather is one operation, except the first one and those that grow.
 
     Parameters
     ----------
-    group : a process group of our own
-    size : number of ranks
+    group : ProcessGroup
+        A group that nothing else uses.
+    size : int
+        Number of ranks.
+
+    Attributes
+    ----------
+    block : int
+        Size of a block in bytes.
     """
 
     def __init__(self, group: Any, size: int) -> None:
@@ -40,11 +47,11 @@ class Gather:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Return whether no gather is in progress."""
         return self._work is None
 
     def begin(self, payload: bytes) -> None:
-        """Send a payload; raise what the group raises."""
+        """Start to gather a payload; errors of the group are raised."""
         self._payload = payload
         self._issue()
 
@@ -58,21 +65,22 @@ class Gather:
         self._work = self._group._allgather_base(received, sent)
 
     def poll(self, patience: float = 0.0) -> list[memoryview] | None:
-        """Return the payloads of all ranks, or ``None`` while they are under way.
+        """Return the payloads of all ranks, or ``None`` if they have not arrived.
 
         Parameters
         ----------
-        patience : how many seconds to wait for them
+        patience : float
+            Seconds to wait for them.
 
         Raises
         ------
         RuntimeError
-            If a rank is gone, or the operation has taken too long.
+            If a rank has failed, or the operation has timed out.
         """
         while self._work is not None:
             if not self._work.is_completed() and not (patience and self._waited(patience)):
                 return None
-            self._work.wait()  # raises what has failed
+            self._work.wait()  # raises the error of a failed operation
             self._work = None
             lengths = np.ascontiguousarray(self._received[:, :_LENGTH]).view("<i8")[:, 0].tolist()
             if (largest := max(lengths) + _LENGTH) > self.block:
@@ -87,7 +95,7 @@ class Gather:
         try:
             self._work.wait(timedelta(seconds=patience))
         except RuntimeError:
-            return bool(self._work.is_completed())  # it failed, rather than took too long
+            return bool(self._work.is_completed())  # failed, rather than timed out
         return True
 
     def _resize(self, largest: int) -> None:
@@ -97,9 +105,9 @@ class Gather:
             self.block = max(2 * enough, _SMALLEST)
 
     def close(self) -> None:
-        """Let the group go, without waiting for what is under way.
+        """Release the group without waiting for a running operation.
 
-        Its end waits for a running operation, so it has to come on a thread of its own, which nobody waits for.
+        The destructor of the group waits for that operation, so it runs in a daemon thread.
         """
         held, self._group, self._work = [self._group, self._work], None, None
         if held[1] is not None:

@@ -1,4 +1,4 @@
-"""What a rank's numbers are of, and in which order they stand in its blocks."""
+"""The meaning and order of the numbers in the blocks of a rank."""
 
 import json
 import zlib
@@ -14,7 +14,7 @@ Key = tuple[str, str | None, str]
 """Kind, module (``None`` for the network) and path."""
 
 OWN = -1
-"""The part of a row that holds what this rank alone has seen, unless the ranks of its group have all seen the same."""
+"""The part of a row that only this rank has, unless all ranks of its group have the same numbers."""
 
 _KEPT = 32
 
@@ -25,10 +25,14 @@ class Table:
 
     Parameters
     ----------
-    columns : which statistics, in the order of their columns
-    codes : which histograms, and of how many bins
-    reduction : ``"mean"`` or ``"sum"`` if the calls of each row become one number, otherwise empty
-    rows : which keys
+    columns : tuple of str
+        The statistics, in the order of the columns.
+    codes : tuple
+        The names of the histograms, and their numbers of bins.
+    reduction : str
+        ``"mean"`` or ``"sum"`` if the calls of each row become one number, otherwise empty.
+    rows : tuple of int
+        The indices of the keys.
     """
 
     columns: tuple[str, ...]
@@ -39,15 +43,20 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What a subscriber measured itself.
+    """The result of a subscriber's own ``measure``.
 
     Parameters
     ----------
-    row : which key
-    subscriber : whose it is, in words that are the same on every rank
-    merge : how its rows become one
-    shape : of the row
-    part : like the parts of the keys
+    row : int
+        The index of the key.
+    subscriber : str
+        The subscriber's signature, equal on all ranks.
+    merge : str
+        How results merge, see `Subscriber.merge`.
+    shape : tuple of int
+        The shape of the result.
+    part : int
+        Like the parts of the keys.
     """
 
     row: int
@@ -59,15 +68,19 @@ class Own:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What stands where in a block; equal layouts are made the same object, so that they are found quickly.
+    """The layout of a block; equal layouts are the same object, so that comparisons are fast.
 
     Parameters
     ----------
-    keys : what there are rows of
-    parts : for each key, which part of the whole this rank has.
-        Of several ranks that have the same part the first counts; :data:`OWN` is a part that only this rank has.
-    group : the ranks that name the same group see the same data, or slices of the same
-    tables, own : the numbers
+    keys : tuple
+        What was measured.
+    parts : tuple of int
+        For each key, which part of the whole this rank has.
+        If several ranks have the same part, the first one counts; :data:`OWN` is a part that only this rank has.
+    group : int
+        Ranks with the same group process the same data, or slices of the same data.
+    tables, own : tuple
+        The numbers.
     """
 
     keys: tuple[Key, ...]
@@ -85,12 +98,12 @@ class Layout:
 
     @cached_property
     def name(self) -> str:
-        """A short name that no other layout has."""
+        """A short unique name."""
         return blake2b(self.text, digest_size=12).hexdigest()
 
     @classmethod
     def of_text(cls, text: bytes) -> "Layout":
-        """Return the layout that was written as `text`."""
+        """Return the layout that has this text."""
         keys, parts, group, tables, own = json.loads(zlib.decompress(text))
         return cls(
             tuple((kind, module, path) for kind, module, path in keys),
@@ -104,8 +117,8 @@ class Layout:
 class Layouts:
     """The layouts that each rank has sent.
 
-    A rank sends a layout when it first uses it, and after that its name.  When it has sent 32 it forgets them all, says so, and so do
-    those who receive: models whose layout differs from step to step cost bytes and not memory.
+    A rank sends a layout when it uses it first, and its name after that.  After 32 layouts it forgets them all, and tells the receivers to
+    forget them: a model whose layout changes from step to step costs bytes, but no memory.
     """
 
     def __init__(self) -> None:
@@ -113,9 +126,9 @@ class Layouts:
         self._known: dict[int, dict[str, Layout]] = {}
         self._made: dict[tuple[Any, ...], Layout] = {}
 
-    def make(self, parts: Sequence[Any]) -> Layout:
-        """Return the layout of these parts, the same object for the same parts."""
-        key = tuple(parts)
+    def make(self, fields: Sequence[Any]) -> Layout:
+        """Return the layout with these fields, the same object for equal ones."""
+        key = tuple(fields)
         if key not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.clear()
@@ -123,7 +136,7 @@ class Layouts:
         return self._made[key]
 
     def introduce(self, layout: Layout) -> Mapping[str, Any]:
-        """Return what to say of a layout that is used now; its text goes along if it is new."""
+        """Return the header fields that refer to a layout; they say whether its text follows because it is new."""
         if layout.name in self._sent:
             return {"layout": layout.name}
         if forget := len(self._sent) >= _KEPT:
@@ -131,12 +144,12 @@ class Layouts:
         self._sent.add(layout.name)
         return {"layout": layout.name, "new": True, "forget": forget}
 
-    def learn(self, rank: int, said: Mapping[str, Any], text: bytes) -> Layout:
-        """Return the layout a rank speaks of; raise `KeyError` for one it never sent."""
+    def learn(self, rank: int, header: Mapping[str, Any], text: bytes) -> Layout:
+        """Return the layout that a rank refers to; raise `KeyError` if the rank has not sent it."""
         known = self._known.setdefault(rank, {})
-        if said.get("forget"):
+        if header.get("forget"):
             known.clear()
-        if said.get("new"):
-            layouts = (layouts.get(said["layout"]) for layouts in self._known.values())
-            known[said["layout"]] = next(filter(None, layouts), None) or Layout.of_text(text)
-        return known[said["layout"]]
+        if header.get("new"):
+            layouts = (layouts.get(header["layout"]) for layouts in self._known.values())
+            known[header["layout"]] = next(filter(None, layouts), None) or Layout.of_text(text)
+        return known[header["layout"]]

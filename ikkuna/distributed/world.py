@@ -1,4 +1,4 @@
-"""Which process of how many this is."""
+"""The rank of this process and the number of processes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,10 @@ class World:
 
     Parameters
     ----------
-    rank : which of them this is
-    size : how many there are
+    rank : int
+        Rank of this process.
+    size : int
+        Number of processes.
     """
 
     rank: int
@@ -23,7 +25,7 @@ class World:
 
     @classmethod
     def here(cls) -> "World":
-        """Return the world of the default process group; without one this process is alone.
+        """Return the world of the default process group; without one, a world of this process.
 
         Examples
         --------
@@ -36,7 +38,7 @@ class World:
 
     @property
     def store(self) -> Any:
-        """The store in which the processes found each other."""
+        """The store of the default process group."""
         return torch.distributed.distributed_c10d._get_default_store()
 
 

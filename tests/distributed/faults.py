@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ikkuna.distributed import rendezvous
+from ikkuna.distributed.world import World
 from ikkuna.export import subscriber as installed
 from ikkuna.export.ranks import exchange
 from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
@@ -51,7 +53,10 @@ def patient(seconds):
 
 def attached_on_one_rank(rank, size):
     patient(1.0)
-    found = train(norms()) if rank == 0 else None
+    calls, agree = [], rendezvous.agree
+    rendezvous.agree = lambda *arguments: calls.append(1) or agree(*arguments)
+    found = train(norms()) | {"calls": len(calls)} if rank == 0 else None
+    rendezvous.agree = agree
     patient(rendezvous.PATIENCE)
     dist.barrier()
     return found
@@ -70,16 +75,32 @@ def different_arguments(rank, size):
     return train([installed.NormSubscriber("weights", p=3 + rank, publishes="norm", backend="null")])
 
 
+def _train_ahead(rank, name):
+    """Train; rank 1 makes step 4 after rank 0 has made all steps, so a rank 0 that waited for it would never end."""
+    store = World.here().store
+
+    def before(step):
+        if rank == 1 and step == 4:
+            store.wait([name], timedelta(seconds=60))
+
+    def before_close():
+        if rank == 0:
+            store.set(name, "")
+        dist.barrier()
+
+    return train(norms(), before, before_close=before_close)
+
+
 def late(rank, size):
-    """Rank 1 rests for two seconds; nobody waits for it."""
-    return train(norms(), lambda step: time.sleep(2.0 * (rank == 1 and step == 4)), before_close=dist.barrier)
+    """Rank 1 is late; rank 0 does not wait for it."""
+    return _train_ahead(rank, "late")
 
 
 def far_behind(rank, size):
     """Rank 1 rests while rank 0 makes more steps than may wait."""
     exchange.WAITING = 5
     try:
-        return train(norms(), lambda step: time.sleep(2.0 * (rank == 1 and step == 4)), before_close=dist.barrier)
+        return _train_ahead(rank, "far behind")
     finally:
         exchange.WAITING = 64
 

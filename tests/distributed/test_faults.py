@@ -20,8 +20,8 @@ NAMES = (
         "group_destroyed",
     ),
 )
-QUICK = 1.5
-"""Seconds within which a step ends that waits for nobody, on a busy machine."""
+BOUNDED = 30.0
+"""Seconds that a bounded wait takes at most on a busy machine; an unbounded one lasts until an operation times out, after 30 minutes."""
 
 
 def run(names, size, directory):
@@ -47,7 +47,8 @@ def test_an_exporter_on_one_rank_goes_on_alone(two, alone):
     assert not differences(found["published"], alone)
     (told,) = errors(two[0], "attached_on_one_rank")
     assert "rank 1 of 2 did not come within 1 s" in told
-    assert sum(second > QUICK + 1 for second in found["seconds"]) == 0, "the wait is bounded, and once"
+    assert found["calls"] == 1, "it waits once"
+    assert max(found["seconds"]) < BOUNDED
 
 
 def test_one_exporter_more_does_not_keep_the_next_ones_apart(two, alone):
@@ -70,9 +71,8 @@ def test_different_subscribers_are_named(two, alone):
         assert "p=4" in told
 
 
-def test_nobody_waits_for_a_rank_that_is_late(two):
+def test_no_rank_waits_for_one_that_is_late(two):
     first, second = (outcome["late"] for outcome in two)
-    assert max(first["seconds"]) < QUICK
     assert first["published"] == second["published"]
     assert len({key[2] for key in first["published"]}) == faults.STEPS, "nothing is lost"
     assert not errors(two[0], "late")
@@ -81,7 +81,6 @@ def test_nobody_waits_for_a_rank_that_is_late(two):
 
 def test_what_waits_is_bounded_and_what_is_lost_is_counted_everywhere(two):
     first, second = (outcome["far_behind"] for outcome in two)
-    assert max(first["seconds"]) < QUICK
     assert first["published"] == second["published"]
     there = {key[2] for key in first["published"]}
     assert 0 < len(there) < faults.STEPS
@@ -95,13 +94,13 @@ def test_a_rank_that_leaves_early_is_told(two):
     assert len({key[2] for key in first["published"]}) == faults.STEPS
     assert len(errors(two[0], "closed_early")) == 1
     assert not errors(two[1], "closed_early")
-    assert max(first["seconds"]) < QUICK + 1
-    assert first["closing"] < 4
+    assert max(first["seconds"]) < BOUNDED
+    assert first["closing"] < BOUNDED
 
 
 def test_close_waits_two_seconds_for_a_rank_that_says_nothing(two):
     first = two[0]["silent_at_the_end"]
-    assert 1.5 < first["closing"] < 4
+    assert 1.5 < first["closing"] < BOUNDED
     assert len({key[2] for key in first["published"]}) == faults.STEPS
     (told,) = errors(two[0], "silent_at_the_end")
     assert "did not send their measurements in time" in told
@@ -137,7 +136,7 @@ def test_the_group_may_be_destroyed_before_close(two):
     assert first["published"] == second["published"]
     assert len({key[2] for key in first["published"]}) == faults.STEPS
     assert not errors(two[0], "group_destroyed")
-    assert first["closing"] < 4
+    assert first["closing"] < BOUNDED
 
 
 @pytest.mark.parametrize("scenario", ["killed_last", "killed_first"])
@@ -152,8 +151,8 @@ def test_a_rank_that_dies_takes_nobody_along(scenario, alone, tmp_path):
     if victim:  # the other one kept the store, which died with it
         assert "rank 1 does not answer" in told
     assert len(found["seconds"]) == faults.STEPS
-    assert max(found["seconds"]) < QUICK + 1.5
-    assert found["closing"] < 4
+    assert max(found["seconds"]) < BOUNDED
+    assert found["closing"] < BOUNDED
     last = {key: value for key, value in alone.items() if key[2] == faults.STEPS - 1}
     assert not differences({key: found["published"][key] for key in last}, last), "alone, it tells what it sees"
     assert loops.STEPS

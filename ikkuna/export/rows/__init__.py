@@ -1,1 +1,1 @@
-"""What is measured in a step, and where it is kept."""
+"""What to measure in a step, and the measurements."""

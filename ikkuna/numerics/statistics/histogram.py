@@ -1,4 +1,4 @@
-"""What float codes tell of a set of numbers: quantiles, shares below a threshold, buckets for TensorBoard."""
+"""Statistics from float codes: quantiles, shares below a threshold, buckets for TensorBoard."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,21 @@ _SIZES = tuple(512 << m for m in range(1, 8))
 
 @dataclass(frozen=True)
 class Buckets:
-    """A histogram as TensorBoard stores it: `bucket_limits` are right edges, `bucket_counts` may be fractions."""
+    """A histogram as TensorBoard stores it.
+
+    Parameters
+    ----------
+    min, max : float
+        Extrema.
+    num : int
+        Number of elements.
+    sum, sum_squares : float
+        Sums of the elements and of their squares.
+    bucket_limits : list of float
+        Right edges.
+    bucket_counts : list of float
+        Numbers of elements, possibly fractions.
+    """
 
     min: float
     max: float
@@ -36,13 +50,16 @@ class Buckets:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    r"""What the float codes of a set of numbers tell.
+    r"""The histogram of a set of numbers by their float codes.
 
     Parameters
     ----------
-    counts : int64 array ``(2K,)``, as :func:`~ikkuna.numerics.statistics.float_code.codes` gives it
-    zeros : number of elements equal to 0, if known; otherwise magnitudes below 1.5e-39 (for m = 3) pass as 0
-    min, max : extrema, if known; they sharpen the outermost bins
+    counts : array of int64
+        ``(2K,)``, as :func:`~ikkuna.numerics.statistics.float_code.codes` returns it.
+    zeros : int, optional
+        Number of elements equal to 0; if it is unknown, magnitudes below 1.5e-39 (for m = 3) count as 0.
+    min, max : float, optional
+        Extrema, which make the outermost bins exact.
 
     Examples
     --------
@@ -65,7 +82,7 @@ class Histogram:
 
     @classmethod
     def of(cls, x: Tensor, m: int = 3) -> "Histogram":
-        """Return the histogram of `x` with its exact zeros and extrema; for a person or a test, it synchronises."""
+        """Return the histogram of `x` with exact zeros and extrema; this synchronises with the device."""
         counts = codes(x, m).cpu().numpy()
         read = readable(x.detach())
         if read is None or not read[0].numel():
@@ -77,7 +94,7 @@ class Histogram:
 
     @classmethod
     def of_record(cls, record: Record, exact: bool = False) -> "Histogram":
-        """Return the histogram that a record's ``codes`` (or ``sampled_codes``) stand for."""
+        """Return the histogram of a record's ``codes`` if `exact`, otherwise of its ``sampled_codes``."""
         counts = record.codes if exact else record.sampled_codes
         if counts is None:
             raise ConfigError(
@@ -97,7 +114,7 @@ class Histogram:
 
     @property
     def nans(self) -> int:
-        """Number of NaN (signalling ones, which no operation makes, may pass as infinite)."""
+        """Number of NaN; signalling NaN, which no operation returns, may count as infinite."""
         half, first = half_size(self.m), (255 << self.m) + 1
         return int(self.counts[half + first :].sum() + self.counts[: half - first].sum())
 
@@ -110,7 +127,9 @@ class Histogram:
     def __add__(self, other: "Histogram") -> "Histogram":
         """Return the histogram of both sets together."""
         if self.m != other.m:
-            raise ConfigError(f"histograms with {self.m} and {other.m} mantissa bits do not add; build both with one m")
+            raise ConfigError(
+                f"cannot add histograms with {self.m} and {other.m} mantissa bits; build both with the same m"
+            )
         if not self.n or not other.n:
             return self if self.n else other
         zeros = None if self.zeros is None or other.zeros is None else self.zeros + other.zeros
@@ -125,22 +144,21 @@ class Histogram:
     def quantile(self, q: float | Sequence[float], finite_only: bool = False) -> Any:
         r"""Return the linear-interpolation quantile (Hyndman and Fan 1996, type 7) at `q`, within one bin of numpy's.
 
-        It lies at rank :math:`h = (n-1) q` between two order statistics; those of a bin are taken to be evenly spread
-        over it.
+        It lies at rank :math:`h = (n-1) q` between two order statistics; the elements of a bin are assumed to be evenly
+        spread over it.
 
         Parameters
         ----------
         q : float or sequence of floats
             In [0, 1].
         finite_only : bool
-            Leave out infinite and NaN elements.  Otherwise infinite ones have their place in the order, and a NaN
-            makes every
-            quantile NaN.
+            Ignore infinite and NaN elements.  Otherwise infinite elements are ordered like others, and with a NaN
+            every quantile is NaN.
 
         Returns
         -------
         float or numpy.ndarray
-            In the unit of the data; NaN for no element.
+            In the unit of the data; NaN for no elements.
 
         Examples
         --------
@@ -155,15 +173,15 @@ class Histogram:
             cumulative = self.counts[held].cumsum()
             rank = (cumulative[-1] - 1) * asked
             below, above = self._order_statistic(held, cumulative, np.array([np.floor(rank), np.ceil(rank)]))
-            with np.errstate(invalid="ignore"):  # beside an infinity lies no number: NaN, as numpy has it
+            with np.errstate(invalid="ignore"):  # NaN between an infinity and its neighbour, as in numpy
                 result = below + np.where(above == below, 0.0, (above - below) * (rank - np.floor(rank)))
         return result.item() if result.ndim == 0 else result
 
     def share_below(self, threshold: float) -> float:
         r"""Return the share of finite elements with :math:`|x| <` `threshold`, zeros included.
 
-        Exact for a power of two and any other edge of a bin; elsewhere interpolated within one bin.  NaN for no
-        finite element.
+        It is exact for a power of two and any other edge of a bin, and otherwise interpolated within one bin.
+        It is NaN for no finite elements.
         """
         counts = self.magnitudes()[: 255 << self.m]
         n = int(counts.sum())
@@ -171,15 +189,14 @@ class Histogram:
             return float("nan")
         edges = bin_edges(self.m)[half_size(self.m) :][: len(counts) + 1]
         covered = np.clip((threshold - edges[:-1]) / np.diff(edges), 0.0, 1.0)
-        covered[0] = float(threshold > 0)  # this bin is taken to hold nothing but zeros
+        covered[0] = float(threshold > 0)  # this bin is assumed to hold zeros only
         return float(counts @ covered / n)
 
     def tensorboard_buckets(self, n: int = 30) -> Buckets:
         """Return the finite elements in `n` buckets of equal width between their extrema.
 
-        A bin that straddles an edge is divided in proportion; ``sum`` and ``sum_squares`` come from the middles of
-        the bins.
-        No finite element gives no bucket and NaN extrema, constant data a single bucket.
+        A bin across an edge is divided in proportion; ``sum`` and ``sum_squares`` come from the middles of the bins.
+        Without finite elements there is no bucket, and the extrema are NaN.  Constant data gives a single bucket.
 
         Examples
         --------
@@ -192,7 +209,7 @@ class Histogram:
             return Buckets(float("nan"), float("nan"), 0, 0.0, 0.0, [], [])
         counts = self.counts[held]
         low, high = self._bounds(held)
-        # the innermost bins pass as 0, but what is known exactly is said exactly
+        # the innermost bins count as 0, but known extrema are exact
         known_least, known_most = self._extrema()
         least = float(low[0]) if known_least is None else known_least
         most = float(high[-1]) if known_most is None else known_most
@@ -206,22 +223,21 @@ class Histogram:
         return Buckets(least, most, int(counts.sum()), total, squares, limits.tolist(), shares.tolist())
 
     def _occupied(self, finite_only: bool) -> NDArray[np.intp]:
-        """Return the bins that hold something, rising: a few hundred of thousands."""
+        """Return the rising indices of the bins that are not empty: a few hundred of thousands."""
         half = half_size(self.m)
         end = 255 << self.m if finite_only else half
-        held: NDArray[np.intp] = (self.counts[half - end : half + end] != 0).nonzero()[
-            0
-        ]  # of bools: four times as fast
+        occupied = self.counts[half - end : half + end] != 0  # ``nonzero`` of booleans is four times as fast
+        held: NDArray[np.intp] = occupied.nonzero()[0]
         held += half - end
         return held
 
     def _are_numbers(self, held: NDArray[np.intp]) -> bool:
-        """Whether the outermost of these bins, and so all, are not of NaN."""
+        """Return whether the outermost of these bins, and so all of them, are not bins of NaN."""
         half, infinite = half_size(self.m), 255 << self.m
         return bool(half - 1 - infinite <= held[0] and held[-1] <= half + infinite)
 
     def _bounds(self, held: NDArray[np.intp]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the least and the largest number that each of these bins, not of NaN, can hold."""
+        """Return the smallest and the largest number that each of these bins, which are not of NaN, can hold."""
         low, high = (bound[held] for bound in _bin_bounds(self.m))
         finite = slice(int(low[0] == -np.inf), len(held) - int(high[-1] == np.inf))
         least, most = self._extrema()
@@ -233,7 +249,7 @@ class Histogram:
         return low, high
 
     def _extrema(self) -> tuple[float | None, float | None]:
-        """Return the least and the largest number, where they are known and finite."""
+        """Return the smallest and the largest number, each ``None`` if it is unknown or not finite."""
         least, most = (known if known is not None and math.isfinite(known) else None for known in (self.min, self.max))
         return least, most
 
@@ -241,9 +257,9 @@ class Histogram:
         self, held: NDArray[np.intp], cumulative: NDArray[np.int64], rank: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         low, high = self._bounds(held)
-        place = cumulative.searchsorted(rank, side="right")
-        low, high, count = low[place], high[place], self.counts[held[place]]
-        inside = (rank - cumulative[place] + count + 0.5) / count
+        index = cumulative.searchsorted(rank, side="right")
+        low, high, count = low[index], high[index], self.counts[held[index]]
+        inside = (rank - cumulative[index] + count + 0.5) / count
         with np.errstate(invalid="ignore"):
             value: NDArray[np.float64] = np.where(low == high, low, low + inside * (high - low))
         for known, end in zip(self._extrema(), (0, cumulative[-1] - 1), strict=True):
@@ -254,7 +270,7 @@ class Histogram:
 
 @cache
 def _bin_bounds(m: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the least and the largest number that each bin can hold; magnitudes of the innermost pass as 0."""
+    """Return the smallest and the largest number that each bin can hold; magnitudes of the innermost bins count as 0."""
     edges, half, infinite = bin_edges(m), half_size(m), 255 << m
     low, high = edges[:-1].copy(), edges[1:].copy()
     low[half - 1 : half + 1] = high[half - 1 : half + 1] = 0.0
@@ -270,7 +286,7 @@ def _fractions(n: int) -> NDArray[np.float64]:
 def _counted_up_to(
     limits: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64], counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return how many lie up to each limit, spread evenly over their bins; bins of a single number are steps."""
+    """Return the number of elements up to each limit, spread evenly over their bins; bins of a single number are steps."""
     above, ends, counted = counts.cumsum(), np.empty(2 * len(low)), np.empty(2 * len(low))
     ends[::2], ends[1::2] = low, high
     counted[::2], counted[1::2] = above - counts, above

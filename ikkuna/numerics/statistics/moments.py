@@ -24,8 +24,8 @@ ArrayLike = TypeVar("ArrayLike", NDArray[np.float64], Tensor)
 
 CHUNK = 1 << 20
 STATE = ("total", "squares", "center", "m2", "low", "high", "count", "nans", "above", "below")
-"""Sum of weights, of squared weights, mean, sum of squared deviations, extrema and number of the finite observations;
-number of those that were NaN, infinite, or negative infinite."""
+"""The state of running moments.  Of the finite observations: sum of weights and of squared weights, mean, sum of squared deviations,
+extrema and number.  Then the numbers of observations that are NaN, infinite, and negative infinite."""
 
 
 def merge_moments(
@@ -70,7 +70,7 @@ def merge_moments(
 
 
 def as_float64(values: Any) -> Tensor:
-    """Return any data as a detached float64 tensor, on its own device where that knows float64."""
+    """Return data as a detached float64 tensor, on its own device if that supports float64."""
     if isinstance(values, Tensor):
         x = values.detach()
         return (x.cpu() if x.device.type == "mps" else x).double()

@@ -1,4 +1,4 @@
-r"""Percentiles of a tensor of any size, by sorting: exact, and with numpy's ``linear`` rule between two elements."""
+r"""Exact percentiles of a tensor of any size, by sorting, with numpy's ``linear`` interpolation between two elements."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from ikkuna.numerics.elements import flatten, readable
 __all__ = ["SIGMA", "percentiles"]
 
 SIGMA = (0.13, 2.28, 15.87, 50.0, 84.13, 97.72, 99.87)
-"""Percentiles of a normal distribution's mean and 1, 2 and 3 standard deviations to either side."""
+"""The percentiles of a normal distribution at its mean, and 1, 2 and 3 standard deviations below and above it."""
 
 
 def percentiles(x: Tensor | Sequence[Tensor], q: Sequence[float] = SIGMA) -> list[float]:
@@ -21,8 +21,8 @@ def percentiles(x: Tensor | Sequence[Tensor], q: Sequence[float] = SIGMA) -> lis
 
     With the elements sorted, :math:`h = (n - 1)\, q / 100` and :math:`f = h - \lfloor h \rfloor`,
     the percentile is :math:`x_{\lfloor h \rfloor} + f\,(x_{\lfloor h \rfloor + 1} - x_{\lfloor h \rfloor})`.
-    On the CPU numpy's vectorised sort is used (30 sums over the tensor;
-    ``torch.quantile`` costs 270 and ends at 2**24 elements).
+    On the CPU numpy's vectorised sort is used, which costs as much as 30 sums over the tensor
+    (``torch.quantile`` costs 270, and is limited to 2**24 elements).
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def percentiles(x: Tensor | Sequence[Tensor], q: Sequence[float] = SIGMA) -> lis
     Returns
     -------
     list of float
-        NaN each where there is no element, or where one is NaN.
+        All NaN if there are no elements, or if one is NaN.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def percentiles(x: Tensor | Sequence[Tensor], q: Sequence[float] = SIGMA) -> lis
     [10.0, 20.0, 25.0]
     """
     if wrong := [p for p in q if not 0 <= p <= 100]:
-        raise ConfigError(f"a percentile lies between 0 and 100, got {wrong[0]}")
+        raise ConfigError(f"a percentile must be between 0 and 100, got {wrong[0]}")
     values = _sorted(_pool([x] if isinstance(x, Tensor) else x))
     n = values.shape[0]
     if n == 0 or bool(np.isnan(values[-1])):
@@ -70,7 +70,7 @@ def _pool(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sorted(parts: list[Tensor]) -> NDArray[np.floating]:
-    """Return a new sorted array; NaN is sorted to the end."""
+    """Return a new sorted array, with NaN at the end."""
     if not parts:
         return np.zeros(0)
     if parts[0].device.type != "cpu":

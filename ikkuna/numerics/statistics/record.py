@@ -207,7 +207,7 @@ class Record:
 def record_of(row: Values, fields: frozenset[str]) -> Record:
     """Return the `fields` of a row of a table, see `ikkuna.numerics.statistics.table`.
 
-    A power of finite elements that exceeds float64 makes a moment infinite.
+    If a sum or a power of finite elements exceeds float64, the mean or moment is infinite.
 
     Examples
     --------
@@ -219,11 +219,11 @@ def record_of(row: Values, fields: frozenset[str]) -> Record:
     n, k = values[0], values[0] - values[1] - values[2]
     if not n:
         values[10] = values[11] = math.nan
-    if not k:
-        values[6] = math.nan
-    for i in (7, 8, 9):
+    for i in range(6, 10):
         if values[i] != values[i]:
             values[i] = math.inf
+    if not k:
+        values[6] = math.nan
     for i in _unwanted(fields):
         values[i] = None
     _, nans, infs, zeros, l1, sumsq, mean, m2, m3, m4, low, high = values
