@@ -1,6 +1,7 @@
 """A backend of a run, which is opened at its first value and never raises."""
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,11 +108,12 @@ class GuardedBackend:
         return None if acked is None else max(acked, (self._opened_at or 0) - 1)
 
     def _read(self, name: str) -> int | None:
+        """Return an attribute of the backend; ``None`` if it is no integer or cannot be read."""
         try:
-            value: int | None = getattr(self.backend, name)
+            value = getattr(self.backend, name)
+            return None if value is None else operator.index(value)
         except Exception:
             return None
-        return value
 
     def _succeeds(self, method: str, timeout: float | None) -> bool:
         try:

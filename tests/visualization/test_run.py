@@ -1,7 +1,9 @@
+import math
 import os
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from ikkuna import errors, plugins
@@ -310,3 +312,14 @@ def test_the_built_in_backends_are_announced_and_loadable(monkeypatch):
     assert {"tb", "jsonl", "null"} <= set(points)
     for name in points:
         assert isinstance(backend_module.get_backend(name), Backend)
+
+
+@pytest.mark.parametrize("odd", ["7", math.nan, 3.0, object(), -(10**30), np.int64(5)])
+def test_an_odd_answer_of_a_backend_harms_nothing(tmp_path, odd):
+    backend, good = Stored(odd), Stored(9)
+    run = Run(tmp_path)
+    run.show(LOSS, 1.0, 0, [backend, good])
+    run.commit(0)
+    assert run.acked_step == {np.int64: 5, int: -1}.get(type(odd), 9)
+    assert isinstance(run.acked_step, int)
+    run.close()
