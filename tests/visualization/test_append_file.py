@@ -80,6 +80,61 @@ def test_a_torn_block_is_cut_off_before_anything_follows_it(tmp_path, monkeypatc
     assert file.path.read_bytes() == b"firstthird"
 
 
+def test_a_torn_block_in_a_file_that_others_have_truncated_leaves_no_zeros(tmp_path, monkeypatch):
+    file = AppendFile(tmp_path, str)
+    file.append(b"first")
+    write = os.write
+
+    def torn(descriptor, data):
+        write(descriptor, data[:3])
+        raise OSError(errno.EIO, "Input/output error")
+
+    os.truncate(file.path, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", torn)
+        with pytest.raises(OSError, match="Input/output"):
+            file.append(b"second")
+    file.append(b"third")
+    file.close()
+    assert b"\0" not in file.path.read_bytes()
+    assert file.path.read_bytes().endswith(b"third")
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_descriptor_that_other_code_has_closed_is_opened_again(tmp_path, reuse):
+    file = AppendFile(tmp_path / "log", str)
+    file.append(b"first")
+    number = file._descriptor
+    os.close(number)
+    if reuse:
+        user = os.open(tmp_path / "user", os.O_RDWR | os.O_CREAT)
+        assert user == number
+        os.write(user, b"data of the user")
+    assert not file.deleted()
+    file.append(b"second")
+    file.sync()
+    assert file.path.read_bytes() == b"firstsecond"
+    if reuse:
+        os.close(file._descriptor)
+        file._descriptor = number
+        file.close()
+        assert os.fstat(user).st_size == len(b"data of the user")
+        os.close(user)
+    else:
+        file.close()
+
+
+def test_a_closed_descriptor_of_a_deleted_file_is_that_of_a_deleted_file(tmp_path):
+    file = AppendFile(tmp_path, str)
+    os.close(file._descriptor)
+    file.path.rename(tmp_path / "away")
+    file.path.write_bytes(b"another")
+    assert file.deleted()
+    file.path.unlink()
+    assert file.deleted()
+    file.close()
+
+
 def test_a_file_in_the_way_of_the_directory_is_named(tmp_path):
     (tmp_path / "log").write_text("")
     with pytest.raises(LogDirError, match=r"cannot write to log directory '.*log': it exists and is not a directory"):

@@ -50,11 +50,18 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
 class AppendFile:
     """A new file below `directory` whose content is always a sequence of whole blocks.
 
     Each block is one ``write`` without a buffer in this process.
     When :meth:`append` returns, the operating system has the block, and it survives the death of this process.
+    If other code of the process closes the descriptor, its number may be used for another file.  It is therefore compared
+    with the file before each use, and the file is opened again if they differ.
 
     Parameters
     ----------
@@ -75,6 +82,7 @@ class AppendFile:
             self.path, self._descriptor = self._create(directory, name)
         except OSError as error:
             raise LogDirError(f"cannot write to log directory '{directory}': {reason(error)}") from error
+        self._identity = _identity(self._descriptor)
         self._size = self._synced_size = 0
         self._torn = False
         _sync_directory(directory)
@@ -91,6 +99,7 @@ class AppendFile:
 
     def append(self, block: bytes) -> None:
         """Write the whole block; if that fails, write nothing and raise `OSError`."""
+        self._reopen()
         self._cut_torn_block()
         self._torn = True
         written = os.write(self._descriptor, block)
@@ -103,17 +112,23 @@ class AppendFile:
     def _cut_torn_block(self) -> None:
         """Remove the part of a block that was written before an error."""
         if self._torn:
-            os.ftruncate(self._descriptor, self._size)
+            self._shorten(self._size)
             self._torn = False
+
+    def _shorten(self, size: int) -> None:
+        """Truncate the file to `size` bytes; it is not extended if another process has truncated it further."""
+        self._reopen()
+        os.ftruncate(self._descriptor, min(size, os.fstat(self._descriptor).st_size))
 
     def sync(self) -> None:
         """Call fsync: afterwards the content survives a power failure."""
+        self._reopen()
         os.fsync(self._descriptor)
         self._synced_size = self._size
 
     def retract(self) -> None:
         """Remove the blocks that have been appended since the last successful :meth:`sync`."""
-        os.ftruncate(self._descriptor, self._synced_size)
+        self._shorten(self._synced_size)
         self._size = self._synced_size
 
     def delete(self) -> None:
@@ -124,15 +139,35 @@ class AppendFile:
     def deleted(self) -> bool:
         """Return whether the file has been deleted, so that nothing written to it can be read."""
         try:
+            self._reopen()
             return os.fstat(self._descriptor).st_nlink == 0
         except OSError as error:
-            if error.errno == errno.ESTALE:  # reported by network file systems
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # network file systems report ESTALE
                 return True
             raise
+
+    def _is_open(self) -> bool:
+        try:
+            return _identity(self._descriptor) == self._identity
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                return False
+            raise
+
+    def _reopen(self) -> None:
+        """Open the file again if its descriptor has been closed; raise `FileNotFoundError` if it has been deleted."""
+        if self._is_open():
+            return
+        descriptor = os.open(self.path, _FLAGS & ~os.O_CREAT & ~os.O_EXCL)
+        if _identity(descriptor) != self._identity:
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, "another file has this name", str(self.path))
+        self._descriptor = descriptor
 
     def close(self) -> None:
         """Close the descriptor; before, remove a torn block if that failed earlier."""
         try:
             self._cut_torn_block()
         finally:
-            os.close(self._descriptor)
+            if self._is_open():
+                os.close(self._descriptor)
