@@ -156,10 +156,8 @@ def _representable(threshold: float, dtype: torch.dtype) -> float:
         return threshold
     if threshold > torch.finfo(torch.float32).max:
         return math.inf
-    rounded = torch.tensor(threshold, dtype=torch.float32)
-    if rounded.item() < threshold:
-        rounded = torch.nextafter(rounded, torch.tensor(math.inf))
-    return rounded.item()
+    rounded = np.float32(threshold)
+    return float(rounded if float(rounded) >= threshold else np.nextafter(rounded, np.float32(np.inf)))
 
 
 def shares(counts: Tensor) -> PrecisionShares:
