@@ -1,7 +1,5 @@
 """The mean of a tensor."""
 
-from typing import Any
-
 from ikkuna.export.subscriber import SharedStatisticSubscriber
 from ikkuna.numerics.statistics import Record
 
@@ -17,14 +15,7 @@ class MeanSubscriber(SharedStatisticSubscriber):
 
     Look for: activations whose mean moves away from 0 from layer to layer.
 
-    Parameters
-    ----------
-    kind : str
-        The kind to measure.
-    finite_only : bool
-        Whether NaN and infinite elements are left out.
-    **options : Any
-        See `Subscriber`.
+    Its parameters are those of `SharedStatisticSubscriber`.
 
     Examples
     --------
@@ -33,12 +24,9 @@ class MeanSubscriber(SharedStatisticSubscriber):
     """
 
     fields = ("mean",)
+    accepts_finite_only = True
     results = ("mean",)
     derived = True
-
-    def __init__(self, kind: str, *, finite_only: bool = False, **options: Any) -> None:
-        super().__init__(kind, **options)
-        self.finite_only = finite_only
 
     def values(self, record: Record) -> tuple[float]:
         """Return the mean."""

@@ -15,12 +15,7 @@ class MinMaxSubscriber(SharedStatisticSubscriber):
 
     Look for: a maximum that grows much faster than the norm, which is one outlier; rectified outputs with maximum 0.
 
-    Parameters
-    ----------
-    kind : str
-        The kind to measure.
-    **options : Any
-        See `Subscriber`.
+    Its parameters are those of `SharedStatisticSubscriber`.
 
     Examples
     --------

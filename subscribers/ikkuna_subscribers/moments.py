@@ -23,14 +23,7 @@ class MomentsSubscriber(SharedStatisticSubscriber):
     Look for: both are 0 for a normal distribution.  Activations with a kurtosis far above 10 have outlier features,
     which narrow number formats cannot represent; gradients have 10 to 100 late in training.
 
-    Parameters
-    ----------
-    kind : str
-        The kind to measure.
-    finite_only : bool
-        Whether NaN and infinite elements are left out.
-    **options : Any
-        See `Subscriber`.
+    Its parameters are those of `SharedStatisticSubscriber`.
 
     References
     ----------
@@ -43,11 +36,8 @@ class MomentsSubscriber(SharedStatisticSubscriber):
     """
 
     fields = ("m4", "min", "max")
+    accepts_finite_only = True
     results = ("skewness", "kurtosis")
-
-    def __init__(self, kind: str, *, finite_only: bool = False, **options: Any) -> None:
-        super().__init__(kind, **options)
-        self.finite_only = finite_only
 
     def values(self, record: Record) -> tuple[Any, Any]:
         """Return both moments."""

@@ -57,14 +57,15 @@ class NormSubscriber(SharedStatisticSubscriber):
     ('layer_gradients_norm2',)
     """
 
+    accepts_finite_only = True
     derived = True
 
     def __init__(self, kind: str, p: float = 2, *, finite_only: bool = False, **options: Any) -> None:
         if isinstance(p, bool) or not isinstance(p, int | float) or not p >= 0:
             raise ConfigError(f"NormSubscriber needs an order p >= 0, got {p!r}")
-        super().__init__(kind, results=(f"norm{p:g}",), **options)
+        self.results = (f"norm{p:g}",)
+        super().__init__(kind, finite_only=finite_only, **options)
         self.p = p
-        self.finite_only = finite_only
         if p == math.inf:
             self.merge = "max"
         if p < math.inf or not finite_only:  # shared extrema include infinite elements

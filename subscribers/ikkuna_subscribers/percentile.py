@@ -38,10 +38,8 @@ class PercentileSubscriber(SharedStatisticSubscriber):
     exact : bool
         Whether all elements are counted, which costs about five sums over them.
         By default a random sample of 65,536 elements is counted; it gives the share below a percentile to 0.2 %.
-    finite_only : bool
-        Whether NaN and infinite elements are left out.
     **options : Any
-        See `Subscriber`.
+        See `SharedStatisticSubscriber`.
 
     Raises
     ------
@@ -54,19 +52,20 @@ class PercentileSubscriber(SharedStatisticSubscriber):
     ('weights_percentile_2.28', 'weights_percentile_50')
     """
 
+    accepts_finite_only = True
+
     def __init__(
         self,
         kind: str,
         percentiles: float | Sequence[float] = SIGMA_PERCENTILES,
         *,
         exact: bool = False,
-        finite_only: bool = False,
         **options: Any,
     ) -> None:
         self.percentiles = _checked(percentiles)
-        super().__init__(kind, results=[f"percentile_{q:g}" for q in self.percentiles], **options)
+        self.results = [f"percentile_{q:g}" for q in self.percentiles]
+        super().__init__(kind, **options)
         self.exact = exact
-        self.finite_only = finite_only
         self.fields = ("codes" if exact else "sampled_codes", "min", "max")
 
     def values(self, record: Record) -> list[float]:

@@ -63,7 +63,8 @@ class RankSpreadSubscriber(SharedStatisticSubscriber):
         if statistic not in _STATISTICS:
             known = ", ".join(_STATISTICS)
             raise ConfigError(f"RankSpreadSubscriber needs one of the statistics {known}, got {statistic!r}")
-        super().__init__(kind, results=[f"ranks_{statistic}_{result}" for result in _RESULTS], **options)
+        self.results = [f"ranks_{statistic}_{result}" for result in _RESULTS]
+        super().__init__(kind, **options)
         self.statistic = statistic
         self.fields = _STATISTICS[statistic][0]
 

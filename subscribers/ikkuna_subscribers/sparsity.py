@@ -16,12 +16,7 @@ class SparsitySubscriber(SharedStatisticSubscriber):
     Look for: values between 0.5 and 0.9 are usual for rectified activations, a layer near 1 is dying;
     a gradient that is zero everywhere belongs to a layer that is frozen or dead, or whose gradient underflows.
 
-    Parameters
-    ----------
-    kind : str
-        The kind to measure.
-    **options : Any
-        See `Subscriber`.
+    Its parameters are those of `SharedStatisticSubscriber`.
 
     Examples
     --------

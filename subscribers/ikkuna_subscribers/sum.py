@@ -1,7 +1,5 @@
 """The sum of a tensor."""
 
-from typing import Any
-
 from ikkuna.export.subscriber import SharedStatisticSubscriber
 from ikkuna.numerics.statistics import Record
 
@@ -17,14 +15,7 @@ class SumSubscriber(SharedStatisticSubscriber):
 
     Look for: sums that should be 0 and are not, such as that of the gradient of a softmax's logits.
 
-    Parameters
-    ----------
-    kind : str
-        The kind to measure.
-    finite_only : bool
-        Whether NaN and infinite elements are left out.
-    **options : Any
-        See `Subscriber`.
+    Its parameters are those of `SharedStatisticSubscriber`.
 
     Examples
     --------
@@ -33,12 +24,9 @@ class SumSubscriber(SharedStatisticSubscriber):
     """
 
     fields = ("mean",)
+    accepts_finite_only = True
     results = ("sum",)
     derived = True
-
-    def __init__(self, kind: str, *, finite_only: bool = False, **options: Any) -> None:
-        super().__init__(kind, **options)
-        self.finite_only = finite_only
 
     def values(self, record: Record) -> tuple[float]:
         """Return the sum."""

@@ -24,10 +24,8 @@ class VarianceSubscriber(SharedStatisticSubscriber):
         The kind to measure.
     correction : int
         0 for the variance of these elements, 1 for Bessel's estimate of the variance of a population.
-    finite_only : bool
-        Whether NaN and infinite elements are left out.
     **options : Any
-        See `Subscriber`.
+        See `SharedStatisticSubscriber`.
 
     Raises
     ------
@@ -41,13 +39,13 @@ class VarianceSubscriber(SharedStatisticSubscriber):
     """
 
     fields = ("m2", "sumsq")  # with the sum of squares the second moment costs little where the mean is small
+    accepts_finite_only = True
     results = ("variance",)
 
-    def __init__(self, kind: str, *, correction: int = 0, finite_only: bool = False, **options: Any) -> None:
+    def __init__(self, kind: str, *, correction: int = 0, **options: Any) -> None:
         require_integers("VarianceSubscriber", 0, correction=correction)
         super().__init__(kind, **options)
         self.correction = correction
-        self.finite_only = finite_only
 
     def values(self, record: Record) -> tuple[float]:
         """Return the variance."""

@@ -42,8 +42,17 @@ def test_other_names_must_be_as_many_as_the_results():
 
 
 def test_the_results_of_one_object_do_not_change_its_class():
-    assert Extremes("weights", results=["high", "low"]).publishes == ("weights_high", "weights_low")
-    assert Extremes("weights").publishes == ("weights_largest", "weights_range")
+    assert subscriber.NormSubscriber("weights", 1).publishes == ("weights_norm1",)
+    assert subscriber.NormSubscriber("weights").publishes == ("weights_norm2",)
+    assert subscriber.NormSubscriber.results == ()
+
+
+def test_finite_only_is_refused_where_it_would_have_no_effect():
+    for make in (Extremes, subscriber.MinMaxSubscriber, subscriber.SparsitySubscriber, subscriber.RankSpreadSubscriber):
+        with pytest.raises(ConfigError, match=f"{make.__name__} always uses all elements"):
+            make("weights", finite_only=True)
+        assert make("weights", finite_only=False).finite_only is False
+    assert subscriber.MeanSubscriber("weights", finite_only=True).finite_only
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ikkuna.errors import ConfigError
 from ikkuna.export.messages.message import Message
 from ikkuna.export.subscriber.plot import PlotSubscriber
 from ikkuna.export.subscriber.result_names import name_results
@@ -22,15 +23,23 @@ class SharedStatisticSubscriber(PlotSubscriber):
     ----------
     kind : str
         The kind to measure.
-    results : iterable of str, optional
-        The names of the results, if they depend on the arguments of the subclass; by default the class attribute.
+    finite_only : bool
+        Whether NaN and infinite elements are left out, for a subclass with `accepts_finite_only`.
     **options : Any
         See `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        If `finite_only` is set and the subclass does not accept it.
 
     Attributes
     ----------
     results : sequence of str
         The last part of the name of each kind that is published.
+        A subclass whose results depend on its arguments sets it before it calls this constructor.
+    accepts_finite_only : bool
+        Whether the values can be computed from the finite elements.
 
     Examples
     --------
@@ -45,12 +54,14 @@ class SharedStatisticSubscriber(PlotSubscriber):
     """
 
     results: Sequence[str] = ()
+    accepts_finite_only: bool = False
 
-    def __init__(self, kind: str, *, results: Iterable[str] | None = None, **options: Any) -> None:
-        if results is not None:
-            self.results = tuple(results)
+    def __init__(self, kind: str, *, finite_only: bool = False, **options: Any) -> None:
+        if finite_only and not self.accepts_finite_only:
+            raise ConfigError(f"{type(self).__name__} always uses all elements; it has no finite_only=True")
         name_results(options, *(f"{kind}_{result}" for result in self.results))
         super().__init__(kind, **options)
+        self.finite_only = finite_only
 
     @abstractmethod
     def values(self, record: Record) -> Iterable[Any]:
