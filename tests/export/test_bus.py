@@ -140,6 +140,11 @@ SETUP_ERRORS = {
         "join=True needs at least 2 kinds, got 1: 'weights'",
     ),
     "no subscriber": (lambda bus: bus.register_subscriber(3), ConfigTypeError, "needs a Subscriber, got int"),
+    "class instead of subscriber": (
+        lambda bus: bus.register_subscriber(NormSubscriber),
+        ConfigTypeError,
+        "needs a Subscriber, got the class NormSubscriber; pass an instance",
+    ),
     "neither measure nor fields": (
         lambda bus: bus.register_subscriber(Minimal("weights")),
         ConfigError,
@@ -515,6 +520,11 @@ def test_the_emission_of_a_kind_that_is_not_published_is_a_failure(bus, caplog):
 
     run(bus, Wrong("weights", publishes="right", backend="null"), steps=1)
     assert "emits 'other' but publishes ['right']" in caplog.text
+
+
+def test_an_emission_without_publishes_is_a_failure(bus, caplog):
+    run(bus, Doubling("weights", backend="null"), steps=1)
+    assert "Doubling emits a value but publishes no kind; pass publishes=, or call show()" in caplog.text
 
 
 @pytest.mark.fault(46)

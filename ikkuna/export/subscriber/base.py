@@ -237,7 +237,11 @@ class Subscriber(metaclass=_RegisteringType):
         ConfigError
             If `kind` is not among ``publishes``.
         """
-        kind = kind or (self.publishes[0] if self.publishes else None)
+        if not self.publishes:
+            raise ConfigError(
+                f"{type(self).__name__} emits a value but publishes no kind; pass publishes=, or call show()"
+            )
+        kind = kind or self.publishes[0]
         if kind not in self.publishes:
             raise ConfigError(f"{type(self).__name__} emits {kind!r} but publishes {list(self.publishes)}")
         value = float(value)
