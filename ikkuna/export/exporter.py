@@ -1,4 +1,4 @@
-"""What a person adds to a training script."""
+"""The exporter, which is added to a training script."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,11 +12,10 @@ from ikkuna.export import evaluation
 from ikkuna.export.at_exit import close_at_exit
 from ikkuna.export.bus.bus import MessageBus, get_default_bus
 from ikkuna.export.health import Health, health_of
-from ikkuna.export.hooks.hook import blind_after_fork
-from ikkuna.export.hooks.install import Attachment
+from ikkuna.export.hooks.install import pause_after_fork
+from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.session import Session
-from ikkuna.export.steps.step_tracker import TRAINING
 from ikkuna.modules import ModuleFilter, NamedModule
 
 __all__ = ["Exporter"]
@@ -26,32 +25,32 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Exporter:
-    """Looks at modules while they train and publishes what it sees.
+    """Observes modules while they train, and publishes their tensors to subscribers.
 
     Parameters
     ----------
     depth : int
-        -1 to look at leaves and at modules that own parameters; otherwise how deep to look (the root is at 0).
-    module_filter : list of classes, or a function of a `NamedModule`
-        Which modules to look at; by default all.
+        -1 to observe the leaves and all modules that own parameters; otherwise the depth to observe (that of the root is 0).
+    module_filter : list of classes, or callable
+        The modules to observe, as classes or as a function of a `NamedModule`; by default all.
     message_bus : MessageBus, optional
-        Where to publish; the default bus if none is given.
+        The bus to publish on; by default `get_default_bus`.
     log_dir : path, optional
-        Where runs are written, each in a sub-directory; ``run`` by default.
-    on_error : str
-        What happens when a subscriber fails after set-up: ``"disable"`` it after ten failures in a row, only ``"log"``,
-        or ``"raise"``, for tests and authors of plugins.
-    kernels : str
-        ``"compiled"``: one look at a host tensor, by a library that is made once per machine, in a second;
-        ``"eager"``: numpy, which costs more, as also where there is no C++ compiler.
-    compiled : str
-        How a model under ``torch.compile`` is watched. ``"in_graph"``: its graph looks, and computes the same bits;
-        ``"eager_on_sample"``: sampled steps run without the compiler, which is what CUDA graphs need.
+        The directory of the runs, each in a sub-directory; by default ``run``.
+    on_error : {'disable', 'log', 'raise'}
+        Handling of errors of subscribers after set-up: disable the subscriber after ten failures in a row, only log them,
+        or raise them, for tests and authors of plugins.
+    kernels : {'native', 'eager'}
+        ``"native"`` measures tensors in host memory by a C++ library that is compiled once per machine, in a second;
+        ``"eager"`` measures them by numpy, which is slower, and is also used if there is no C++ compiler.
+    compiled : {'in_graph', 'eager_on_sample'}
+        How a model under ``torch.compile`` is observed.  ``"in_graph"`` measures in the compiled graph, which computes the same bits;
+        ``"eager_on_sample"`` runs sampled steps without the compiler, as CUDA graphs need.
 
     Raises
     ------
     ConfigError, ConfigTypeError
-        For arguments that cannot be meant.
+        If an argument is invalid.
     LogDirError
         If `log_dir` cannot be written.
 
@@ -79,90 +78,93 @@ class Exporter:
         *,
         log_dir: str | Path | None = None,
         on_error: str = "disable",
-        kernels: str = "compiled",
+        kernels: str = "native",
         compiled: str = "in_graph",
     ) -> None:
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < -1:
             raise ConfigError(f"depth must be -1 (all) or an int >= 0, got {depth!r}")
-        _check_choice("kernels", kernels, "compiled", "eager")
+        _check_choice("kernels", kernels, "native", "eager")
         _check_choice("compiled", compiled, "in_graph", "eager_on_sample")
         if message_bus is not None and not isinstance(message_bus, MessageBus):
             raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__}")
         self.message_bus = message_bus if message_bus is not None else get_default_bus()
         self.message_bus.error_guard.set_policy(on_error)
         self.message_bus.attach(self, log_dir)
-        self._observer = Session(self.message_bus, kernels == "compiled", compiled == "in_graph")
-        self._attachment = Attachment(self._observer, Roots(depth, module_filter), self._names_of_others)
+        roots = Roots(depth, module_filter)
+        self._session = Session(
+            self.message_bus, roots, self._names_of_others, kernels == "native", compiled == "in_graph"
+        )
         self._closed = False
-        blind_after_fork(self._observer)
+        self._health: Health | None = None
+        pause_after_fork(self._session.context)
         close_at_exit(self)
 
-    # -- what to look at ------------------------------------------------------------------------------------------
+    # -- what to observe -----------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module | None:
-        """The one module that is the model; ``None`` where several were added and it was not told."""
-        return self._attachment.roots.whole
+        """The module that is the whole model; ``None`` if several modules were added and none was set."""
+        return self._session.context.model.roots.whole
 
     @property
     def modules(self) -> tuple[NamedModule, ...]:
-        """The modules looked at, under their names."""
-        return self._observer.model.taps.modules
+        """The observed modules with their names."""
+        return self._session.context.model.modules
 
     @property
     def module_names(self) -> frozenset[str]:
-        """Their names."""
+        """The names of the observed modules."""
         return frozenset(named.name for named in self.modules)
 
     def add_modules(self, module: nn.Module | tuple[str, nn.Module], recursive: bool = True) -> None:
-        """Look at a module, and with `recursive` at what is inside it.
+        """Observe a module, and with `recursive` the modules inside it.
 
-        Names are the module's own dotted paths; those of a pair ``(name, module)`` begin with the name.
+        Names are the module's own dotted paths; the names of a pair ``(name, module)`` begin with its name.
 
         Raises
         ------
         ConfigTypeError
-            For anything else.
+            If `module` is neither a module nor such a pair.
         ConfigError
-            For a scripted module, a filter that matches nothing, or a name that is taken.
+            If the module is scripted, if the filter matches nothing, or if a name is taken.
         """
         self._require_open()
-        self._attachment.add(Root.of(module, recursive))
+        self._session.add(Root.of(module, recursive))
 
     def __call__(self, module: M, recursive: bool = True) -> M:
-        """Look at a module and return it, for use where it is made."""
+        """Observe a module and return it, for use in a constructor."""
         self.add_modules(module, recursive)
         return module
 
     def set_model(self, model: nn.Module) -> None:
-        """Tell which module is the whole network: its call is the training forward, and parts added before get their names in it.
+        """Set the module that is the whole model: its call is the forward, and modules added before get their names in it.
 
         Raises
         ------
         ConfigTypeError
-            If it is not a module.
+            If `model` is not a module.
         ConfigError
             If another model was set before.
         """
         self._require_open()
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"set_model() needs a torch.nn.Module, got {type(model).__name__}")
-        self._attachment.set_model(model)
+        self._session.set_model(model)
 
     def set_loss(self, loss_module: nn.Module) -> None:
-        """Tell which module computes the loss; it publishes ``loss``, ``input_labels`` and ``network_output`` from then on.
+        """Set the module that computes the loss, for the kinds ``loss``, ``input_labels`` and ``network_output``.
 
         Raises
         ------
         ConfigTypeError
-            If it is not a module: a functional loss cannot be seen.
+            If `loss_module` is not a module: a function cannot have hooks.
         """
         self._require_open()
         if not isinstance(loss_module, nn.Module):
             raise ConfigTypeError(
                 f"set_loss() needs a torch.nn.Module such as nn.CrossEntropyLoss(), got {type(loss_module).__name__}"
             )
-        self._attachment.set_loss(loss_module)
+        self._session.set_loss(loss_module)
 
     def _names_of_others(self) -> frozenset[str]:
         return frozenset(
@@ -172,23 +174,23 @@ class Exporter:
     # -- while training -------------------------------------------------------------------------------------------
 
     def epoch_finished(self) -> None:
-        """Tell that an epoch is over; the next step begins another."""
+        """Mark the end of an epoch; the next step begins another one."""
         self._require_open()
-        self._observer.epoch_finished()
+        self._session.finish_epoch()
 
     def train(self) -> None:
-        """Go back to training after :meth:`test`; what the other pass saw is published."""
-        self._observer.begin_pass(TRAINING)
+        """Return to training after :meth:`test`, and publish the measurements of the other pass."""
+        self._session.begin_pass(TRAINING)
 
     def test(self, name: str = "testing") -> None:
-        """Publish what comes now as another pass, to those who subscribed with ``tag=name``; the model's own mode is left alone."""
+        """Record from now on as another pass, for subscribers with ``tag=name``; the model's training mode stays as it is."""
         self._require_open()
-        self._observer.begin_pass(name)
+        self._session.begin_pass(name)
 
     def step(self) -> None:
-        """Tell that a step is over, where no optimizer does."""
+        """Mark the end of a step that no optimizer of torch.optim makes."""
         self._require_open()
-        self._observer.optimizers.step_by_hand()
+        self._session.optimizers.step_by_hand()
 
     def evaluate(
         self,
@@ -198,16 +200,16 @@ class Exporter:
         visit: Callable[[Any, Any], object] | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
     ) -> None:
-        """Run the model over `batches` in evaluation mode, publish what is seen as another pass, and leave training as it was.
+        """Run the model over `batches` in evaluation mode, and publish the measurements as another pass.
 
-        Every module's training flag, buffers, all random states and the loader's generators are afterwards as found, bit for bit.
+        Training flags, buffers, all random states and the generators of the data loader are restored afterwards, bit for bit.
 
         Parameters
         ----------
         batches : iterable of pairs (inputs, labels), or of inputs alone
-            Moved to the model's device.  The loss module, if one was set, is called with outputs and labels.
+            They are moved to the model's device.  The loss module, if one was set, is called with outputs and labels.
         name : str, optional
-            The pass; subscribers listen to it with ``tag=name``.  Nobody looks at one without a name.
+            Name of the pass, for subscribers with ``tag=name``.  A pass without a name is not recorded.
         visit : callable, optional
             Called with the outputs and labels of each batch.
         forward : callable, optional
@@ -216,77 +218,80 @@ class Exporter:
         Raises
         ------
         ConfigError
-            If it is not known which module the model is.
+            If several modules were added and none was set as the model.
         """
         self._require_open()
-        model = self._attachment.the_model()
-        look, loss = (self.paused(), None) if name is None else (self._observer.in_pass(name), self._attachment.loss)
-        with self.message_bus.error_guard.recording_allowed(), look:
+        model = self._session.context.model.the_model()
+        recording = self.paused() if name is None else self._session.in_pass(name)
+        loss = None if name is None else self._session.context.model.loss
+        with self.message_bus.error_guard.recording_allowed(), recording:
             evaluation.run(model, loss, batches, visit, forward)
 
     def epoch(self, batches: Iterable[B]) -> Iterator[B]:
-        """Yield `batches` and tell that the epoch is over after the last one; a loop that is left early has not finished it."""
+        """Yield `batches`, and mark the end of the epoch after the last one; a loop that is left early does not end the epoch."""
         yield from batches
         self.epoch_finished()
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """How many steps an epoch has; once set, epochs end by themselves."""
-        return self._observer.clock.steps_per_epoch
+        """Number of steps after which an epoch ends by itself; ``None`` if it does not."""
+        return self._session.context.tracker.steps_per_epoch
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: int | None) -> None:
-        self._observer.clock.set_steps_per_epoch(steps)
+        self._session.context.tracker.set_steps_per_epoch(steps)
 
     def state_dict(self) -> dict[str, int]:
         """Return the step and the epoch, to be saved with a checkpoint."""
-        return self._observer.clock.state_dict()
+        return self._session.context.tracker.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on counting from a checkpoint's step; raise `ConfigError` for what is not from :meth:`state_dict`."""
+        """Continue to count from a checkpoint; raise `ConfigError` if `state` is not from :meth:`state_dict`."""
         self._require_open()
-        self._observer.clock.load_state_dict(state)
+        self._session.context.tracker.load_state_dict(state)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Look away for the time of a ``with`` block."""
-        return self._observer.looking_away()
+        """Suspend recording inside a ``with`` block."""
+        return self._session.paused()
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Take every hook off for the time of a ``with`` block, to script a model or save it whole."""
-        self._observer.finish()
-        self._attachment.remove()
+        """Remove every hook inside a ``with`` block, to script a model or to save it whole."""
+        self._session.finish()
+        self._session.uninstall()
         try:
             yield
         finally:
             if not self._closed:
-                self._attachment.install()
-                self._attachment.demand_changed()
+                self._session.install()
+                self._session.demand_changed()
 
     def health(self) -> Health:
-        """Return how the monitor itself is doing."""
-        return health_of(self._observer)
+        """Return the state of the monitor itself; after :meth:`close` that at the end."""
+        return self._health if self._health is not None else health_of(self._session)
 
     def demand_changed(self) -> None:
-        """Take a change of what the subscribers of the bus want; the bus calls it."""
-        self._attachment.demand_changed()
+        """Handle a change of what subscribers want; the bus calls this method."""
+        self._session.demand_changed()
 
     def close(self) -> None:
-        """Publish what is pending, take every hook off, and leave the bus; with the last exporter the run is closed and readable."""
+        """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable."""
         if self._closed:
             return
         try:
-            self._observer.finish(for_good=True)
+            self._session.finish(for_good=True)
             self.message_bus.drain(wait=True)  # while a subscriber can still evaluate the model
         finally:
             self._closed = True
-            self._observer.exchange.close()
-            self._attachment.remove()
+            self._session.exchange.close()
+            self._session.uninstall()
+            run, registered = self.message_bus.run, self.message_bus.registered
             self.message_bus.detach(self)
+            self._health = health_of(self._session, run, registered)
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ClosedError("this exporter is closed; make another one")
+            raise ClosedError("this exporter is closed; create another one")
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from ikkuna.export.session import Session
+from ikkuna.export.subscriber.registered import Registered
+from ikkuna.visualization.run import Run
 
 __all__ = ["Health", "health_of"]
 
@@ -41,21 +43,22 @@ class Health:
     seconds: dict[str, float]
 
 
-def health_of(session: Session) -> Health:
-    """Return the health of a session and its bus."""
-    bus, run = session.bus, session.bus.run
+def health_of(session: Session, run: Run | None = None, subscribers: tuple[Registered, ...] = ()) -> Health:
+    """Return the health of a session and its bus; `run` and `subscribers` are those of a bus that was closed since."""
+    bus = session.bus
+    run, subscribers = run or bus.run, subscribers or bus.registered
     seconds: dict[str, float] = {}
-    for registered in bus.registered:
+    for registered in subscribers:
         seconds[registered.label] = seconds.get(registered.label, 0.0) + registered.seconds
     return Health(
         acked_step=run.acked_step if run is not None else -1,
         steps=session.steps,
         errors=bus.error_guard.errors,
         dropped=(run.dropped if run is not None else 0)
-        + sum(registered.dropped for registered in bus.registered)
+        + sum(registered.dropped for registered in subscribers)
         + session.exchange.dropped,
         disabled=tuple(bus.error_guard.disabled),
         skipped=session.skipped,
-        overhead=session.stopwatch.overhead,
+        overhead=session.context.stopwatch.overhead,
         seconds=seconds,
     )

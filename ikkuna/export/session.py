@@ -1,273 +1,345 @@
-"""Keeps the step: what is recorded now, under which stamp, and how it reaches the bus."""
+"""Composes the parts of an exporter, and carries out the decisions of the step tracker."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import nn
 
 from ikkuna.export.bus.bus import MessageBus
-from ikkuna.export.hooks.forward import ModelWatch
-from ikkuna.export.hooks.hook import in_backward
-from ikkuna.export.hooks.layer_gradients import BackwardWatch
-from ikkuna.export.hooks.micro_gradients import GradientWatch
-from ikkuna.export.hooks.optimizers import OptimizerWatch
-from ikkuna.export.hooks.slots import SLOTS
+from ikkuna.export.hooks.backward import BackwardHooks
+from ikkuna.export.hooks.compiled import CompiledHooks
+from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.forward import ForwardHooks
+from ikkuna.export.hooks.install import PermanentHooks
+from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
+from ikkuna.export.hooks.micro_gradients import MicroGradientHooks
+from ikkuna.export.hooks.modules import ModuleHooks
+from ikkuna.export.hooks.optimizers import OptimizerHooks
+from ikkuna.export.hooks.unclipped_gradients import UnclippedGradientHooks
+from ikkuna.export.messages.kinds import PARAMETER_KINDS
 from ikkuna.export.messages.message import NetworkMessage
-from ikkuna.export.messages.stamp import Stamp
-from ikkuna.export.model.parameters import TrackedParameters
+from ikkuna.export.messages.stamp import TRAINING, Stamp
+from ikkuna.export.model.roots import Root, Roots
+from ikkuna.export.model.watched_model import WatchedModel
 from ikkuna.export.ranks.exchange import Exchange
 from ikkuna.export.rows.delivery import Finished
 from ikkuna.export.rows.plan import Demand, Plan
 from ikkuna.export.rows.recorder import Recorder
-from ikkuna.export.rows.site import Site
-from ikkuna.export.steps.step_tracker import TRAINING, Clock
-from ikkuna.export.steps.stopwatch import Stopwatch
+from ikkuna.export.steps.step_tracker import (
+    Abandoned,
+    Closed,
+    Decision,
+    EpochFinished,
+    Merged,
+    Opened,
+    Restarted,
+    State,
+)
+from ikkuna.modules import class_name
 
 __all__ = ["Session"]
 
+log = logging.getLogger("ikkuna")
+
 
 class Session:
-    """Turns what the taps see into rows of steps.
+    """Everything that an exporter has while it is open.
 
     Parameters
     ----------
-    bus : where rows and events go
-    kernels : whether compiled kernels measure, where they are to be had
-    in_graph : whether compiled models are looked at within their graphs
+    bus : MessageBus
+        Receives measurements and events.
+    roots : Roots
+        The added modules.
+    taken : callable
+        Returns the names of modules that other exporters of the bus observe.
+    native : bool
+        Whether the kernels in C++ are used, where there is a compiler.
+    in_graph : bool
+        Whether compiled models are measured in their graphs.
 
     Attributes
     ----------
-    model, backward, gradients, optimizers : what hears the hooks of modules, of their outputs' gradients, of parameters' gradients,
-        and of optimizers
-    exchange : what makes one of the rows of all ranks
-    steps : number of training steps seen
+    context : HookContext
+        The step tracker, the parameters, the recorder and the model.
+    exchange : Exchange
+        Merges the measurements of all ranks.
+    optimizers : OptimizerHooks
+        Observes parameters around the steps of optimizers.
+    steps : int
+        Number of training steps.
     """
 
-    def __init__(self, bus: MessageBus, kernels: bool = True, in_graph: bool = True) -> None:
+    def __init__(
+        self,
+        bus: MessageBus,
+        roots: Roots,
+        taken: Callable[[], frozenset[str]],
+        native: bool = True,
+        in_graph: bool = True,
+    ) -> None:
         self.bus = bus
-        self.parameters = TrackedParameters()
-        self.clock = Clock(self.parameters)
-        self.clock.listen(self)
-        self.recorder = Recorder(bus.error_guard, kernels)
-        self.stopwatch = Stopwatch()
-        self.model = ModelWatch(self, in_graph)
-        self.backward = BackwardWatch(self)
-        self.gradients = GradientWatch(self)
-        self.optimizers = OptimizerWatch(self)
-        self.exchange = Exchange(bus, self.place, lambda: self.model.taps.roots)
-        self._blind = False
-        self.steps = 0
-        self._interrupted: Recorder | None = None
+        recorder = Recorder(bus.error_guard, native)
+        self.context = context = HookContext(recorder, bus.error_guard, self.apply, WatchedModel(roots))
+        self.exchange = Exchange(bus, context.sites, lambda: context.model.callable)
+        self.optimizers = OptimizerHooks(context)
+        self._backward = BackwardHooks(context)
+        self._gradients = LayerGradientHooks(context, self._backward)
+        self._micro_gradients = MicroGradientHooks(context)
+        self._unclipped = UnclippedGradientHooks(context)
+        self._backward.ended.append(self._unclipped.backward_ended)
+        self.optimizers.began.append(self._unclipped.optimizer_began)
+        self._forward = ForwardHooks(context, self._backward, self._gradients)
+        self._modules = ModuleHooks(context, self._forward, in_graph)
+        self._compiled = CompiledHooks(context, self._forward, self._backward, self._modules)
+        context.sites.set_receiver(self._compiled)
+        self._permanent = PermanentHooks(self._forward, self.optimizers, self._modules.switch)
+        self._taken = taken
+        self._native = native
         self._demand = Demand()
-        self._places: dict[tuple[str, str | None], Site] = {}
-        self._epoch_announced = False
-        self._thread = bus.error_guard.thread
-
-    @property
-    def blind(self) -> bool:
-        """Whether nobody looks: by order, or because a subscriber's code runs."""
-        return self._blind or self._thread.subscriber_is_running
-
-    @blind.setter
-    def blind(self, blind: bool) -> None:
-        self._blind = blind
-
-    @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """Do not look for the time of a ``with`` block; afterwards it is as it was ordered before, whoever asked."""
-        was, self._blind = self._blind, True
-        try:
-            yield
-        finally:
-            self._blind = was
+        self._interrupted: Recorder | None = None
+        self._warned_of_loss = False
+        self.steps = 0
 
     @property
     def skipped(self) -> int:
-        """Tensors without numbers, and updates there was no memory for."""
-        return self.optimizers.skipped_updates + self.recorder.unreadable
+        """Number of tensors that could not be read, and of updates for which there was no memory."""
+        return self.optimizers.skipped_updates + self.context.recorder.unreadable
 
-    def fault(self, where: str, error: Exception) -> None:
-        """Take an error of our own."""
-        self.bus.error_guard.report_internal(where, error)
+    # -- set-up ---------------------------------------------------------------------------------------------------
 
-    # -- what taps see --------------------------------------------------------------------------------------------
+    def add(self, root: Root) -> None:
+        """Observe one more root."""
+        if root.module in self.context.model.roots:
+            log.info("%s is observed already", class_name(root.module))
+        else:
+            self._observe((*self.context.model.roots.all, root))
 
-    def place(self, kind: str, module: str | None = None) -> Site:
-        """Return the place of a kind and module, the same object every time."""
-        try:
-            return self._places[kind, module]
-        except KeyError:
-            return self._places.setdefault((kind, module), SLOTS.assign(self, kind, module))
+    def set_model(self, model: nn.Module) -> None:
+        """Set the module that is the whole model."""
+        model = self.context.model.set_model(model)
+        self._observe(self.context.model.roots.all or (Root(model),))
 
-    def take_traced(self, place: Site, tensor: Tensor, path: str, role: int) -> None:
-        """Measure a tensor that an operator in a compiled graph saw."""
-        self.stopwatch.start()
-        try:
-            self.model.taps.was_traced(place.module)
-            if place.kind == "layer_gradients":
-                self.model.forwards.backward_seen()
-                self.backward.gradient_seen(place, path, None, tensor, role)
-            elif not self.blind and self.clock.counting and not in_backward():
-                self.model.traced_module_called()
-                self.recorder.receive(place, tensor, path)
-        except Exception as error:
-            self.fault(f"looking at {place}", error)
-        finally:
-            self.stopwatch.stop()
+    def set_loss(self, loss: nn.Module) -> None:
+        """Set the module that computes the loss."""
+        self.context.model.loss = loss
+        self.install()
 
-    def entered(self, counts: bool) -> None:
-        """Take the call of a compiled root."""
-        self.stopwatch.start()
-        try:
-            self.model.compiled_root_entered(counts)
-        except Exception as error:
-            self.fault("a compiled root's call", error)
-        finally:
-            self.stopwatch.stop()
+    def _observe(self, roots: tuple[Root, ...]) -> None:
+        """Observe what is below `roots`, and nothing else."""
+        model = self.context.model
+        model.observe(roots, self._taken())
+        self._modules.remove(everything=True)
+        self.context.parameters.track(model.modules, model.callable)
+        self.install()
+        self.demand_changed()
 
-    def demand_changed(self) -> bool:
-        """Take a change of what is wanted; say whether a compiled model has to be traced anew."""
-        wishes = Plan(tuple(s for s in self.bus.registered if not s.disabled))
-        return self.model.taps.prepare(wishes, self._next_plan())
+    def demand_changed(self) -> None:
+        """Handle a change of what subscribers want."""
+        wishes = Plan(tuple(r for r in self.bus.registered if not r.disabled))
+        self.optimizers.wants_rates = self.bus.is_wanted("batch_finished")
+        if self._modules.prepare(wishes, self._next_plan()):
+            log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
+            torch.compiler.reset()
 
-    def _next_plan(self) -> Plan:
-        return self._demand.plan(self.bus.registered, self.clock.stamp)
+    def install(self) -> None:
+        """Register the hooks that stay while the exporter is open."""
+        self._permanent.install(self.context.model.callable, self.context.model.loss)
+
+    def uninstall(self) -> None:
+        """Remove the hooks that stay while the exporter is open."""
+        self._permanent.remove()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def step_opened(self, stamp: Stamp) -> None:
-        """Begin to record a step."""
-        if not self._epoch_announced:
-            self._epoch_announced = True
+    def apply(self, decisions: tuple[Decision, ...]) -> None:
+        """Carry out decisions of the step tracker, in order."""
+        for decision in decisions:
+            match decision:
+                case Opened():
+                    self._open(decision)
+                case Merged(source, target):
+                    if (rows := self.context.recorder.rows) is not None:
+                        rows.merge_part(source, target)
+                case Restarted(parts, parameters):
+                    self._restart(parts, parameters)
+                case Closed():
+                    self._close(decision)
+                case Abandoned():
+                    self._end_hooks()
+                    self.optimizers.step_ended()
+                    self.context.recorder.close()
+                case EpochFinished(stamp):
+                    self._finish_epoch(stamp)
+
+    def _open(self, opened: Opened) -> None:
+        stamp, recorder = opened.stamp, self.context.recorder
+        if opened.starts_epoch:
             self.bus.post(NetworkMessage(stamp, "epoch_started"))
         if self.bus.is_wanted("batch_started"):
             self.bus.post(NetworkMessage(stamp, "batch_started"))
-        self._record(stamp)
-        plan = self.recorder.plan
-        if plan.parameters or plan.micro_gradients or self.exchange.replicas > 1:
-            self.parameters.refresh()
-        self.gradients.step_opened()
+        if recorder.rows is None:
+            self._record(stamp)
+        plan = recorder.plan
+        if plan.parameters or plan.micro_gradients or self.context.replicas > 1:
+            self.context.parameters.refresh()
+        self._micro_gradients.step_opened()
         self.optimizers.step_opened()
-        self._tap()
+        self._install_modules()
 
-    def step_closed(self, stamp: Stamp, skipped: bool) -> None:
-        """Hand what was recorded to the bus."""
-        self.model.forwards.step_over()
-        self.backward.step_over()
-        self.gradients.step_closed()
+    def _record(self, stamp: Stamp) -> None:
+        context = self.context
+        self.exchange.step_opened()
+        context.replicas = self.exchange.replicas
+        context.recorder.is_agreed = self.exchange.is_shared
+        context.recorder.open(stamp, self._demand.plan(self.bus.registered, stamp))
+
+    def _install_modules(self) -> None:
+        plan = self.context.recorder.plan
+        if not self.context.model.is_compiled:
+            self._modules.set_sampled(plan)
+            self._modules.install(plan)
+
+    def _restart(self, parts: tuple[int, ...], parameters: bool) -> None:
+        if (rows := self.context.recorder.rows) is None:
+            return
+        for part in parts:
+            rows.drop_part(part)
+        if parameters:
+            rows.drop(frozenset((*PARAMETER_KINDS, *self.context.recorder.plan.states)))
+            self.optimizers.step_ended()
+
+    def _close(self, closed: Closed) -> None:
+        recorder, stamp = self.context.recorder, closed.stamp
+        if not closed.skipped:
+            self.optimizers.before_close()
+            self.steps += 1
+        self._end_hooks()
         finished = NetworkMessage(stamp, "batch_finished", self._report())
-        self.optimizers.step_closed()
-        self.steps += not skipped
-        self.model.warn_of_missing_loss()
-        plan, rows = self.recorder.plan, self.recorder.close()
+        self.optimizers.step_ended()
+        self._warn_of_missing_loss()
+        plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
         if rows is not None:
-            rows.skipped = rows.skipped or skipped
+            rows.skipped = rows.skipped or closed.skipped
             self.exchange.take(rows, plan)
             self.bus.post(Finished(rows, finished))
-        if self.model.taps.is_found_compiled():
-            self.model.reconsider()
-        next_plan = self._next_plan()
-        self.model.taps.keep_for(next_plan)
-        self.model.taps.turn(next_plan)
-        if self.model.forwards.is_rootless:
-            self.model.taps.install(next_plan)  # no root will tell that the next step begins
+        if not closed.carried:
+            self._prepare_next()
         self.bus.drain(wait=self.exchange.must_wait(stamp))
-        self.stopwatch.step_over()
-        if not skipped and self.clock.epoch_is_full:
-            self.epoch_finished()
+        self.context.stopwatch.step_ended()
+
+    def _end_hooks(self) -> None:
+        self._backward.step_ended()
+        self._gradients.step_ended()
+        self._micro_gradients.step_ended()
+        self._compiled.step_ended()
+
+    def _prepare_next(self) -> None:
+        if self._modules.is_found_compiled():
+            self.demand_changed()
+        plan = self._next_plan()
+        self._modules.keep_for(plan)
+        self._modules.set_sampled(plan)
+        if self.context.tracker.is_rootless:
+            self._modules.install(plan)  # no call of a root will announce the next step
+
+    def _next_plan(self) -> Plan:
+        return self._demand.plan(self.bus.registered, self.context.tracker.stamp)
 
     def _report(self) -> dict[str, Any]:
-        """Return what there is to tell of a step that is over."""
+        """Return the data of ``batch_finished``."""
         report: dict[str, Any] = {"learning_rates": self.optimizers.rates}
-        if (lap := self.stopwatch.lap()) is not None:
+        if (lap := self.context.stopwatch.lap()) is not None:
             report["seconds"], report["own_seconds"] = lap
         return report
 
-    def _record(self, stamp: Stamp) -> None:
-        self.exchange.step_opened()
-        self.recorder.is_agreed = self.exchange.is_shared
-        self.recorder.open(stamp, self._demand.plan(self.bus.registered, stamp))
+    def _warn_of_missing_loss(self) -> None:
+        """Warn once that a subscriber wants the loss, and the module that computes it is unknown."""
+        plan = self.context.recorder.plan
+        if self._warned_of_loss or self.context.model.loss is not None:
+            return
+        if plan.together or plan.kinds & {"loss", "input_labels"}:
+            self._warned_of_loss = True
+            log.warning(
+                "a subscriber wants the loss or the labels; set the module that computes it with set_loss(loss_module)"
+            )
 
-    def _tap(self) -> None:
-        plan = self.recorder.plan
-        if not self.model.taps.is_compiled:
-            self.model.taps.turn(plan)
-            self.model.taps.install(plan)
+    def finish_epoch(self) -> None:
+        """Mark the end of an epoch."""
+        self.apply(self.context.tracker.epoch_ends())
 
-    def epoch_finished(self) -> None:
-        """Close what is pending, tell that the epoch is over, begin another."""
-        self.clock.close_pending()
-        if self.clock.train_step == 0 and not self._epoch_announced:
-            return  # it was full, and is over already
-        self.bus.post(NetworkMessage(self.clock.pass_stamp(TRAINING), "epoch_finished"))
-        self.clock.next_epoch()
-        self.model.resolve()
-        self._epoch_announced = False
+    def _finish_epoch(self, stamp: Stamp) -> None:
+        self.bus.post(NetworkMessage(stamp, "epoch_finished"))
+        if self.context.model.has_changed():
+            log.info("modules were replaced; the new ones are observed")
+            self._observe(self.context.model.roots.all)
         self.bus.drain(wait=self.exchange.must_wait(None))
 
     # -- other passes ---------------------------------------------------------------------------------------------
 
     def begin_pass(self, name: str) -> None:
         """Record another pass over data under its own name, until `end_pass`; an open step waits."""
-        if name == self.clock.pass_name:
+        context = self.context
+        if name == context.tracker.pass_name:
             return
         self.end_pass()
         if name == TRAINING:
             return
-        self.clock.close_pending()
-        self._leave_pass()
-        self.clock.pass_name = name
-        self._interrupted, self.recorder = (
-            self.recorder,
-            Recorder(self.bus.error_guard, self.recorder.kernels is not None),
-        )
-        self._record(self.clock.pass_stamp(name))
-        self._tap()
-        self.model.taps.turn_for_pass(self.recorder.plan)
+        self.apply(context.tracker.pass_begins(name))
+        self._modules.remove()
+        self._interrupted, context.recorder = context.recorder, Recorder(self.bus.error_guard, self._native)
+        self._record(context.tracker.pass_stamp(name))
+        self._install_modules()
+        self._modules.set_sampled_pass(context.recorder.plan)
 
     def end_pass(self) -> None:
-        """Hand what another pass saw to the bus, and go back to training."""
+        """Publish the measurements of another pass, and return to training."""
+        context = self.context
         if self._interrupted is None:
             return
-        self._leave_pass()
-        plan = self.recorder.plan
-        if (rows := self.recorder.close()) is not None:
+        self._gradients.step_ended()
+        self._modules.remove()
+        plan = context.recorder.plan
+        if (rows := context.recorder.close()) is not None:
             self.exchange.take(rows, plan)
             self.bus.post(Finished(rows, None))
-        self._interrupted.unreadable += self.recorder.unreadable
-        self.recorder, self._interrupted = self._interrupted, None
-        self.clock.pass_name = TRAINING
-        if self.clock.is_open:
-            self._tap()
-        self.model.taps.turn(self.recorder.plan if self.clock.is_open else self._next_plan())
+        self._interrupted.unreadable += context.recorder.unreadable
+        context.recorder, self._interrupted = self._interrupted, None
+        context.tracker.pass_ends()
+        is_open = context.tracker.state is not State.IDLE
+        if is_open:
+            self._install_modules()
+        self._modules.set_sampled(context.recorder.plan if is_open else self._next_plan())
         self.bus.drain()
-
-    def _leave_pass(self) -> None:
-        self.model.forwards.step_over()
-        self.backward.step_over()
-        self.model.taps.remove()
 
     @contextmanager
     def in_pass(self, name: str) -> Iterator[None]:
-        """Record what happens inside as a pass of that name, then go back to the pass there was."""
-        before = self.clock.pass_name
+        """Record the body as a pass, then return to the pass before."""
+        before = self.context.tracker.pass_name
         self.begin_pass(name)
         try:
             yield
         finally:
             self.begin_pass(before)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Suspend recording inside the body, and restore the former setting afterwards."""
+        before, self.context.is_paused = self.context.is_paused, True
+        try:
+            yield
+        finally:
+            self.context.is_paused = before
+
     def finish(self, for_good: bool = False) -> None:
-        """Close whatever is open."""
+        """Close whatever is open, and remove the hooks of modules."""
         if for_good:
             self.exchange.prepare_close()
         self.end_pass()
-        self.clock.close_pending()
+        self.apply(self.context.tracker.finish())
         if for_good:
-            self.clock.tell_of_missing_steps()
-        self.model.forwards.step_over()
-        self.backward.step_over()
-        self.gradients.step_closed()
-        self.model.taps.remove(everything=True)
-        self.recorder.close()
+            self._forward.warn_of_missing_steps()
+        self._modules.remove(everything=True)

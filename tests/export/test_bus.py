@@ -638,7 +638,7 @@ def test_a_module_that_is_added_twice_is_observed_once(bus, caplog):
         bus.register_subscriber(CallbackSubscriber("activations", got.append, modules="0", backend="null"))
         model(torch.ones(1, 8))
     assert len(got) == 1
-    assert "looked at already" in caplog.text
+    assert "observed already" in caplog.text
 
 
 def test_a_subscriber_that_drains_the_bus_receives_one_message_after_the_other(bus):

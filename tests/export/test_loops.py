@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.messages.kinds import MODULE_KINDS
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber, Subscriber, TrainAccuracySubscriber
+from ikkuna.export.subscriber import (
+    CallbackSubscriber,
+    LossSubscriber,
+    NormSubscriber,
+    Subscriber,
+    TrainAccuracySubscriber,
+)
 from ikkuna.testing import RecordingBackend
 from tests.export.test_invisible import same
 
@@ -629,7 +636,7 @@ def test_evaluate_restores_after_an_exception(bus, model):
         assert model.training
         assert torch.equal(torch.get_rng_state(), state)
         assert torch.is_grad_enabled()
-        assert exporter._observer.clock.pass_name == "training"
+        assert exporter._session.context.tracker.pass_name == "training"
 
 
 def test_evaluate_takes_a_forward_of_ones_own(bus, model):
@@ -645,7 +652,7 @@ def test_evaluate_needs_to_know_the_model(bus):
     with Exporter(message_bus=bus) as exporter:
         exporter.add_modules(("a", nn.Linear(1, 1)))
         exporter.add_modules(("b", nn.Linear(1, 1)))
-        with pytest.raises(ConfigError, match="2 were added; tell which it is with set_model"):
+        with pytest.raises(ConfigError, match="2 were added; choose one with set_model"):
             exporter.evaluate([])
 
 
@@ -886,3 +893,476 @@ def test_a_compiled_method(bus):
         optimizer.step()
     exporter.close()
     assert norms == pytest.approx(dict(list(enumerate(expected))[1:]))
+
+
+# -- loops that look alike, and which forwards and gradients they use ---------------------------------------------------
+
+
+def recorded(bus, model, kinds=("activations", "layer_gradients"), **options):
+    """Return an exporter, and {(kind, name, step): L2 norm}, filled as steps are published."""
+    found = {}
+    exporter = Exporter(message_bus=bus, on_error="raise", **options)
+    exporter.add_modules(model)
+    for kind in kinds:
+        bus.register_subscriber(NormSubscriber(kind, backend="null"))
+
+        def keep(message, kind=kind):
+            found[kind, message.name, message.global_step] = message.data
+
+        bus.register_subscriber(CallbackSubscriber(f"{kind}_norm2", keep, backend="null"))
+    return exporter, found
+
+
+def joint(tensors):
+    return torch.cat([t.detach().double().reshape(-1) for t in tensors]).norm().item()
+
+
+class Outputs:
+    """Keeps what a layer returned and its gradient, by hooks of its own, as lists that a test empties."""
+
+    def __init__(self, layer):
+        self.values, self.gradients = [], []
+        layer.register_forward_hook(self._keep)
+
+    def _keep(self, module, args, output):
+        if torch.is_grad_enabled():
+            self.values.append(output.detach().clone())
+            output.register_hook(lambda grad: self.gradients.append(grad.clone()))
+
+    def clear(self):
+        self.values.clear()
+        self.gradients.clear()
+
+
+def test_an_interrupted_forward(bus):
+    """everything from the next forward on; an interrupted one counts for nothing"""
+
+    class Interrupting(nn.Module):
+        interrupts = False
+
+        def forward(self, x):
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.Sequential(nn.Linear(3, 4), Interrupting(), nn.Linear(4, 2))
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model)
+    for step in range(4):
+        model[1].interrupts = step == 1
+        optimizer.zero_grad()
+        try:
+            backward(model)
+        except KeyboardInterrupt:
+            continue
+        optimizer.step()
+    exporter.close()
+    assert {step for kind, _, step in norms if kind == "activations"} == {0, 1, 2}
+    assert {step for kind, _, step in norms if kind == "layer_gradients"} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("order", ["before", "between"])
+def test_gradients_thrown_away(bus, order, set_to_none):
+    """the step's own forwards alone, wherever ``zero_grad()`` stands: before the forward, or between forward and backward"""
+    torch.manual_seed(2)
+    generator, discriminator = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizers = sgd(generator), sgd(discriminator)
+    exporter, norms = recorded(bus, discriminator)
+    seen, expected = Outputs(discriminator[0]), {}
+    for step in range(3):
+        fake = generator(torch.randn(4, 2))
+        optimizers[0].zero_grad()
+        discriminator(fake).mean().backward()
+        optimizers[0].step()
+        seen.clear()
+        if order == "before":
+            optimizers[1].zero_grad(set_to_none)
+        loss = discriminator(torch.randn(4, 3)).mean() - discriminator(fake.detach()).mean()
+        if order == "between":
+            optimizers[1].zero_grad(set_to_none)
+        loss.backward()
+        expected["activations", "0", step] = joint(seen.values)
+        expected["layer_gradients", "0", step] = joint(seen.gradients)
+        optimizers[1].step()
+    exporter.close()
+    assert {key: norms[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_scaler_skips_between_forward_and_backward(bus, model):
+    """no value of the skipped step in the next one, also where ``zero_grad()`` stands between forward and backward"""
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    exporter, norms = recorded(bus, model)
+    for i in range(3):
+        loss = model(torch.ones(2, 3)).pow(2).sum() * (float("inf") if i == 1 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    exporter.close()
+    assert {step for _, _, step in norms} == {0, 1}
+    assert all(value == value and value < 1e6 for value in norms.values())
+
+
+def test_clipping_between_micro_batches(bus, model):
+    """all micro-batches: gradients that were changed, but are still there, are used"""
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model)
+    seen = Outputs(model[0])
+    for _ in range(3):
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    expected = joint(seen.values)
+    optimizer.step()
+    exporter.close()
+    assert norms["activations", "0", 0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["two", "backward"])
+def test_weights_are_recorded_once(bus, model, way):
+    """each weight once a step, the first included, with two optimizers and with optimizers that step in backward"""
+    exporter, norms = recorded(bus, model, ("weights", "biases"))
+    expected = {0: model[0].weight.norm().item(), 2: model[2].weight.norm().item()}
+    if way == "two":
+        backward(model)
+        for optimizer in (sgd(model[0]), sgd(model[2])):
+            optimizer.step()
+    else:
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        handles = [p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step()) for p in model.parameters()]
+        backward(model)
+        for handle in handles:
+            handle.remove()
+    exporter.close()
+    for name, value in expected.items():
+        assert norms["weights", str(name), 0] == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_optimizers_of_the_same_parameters(bus, model, together):
+    """one step if both step after one forward, with the sum of their updates; one step each if a forward comes between"""
+    watched = Watched(bus, model, kinds=("weight_updates", "weight_gradients"))
+    optimizers = [sgd(model), torch.optim.Adam(model.parameters(), lr=0.01)]
+    changes = []
+    for i in range(4):
+        model.zero_grad()
+        backward(model)
+        before = model[0].weight.detach().clone()
+        for optimizer in optimizers if together else [optimizers[i % 2]]:
+            optimizer.step()
+        changes.append(model[0].weight.detach() - before)
+    watched.exporter.close()
+    assert watched.steps == [0, 1, 2, 3]
+    for step, change in enumerate(changes):
+        (update,) = watched.tensors[step, "weight_updates", "0"]
+        torch.testing.assert_close(update, change)
+        assert len(watched.tensors[step, "weight_gradients", "0"]) == 1
+
+
+class Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [({"module_filter": [nn.ReLU]}, {"backbone.1"}), ({"depth": 0}, {"headed"}), ({"depth": 1}, {"backbone", "head"})],
+    ids=["filter", "depth0", "depth1"],
+)
+def test_observed_modules_without_trained_parameters(bus, options, names):
+    """the steps of the added model, whatever part of it is observed"""
+    model = Headed()
+    exporter, norms = recorded(bus, model, **options)
+    optimizer = sgd(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    exporter.close()
+    assert {(name, step) for kind, name, step in norms if kind == "activations"} == {
+        (n, s) for n in names for s in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_frozen_backbone_under_a_trained_head(bus, whole, caplog):
+    """the steps of the head's optimizer, for the backbone alone and with the model set"""
+    model = Headed()
+    model.backbone.requires_grad_(False)
+    exporter, norms = recorded(bus, model.backbone)
+    if whole:
+        exporter.set_model(model)
+    optimizer = sgd(model.head)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    exporter.close()
+    name = "backbone.0" if whole else "0"
+    assert [step for _, n, step in norms if n == name] == [0, 1, 2]
+    assert not caplog.records
+
+
+def test_gradients_by_autograd_grad(bus, model):
+    """layer gradients as of a backward, where gradients of the parameters are computed by ``torch.autograd.grad``"""
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model)
+    seen, expected = Outputs(model[0]), {}
+    for step in range(2):
+        seen.clear()
+        loss = model(torch.ones(2, 3)).pow(2).sum()
+        for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            p.grad = grad
+        expected["layer_gradients", "0", step] = joint(seen.gradients)
+        expected["activations", "0", step] = joint(seen.values)
+        optimizer.step()
+    exporter.close()
+    assert {key: norms[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_penalty_on_gradients_of_parameters(bus, model):
+    """layer gradients of the backward, not those of the ``torch.autograd.grad`` before it"""
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model)
+    seen = Outputs(model[2])
+    loss = model(torch.ones(2, 3)).pow(2).sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    seen.gradients.clear()
+    (loss + 0.1 * sum(g.pow(2).sum() for g in grads)).backward()
+    expected = joint(seen.gradients)
+    optimizer.step()
+    exporter.close()
+    assert norms["layer_gradients", "2", 0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("only", [True, False], ids=["inside alone is trained", "all is trained"])
+def test_layer_gradients_around_a_checkpoint(bus, use_reentrant, only):
+    """inside and outside the checkpoint, also if only modules inside are trained (LoRA with gradient checkpointing)"""
+
+    class Checkpointing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.block, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.stem(x)
+            if not h.requires_grad:
+                h = h.detach().requires_grad_()  # as enable_input_require_grads() does
+            return self.head(torch.utils.checkpoint.checkpoint(self.block, h, use_reentrant=use_reentrant))
+
+    torch.manual_seed(1)
+    model = Checkpointing()
+    if only:
+        model.stem.requires_grad_(False)
+        model.head.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    exporter, norms = recorded(bus, model)
+    expected = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        plain = copy.deepcopy(model)
+        h = plain.stem(torch.ones(2, 3)).detach().requires_grad_()
+        middle = plain.block(h)
+        out = plain.head(middle)
+        for name, tensor in (("block", middle), ("head", out)):
+            tensor.retain_grad()
+            expected["layer_gradients", name, step] = tensor
+        out.pow(2).sum().backward()
+        backward(model)
+        optimizer.step()
+    exporter.close()
+    expected = {key: tensor.grad.norm().item() for key, tensor in expected.items()}
+    assert {key: norms.get(key) for key in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_root_in_a_reentrant_checkpoint(bus, model):
+    """its recomputation, which is the forward that has gradients"""
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = torch.ones(2, 3, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).pow(2).sum().backward()
+        expected = model(torch.ones(2, 3)).norm().item()
+        optimizer.step()
+    exporter.close()
+    assert {step for kind, name, step in norms if (kind, name) == ("activations", "2")} == {0, 1}
+    assert {step for kind, name, step in norms if (kind, name) == ("layer_gradients", "2")} == {0, 1}
+    assert norms["activations", "2", 1] == pytest.approx(expected, rel=1e-6)
+
+
+def test_another_thread_calls_the_model(bus, model):
+    """the training thread's forwards alone: a thread that only evaluates disturbs nothing"""
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model)
+    seen, expected, stop = Outputs(model[0]), {}, threading.Event()
+
+    def evaluate():
+        while not stop.is_set():
+            with torch.no_grad():
+                model(torch.ones(2, 3))
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for step in range(100):
+            seen.clear()
+            optimizer.zero_grad()
+            backward(model)
+            expected["activations", "0", step] = joint(seen.values)
+            expected["layer_gradients", "0", step] = joint(seen.gradients)
+            optimizer.step()
+    finally:
+        stop.set()
+        thread.join()
+    exporter.close()
+    assert {key: norms.get(key) for key in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_trainings_in_two_threads():
+    """each with an exporter and a bus of its own, all steps of both"""
+
+    def train(found, ready):
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        optimizer = sgd(model)
+        exporter, norms = recorded(MessageBus(), model)
+        found.append((exporter, norms))
+        ready.wait()
+        for _ in range(200):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+
+    found, ready = [], threading.Barrier(2)
+    threads = [threading.Thread(target=train, args=(found, ready)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for exporter, norms in found:
+        exporter.close()
+        assert {step for _, _, step in norms} == set(range(200))
+        assert len(norms) == 200 * 6
+
+
+@pytest.mark.parametrize("position", ["before", "after", "none"])
+def test_a_forward_without_a_backward(bus, model, position):
+    """the forwards that a backward goes through, not one in training mode that only looks at something"""
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model)
+    if position == "before":
+        model(100 * torch.ones(2, 3))
+    loss = model(torch.ones(2, 3)).pow(2).sum()
+    expected = model[0](torch.ones(2, 3)).norm().item()
+    if position == "after":
+        model(100 * torch.ones(2, 3))
+    loss.backward()
+    optimizer.step()
+    exporter.close()
+    assert norms["activations", "0", 0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("used", ["first", "both"])
+def test_a_module_that_returns_views_of_each_other(bus, used):
+    """the gradients of those outputs that the loss uses; none is invented for the others"""
+
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.pair = nn.Linear(3, 2), Logits()
+
+        def forward(self, x):
+            return self.pair(self.linear(x))
+
+    class Logits(nn.Module):
+        def forward(self, x):
+            t = x * 1.0
+            return t, t.t()
+
+    model = Views()
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model, ("layer_gradients",))
+    first, second = model(torch.ones(2, 3))
+    (first.sum() if used == "first" else first.sum() + second.pow(2).sum()).backward()
+    optimizer.step()
+    exporter.close()
+    assert ("layer_gradients", "pair", 0) in norms
+    assert (("layer_gradients", "pair:1", 0) in norms) == (used != "first")
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("weight", [None, [1.0, 5.0]], ids=["plain", "class weights"])
+def test_the_loss_of_micro_batches(bus, model, reduction, weight):
+    """the loss of all micro-batches together: a weighted mean for means, the sum for sums"""
+    weight = None if weight is None else torch.tensor(weight)
+    loss = nn.CrossEntropyLoss(weight=weight, reduction=reduction, ignore_index=-1)
+    recording = RecordingBackend()
+    optimizer = sgd(model)
+    batches = [(torch.randn(n, 3), torch.randint(-1, 2, (n,))) for n in (5, 2, 4)]
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.set_loss(loss)
+        bus.register_subscriber(LossSubscriber(backend=recording))
+        for x, y in batches:
+            loss(model(x), y).backward()
+        with exporter.paused():
+            whole = loss(model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])).item()
+        optimizer.step()
+    ((_, value, _),) = recording.values
+    assert value == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_of_half_precision_weights(bus, dtype):
+    """the difference in float32, which half precision cannot hold"""
+    model = nn.Linear(64, 64).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.37)
+    exporter, norms = recorded(bus, model, ("weight_updates",))
+    before = model.weight.detach().double()
+    model(torch.randn(8, 64).to(dtype)).float().pow(2).sum().backward()
+    optimizer.step()
+    exporter.close()
+    expected = (model.weight.detach().double() - before).norm().item()
+    assert norms["weight_updates", "linear", 0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("loop", ["plain", "accumulated", "scaled", "lightning-like closure"])
+def test_gradients_before_clipping(bus, model, loop):
+    """``weight_gradients_unclipped`` as the last backward leaves them, without the scaler's factor"""
+    optimizer = sgd(model)
+    exporter, norms = recorded(bus, model, ("weight_gradients", "weight_gradients_unclipped"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=loop == "scaled")
+    unclipped = {}
+    for step in range(2):
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        for _ in range(2 if loop == "accumulated" else 1):
+            backward(plain)
+        unclipped[step] = plain[0].weight.grad.norm().item()
+        total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3).item()
+        assert total > 1e-3
+
+        def closure():
+            optimizer.zero_grad()
+            for _ in range(2 if loop == "accumulated" else 1):
+                scaler.scale(model(torch.ones(2, 3)).pow(2).sum()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+        if loop.endswith("closure"):
+            optimizer.step(closure)
+        else:
+            closure()
+            scaler.step(optimizer)
+            scaler.update()
+    exporter.close()
+    for step, value in unclipped.items():
+        assert norms["weight_gradients_unclipped", "0", step] == pytest.approx(value, rel=1e-5)
+        assert norms["weight_gradients", "0", step] < 1.1e-3

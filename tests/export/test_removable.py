@@ -60,11 +60,11 @@ def test_no_tensor_hook_on_a_layer_in_unsampled_steps(watched):
 def test_parameters_are_copied_only_in_sampled_steps(watched, monkeypatch):
     loop, exporter = watched
     copies = []
-    original = type(exporter._observer.optimizers)._copy
+    original = type(exporter._session.optimizers)._copy
     monkeypatch.setattr(
-        type(exporter._observer.optimizers),
+        type(exporter._session.optimizers),
         "_copy",
-        lambda self, p: copies.append(self._observer.clock.global_step) or original(self, p),
+        lambda self, p: copies.append(self.context.tracker.global_step) or original(self, p),
     )
     loop.run(4)
     assert copies == [0, 2]
@@ -93,7 +93,7 @@ def test_a_dropped_exporter_takes_its_hooks_along(bus):
     loop = Loop(CASES["mlp"])
     exporter = Exporter(message_bus=bus)
     exporter.add_modules(loop.model)
-    alive = weakref.ref(exporter._observer)
+    alive = weakref.ref(exporter._session)
     bus.sources = ()
     del exporter
     gc.collect()

@@ -35,7 +35,9 @@ def looked(make, model, *changes, batch=None, on_error="raise"):
         bus.register_subscriber(make(backend=recording))
         for change in changes:
             change(model)
-            exporter._observer.clock.open()
+            session = exporter._session
+            session.apply(session.context.tracker.forward_begins(0))
+            session.context.tracker.forward_ends(0)
             exporter.step()
         assert on_error != "raise" or not exporter.health().errors
     return curves(recording)

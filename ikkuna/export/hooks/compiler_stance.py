@@ -1,29 +1,29 @@
-"""Whether compiled programs of this process run as they were compiled, or their Python as it was written."""
+"""Makes compiled programs of this process run eagerly for a while."""
 
 from contextlib import AbstractContextManager
 
 import torch
 
-__all__ = ["Stance"]
+__all__ = ["CompilerStance"]
 
 
-class Stance:
-    """Has compiled programs run eagerly, and puts back what the user had chosen.
+class CompilerStance:
+    """Sets the stance of ``torch.compile`` to ``"force_eager"``, and restores the user's choice.
 
     Examples
     --------
-    >>> stance = Stance()
-    >>> stance.be_eager(True)
-    >>> stance.be_eager(False)
+    >>> stance = CompilerStance()
+    >>> stance.set_eager(True)
+    >>> stance.set_eager(False)
     """
 
     def __init__(self) -> None:
-        self._chosen: AbstractContextManager[object] | None = None
+        self._eager: AbstractContextManager[object] | None = None
 
-    def be_eager(self, eager: bool) -> None:
-        """Run eagerly from now on, or no longer; to say the same again does nothing."""
-        if eager and self._chosen is None:
-            self._chosen = torch.compiler.set_stance("force_eager")
-        elif not eager and self._chosen is not None:
-            chosen, self._chosen = self._chosen, None
-            chosen.__exit__(None, None, None)
+    def set_eager(self, eager: bool) -> None:
+        """Run compiled programs eagerly from now on, or no longer; a repeated call does nothing."""
+        if eager and self._eager is None:
+            self._eager = torch.compiler.set_stance("force_eager")
+        elif not eager and self._eager is not None:
+            stance, self._eager = self._eager, None
+            stance.__exit__(None, None, None)

@@ -1,157 +1,201 @@
-"""Hears the hooks of the model and of the loss module."""
+"""Handles the calls of roots, of observed modules and of the loss module."""
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ikkuna.export.hooks.hook import ModulePlaces, in_backward, received
-from ikkuna.export.hooks.hook_owner import HookOwner
-from ikkuna.export.hooks.modules import ForwardTaps
-from ikkuna.export.hooks.nested_tensors import Leaves, batch_sizes, leaves, with_batch_sizes
-from ikkuna.export.steps.forwards import Forwards
-from ikkuna.export.steps.step_tracker import TRAINING
+from ikkuna.export.hooks.backward import BackwardHooks
+from ikkuna.export.hooks.call_stack import count_running_calls, in_reentrant_checkpoint, running_optimizers
+from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.hook import in_backward
+from ikkuna.export.hooks.in_graph import ModuleSites
+from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
+from ikkuna.export.hooks.loss_weight import loss_weight
+from ikkuna.export.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
+from ikkuna.export.steps.step_tracker import Forward, State
 
-if TYPE_CHECKING:
-    from ikkuna.export.session import Session
-
-__all__ = ["ModelWatch"]
+__all__ = ["ForwardHooks"]
 
 log = logging.getLogger("ikkuna")
 
+_MANY = 300  # forwards without a step: more than a step usually accumulates
+_FEW = 20  # a gradient scaler may skip as many steps before it has found its scale
 
-class ModelWatch(HookOwner):
-    """Notes where a forward begins and ends, and what modules return in between.
+
+def _ignore(is_compiled: bool) -> None:
+    """Do nothing."""
+
+
+class ForwardHooks:
+    """Reports forwards to the tracker, and records what modules receive and return.
 
     Parameters
     ----------
-    observer : who keeps the step
-    in_graph : whether compiled models are looked at within their graphs
+    context : HookContext
+    backward : BackwardHooks
+        Reports which forwards a backward reaches.
+    gradients : LayerGradientHooks
+        Observes the gradients of what modules return.
 
     Attributes
     ----------
-    taps : the hooks on modules
-    resolve : finds the modules again, after the user may have put others in their place
-    reconsider : looks again at what is wanted, after the model has proved to be compiled
-    forwards : where they begin
-    sees_loss : whether the loss module is known
+    root_was_called : callable
+        Called with each call of a root, and whether it was that of a compiled graph.
     """
 
-    def __init__(self, observer: "Session", in_graph: bool = True) -> None:
-        super().__init__(observer)
-        self.taps = ForwardTaps(observer, in_graph)
-        self.resolve: Callable[[], None] = lambda: None
-        self.reconsider: Callable[[], None] = lambda: None
-        self.sees_loss = False
-        self.forwards = Forwards(observer)
+    def __init__(self, context: HookContext, backward: BackwardHooks, gradients: LayerGradientHooks) -> None:
+        self.context = context
+        self._backward = backward
+        self._gradients = gradients
+        self.root_was_called: Callable[[bool], None] = _ignore
         self._warned = False
 
-    # -- hooks ----------------------------------------------------------------------------------------------------
+    # -- roots ----------------------------------------------------------------------------------------------------
 
-    def root_entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the call of a root."""
-        observer = self._observer
-        if observer.blind or in_backward():
-            return
-        if observer.clock.depth == 0:
-            self.forwards.begin()
-        self.taps.settle(False)
-        if observer.clock.root_entered(module, observer.optimizers.in_closure):
-            if observer.clock.pass_name == TRAINING:
-                self.forwards.root_called()
-            self._observe_all("input_data", (args, kwargs) if kwargs else args)
+    def root_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the beginning of a root's call.
 
-    def compiled_root_entered(self, counts: bool) -> None:
-        """Take the call of a compiled root, told by the operator its hook left in the graph."""
-        observer = self._observer
-        if observer.blind or in_backward():
+        A recomputation in a backward counts only in a reentrant checkpoint around the root, whose first forward has no gradients.
+        """
+        context = self.context
+        if context.is_off:
             return
-        self.forwards.begin()
-        self.taps.settle(True)
-        observer.clock.compiled_root_entered(counts, observer.optimizers.in_closure)
-        self.forwards.root_called()
+        tracker, thread = context.tracker, get_ident()
+        if in_backward() and (tracker.latest is not None or not in_reentrant_checkpoint()):
+            return
+        self.root_was_called(False)
+        # the count includes this call
+        depth = count_running_calls(context.model.callable) - 1 if tracker.depth(thread) else None
+        self.forward_begins(thread, module.training, torch.is_grad_enabled(), depth)
+        if tracker.depth(thread) == 1 and (forward := tracker.recording(thread)) is not None:
+            self._record_all("input_data", leaves((args, kwargs) if kwargs else args), forward)
 
-    def root_left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Take the return of a root."""
-        observer = self._observer
-        if observer.blind or in_backward() or not observer.clock.root_left():
+    def forward_begins(
+        self, thread: int, training: bool, gradients: bool, depth: int | None = None, is_compiled: bool = False
+    ) -> None:
+        """Report the beginning of a forward to the tracker."""
+        context = self.context
+        tracker = context.tracker
+        if depth == 0 or not tracker.depth(thread):
+            self._report_cleared(training, gradients)
+        decisions = tracker.forward_begins(
+            thread, training, gradients, depth=depth, running=self._running(), is_compiled=is_compiled
+        )
+        if decisions:
+            context.apply(decisions)
+        if tracker.forwards_without_step == _MANY:
+            self.warn_of_missing_steps()
+
+    def warn_of_missing_steps(self) -> None:
+        """Warn once if there were many forwards in training, and no step."""
+        count = self.context.tracker.forwards_without_step
+        if count > _FEW and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d forwards in training without a step of an optimizer that owns parameters of the model: nothing is published. "
+                "If no optimizer of torch.optim updates the model, call exporter.step() after each step; if only a part of the model "
+                "was added, set the whole model with exporter.set_model()",
+                count,
+            )
+
+    def _report_cleared(self, training: bool, gradients: bool) -> None:
+        context = self.context
+        if context.tracker.counts(training, gradients) and context.parameters.gradients_cleared():
+            context.parameters.forget_gradients()
+            context.apply(context.tracker.gradients_cleared())
+
+    def _running(self) -> list[int]:
+        """Return the numbers of the optimizers that step on this thread."""
+        if self.context.tracker.state is not State.STEPPING:
+            return []
+        return [self.context.parameters.number(optimizer) for optimizer in running_optimizers()]
+
+    def root_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Handle the end of a root's call; `output` is ``None`` if the call has raised."""
+        context = self.context
+        if context.is_off or not context.tracker.depth(thread := get_ident()):
             return
-        self._observe_all("network_output", output)
+        if in_backward() and not in_reentrant_checkpoint():
+            return
+        if (forward := context.tracker.forward_ends(thread)) is None:
+            return
+        outputs = leaves(output)
+        self._record_all("network_output", outputs, forward)
         if torch.is_grad_enabled():
-            self.forwards.await_backward(leaves(output))
+            self._backward.arm(outputs, forward)
 
-    def _observe_all(self, kind: str, value: Any) -> None:
-        recorder, place = self._observer.recorder, self._observer.place(kind)
-        if recorder.wants(place):
-            for path, tensor in leaves(value):
-                recorder.receive(place, tensor, path)
+    def _record_all(self, kind: str, tensors: Leaves, forward: Forward) -> None:
+        recorder, site = self.context.recorder, self.context.sites(kind)
+        if recorder.wants(site):
+            for path, tensor in tensors:
+                recorder.receive(site, tensor, path, part=forward.part)
 
-    def module_called(self, places: ModulePlaces, module: nn.Module, args: Any, output: Any) -> None:
-        """Take one call of a module: look at what it received and returned, and arm the look at its gradient."""
-        observer = self._observer
-        recomputing = in_backward()
-        if observer.blind or not (recomputing or observer.clock.counts(module)):
+    # -- modules --------------------------------------------------------------------------------------------------
+
+    def module_called(self, sites: ModuleSites, module: nn.Module, args: Any, output: Any) -> None:
+        """Record what one call of a module receives and returns, and register hooks for the gradients of its outputs."""
+        context = self.context
+        if context.is_off:
+            return
+        tracker, thread = context.tracker, get_ident()
+        if tracker.depth(thread):
+            forward, is_recomputed = tracker.recording(thread), False
+        elif in_backward():
+            forward, is_recomputed = tracker.latest, True
+        else:
+            forward, is_recomputed = self.part_called(thread, module.training, output), False
+        if forward is None or context.recorder.rows is None:  # hooks stay registered between steps
             return
         outputs, sizes = leaves(output), batch_sizes(output)
-        if not recomputing and observer.clock.is_outside and not self.taps.is_compiled:
-            self.forwards.part_called(outputs)
-        if observer.recorder.rows is None:
-            return  # hooks stay on between steps
-        if not recomputing:
-            self._see_forward(places, args, outputs, sizes)
-        if places.gradients is not None:
-            for path, tensor in outputs:
-                if tensor.requires_grad:
-                    observer.backward.watch(places.gradients, tensor, path, None if path else sizes)
+        if not is_recomputed:
+            self._record_call(sites, args, outputs, sizes, forward.part)
+        if sites.gradients is not None:
+            self._gradients.watch(sites.gradients, outputs, sizes, forward)
 
-    def traced_module_called(self) -> None:
-        """Take a call in a compiled graph, which may be of a part, or of a method that calls the parts."""
-        if self._observer.clock.is_outside and not self.taps.is_compiled:
-            self.forwards.part_called([])
+    def part_called(self, thread: int, training: bool, output: Any = None) -> Forward | None:
+        """Handle the call of a module outside any root; return the forward that it belongs to."""
+        context = self.context
+        tracker, gradients = context.tracker, torch.is_grad_enabled()
+        if context.model.is_compiled:
+            return tracker.last_forward(thread)
+        if tracker.is_rootless:
+            self._report_cleared(training, gradients)
+        forward, decisions = tracker.part_called(thread, training, gradients, self._running())
+        if decisions:
+            context.apply(decisions)
+        if forward is not None and gradients:
+            self._backward.arm(leaves(output), forward)
+        return forward
 
-    def _see_forward(self, places: ModulePlaces, args: Any, outputs: Leaves, sizes: Tensor | None) -> None:
-        receive = self._observer.recorder.receive
-        if places.inputs is not None:
+    def _record_call(self, sites: ModuleSites, args: Any, outputs: Leaves, sizes: Tensor | None, part: int) -> None:
+        receive = self.context.recorder.receive
+        if sites.inputs is not None:
             for path, tensor in received(args, outputs):
-                receive(places.inputs, tensor, path)
-        if places.activations is not None:
+                receive(sites.inputs, tensor, path, part=part)
+        if sites.activations is not None:
             for path, tensor in outputs:
-                receive(places.activations, tensor if path else with_batch_sizes(tensor, sizes), path)
+                receive(sites.activations, tensor if path else with_batch_sizes(tensor, sizes), path, part=part)
+
+    # -- the loss -------------------------------------------------------------------------------------------------
 
     def loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Take one call of the loss module."""
-        observer = self._observer
-        if observer.blind or in_backward() or not observer.clock.counting or not isinstance(output, Tensor):
+        """Record what one call of the loss module receives and returns."""
+        context = self.context
+        if context.is_off or in_backward() or not isinstance(output, Tensor):
+            return
+        if (forward := context.tracker.last_forward(get_ident())) is None:
             return
         given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         seen = dict(zip(("network_output", "input_labels"), given, strict=False))
         seen = {kind: tensor.detach() for kind, tensor in {**seen, "loss": output}.items()}
-        recorder, labels = observer.recorder, seen.get("input_labels")
+        recorder, labels, part = context.recorder, seen.get("input_labels"), forward.part
         if labels is not None:
-            recorder.receive(observer.place("input_labels"), labels, "")
-        if recorder.wants(loss := observer.place("loss")):
-            weight = _label_count(labels, module) if output.numel() == 1 else None
-            recorder.receive(loss, output, "", weight)
-        recorder.receive_together(seen)
-
-    def warn_of_missing_loss(self) -> None:
-        """Say once that a subscriber waits for a loss nobody showed us."""
-        plan = self._observer.recorder.plan
-        if not self._warned and not self.sees_loss and (plan.together or plan.kinds & {"loss", "input_labels"}):
-            self._warned = True
-            log.warning(
-                "a subscriber wants the loss or the labels; tell the exporter where they are with set_loss(loss_module)"
-            )
-
-
-def _label_count(labels: Tensor | None, loss: nn.Module) -> int | Tensor:
-    """Return how many labels a mean loss is the mean of; on a device the count stays there."""
-    if labels is None:
-        return 1
-    ignored = getattr(loss, "ignore_index", None)
-    if ignored is None or labels.is_floating_point():
-        return labels.numel()
-    count = torch.count_nonzero(labels != ignored)
-    return int(count.item()) if count.device.type == "cpu" else count
+            recorder.receive(context.sites("input_labels"), labels, "", part=part)
+        if recorder.wants(loss := context.sites("loss")):
+            weight = loss_weight(module, output, seen.get("network_output"), labels)
+            recorder.receive(loss, output, "", weight, part=part)
+        recorder.receive_together(seen, part=part)

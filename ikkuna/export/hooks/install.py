@@ -1,106 +1,79 @@
-"""The hooks an exporter has on the user's objects, and the modules they were put there for."""
+"""Registers the few hooks that stay while an exporter is open."""
 
-import logging
-from collections.abc import Callable
+import os
+import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ikkuna.errors import ConfigError
-from ikkuna.export.hooks.hook import Undo, tap_loss, tap_optimizers, tap_root
-from ikkuna.export.model.roots import Root, Roots
-from ikkuna.export.session import Session
-from ikkuna.modules import class_name, unwrap
+from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.forward import ForwardHooks
+from ikkuna.export.hooks.hook import Hook, Remove, remove_all
+from ikkuna.export.hooks.in_graph import GraphSwitch, RootBeginsHook, RootEndsHook
+from ikkuna.export.hooks.optimizers import OptimizerHooks
 
-__all__ = ["Attachment"]
-
-log = logging.getLogger("ikkuna")
+__all__ = ["PermanentHooks", "pause_after_fork"]
 
 
-class Attachment:
-    """Puts the few hooks that stay on modules, and takes them off.
+class PermanentHooks:
+    """Two hooks on each root, one on the loss module, and two for all optimizers of the process.
 
     Parameters
     ----------
-    observer : who hears the hooks
-    roots : the modules that were added
-    taken : says which names other exporters of the bus use
+    forward : ForwardHooks
+        Handles the calls of roots and of the loss.
+    optimizers : OptimizerHooks
+        Handles the steps of optimizers.
+    switch : GraphSwitch, optional
+        What hooks in a compiled graph read.
     """
 
-    def __init__(self, observer: Session, roots: Roots, taken: Callable[[], frozenset[str]]) -> None:
-        self.observer = observer
-        self.roots = roots
-        self.loss: nn.Module | None = None
-        self._taken = taken
-        self._undo: list[Undo] = []
-        observer.model.resolve = self.resolve
-        observer.model.reconsider = self.demand_changed
+    def __init__(self, forward: ForwardHooks, optimizers: OptimizerHooks, switch: GraphSwitch | None) -> None:
+        self._forward = forward
+        self._optimizers = optimizers
+        self._switch = switch
+        self._remove: list[Remove] = []
 
-    def add(self, root: Root) -> None:
-        """Look at one more root."""
-        if root.module in self.roots:
-            log.info("%s is looked at already", class_name(root.module))
-        else:
-            self.look_at((*self.roots.all, root))
-
-    def set_model(self, model: nn.Module) -> None:
-        """Take `model` as the whole network."""
-        model, known = unwrap(model), self.roots.model
-        if known is not None and known is not model:
-            raise ConfigError(
-                f"the model is a {class_name(known)} already; close() this exporter and make another for a second one"
-            )
-        self.roots.model = model
-        self.look_at(self.roots.all or (Root(model),))
-
-    def the_model(self) -> nn.Module:
-        """Return the module that is the whole network, to be called."""
-        if (model := self.roots.whole) is None:
-            count = len(self.roots.all)
-            raise ConfigError(f"evaluate() needs one model, {count} were added; tell which it is with set_model()")
-        return model
-
-    def set_loss(self, loss: nn.Module) -> None:
-        """Take `loss` as the module that computes the loss."""
-        self.loss = loss
-        self.observer.model.sees_loss = True
-        self.install()
-
-    def look_at(self, roots: tuple[Root, ...]) -> None:
-        """Look at what is below `roots`, and at nothing else."""
-        modules = self.roots.resolve(roots, self._taken())
-        self.roots.all = roots
-        self.observer.model.taps.remove(everything=True)
-        self.observer.model.taps.modules = modules
-        self.observer.model.taps.roots = self.roots.callable
-        self.observer.parameters.track(modules)
-        self.install()
-        self.demand_changed()
-
-    def demand_changed(self) -> None:
-        """Take a change of what subscribers want."""
-        if self.observer.demand_changed():
-            log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
-            torch.compiler.reset()
-
-    def resolve(self) -> None:
-        """Look again, in case the user has put other modules in the place of those known."""
-        found = {id(named.module) for named in self.roots.resolve(self.roots.all)}
-        if found != {id(named.module) for named in self.observer.model.taps.modules}:
-            log.info("modules were replaced; the new ones are looked at")
-            self.look_at(self.roots.all)
-
-    def install(self) -> None:
-        """Put the hooks on that stay: two on each root, one on the loss, two for all optimizers."""
+    def install(self, roots: Iterable[nn.Module], loss: nn.Module | None) -> None:
+        """Register the hooks, in place of those registered before."""
         self.remove()
-        for root in self.observer.model.taps.roots:
-            self._undo.append(tap_root(root, self.observer.model, self.observer.model.taps.switch))
-        if self.loss is not None:
-            self._undo.append(tap_loss(self.loss, self.observer.model))
-        self._undo.append(tap_optimizers(self.observer.optimizers))
+        for root in roots:
+            begins = RootBeginsHook(self._forward, ForwardHooks.root_begins, self._switch)
+            ends = RootEndsHook(self._forward, ForwardHooks.root_ends, self._switch)
+            handles = (
+                root.register_forward_pre_hook(begins, with_kwargs=True),
+                root.register_forward_hook(ends, always_call=True),
+            )
+            self._remove.append(remove_all(handles))
+        if loss is not None:
+            hook = Hook(self._forward, ForwardHooks.loss_called)
+            self._remove.append(remove_all([loss.register_forward_hook(hook, with_kwargs=True)]))
+        self._remove.append(_install_for_optimizers(self._optimizers))
 
     def remove(self) -> None:
-        """Take them off."""
-        undo, self._undo = self._undo, []
-        for remove in undo:
-            remove()
+        """Remove the hooks."""
+        remove, self._remove = self._remove, []
+        for each in remove:
+            each()
+
+
+def _install_for_optimizers(optimizers: OptimizerHooks) -> Remove:
+    """Register hooks before and after the step of any optimizer; they are removed when `optimizers` dies."""
+    # a compiled step() must not trace into the hooks
+    begins = torch.compiler.disable(Hook(optimizers, OptimizerHooks.optimizer_begins))
+    ends = torch.compiler.disable(Hook(optimizers, OptimizerHooks.optimizer_ends))
+    handles = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
+    return weakref.finalize(optimizers, remove_all(handles))
+
+
+def pause_after_fork(context: HookContext) -> None:
+    """Suspend recording in a forked child, where a data loader may call the model."""
+    reference = weakref.ref(context)
+
+    def pause() -> None:
+        if (alive := reference()) is not None:
+            alive.is_paused = True
+
+    os.register_at_fork(after_in_child=pause)

@@ -1,55 +1,54 @@
-"""Hears what each backward pass adds to the gradients of parameters."""
+"""Observes what each backward adds to the gradients of parameters."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
-from ikkuna.export.hooks.hook import Undo, tap_gradient
-from ikkuna.export.hooks.hook_owner import HookOwner
+from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.hook import Hook
+from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.rows.site import Site
-from ikkuna.export.steps.step_tracker import TRAINING
+from ikkuna.export.steps.step_tracker import MICRO_PART
 
-if TYPE_CHECKING:
-    from ikkuna.export.session import Session
-
-__all__ = ["GradientWatch"]
+__all__ = ["MicroGradientHooks"]
 
 
-class GradientWatch(HookOwner):
-    """Looks at the gradients of one micro-batch, before they are added to those of the others.
+class MicroGradientHooks:
+    """Records the gradients of one micro-batch, before autograd adds them to those of the others.
 
-    They are as autograd computed them: scaled as the loss was, not clipped, of this process alone.
+    They are as autograd has computed them: scaled like the loss, not clipped, and of this process alone.
 
     Parameters
     ----------
-    observer : who keeps the step
+    context : HookContext
     """
 
-    def __init__(self, observer: "Session") -> None:
-        super().__init__(observer)
-        self._undo: list[Undo] = []
+    def __init__(self, context: HookContext) -> None:
+        self.context = context
+        self._hooked: list[tuple[Any, Any]] = []  # nodes and handles; a node has hooks only as long as it lives
 
     def step_opened(self) -> None:
-        """Look at the parameters whose gradients somebody wants."""
-        observer = self._observer
-        if not observer.recorder.plan.micro_gradients:
+        """Register hooks for the parameters whose micro-batch gradients a subscriber wants."""
+        context = self.context
+        if not context.recorder.plan.micro_gradients:
             return
-        for named in observer.parameters.all:
-            kind = "bias_micro_gradients" if named.is_bias else "weight_micro_gradients"
-            place = observer.place(kind, named.module)
-            if not (named.parameter.requires_grad and observer.recorder.wants(place)):
+        for named in context.parameters.all:
+            site = context.sites("bias_micro_gradients" if named.is_bias else "weight_micro_gradients", named.module)
+            if not (named.parameter.requires_grad and context.recorder.wants(site)):
                 continue
-            if (node := observer.parameters.node(named.parameter)) is not None:
-                self._undo.append(tap_gradient(node, self, place, named.path))
+            # a hook on the parameter itself would also report gradients that are only returned to the user
+            if (node := context.parameters.accumulate_node(named.parameter)) is not None:
+                hook = Hook(self, MicroGradientHooks.gradient_computed, site, named.path)
+                self._hooked.append((node, node.register_prehook(hook)))
 
-    def gradient_comes(self, place: Site, path: str, grads: tuple[Tensor | None, ...]) -> None:
-        """Take a gradient that is about to be added."""
-        observer = self._observer
-        if grads[0] is not None and observer.clock.pass_name == TRAINING and not observer.blind:
-            observer.recorder.receive(place, grads[0], path)
+    def gradient_computed(self, site: Site, path: str, grads: tuple[Tensor | None, ...]) -> None:
+        """Record a gradient that is about to be added."""
+        context = self.context
+        if grads[0] is not None and context.tracker.pass_name == TRAINING and not context.is_off:
+            context.recorder.receive(site, grads[0], path, part=MICRO_PART)
 
-    def step_closed(self) -> None:
-        """Look no more."""
-        undo, self._undo = self._undo, []
-        for remove in undo:
-            remove()
+    def step_ended(self) -> None:
+        """Remove the hooks."""
+        hooked, self._hooked = self._hooked, []
+        for _, handle in hooked:
+            handle.remove()

@@ -1,4 +1,4 @@
-"""Find the tensors in whatever a module returns or receives."""
+"""Finds the tensors in what a module returns or receives."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Leaves", "batch_sizes", "detached", "leaves", "with_batch_sizes"]
+__all__ = ["Leaves", "batch_sizes", "detached", "leaves", "received", "with_batch_sizes"]
 
 _DEPTH = 8
 
@@ -15,10 +15,10 @@ Leaves = list[tuple[str, Tensor]]
 
 
 def leaves(value: Any) -> Leaves:
-    """Return each tensor in a nest of tuples, lists, mappings and dataclasses once, with its path.
+    """Return each tensor in nested tuples, lists, mappings and dataclasses once, with its path.
 
-    The path joins positions, keys and field names with dots.  One made of zeros alone is the first of a tuple, and empty:
-    what a module returns first goes under the module's own name.
+    The path joins positions, keys and field names with dots.  The path of the first tensor of (nested) tuples is empty,
+    because the first output of a module has the module's own name.
 
     Examples
     --------
@@ -35,7 +35,7 @@ def leaves(value: Any) -> Leaves:
 
 
 def _walk(value: Any, path: str, is_first: bool, depth: int, found: Leaves) -> None:
-    """Append to `found`; plain calls and lists, which a tracer follows where it would not follow a generator."""
+    """Append to `found`.  The compiler traces plain calls and lists, but not generators."""
     if isinstance(value, PackedSequence):
         value = value.data
     if isinstance(value, Tensor):
@@ -58,7 +58,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def batch_sizes(value: Any) -> Tensor | None:
-    """Return how many sequences there are at each timestep, if what a module returns (first) is a packed sequence.
+    """Return the number of sequences at each timestep if the first output of a module is a packed sequence.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def batch_sizes(value: Any) -> Tensor | None:
 
 
 def with_batch_sizes(tensor: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return the data of a packed sequence with its `sizes` as an attribute: without them its rows tell nothing of time."""
+    """Return the data of a packed sequence with its `sizes` as the attribute ``batch_sizes``, which locates timesteps."""
     if sizes is not None:
         tensor = tensor.detach()
         tensor.batch_sizes = sizes  # type: ignore[attr-defined]
@@ -83,5 +83,10 @@ def with_batch_sizes(tensor: Tensor, sizes: Tensor | None) -> Tensor:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor apart from its graph, with its batch sizes if it has some."""
+    """Return a tensor without its graph, with its batch sizes if it has some."""
     return with_batch_sizes(tensor.detach(), getattr(tensor, "batch_sizes", None))
+
+
+def received(args: Any, outputs: Leaves) -> Leaves:
+    """Return the tensors that a module was called with, without those that it has overwritten with its outputs."""
+    return [(path, tensor) for path, tensor in leaves(args) if not any(tensor is output for _, output in outputs)]

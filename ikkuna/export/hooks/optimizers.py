@@ -1,162 +1,203 @@
-"""Hears the hooks of optimizers: weights, gradients, updates."""
+"""Observes parameters around the steps of optimizers: weights, gradients, updates, optimizer states and learning rates."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import distribute_like, is_distributed, local_tensor
-from ikkuna.export.hooks.hook_owner import HookOwner
+from ikkuna.export.hooks.call_stack import running_optimizers
+from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.rows.site import Site
+from ikkuna.export.steps.step_tracker import State
 from ikkuna.modules import NamedParameter
 
-if TYPE_CHECKING:
-    from ikkuna.export.session import Session
-
-__all__ = ["OptimizerWatch"]
+__all__ = ["OptimizerHooks"]
 
 
-class OptimizerWatch(HookOwner):
-    """Looks at parameters around the step of their optimizer.
+class OptimizerHooks:
+    """Reports steps of optimizers to the tracker, and records what they read and write.
 
-    Weights are seen before the step, as the forward used them.
-    Gradients are seen as the optimizer gets them: accumulated, unscaled, clipped, reduced.
-    With a closure they are seen after the step, since before it they are those of the step before.
-    An update is the difference of the weights around ``step()``, so nothing a user does between steps is part of it.
+    Weights are recorded before the step, as the forward has used them.  Gradients are recorded as the optimizer receives them:
+    accumulated, unscaled, clipped and reduced; with a closure after the step, which has computed them.
+    An update is the difference of the weights around the step, without what the user changes between steps.
+    If several optimizers step with one parameter, its update is the sum of theirs.
 
     Parameters
     ----------
-    observer : who keeps the step
+    context : HookContext
 
     Attributes
     ----------
-    rates : learning rates of the open step, by the name or the number of the parameter group; of two that share a name,
-        the second is numbered, as modules are: ``decay``, ``decay_1``
-    in_closure : whether an optimizer is stepping that evaluates the model itself
-    skipped_updates : updates that went unseen because there was no memory for a copy
+    rates : dict
+        Learning rates of the open step by the name or number of the parameter group; if two groups share a name,
+        the second one is numbered: ``decay``, ``decay_1``.
+    wants_rates : bool
+        Whether a subscriber wants the learning rates.
+    began : list of callable
+        Called with each optimizer whose step counts.
+    skipped_updates : int
+        Number of updates that were not recorded because there was no memory for a copy of the weights.
     """
 
-    def __init__(self, observer: "Session") -> None:
-        super().__init__(observer)
+    def __init__(self, context: HookContext) -> None:
+        self.context = context
         self.rates: dict[str, Any] = {}
-        self.in_closure = False
+        self.wants_rates = False
         self.skipped_updates = 0
-        self._before: list[tuple[Site, NamedParameter, Tensor]] = []
+        self.began: list[Callable[[Optimizer], None]] = []
+        self._before: dict[int, tuple[Site, NamedParameter, Tensor]] = {}
+        self._recorded: set[tuple[str, int]] = set()
         self._by_hand = False
 
-    def optimizer_starts(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the moment before an optimizer's step."""
-        observer = self._observer
-        was_open = observer.clock.is_open
-        observer.parameters.find_shards(optimizer)
-        if observer.blind or not observer.clock.optimizer_starts(optimizer):
-            return
-        if observer.bus.is_wanted("batch_finished"):
-            self._see_rates(optimizer)
-        self.in_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
-        if not (was_open or observer.model.taps.is_compiled):
-            observer.model.forwards.step_opened_late(self.in_closure)
-        if not observer.recorder.plan.parameters:
-            return
-        owned = observer.parameters.of(optimizer)
-        self._see_weights(owned)
-        if observer.clock.first_optimizer:
-            self._see_weights(observer.parameters.orphans())
-        if not self.in_closure:
-            self._see_gradients(owned, getattr(optimizer, "grad_scale", None))
-        self._copy(owned)
+    # -- hooks ----------------------------------------------------------------------------------------------------
 
-    def optimizer_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the moment after an optimizer's step."""
-        observer = self._observer
-        if observer.blind or not observer.clock.optimizer_ended(optimizer):
+    def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the beginning of an optimizer's step."""
+        context = self.context
+        if context.is_off:
             return
-        if observer.recorder.plan.parameters and self.in_closure:
-            self._see_gradients(observer.parameters.of(optimizer))
-        self._see_updates()
-        self._see_states(optimizer)
-        if observer.recorder.rows is not None:
-            observer.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
-        self.in_closure = False
-        observer.clock.close_if_complete()
+        parameters, tracker = context.parameters, context.tracker
+        owned = parameters.owned_ids(optimizer)
+        if not owned:
+            return
+        number = parameters.number(optimizer)
+        closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+        outer = [parameters.number(other) for other in running_optimizers()[1:]]
+        context.apply(tracker.optimizer_begins(number, owned, closure=closure, running=outer))
+        if not tracker.is_stepping(number):
+            return
+        for call in self.began:
+            call(optimizer)
+        if self.wants_rates:
+            self._note_rates(optimizer)
+        if not context.recorder.plan.parameters:
+            return
+        observed = parameters.of(optimizer)
+        self._record_weights(parameters.all if len(self._recorded) == 0 else observed)
+        if not closure:
+            self._record_gradients(observed, getattr(optimizer, "grad_scale", None))
+        self._copy(observed)
+
+    def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the end of an optimizer's step."""
+        context = self.context
+        if context.is_off:
+            return
+        parameters, tracker = context.parameters, context.tracker
+        number = parameters.number(optimizer)
+        if not tracker.is_stepping(number):
+            if parameters.owned_ids(optimizer):
+                context.apply(tracker.optimizer_ends(number))
+            return
+        if context.recorder.plan.parameters:
+            observed = parameters.of(optimizer)
+            if tracker.in_closure:
+                self._record_gradients(observed)
+            self._record_updates([named for named in observed if not parameters.is_shared(named)])
+            self._record_states(optimizer, observed)
+        if context.recorder.rows is not None:
+            context.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
+        owners = parameters.owners(optimizer)
+        context.apply(tracker.optimizer_ends(number, owners.numbers, owners.covered))
 
     def step_by_hand(self) -> None:
-        """Take the end of a step that no optimizer makes: from the second one on everything is known as with an optimizer."""
-        if self._observer.clock.is_open:
-            self._see_gradients(self._observer.parameters.all)
-            self._see_updates()
+        """Handle the end of a step that no optimizer makes; weights and updates are recorded from the second one on."""
+        context = self.context
+        if context.tracker.state is not State.IDLE:
+            self._record_gradients(context.parameters.all)
+            self._record_updates(context.parameters.all)
         self._by_hand = True
-        self._observer.clock.close()
+        context.apply(context.tracker.step_by_hand())
+
+    # -- steps ----------------------------------------------------------------------------------------------------
 
     def step_opened(self) -> None:
-        """Look at the weights now, if no optimizer will tell when they change."""
-        if self._by_hand and self._observer.recorder.plan.parameters:
-            self._see_weights(self._observer.parameters.all)
-            self._copy(self._observer.parameters.all)
+        """Record the weights now if no optimizer will report when they change."""
+        if self._by_hand and self.context.recorder.plan.parameters:
+            self._record_weights(self.context.parameters.all)
+            self._copy(self.context.parameters.all)
 
-    def step_closed(self) -> None:
-        """Forget what the step left."""
-        self._before = []
+    def before_close(self) -> None:
+        """Record the updates of parameters that several optimizers own."""
+        self._record_updates([named for _, named, _ in self._before.values()])
+
+    def step_ended(self) -> None:
+        """Forget everything about the step."""
+        self._before = {}
+        self._recorded.clear()
         self.rates = {}
 
-    def _see_rates(self, optimizer: Optimizer) -> None:
-        """Note the learning rates this step is made with, before a scheduler changes them; a rate on a device stays there."""
+    # -- measurements ---------------------------------------------------------------------------------------------
+
+    def _note_rates(self, optimizer: Optimizer) -> None:
+        """Note the learning rates before a scheduler changes them; a rate on an accelerator stays there."""
         for group in optimizer.param_groups:
             rate = group.get("lr")
-            name = str(group.get("name", len(self.rates)))
-            self.rates[_free(name, self.rates)] = rate.detach().clone() if isinstance(rate, Tensor) else rate
+            name = _unused(str(group.get("name", len(self.rates))), self.rates)
+            self.rates[name] = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
-    def _see_weights(self, parameters: Iterable[NamedParameter]) -> None:
-        for place, named in self._wanted("weights", "biases", parameters):
-            self._observer.recorder.receive(place, named.parameter, named.path)
+    def _record_weights(self, parameters: Iterable[NamedParameter]) -> None:
+        for site, named in self._wanted("weights", "biases", parameters):
+            self.context.recorder.receive(site, named.parameter, named.path)
 
-    def _see_gradients(self, parameters: Iterable[NamedParameter], scale: Tensor | None = None) -> None:
-        for place, named in self._wanted("weight_gradients", "bias_gradients", parameters):
+    def _record_gradients(self, parameters: Iterable[NamedParameter], scale: Tensor | None = None) -> None:
+        for site, named in self._wanted("weight_gradients", "bias_gradients", parameters):
             if (grad := named.parameter.grad) is not None:
                 if scale is not None:
                     grad = distribute_like(local_tensor(grad) / scale, grad)
-                self._observer.recorder.receive(place, grad, named.path)
+                self.context.recorder.receive(site, grad, named.path)
 
-    def _see_updates(self) -> None:
-        before, self._before = self._before, []
-        recorder = self._observer.recorder
-        for place, named, copy in before:
+    def _record_updates(self, parameters: Iterable[NamedParameter]) -> None:
+        recorder = self.context.recorder
+        for named in parameters:
+            if (found := self._before.pop(id(named.parameter), None)) is None:
+                continue
+            site, _, before = found
             if is_distributed(named.parameter):
                 after = local_tensor(named.parameter.detach())
-                recorder.receive(place, distribute_like(torch.sub(after, copy, out=copy), named.parameter), named.path)
+                wide = torch.promote_types(after.dtype, torch.float32)
+                difference = distribute_like(after.to(wide) - before.to(wide), named.parameter)
+                recorder.receive(site, difference, named.path)
             else:
-                recorder.receive_difference(place, named.parameter, copy, named.path)
+                recorder.receive_difference(site, named.parameter, before, named.path)
 
-    def _see_states(self, optimizer: Optimizer) -> None:
-        for kind in self._observer.recorder.plan.states:
+    def _record_states(self, optimizer: Optimizer, parameters: Iterable[NamedParameter]) -> None:
+        for kind in self.context.recorder.plan.states:
             is_bias, field = kind.startswith("bias"), kind.split("_state_", 1)[1]
-            for named in self._observer.parameters.of(optimizer):
+            for named in parameters:
                 value = optimizer.state.get(named.parameter, {}).get(field) if named.is_bias == is_bias else None
                 if isinstance(value, Tensor):
-                    self._observer.recorder.receive(self._observer.place(kind, named.module), value, named.path)
+                    self.context.recorder.receive(self.context.sites(kind, named.module), value, named.path)
 
     def _copy(self, parameters: Iterable[NamedParameter]) -> None:
-        for place, named in self._wanted("weight_updates", "bias_updates", parameters):
+        for site, named in self._wanted("weight_updates", "bias_updates", parameters):
             if not named.parameter.requires_grad:
                 continue
             try:
-                self._before.append((place, named, local_tensor(named.parameter.detach()).clone()))
-            except RuntimeError:  # no memory: the update goes unseen, training goes on
+                copy = local_tensor(named.parameter.detach()).clone()
+            except RuntimeError:  # out of memory: the update is not recorded, and training goes on
                 self.skipped_updates += 1
+            else:
+                self._before[id(named.parameter)] = site, named, copy
 
     def _wanted(
         self, weights: str, biases: str, parameters: Iterable[NamedParameter]
     ) -> Iterator[tuple[Site, NamedParameter]]:
+        """Yield the parameters of which a kind is wanted and was not recorded in this step."""
         for named in parameters:
-            place = self._observer.place(biases if named.is_bias else weights, named.module)
-            if self._observer.recorder.wants(place):
-                yield place, named
+            kind = biases if named.is_bias else weights
+            site = self.context.sites(kind, named.module)
+            key = kind, id(named.parameter)
+            if key not in self._recorded and self.context.recorder.wants(site):
+                self._recorded.add(key)
+                yield site, named
 
 
-def _free(name: str, taken: Iterable[str]) -> str:
-    """Return `name`, or with the first number behind it that makes it one of its own."""
+def _unused(name: str, taken: Iterable[str]) -> str:
+    """Return `name`, with the first number behind it that makes it differ from those `taken`."""
     numbered = (f"{name}_{i}" for i in count(1))
     return name if name not in taken else next(free for free in numbered if free not in taken)

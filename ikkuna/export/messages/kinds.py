@@ -10,6 +10,7 @@ __all__ = [
     "NETWORK_KINDS",
     "PARAMETER_KINDS",
     "STATE_PREFIXES",
+    "UNCLIPPED_KINDS",
     "is_built_in",
     "is_of_module",
 ]
@@ -17,8 +18,14 @@ __all__ = [
 FORWARD_KINDS = ("layer_inputs", "activations", "layer_gradients")
 """Recorded when a module is called: its inputs, its outputs, and the gradient of the loss with respect to its outputs."""
 
-PARAMETER_KINDS = ("weights", "weight_gradients", "weight_updates", "biases", "bias_gradients", "bias_updates")
-"""Recorded at the optimizer's step."""
+UNCLIPPED_KINDS = ("weight_gradients_unclipped", "bias_gradients_unclipped")
+"""Recorded at the end of a backward: the gradients before the training loop clips them."""
+
+PARAMETER_KINDS = (
+    *("weights", "weight_gradients", "weight_updates", "biases", "bias_gradients", "bias_updates"),
+    *UNCLIPPED_KINDS,
+)
+"""Recorded of each parameter once a step; all but the unclipped gradients at the optimizer's step."""
 
 MICRO_KINDS = ("weight_micro_gradients", "bias_micro_gradients")
 """Recorded in each backward pass: what it adds to the gradient of a parameter."""

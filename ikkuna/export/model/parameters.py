@@ -1,109 +1,284 @@
-"""The parameters that are looked at, and which optimizer owns which."""
+"""The parameters of the observed model, their gradients, and the optimizers that own them."""
 
+import gc
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ikkuna.distributed.dtensor import is_distributed
+from ikkuna.distributed.dtensor import holds_gradients, is_distributed
 from ikkuna.modules import NamedModule, NamedParameter, parameters_of
 
-__all__ = ["TrackedParameters"]
+__all__ = ["Backward", "GradientState", "TrackedParameters"]
 
 log = logging.getLogger("ikkuna")
 
+_SENTINELS = 8
+_AUTOGRAD_KEYS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")
+)
+
+GradientState = dict[int, tuple[int, int] | None]
+"""Identity and version of the gradient of each parameter, by the parameter's id; ``None`` without a gradient."""
+
+
+class Backward(Enum):
+    """What a running backward does with the parameters."""
+
+    ACCUMULATES = "it adds to their gradients"
+    CAPTURES = "torch.autograd.grad returns their gradients"
+    CHECKPOINTED = "a reentrant checkpoint in it starts a backward of its own, which may reach them"
+    PASSES_BY = "it does not reach them"
+
+
+@dataclass(frozen=True, slots=True)
+class _Owners:
+    """The living optimizers that own parameters of a model.
+
+    Parameters
+    ----------
+    known : int
+        Number of optimizers that were looked at.
+    numbers : frozenset of int
+        The owners.
+    shared : frozenset of int
+        Ids of the parameters that several of them own.
+    covered : bool
+        Whether they own everything that can be trained.
+    """
+
+    known: int
+    numbers: frozenset[int]
+    shared: frozenset[int]
+    covered: bool
+
 
 class TrackedParameters:
-    """Parameters of the modules that are looked at, resolved by identity.
+    """The parameters of a model, found by identity.
 
-    Optimizers are found by the tensors in their groups, never told; the answer is kept as long as the groups keep their size.
+    Optimizers are found by the tensors in their parameter groups.  If nothing in the model can be trained, every optimizer
+    counts as an owner: the model is then a frozen part of something that is trained.
+
+    Attributes
+    ----------
+    all : tuple of NamedParameter
+        The parameters of the observed modules.
     """
 
     def __init__(self) -> None:
         self.all: tuple[NamedParameter, ...] = ()
         self._modules: tuple[NamedModule, ...] = ()
+        self._roots: tuple[nn.Module, ...] = ()
+        self._holders: list[nn.Module] = []
         self._by_id: dict[int, NamedParameter] = {}
-        self._nodes: dict[int, tuple[torch.dtype, torch.device, Any]] = {}
-        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, tuple[NamedParameter, ...]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._of_model: dict[int, nn.Parameter] = {}
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._next = count(1)
+        self._has_searched = False
+        self._has_stepped: set[int] = set()
+        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+        self._owners: _Owners | None = None
+        self._noted: GradientState | None = None
+        self._gradients_are_held = False
 
-    def track(self, modules: Iterable[NamedModule]) -> None:
-        """Look at the parameters of these modules, and no others."""
-        self._modules = tuple(modules)
+    # -- which parameters -----------------------------------------------------------------------------------------
+
+    def track(self, modules: Iterable[NamedModule], roots: Iterable[nn.Module]) -> None:
+        """Track the parameters of `roots`, and observe those of `modules`."""
+        self._modules, self._roots = tuple(modules), tuple(roots)
         self.all = parameters_of(self._modules)
         self._by_id = {id(named.parameter): named for named in self.all}
+        self._holders = list({id(m): m for root in self._roots for m in root.modules()}.values())
+        self._of_model = {id(p): p for p in (*self._held(), *(named.parameter for named in self.all))}
         self._owned.clear()
-        self._nodes.clear()
-        for named in self.all:
-            if named.parameter.requires_grad:
-                self.node(named.parameter)  # now, since a compiled graph's operators cannot ask for it
+        self._owners = self._noted = None
+
+    def _held(self) -> list[nn.Parameter]:
+        return [p for module in self._holders for p in module._parameters.values() if p is not None]
 
     def refresh(self) -> None:
-        """Find the parameters again if the user has put others in their place, as ``load_state_dict(assign=True)`` does."""
-        held = [p for named in self._modules for p in named.module._parameters.values() if p is not None]
-        unknown = [p for p in held if id(p) not in self._by_id]
+        """Find the parameters again if the user has replaced some, as ``load_state_dict(assign=True)`` does."""
+        unknown = [p for p in self._held() if id(p) not in self._of_model]
         if not unknown:
             return
-        if any(is_distributed(named.parameter) for named in self.all) and not any(map(is_distributed, unknown)):
-            return  # FSDP has put shards that are known together for a forward
-        log.info("parameters were replaced; the new ones are looked at")
-        self.track(self._modules)
+        if any(map(is_distributed, self._of_model.values())) and not any(map(is_distributed, unknown)):
+            return  # FSDP has gathered the sharded parameters for a forward
+        log.info("parameters were replaced; the new ones are observed")
+        self.track(self._modules, self._roots)
 
-    def find_shards(self, optimizer: Optimizer) -> None:
-        """Look again before the step of an optimizer that owns shards, of which none is known: models can be sharded at any time."""
-        if not self.of(optimizer) and any(
-            is_distributed(p) for group in optimizer.param_groups for p in group["params"]
-        ):
-            self.refresh()
+    def _trainable(self) -> Iterator[nn.Parameter]:
+        return (p for p in self._of_model.values() if p.requires_grad)
 
-    def any_has_gradient(self) -> bool:
-        """Whether a gradient is waiting for an optimizer."""
-        return any(named.parameter.grad is not None for named in self.all)
+    # -- optimizers -----------------------------------------------------------------------------------------------
 
-    def any_reached_by_backward(self) -> bool:
-        """Whether the backward that runs now accumulates into one of them; call it from a hook on a gradient."""
-        nodes = (self.node(named.parameter) for named in self.all if named.parameter.requires_grad)
-        return any(node is None or torch._C._will_engine_execute_node(node) for node in nodes)
+    def number(self, optimizer: Optimizer) -> int:
+        """Return a number that identifies an optimizer as long as it lives."""
+        if (number := self._numbers.get(optimizer)) is None:
+            number = self._numbers[optimizer] = next(self._next)
+            self._owners = None
+        return number
 
-    def node(self, parameter: torch.nn.Parameter) -> Any:
-        """Return the node of autograd that adds to a parameter's gradient.
-
-        ``None`` where it cannot be had, inside an operator, and for a shard: autograd adds to what FSDP puts together of it.
-        """
-        if is_distributed(parameter):
-            return None
-        dtype, device = parameter.dtype, parameter.device
-        known = self._nodes.get(id(parameter))
-        if known is not None and known[:2] == (dtype, device):  # another dtype or device has another node
-            return known[2]
-        node = None
-        if not torch.nn.parameter.is_lazy(parameter):
-            with torch.enable_grad():
-                function = parameter.view_as(parameter).grad_fn
-            if function is not None:
-                node = function.next_functions[0][0]
-                self._nodes[id(parameter)] = dtype, device, node
-        return node
-
-    def of(self, optimizer: Optimizer) -> tuple[NamedParameter, ...]:
-        """Return the tracked parameters that an optimizer owns."""
+    def owned_ids(self, optimizer: Optimizer) -> frozenset[int]:
+        """Return the ids of the parameters of the model that an optimizer owns."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._owned.get(optimizer)
         if known is None or known[0] != size:
-            held = (self._by_id.get(id(p)) for group in optimizer.param_groups for p in group["params"])
-            known = self._owned[optimizer] = size, tuple(dict.fromkeys(named for named in held if named is not None))
+            self.refresh()
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            is_frozen = bool(self._roots) and next(self._trainable(), None) is None
+            owned = held if is_frozen else held & self._of_model.keys()
+            known = self._owned[optimizer] = size, frozenset(owned)
+            self._owners = None
         return known[1]
 
-    def orphans(self) -> tuple[NamedParameter, ...]:
-        """Return those that no optimizer seen so far owns."""
-        owned = {id(named.parameter) for _, group in self._owned.values() for named in group}
-        return tuple(named for named in self.all if id(named.parameter) not in owned)
+    def of(self, optimizer: Optimizer) -> list[NamedParameter]:
+        """Return the observed parameters that an optimizer owns."""
+        owned = self.owned_ids(optimizer)
+        return [named for named in self.all if id(named.parameter) in owned]
 
-    def all_owned_by(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Whether these optimizers own everything that can be trained."""
-        owned = {id(named.parameter) for optimizer in optimizers for named in self.of(optimizer)}
-        return all(id(named.parameter) in owned for named in self.all if named.parameter.requires_grad)
+    def owners(self, stepped: Optimizer) -> "_Owners":
+        """Return the living optimizers that own parameters of the model; `stepped` has just stepped.
+
+        Several optimizer objects with the same parameter groups are one: wrappers of an optimizer share its groups.
+        """
+        self._has_stepped.add(self.number(stepped))
+        return self._known_owners()
+
+    def is_shared(self, named: NamedParameter) -> bool:
+        """Whether several optimizers own a parameter."""
+        return id(named.parameter) in self._known_owners().shared
+
+    def _known_owners(self) -> "_Owners":
+        if not self._has_searched:
+            self._has_searched = True
+            for found in gc.get_objects():
+                if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
+                    self.number(found)
+        if self._owners is None or self._owners.known != len(self._numbers):
+            self._owners = self._find_owners()
+        return self._owners
+
+    def _find_owners(self) -> "_Owners":
+        by_group: dict[int, tuple[int, frozenset[int]]] = {}
+        for optimizer, number in list(self._numbers.items()):
+            groups: list[Any] = getattr(optimizer, "param_groups", [])
+            owned = self.owned_ids(optimizer) if groups else frozenset()
+            if not owned:
+                continue
+            first = id(groups[0])
+            if first not in by_group or number in self._has_stepped:
+                by_group[first] = number, owned
+        seen: set[int] = set()
+        shared: set[int] = set()
+        for _, owned in by_group.values():
+            shared |= seen & owned
+            seen |= owned
+        covered = seen.issuperset(id(p) for p in self._trainable())
+        return _Owners(
+            len(self._numbers), frozenset(number for number, _ in by_group.values()), frozenset(shared), covered
+        )
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def any_has_gradient(self) -> bool:
+        """Whether any parameter of the model has a gradient."""
+        return any(p.grad is not None for p in self._of_model.values()) or any(map(holds_gradients, self._roots))
+
+    def gradient_state(self) -> GradientState:
+        """Return the identities and versions of all gradients."""
+        return {key: _state(p.grad) for key, p in self._of_model.items()}
+
+    def note_gradients(self) -> None:
+        """Remember a few gradients at the end of a backward, so that it can be seen later that they were cleared."""
+        with_gradient = [key for key, p in self._of_model.items() if p.grad is not None]
+        chosen = with_gradient[:: max(len(with_gradient) // _SENTINELS, 1)]
+        self._noted = {key: _state(self._of_model[key].grad) for key in chosen}
+        self._gradients_are_held = not chosen and any(map(holds_gradients, self._roots))
+
+    def forget_gradients(self) -> None:
+        """Forget what `note_gradients` has remembered, at the end of a step."""
+        self._noted = None
+
+    def gradients_cleared(self) -> bool:
+        """Whether the gradients that the last backward left were cleared since, by removing them or by filling them with zeros."""
+        noted = self._noted
+        if noted is None:
+            return False
+        if not noted:
+            return self._gradients_are_held and not self.any_has_gradient()
+        grads = [(self._of_model[key].grad, state) for key, state in noted.items()]
+        present = [(grad, state) for grad, state in grads if grad is not None]
+        if not present:
+            return not any(map(holds_gradients, self._roots))
+        if any(_state(grad) == state for grad, state in present):
+            return False
+        return all(_is_zero(grad) for grad, _ in present)
+
+    def backward_kind(self) -> Backward:
+        """Return what the running backward does with the parameters; called from a hook on a gradient."""
+        for parameter in self._trainable():
+            node = self.accumulate_node(parameter)
+            try:
+                if node is None or torch._C._will_engine_execute_node(node):
+                    return Backward.ACCUMULATES
+            except RuntimeError:  # torch refuses the question for a parameter that autograd.grad() was called for
+                return Backward.CAPTURES
+        return Backward.CHECKPOINTED if _has_checkpoint() else Backward.PASSES_BY
+
+    @staticmethod
+    def accumulate_node(parameter: nn.Parameter) -> Any:
+        """Return the node of autograd that adds to a parameter's gradient.  It must not be kept beyond the step.
+
+        ``None`` for a parameter without data, and for a shard: autograd adds to the tensor that FSDP gathers from the shards.
+        """
+        if is_distributed(parameter) or nn.parameter.is_lazy(parameter):
+            return None
+        with torch.enable_grad():
+            function = parameter.view_as(parameter).grad_fn
+            if function is None:  # inside an operator, which autograd does not look into
+                include, exclude = (
+                    torch._C._dispatch_tls_local_include_set(),
+                    torch._C._dispatch_tls_local_exclude_set(),
+                )
+                for key in _AUTOGRAD_KEYS:
+                    exclude = exclude.remove(key)
+                with torch._C._ForceDispatchKeyGuard(include, exclude):
+                    function = parameter.view_as(parameter).grad_fn
+        return None if function is None else function.next_functions[0][0]
+
+
+def _has_checkpoint() -> bool:
+    """Whether the running backward still has to go through a reentrant checkpoint."""
+    waiting: list[Any] = [torch._C._current_autograd_node()]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _state(grad: Tensor | None) -> tuple[int, int] | None:
+    return None if grad is None else (id(grad), -1 if grad.is_inference() else grad._version)
+
+
+def _is_zero(grad: Tensor) -> bool:
+    """Whether a gradient that was changed in place is zero now.
+
+    The values on an accelerator are not read, because that waits for it: gradients are changed between two backwards to clear them.
+    """
+    if grad.device.type != "cpu" or is_distributed(grad):
+        return True
+    return not grad.is_sparse and not bool(torch.count_nonzero(grad))

@@ -9,6 +9,7 @@ from ikkuna.export.messages.kinds import (
     MICRO_KINDS,
     PARAMETER_KINDS,
     STATE_PREFIXES,
+    UNCLIPPED_KINDS,
     is_built_in,
 )
 from ikkuna.export.messages.stamp import Stamp
@@ -55,6 +56,7 @@ class Plan:
         self.states = tuple(sorted(kind for kind in kinds if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
+        self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
 
     @property
     def takes_data(self) -> bool:

@@ -1,7 +1,7 @@
 """Measures the tensors that hooks receive, and adds the results to the rows of the open step."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,14 +71,24 @@ class Recorder:
         """Begin the rows of a step."""
         self.plan, self.rows = plan, Rows(stamp, plan, self._index, self._pool)
 
-    def close(self, parts: Iterable[int] = ()) -> Rows | None:
-        """Return the rows of the step, with some parts merged into part 0, and start their copies to the host; ``None`` if no step is open.
+    def close(self, parts: Iterable[int] = (), carried: Collection[int] = ()) -> Rows | None:
+        """Return the rows of the step, on their way to the host; ``None`` if no step is open.
 
-        The other parts are dropped.
+        Parameters
+        ----------
+        parts : iterable of int
+            The parts that belong to the step; they are merged into part 0, and all others are dropped.
+        carried : collection of int
+            The parts that belong to the step that opens next.  If there are any, their rows stay open.
         """
-        rows, self.rows, self.plan = self.rows, None, NOTHING
-        if rows is not None:
-            rows.close(parts)
+        rows = self.rows
+        if rows is None:
+            return None
+        if carried:
+            self.rows = rows.split(carried)
+        else:
+            self.rows, self.plan = None, NOTHING
+        rows.close(parts)
         return rows
 
     def wants(self, site: Site) -> bool:
@@ -100,9 +110,9 @@ class Recorder:
             The number of elements that the tensor is the mean of; the step's value is then the weighted mean of all calls.
             ``"sum"`` for a sum; the step's value is then the sum of all calls.
         part : int
-            The part of the step, see `Rows`.
+            The part of the step, see `Rows`; nothing is measured for a negative number.
         """
-        if (rows := self.rows) is None or (task := self.plan.task(site.kind, site.module)) is None:
+        if part < 0 or (rows := self.rows) is None or (task := self.plan.task(site.kind, site.module)) is None:
             return
         kernels = self.kernels
         try:
@@ -216,7 +226,7 @@ class Recorder:
 
     def receive_together(self, tensors: Mapping[str, Tensor], part: int = 0) -> None:
         """Pass the tensors of one call of the loss module to the subscribers that measure them together."""
-        if (rows := self.rows) is None or not all(map(has_numbers, tensors.values())):
+        if part < 0 or (rows := self.rows) is None or not all(map(has_numbers, tensors.values())):
             return
         if self.plan.together and (self.is_agreed or not any(map(is_distributed, tensors.values()))):
             tensors = {kind: full_tensor(x) if is_distributed(x) else x for kind, x in tensors.items()}

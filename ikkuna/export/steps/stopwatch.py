@@ -1,16 +1,23 @@
-"""How much of the training thread's time is ours."""
+"""Measures which share of the training time ikkuna takes."""
 
+import threading
 import time
 
 __all__ = ["Stopwatch"]
 
 
+class _Local(threading.local):
+    depth = 0
+    since = 0.0
+
+
 class Stopwatch:
-    """Adds up the time between `start` and `stop`; what is started inside is counted once.
+    """Adds up the time between `start` and `stop` on each thread; nested pairs are counted once.
 
     Attributes
     ----------
-    spent : seconds that were ours
+    spent : float
+        Seconds between `start` and `stop`, on all threads together.
 
     Examples
     --------
@@ -23,43 +30,44 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.spent = 0.0
-        self._depth = 0
-        self._since = 0.0
+        self._local = _Local()
         self._began: float | None = None
         self._spent_before = 0.0
         self._ended = 0.0
         self._lap: tuple[float, float] | None = None
 
     def start(self) -> None:
-        """Begin to count."""
-        self._depth += 1
-        if self._depth == 1:
-            self._since = time.perf_counter()
+        """Start to count."""
+        local = self._local
+        local.depth += 1
+        if local.depth == 1:
+            local.since = time.perf_counter()
 
     def stop(self) -> None:
-        """Cease to count."""
-        self._depth -= 1
-        if self._depth == 0:
-            self.spent += time.perf_counter() - self._since
+        """Stop to count."""
+        local = self._local
+        local.depth -= 1
+        if local.depth == 0:
+            self.spent += time.perf_counter() - local.since
 
     def lap(self) -> tuple[float, float] | None:
-        """Return the seconds since the last lap and how many of them were ours; ``None`` for the first."""
+        """Return the seconds since the last call and how many of them ikkuna took; ``None`` for the first call."""
         now = time.perf_counter()
-        spent = self.spent + (now - self._since if self._depth else 0.0)
+        spent = self.spent + (now - self._local.since if self._local.depth else 0.0)
         before, self._lap = self._lap, (now, spent)
         return None if before is None else (now - before[0], spent - before[1])
 
-    def step_over(self) -> None:
-        """Note that a step is over; the first is left out, since it makes what the others use."""
+    def step_ended(self) -> None:
+        """Mark the end of a step; the first one is left out, because it creates what the others reuse."""
         self._ended = time.perf_counter()
         if self._began is None:
             self._began, self._spent_before = self._ended, self.spent
 
     @property
     def overhead(self) -> float:
-        """Time that was ours as a share of the time that was not, from the second step on; 0 before."""
+        """Time that ikkuna took as a share of the remaining time, from the second step on; 0 before."""
         if self._began is None:
             return 0.0
-        ours = self.spent - self._spent_before
-        others = self._ended - self._began - ours
-        return ours / others if others > 0 else 0.0
+        own = self.spent - self._spent_before
+        others = self._ended - self._began - own
+        return own / others if others > 0 else 0.0

@@ -1,0 +1,53 @@
+"""What all adapters of torch's hooks work with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ikkuna.export.bus.error_guard import ErrorGuard
+from ikkuna.export.hooks.graph_operators import Sites
+from ikkuna.export.model.parameters import TrackedParameters
+from ikkuna.export.model.watched_model import WatchedModel
+from ikkuna.export.rows.recorder import Recorder
+from ikkuna.export.steps.step_tracker import Decision, StepTracker
+from ikkuna.export.steps.stopwatch import Stopwatch
+
+__all__ = ["HookContext"]
+
+
+@dataclass(slots=True, weakref_slot=True)
+class HookContext:
+    """The objects that adapters translate hooks into calls of.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        Measures tensors; another one during another pass over data.
+    error_guard : ErrorGuard
+        Handles errors.
+    apply : callable
+        Carries out the decisions of the tracker.
+    model : WatchedModel
+        Roots, observed modules and loss.
+    tracker, parameters, sites, stopwatch
+        See their classes.
+    replicas : int
+        Number of ranks over which gradients are averaged.
+    is_paused : bool
+        Whether the user has suspended recording.
+    """
+
+    recorder: Recorder
+    error_guard: ErrorGuard
+    apply: Callable[[tuple[Decision, ...]], None]
+    model: WatchedModel
+    tracker: StepTracker = field(default_factory=StepTracker)
+    parameters: TrackedParameters = field(default_factory=TrackedParameters)
+    sites: Sites = field(default_factory=Sites)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    replicas: int = 1
+    is_paused: bool = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is recorded now: recording is suspended, or a subscriber's code runs on this thread."""
+        return self.is_paused or self.error_guard.thread.subscriber_is_running
