@@ -31,8 +31,8 @@ class Exporter:
     ----------
     depth : int
         -1 to observe the leaves and all modules that own parameters; otherwise the depth to observe (that of the root is 0).
-    module_filter : list of classes, or callable
-        The modules to observe, as classes or as a function of a `NamedModule`; by default all.
+    module_filter : list of type, or callable, optional
+        The classes of the modules to observe, or a function of a `NamedModule`; by default all.
     message_bus : MessageBus, optional
         The bus to publish on; by default `get_default_bus`.
     log_dir : path, optional
@@ -206,8 +206,9 @@ class Exporter:
 
         Parameters
         ----------
-        batches : iterable of pairs (inputs, labels), or of inputs alone
-            They are moved to the model's device.  The loss module, if one was set, is called with outputs and labels.
+        batches : iterable
+            Pairs ``(inputs, labels)``, or inputs alone, which are moved to the model's device.
+            The loss module, if one was set, is called with outputs and labels.
         name : str, optional
             Name of the pass, for subscribers with ``tag=name``.  A pass without a name is not recorded.
         visit : callable, optional

@@ -1,4 +1,4 @@
-"""The one line for the hurried."""
+"""Observes a model with one call."""
 
 from pathlib import Path
 
@@ -20,20 +20,20 @@ def watch(
     preset: str = "default",
     log_dir: str | Path | None = None,
 ) -> Exporter:
-    """Watch a model, on a bus of its own, and return the open exporter.
+    """Observe a model on a bus of its own, and return the open exporter.
 
     Parameters
     ----------
     model : nn.Module
-        What to look at.
+        The model.
     *subscribers : Subscriber
-        Metrics to show; none for those of the preset.
+        The metrics; by default those of the preset.
     loss : nn.Module, optional
-        The module that computes the loss; without it neither loss nor accuracy can be seen.
+        The module that computes the loss; without it neither loss nor accuracy is shown.
     preset : str
-        A preset's entry-point name.
+        Name of a preset, from the entry-point group ``ikkuna.presets``.
     log_dir : path, optional
-        Where the run is written; ``run`` by default.
+        The directory of the runs; by default ``run``.
 
     Examples
     --------

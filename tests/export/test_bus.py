@@ -612,7 +612,7 @@ def test_without_set_loss_the_missing_loss_is_logged_once(bus, caplog):
 def test_two_exporters_share_a_bus_if_their_names_differ(bus):
     one, other = Exporter(message_bus=bus), Exporter(message_bus=bus)
     one.add_modules(("generator", mlp()))
-    with pytest.raises(ConfigError, match="looks at a module 'generator.0' already"):
+    with pytest.raises(ConfigError, match="observes a module 'generator.0' already"):
         other.add_modules(("generator", mlp()))
     other.add_modules(("discriminator", mlp()))
     one.close()

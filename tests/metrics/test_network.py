@@ -14,6 +14,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.rows.rows import Rows
 from ikkuna.export.subscriber import (
+    ClippingSubscriber,
     GlobalNormSubscriber,
     LearningRateSubscriber,
     MeanSubscriber,
@@ -370,3 +371,23 @@ class Unlabelled(Dataset):
 def test_bad_arguments_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_clipping_shows_the_norm_before_and_the_share_of_clipped_steps():
+    """Gradients of known norm, clipped at 1: every second step is clipped."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    recording, expected = RecordingBackend(), []
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(ClippingSubscriber(window=3, backend=recording))
+        for step in range(4):
+            optimizer.zero_grad()
+            (model(torch.ones(3, 4)).sum() * (100.0 if step % 2 else 1e-3)).backward()
+            expected.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+    values = {}
+    for series, value, _ in recording.values:
+        values.setdefault(series.kind, []).append(value)
+    assert values["gradient_norm_unclipped"] == pytest.approx(expected, rel=1e-6)
+    assert values["clipped_share"] == pytest.approx([0, 1 / 2, 1 / 3, 2 / 3])

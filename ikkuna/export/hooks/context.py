@@ -28,8 +28,14 @@ class HookContext:
         Carries out the decisions of the tracker.
     model : WatchedModel
         Roots, observed modules and loss.
-    tracker, parameters, sites, stopwatch
-        See their classes.
+    tracker : StepTracker
+        The state of the training loop.
+    parameters : TrackedParameters
+        The parameters and their optimizers.
+    sites : Sites
+        The sites of the exporter.
+    stopwatch : Stopwatch
+        Counts the time that hooks take.
     replicas : int
         Number of ranks over which gradients are averaged.
     is_paused : bool

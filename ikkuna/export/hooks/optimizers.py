@@ -134,7 +134,7 @@ class OptimizerHooks:
     # -- measurements ---------------------------------------------------------------------------------------------
 
     def _note_rates(self, optimizer: Optimizer) -> None:
-        """Note the learning rates before a scheduler changes them; a rate on an accelerator stays there."""
+        """Store the learning rates before a scheduler changes them; a rate on an accelerator stays there."""
         for group in optimizer.param_groups:
             rate = group.get("lr")
             name = _unused(str(group.get("name", len(self.rates))), self.rates)

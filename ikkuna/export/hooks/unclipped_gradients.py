@@ -13,7 +13,7 @@ __all__ = ["UnclippedGradientHooks"]
 
 
 class UnclippedGradientHooks:
-    """Records the gradients that the last backward of a step leaves, reduced over ranks, and without the scale of a gradient scaler.
+    """Records the gradients of a step before clipping, reduced over ranks, and without the factor of a gradient scaler.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What is told of the modules that are looked at."""
+"""Descriptions of the observed modules."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ __all__ = ["described"]
 
 
 def described(modules: Iterable[NamedModule]) -> tuple[ModuleEntry, ...]:
-    """Return an entry for each module, in the same order; a shared parameter is told once.
+    """Return an entry for each module, in the same order; a shared parameter is listed once.
 
     Examples
     --------

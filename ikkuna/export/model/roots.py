@@ -1,4 +1,4 @@
-"""Which modules an exporter was given, and what they are called."""
+"""The modules that were added to an exporter, and the names of the modules below them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["Root", "Roots"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Root:
-    """A module that was added, under the name it was given, if any; `recursive` with what is inside it."""
+    """A module that was added, with its name if it has one; `recursive` if the modules inside it are observed, too."""
 
     module: nn.Module
     name: str | None = None
@@ -22,7 +22,7 @@ class Root:
 
     @classmethod
     def of(cls, module: Any, recursive: bool) -> "Root":
-        """Return the root of a module or of a pair of a name and a module; raise `ConfigTypeError` for anything else."""
+        """Return the root of a module or of a pair ``(name, module)``; raise `ConfigTypeError` for anything else."""
         name = None
         if isinstance(module, tuple):
             if len(module) != 2 or not isinstance(module[0], str) or not isinstance(module[1], nn.Module):
@@ -39,15 +39,21 @@ class Root:
 
 
 class Roots:
-    """The modules an exporter was given.
+    """The modules that were added to an exporter.
 
     Parameters
     ----------
-    depth, module_filter : see `ikkuna.modules.walk`
+    depth : int
+        See `ikkuna.modules.walk`.
+    module_filter : list of type, or callable, optional
+        See `ikkuna.modules.walk`.
 
     Attributes
     ----------
-    model : the whole network, if it was told; parts that were added without a name get theirs from it
+    all : tuple of Root
+        The added modules.
+    model : nn.Module or None
+        The whole model, if it was set; modules that were added without a name get their names in it.
     """
 
     def __init__(self, depth: int, module_filter: ModuleFilter) -> None:
@@ -61,16 +67,16 @@ class Roots:
 
     @property
     def callable(self) -> tuple[nn.Module, ...]:
-        """The modules whose calls are forwards of the whole: the model, or else everything that was added."""
+        """The modules whose calls are forwards of the model: the model itself if it was set, otherwise all added modules."""
         return (self.model,) if self.model is not None else tuple(root.module for root in self.all)
 
     @property
     def whole(self) -> nn.Module | None:
-        """The one module that is the model; ``None`` where several were added and it was not told."""
+        """The module that is the whole model; ``None`` if several modules were added and none was set."""
         return self.callable[0] if len(self.callable) == 1 else None
 
     def resolve(self, roots: Iterable[Root], taken: frozenset[str] = frozenset()) -> tuple[NamedModule, ...]:
-        """Return what is looked at below `roots`, each module once and under a name of its own.
+        """Return the observed modules below `roots`, each module once and under a unique name.
 
         Raises
         ------
@@ -79,19 +85,21 @@ class Roots:
         """
         inside = {} if self.model is None else {id(module): name for name, module in self.model.named_modules() if name}
         found: dict[int, NamedModule] = {}
+        own: set[str] = set()
         for root in roots:
             names = inside if root.name is None else {}
             for named in walk(root.module, root.name, self.depth, self.module_filter, root.recursive):
                 if id(named.module) not in found:
-                    own = {other.name for other in found.values()}
-                    found[id(named.module)] = _renamed(named, names.get(id(named.module), named.name), own, taken)
+                    renamed = _renamed(named, names.get(id(named.module), named.name), own, taken)
+                    found[id(named.module)] = renamed
+                    own.add(renamed.name)
         return tuple(found.values())
 
 
 def _renamed(named: NamedModule, name: str, own: set[str], taken: frozenset[str]) -> NamedModule:
     if name in taken:
         raise ConfigError(
-            f"another exporter on this bus looks at a module {name!r} already; add this one as a pair ('a name', module)"
+            f"another exporter on this bus observes a module {name!r} already; add this one as a pair ('a name', module)"
         )
     if name in own:
         name = next(numbered for i in range(1, len(own) + 2) if (numbered := f"{name}_{i}") not in own)

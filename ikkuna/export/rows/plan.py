@@ -1,4 +1,4 @@
-"""Which tensors somebody wants at a step, and what is to be done with each."""
+"""Which tensors are measured at a step, and how."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,17 +21,21 @@ __all__ = ["NOTHING", "Demand", "Plan", "Task"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to do with the tensors of one kind and module.
+    """What to measure of the tensors of one kind and module.
 
     Parameters
     ----------
-    fields : statistics to measure, shared by all who asked; empty for none
-    subscriptions : who wants it, in the order of registration
-    measurers : those of them with a ``measure`` of their own; the others read the statistics
+    fields : frozenset of str
+        The shared statistics that any subscriber needs.
+    subscriptions : tuple of Registered
+        The subscribers, in the order of registration.
+    measurers : tuple of Registered
+        Those of them that have a ``measure`` of their own; the others read the shared statistics.
 
     Attributes
     ----------
-    is_plain : whether moments and counts are all that is wanted, which a compiled kernel sees at one look
+    is_plain : bool
+        Whether only counts, sums and moments are needed, which one native kernel computes in one pass.
     """
 
     fields: frozenset[str]
@@ -44,7 +48,7 @@ class Task:
 
 
 class Plan:
-    """What to do at one step; a pure function of who samples it."""
+    """Everything that is measured at one step; it depends only on the subscribers that sample the step."""
 
     def __init__(self, subscriptions: tuple[Registered, ...]) -> None:
         self.subscriptions = subscriptions
@@ -60,16 +64,16 @@ class Plan:
 
     @property
     def takes_data(self) -> bool:
-        """Whether it wants anything measured, rather than events and results alone."""
+        """Whether any tensor is measured, rather than events and results alone."""
         return bool(self.together) or any(is_built_in(kind) and kind not in EVENT_KINDS for kind in self.kinds)
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether it wants anything that a compiled model sees."""
+        """Whether anything is measured inside the model, which a compiled graph has to do."""
         return self.forward or not self.kinds.isdisjoint(("input_data", "network_output"))
 
     def task(self, kind: str, module: str | None) -> Task | None:
-        """Return what to do with tensors of this kind and module; ``None`` for nothing."""
+        """Return what to measure of the tensors of a kind and module; ``None`` for nothing."""
         try:
             return self._tasks[kind, module]
         except KeyError:
@@ -88,24 +92,24 @@ class Plan:
             return None
         asked = {field for s in wanting for field in s.subscriber.fields}
         if asked and kind == "loss":
-            asked.add("mean")  # which is what its micro-batches merge to
+            asked.add("mean")  # the losses of micro-batches are merged by their means
         fields = closure(asked) if asked else frozenset[str]()
         return Task(fields, tuple(wanting), tuple(s for s in wanting if s.subscriber.measures))
 
 
 NOTHING = Plan(())
-"""What to do while no step is open."""
+"""The plan while no step is open."""
 
 
 class Demand:
-    """Remembers the plan of each set of subscriptions that samples together: one schedule per period, not one per step."""
+    """Caches the plan of each set of subscribers that sample a step together."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._known: tuple[Registered, ...] = ()
 
     def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
-        """Return what to do at `stamp`."""
+        """Return the plan of the step `stamp`."""
         subscriptions = tuple(subscriptions)
         if subscriptions != self._known:
             self._known, self._plans = subscriptions, {}

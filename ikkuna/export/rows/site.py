@@ -1,4 +1,4 @@
-"""What a tap looks at."""
+"""Where tensors come from."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,18 @@ __all__ = ["Site"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """A kind, and the module it belongs to (``None`` for the network).
+    """A kind of tensor, and the module it belongs to.
 
-    A place equals only itself, which makes it a cheap key; an `Session` makes each one once.
+    A site equals only itself, which makes it a cheap key; each exporter creates each site once.
 
     Parameters
     ----------
-    kind, module : what it is, and of which module
-    slot : the number that stands for it in a compiled graph
+    kind : str
+        The kind.
+    module : str or None
+        Name of the module; ``None`` for the network.
+    slot : int
+        Number of the site in compiled graphs.
     """
 
     kind: str
@@ -28,7 +32,7 @@ class Site:
     slot: int = -1
 
     def message(self, stamp: Stamp, path: str = "", data: Any = None, record: Record | None = None) -> Message:
-        """Return the message of one leaf or parameter at this place."""
+        """Return the message of one output or parameter of this site."""
         if self.module is None:
             return NetworkMessage(stamp, self.kind, data, record, path)
         joint = ":" if self.kind in FORWARD_KINDS else "."

@@ -36,6 +36,8 @@ KINDS = {  # kind → description, and when it is recorded
     "biases": ("biases before the step", "before the optimizer's step"),
     "bias_gradients": ("gradients of the biases, as the optimizer uses them", "before the optimizer's step"),
     "bias_updates": ("biases after the step minus biases before it", "after the optimizer's step"),
+    "weight_gradients_unclipped": ("gradients of the weights before clipping, unscaled", "after the backward pass"),
+    "bias_gradients_unclipped": ("gradients of the biases before clipping, unscaled", "after the backward pass"),
     "weight_micro_gradients": ("gradients of the weights from a single backward pass", "during the backward pass"),
     "bias_micro_gradients": ("gradients of the biases from a single backward pass", "during the backward pass"),
     "input_data": ("the inputs of the network", "when the network is called"),
