@@ -111,8 +111,7 @@ def get_gradients(
         else:
             with capture([module for _, module in chosen], wrt, rnn_layer, through_time) as calls:
                 loss = _checked(run())
-            # Copies: recomputation inside a checkpoint calls the modules again while the gradients are computed.
-            recorded = [(name, list(calls[module])) for name, module in chosen if calls[module] or layers != "*"]
+            recorded = [(name, calls[module]) for name, module in chosen if calls[module] or layers != "*"]
             results = _of_calls([(name, checked_calls(each, name)) for name, each in recorded], loss, part, pad)
     return shape_result(results, 0 if layers is None else layers, as_dict)
 

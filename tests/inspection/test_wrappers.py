@@ -28,7 +28,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(4)
-        self.block = nn.Sequential(nn.Linear(4, 5), nn.ReLU())
+        self.block = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh())
         self.rnn = nn.LSTM(5, 3, batch_first=True)
         self.head = nn.Linear(3, 2)
 
@@ -167,8 +167,9 @@ def test_fully_shard_appears_in_no_name_and_parameters_are_sharded_again():
         torch.distributed.fsdp.fully_shard(module, mesh=mesh)
     before = [type(p).__name__ for p in model.parameters()]
     found = probe.get_outputs(model, "*", x, as_dict=True)
+    assert [type(p).__name__ for p in model.parameters()] == before
     gradients = probe.get_gradients(model, "*", x, loss_fn=torch.sum, as_dict=True)
-    assert list(found) == list(gradients) == ["norm", "block.0", "block.1", "rnn", "head"]
+    assert list(found) == list(gradients) == ["norm", "block.0", "block.1", "block.2", "block.3", "rnn", "head"]
     assert [type(p).__name__ for p in model.parameters()] == before
     assert probe.find_layer(model, "model") == ("", model)
     with pytest.raises(KeyError, match=r"no layer 'nowhere' in Model; .*head \(Linear\)"):
@@ -203,7 +204,9 @@ def test_parametrised_tensors_have_the_names_of_the_live_half():
 def test_shared_tensors_appear_once():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    assert [name for name, _ in named_parameters(model)] == ["0.weight", "0.bias", "1.bias"]
+    names = ["0.weight", "0.bias", "1.bias"]
+    assert [name for name, _ in named_parameters(model)] == list(netdict.get_weight(model)) == names
+    assert list(probe.get_weights(nn.ModuleList([model]), "0")) == names
     shared = nn.Sequential(model[0], model[0])
     assert [name for name, _ in named_modules(shared)] == ["", "0"]
 
@@ -238,9 +241,10 @@ def test_every_part_agrees_on_what_a_bias_is():
     model.fc = parametrizations.weight_norm(nn.Linear(3, 2), "bias", dim=None)
     biases = [name for name, _ in named_parameters(model) if is_bias(name)]
     assert biases == ["fc.bias.original0", "fc.bias.original1"]
+    model.scale = nn.Parameter(torch.ones(7))  # neither a weight nor a bias
     total = monitor.sparsity(model)["Module/*/weight/sparsity/total"]
     assert total == 4 * 3 + 3 * 2
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    assert plot.flow_of(model).names == ("relative_bias.weight", "fc.weight")
-    assert plot.flow_of(netdict.get_grad(model)).names == ("relative_bias.weight", "fc.weight")
+    assert plot.flow_of(model).names == ("scale", "relative_bias.weight", "fc.weight")
+    assert plot.flow_of(netdict.get_grad(model)).names == ("scale", "relative_bias.weight", "fc.weight")
