@@ -121,6 +121,13 @@ def test_nothing_at_all_is_no_element():
     assert math.isnan(record.min)
 
 
+def test_a_row_without_elements_takes_no_room_beside_its_own_result():
+    rows = rows_of([row([], own=[("mine", "sum", OWN, np.ones(2))]), row([1.0], "other")])
+    block = build(STAMP, rows, 0, Layouts())
+    assert [table.rows for table in block.layout.tables] == [(1,)]
+    assert block.own.tolist() == [1, 1]
+
+
 def test_what_is_not_finite_is_counted_and_shows():
     record = merged([row([1.0, math.nan])], [row([3.0, -math.inf])], [row([math.nan])])["fc"].record
     assert (record.n, record.nans, record.infs, record.count) == (5, 2, 1, 2)

@@ -14,15 +14,30 @@ from ikkuna.numerics.elements import CHUNK, flatten, readable
 from ikkuna.numerics.statistics import FIELDS, closure, native
 from ikkuna.numerics.statistics.device import DeviceStatistics
 from ikkuna.numerics.statistics.host import HostStatistics
+from ikkuna.numerics.statistics.record import record_of
+
+
+class OnCuda(DeviceStatistics):
+    """Moves the tensors of the tests to the device."""
+
+    def __init__(self):
+        super().__init__(torch.device("cuda"))
+
+    def add(self, row, x, fields, weight=1, generator=None):
+        x = x if x.is_meta or x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x) else x.cuda()
+        return super().add(row, x, fields, weight, None if generator is None else torch.Generator("cuda"))
+
 
 MAKERS = {
     "native": HostStatistics,
     "numpy": lambda: HostStatistics(native=False),
     "device": lambda: DeviceStatistics(torch.device("cpu")),
+    "cuda": OnCuda,
 }
+PARAMETERS = [pytest.param(name, marks=pytest.mark.gpu if name == "cuda" else ()) for name in MAKERS]
 
 
-@pytest.fixture(scope="module", autouse=True, params=MAKERS)
+@pytest.fixture(scope="module", autouse=True, params=PARAMETERS)
 def implementation(request):
     """Run every test of this file with each class."""
     global make
@@ -376,6 +391,24 @@ def test_a_row_of_another_step_starts_anew():
         assert statistics.record(0, ALL).n == 0
 
 
+def test_rows_that_are_taken_are_the_statistics_and_leave_nothing():
+    statistics, fields = make(), closure(FIELDS)
+    for step in range(3):
+        x, y = 1e4 * step + normal(500, seed=step), normal(70, seed=step)
+        statistics.add(1, x, fields)
+        statistics.add(1, y[:20], fields)
+        statistics.add(66, y, fields)
+        taken = statistics.take() if isinstance(statistics, DeviceStatistics) else (range(67), *statistics.take(67))
+        values, codes = torch.as_tensor(taken[1]).cpu().numpy(), taken[2]
+        rows = dict(zip(taken[0], values, strict=True))
+        for row, whole in ((1, torch.cat([x, y[:20]])), (66, y)):
+            assert_record(record_of(rows[row], ALL), whole.numpy())
+            assert codes[row]["codes"].sum() == len(whole)
+        assert sum(row[0] for row in rows.values()) == 590, "no other row has elements"
+        assert statistics.record(1, fields).n == statistics.record(66, fields).n == 0
+        assert statistics.record(1, fields).codes is None
+
+
 def test_an_empty_call_changes_nothing():
     """An expert that gets no tokens has neither a minimum nor a maximum."""
     statistics, x = make(), random(20)
@@ -429,8 +462,7 @@ def test_histograms_of_several_calls_add_up():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_difference_is_subtracted_in_at_least_float32(dtype):
-    x, step = random(300).to(dtype), 1e-3 * random(300, seed=1).to(dtype)
-    y = x + step
+    x, y = random(300).to(dtype), random(300, seed=1).to(dtype)  # the difference of close numbers is exact in any dtype
     statistics = make()
     assert statistics.add_difference(0, y, x, ALL)
     check(statistics.record(0, ALL), (y.to(torch.promote_types(dtype, torch.float32)) - x).numpy(), rel=1e-5)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 __all__ = ["CHUNK", "STATE", "as_float64", "combine", "merge_moments", "observe", "parts"]
 
-ArrayLike = TypeVar("ArrayLike", NDArray[np.float64], Tensor)
+A = TypeVar("A", NDArray[np.float64], Tensor)
 
 CHUNK = 1 << 20
 STATE = ("total", "squares", "center", "m2", "low", "high", "count", "nans", "above", "below")
@@ -29,8 +29,8 @@ extrema and number.  Then the numbers of observations that are NaN, infinite, an
 
 
 def merge_moments(
-    k: ArrayLike, mean: ArrayLike, m2: ArrayLike | None = None, m3: ArrayLike | None = None, m4: ArrayLike | None = None
-) -> tuple[ArrayLike, ...]:
+    k: A, mean: A, m2: A | None = None, m3: A | None = None, m4: A | None = None
+) -> tuple[A, ...]:
     """Return the mean, and as many of the second to fourth moments as are given, of all parts together.
 
     Parameters

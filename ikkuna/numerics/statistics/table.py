@@ -13,7 +13,7 @@ from ikkuna.numerics.statistics.moments import merge_moments
 __all__ = ["COLUMN", "COLUMNS", "EMPTY", "Values", "empty_rows", "merge_rows", "repeat_rows", "row_of"]
 
 Values = NDArray[np.float64]
-ArrayLike = TypeVar("ArrayLike", Values, Tensor)
+A = TypeVar("A", Values, Tensor)
 
 COLUMNS = ("n", "nans", "infs", "zeros", "l1", "sumsq", "mean", "m2", "m3", "m4", "min", "max")
 """The columns of a row, all of them float64; sums and moments are those of the finite elements.
@@ -52,7 +52,7 @@ def row_of(value: float, n: float = 1) -> Values:
     return np.array([n, 0, 0, n * (value == 0), n * abs(value), n * value * value, value, 0, 0, 0, value, value])
 
 
-def merge_rows(values: ArrayLike, columns: tuple[str, ...] = COLUMNS, counts: Any = True) -> ArrayLike:
+def merge_rows(values: A, columns: tuple[str, ...] = COLUMNS, counts: Any = True) -> A:
     """Return the statistics of the elements of all parts together.
 
     Parameters
@@ -89,10 +89,10 @@ def merge_rows(values: ArrayLike, columns: tuple[str, ...] = COLUMNS, counts: An
         merged["min"] = xp.amin(xp.where(seen, found["min"], xp.inf), 0)
     if "max" in found:
         merged["max"] = xp.amax(xp.where(seen, found["max"], -xp.inf), 0)
-    return cast(ArrayLike, xp.stack([merged[name] for name in columns], -1))
+    return cast(A, xp.stack([merged[name] for name in columns], -1))
 
 
-def repeat_rows(values: ArrayLike, times: Any) -> ArrayLike:
+def repeat_rows(values: A, times: Any) -> A:
     """Return the rows ``(..., columns)`` of every element repeated `times`: a mean of that many elements has this weight."""
     if isinstance(values, Tensor):
         return torch.where(torch.from_numpy(_REPEATED).to(values.device), values * times, values)
