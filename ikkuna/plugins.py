@@ -4,7 +4,6 @@ Importing ikkuna loads no plugin.  The error about a broken plugin names its dis
 A distribution whose metadata cannot be read is skipped with a warning.
 """
 
-import logging
 import re
 from collections import defaultdict
 from functools import cache
@@ -12,10 +11,9 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
 from ikkuna.errors import PluginError, unknown_name
+from ikkuna.logger import log
 
 __all__ = ["load_plugin", "plugin_names", "plugins"]
-
-log = logging.getLogger("ikkuna")
 
 
 @cache

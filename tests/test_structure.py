@@ -20,19 +20,23 @@ PACKAGED = [path for path in (*CORE, *METRICS) if "build" not in path.parts]
 LAYERS = {
     "errors": (),
     "failures": (),
+    "logger": (),
     "undisturbed": (),
     "modules": ("errors",),
-    "plugins": ("errors",),
+    "plugins": ("errors", "logger"),
     "arrays": ("errors",),
-    "numerics": ("errors",),
+    "numerics": ("errors", "logger"),
     "probe": ("errors", "modules", "undisturbed", "arrays", "numerics"),
     "plot": ("errors", "modules", "arrays", "numerics", "probe"),
-    "visualization": ("errors", "failures", "plugins", "numerics", "plot"),
+    "visualization": ("errors", "failures", "logger", "plugins", "numerics", "plot"),
     "distributed": ("errors", "numerics"),
     "netdict": ("errors", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
     "monitor": ("errors", "modules", "undisturbed", "arrays", "numerics"),
     "running": ("errors", "arrays", "numerics"),
-    "export": ("errors", "failures", "plugins", "modules", "undisturbed", "numerics", "distributed", "visualization"),
+    "export": (
+        *("errors", "failures", "logger", "plugins", "modules", "undisturbed", "numerics", "distributed"),
+        "visualization",
+    ),
 }
 # The rooms of ikkuna.export: each imports only rooms that stand before it.
 ROOMS = (

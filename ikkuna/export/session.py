@@ -1,6 +1,5 @@
 """Composes the parts of an exporter, and carries out the decisions of the step tracker."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,11 +37,10 @@ from ikkuna.export.steps.step_tracker import (
     Restarted,
     State,
 )
+from ikkuna.logger import log
 from ikkuna.modules import class_name
 
 __all__ = ["Session"]
-
-log = logging.getLogger("ikkuna")
 
 
 class Session:

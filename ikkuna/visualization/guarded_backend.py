@@ -1,18 +1,16 @@
 """A backend of a run, which is opened at its first value and never raises."""
 
-import logging
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ikkuna.failures import FailureCounter
+from ikkuna.logger import log
 from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.module_table import ModuleEntry
 
 __all__ = ["GuardedBackend"]
-
-log = logging.getLogger("ikkuna")
 
 
 class GuardedBackend:

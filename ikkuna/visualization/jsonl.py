@@ -6,19 +6,17 @@ so that every line is valid JSON; ``float()`` of the string returns the value.
 """
 
 import json
-import logging
 import math
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ikkuna.logger import log
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.files.file_backend import FileBackend
 from ikkuna.visualization.matrix import Matrix
 
 __all__ = ["JSONLinesBackend", "read"]
-
-log = logging.getLogger("ikkuna")
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NUMBERS = ("min", "max", "num", "sum", "sum_squares")

@@ -1,6 +1,5 @@
 """The backend that draws pictures: files in the run's directory, and live displays in a notebook."""
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -9,6 +8,7 @@ from typing import Any
 
 from ikkuna.errors import ConfigError
 from ikkuna.failures import FailureCounter
+from ikkuna.logger import log
 from ikkuna.plot.figure import NotebookFigure
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.matrix import Matrix
@@ -23,8 +23,6 @@ from ikkuna.visualization.pictures.png import encode_png
 from ikkuna.visualization.pictures.redraw_thread import RedrawThread
 
 __all__ = ["MPLBackend"]
-
-log = logging.getLogger("ikkuna")
 
 
 class _ChartImage:

@@ -1,11 +1,11 @@
 """The backend that writes TensorBoard's event files."""
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ikkuna.logger import log
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.files.event_file import (
     EventFormat,
@@ -27,8 +27,6 @@ from ikkuna.visualization.pictures.event_images import HeatmapImage, MatrixImage
 from ikkuna.visualization.pictures.redraw_thread import Drawable, RedrawThread
 
 __all__ = ["STATISTICS", "TensorBoardBackend", "overview"]
-
-log = logging.getLogger("ikkuna")
 
 _DRAWING_INTERVAL = 5.0  # seconds
 STATISTICS = ("min", "median", "max")

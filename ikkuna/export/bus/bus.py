@@ -1,6 +1,5 @@
 """The bus that delivers messages to subscribers and owns the run that values are written to."""
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -24,8 +23,6 @@ from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
 
 __all__ = ["Handle", "Measurements", "MessageBus", "Source", "get_default_bus"]
-
-log = logging.getLogger("ikkuna")
 
 
 class Source(Protocol):

@@ -1,6 +1,5 @@
 """Catches, counts and logs the errors of subscribers and of ikkuna's own hooks, so that none reaches training."""
 
-import logging
 import threading
 import time
 import traceback
@@ -13,12 +12,11 @@ import torch
 from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.failures import FailureCounter
+from ikkuna.logger import log
 
 __all__ = ["ON_ERROR", "ErrorGuard", "ThreadState"]
 
 ON_ERROR = ("disable", "log", "raise")
-
-log = logging.getLogger("ikkuna")
 
 
 class ThreadState(threading.local):

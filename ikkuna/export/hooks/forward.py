@@ -1,6 +1,5 @@
 """Handles the calls of roots, of observed modules and of the loss module."""
 
-import logging
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -17,10 +16,9 @@ from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
 from ikkuna.export.hooks.loss_weight import loss_weight
 from ikkuna.export.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
 from ikkuna.export.steps.step_tracker import Forward, State
+from ikkuna.logger import log
 
 __all__ = ["ForwardHooks"]
-
-log = logging.getLogger("ikkuna")
 
 _MANY = 300  # forwards without a step: more than a step usually accumulates
 _FEW = 20  # a gradient scaler may skip as many steps before it has found its scale

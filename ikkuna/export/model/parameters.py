@@ -1,7 +1,6 @@
 """The parameters of the observed model, their gradients, and the optimizers that own them."""
 
 import gc
-import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import holds_gradients, is_distributed
+from ikkuna.logger import log
 from ikkuna.modules import NamedModule, NamedParameter, parameters_of
 
 __all__ = ["Backward", "GradientState", "TrackedParameters"]
-
-log = logging.getLogger("ikkuna")
 
 _SENTINELS = 8
 _AUTOGRAD_KEYS = tuple(

@@ -1,6 +1,5 @@
 """Merges the measurements of all ranks."""
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,11 +20,10 @@ from ikkuna.export.ranks.translation import Translation, signature_of
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.rows import Rows
 from ikkuna.export.rows.site import Site
+from ikkuna.logger import log
 from ikkuna.numerics.statistics.table import empty_rows
 
 __all__ = ["Exchange"]
-
-log = logging.getLogger("ikkuna")
 
 WAITING = 64
 """Number of steps that may wait for other ranks; the measurements of further steps are dropped."""

@@ -1,6 +1,5 @@
 """Measures the tensors that hooks receive, and adds the results to the rows of the open step."""
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,12 +20,11 @@ from ikkuna.export.rows.rows import Rows
 from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered
+from ikkuna.logger import log
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics.native import library
 
 __all__ = ["Recorder"]
-
-log = logging.getLogger("ikkuna")
 
 _Weight = float | Tensor | str | None
 

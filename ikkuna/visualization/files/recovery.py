@@ -4,18 +4,16 @@ TensorBoard ignores everything after the first corrupt byte of an event file.
 This module searches for the next intact record and continues there.
 """
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ikkuna.errors import ConfigError
+from ikkuna.logger import log
 from ikkuna.visualization.files.checksum import masked_crc32c
 
 __all__ = ["Recovery", "recover", "whole_records"]
-
-log = logging.getLogger("ikkuna")
 
 _HEAD, _TAIL = 12, 4  # bytes before a record's payload and after it
 

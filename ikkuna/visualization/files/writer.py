@@ -1,7 +1,6 @@
 """Writes blocks to one file in a thread, so that training never waits for the disk."""
 
 import contextlib
-import logging
 import os
 import sys
 import tempfile
@@ -12,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from ikkuna.logger import log
 from ikkuna.visualization.files.append_file import AppendFile
 from ikkuna.visualization.files.block_queue import BlockQueue, QueuedBlock
 
 __all__ = ["FileFormat", "FileWriter"]
-
-log = logging.getLogger("ikkuna")
 
 _BATCH = 2**20  # bytes
 

@@ -1,6 +1,5 @@
 """Draws changed pictures in a thread, at a pace that does not slow training."""
 
-import logging
 import threading
 import time
 import weakref
@@ -8,10 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ikkuna.failures import FailureCounter
+from ikkuna.logger import log
 
 __all__ = ["Drawable", "RedrawThread"]
-
-log = logging.getLogger("ikkuna")
 
 _FIRST = 0.5  # seconds to the first round, so that a notebook soon shows something
 _SHARE = 20  # the thread holds the interpreter's lock while it draws: at most a twentieth of the time

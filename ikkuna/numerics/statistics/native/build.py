@@ -1,7 +1,6 @@
 """Compiles the kernels, or finds them in the cache."""
 
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -10,11 +9,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from ikkuna.logger import log
 from ikkuna.numerics.statistics.native.library import Library
 
 __all__ = ["library"]
-
-log = logging.getLogger("ikkuna")
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = (*("-std=c++17", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"), "-shared", "-fPIC")

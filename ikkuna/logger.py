@@ -1,0 +1,30 @@
+"""The logger of the library."""
+
+import contextlib
+import logging
+from typing import Any
+
+__all__ = ["log"]
+
+
+class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
+    """Passes records to a logger, and ignores the exceptions of its handlers and filters.
+
+    A handler of the user must neither stop a thread of ikkuna nor raise into the training loop.
+
+    Examples
+    --------
+    >>> failing = logging.Logger("failing")
+    >>> failing.addFilter(lambda record: 1 / 0)
+    >>> _SafeLogger(failing).warning("not shown")
+    """
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log a record; its source is the caller of :meth:`warning`, :meth:`error` and so on."""
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        with contextlib.suppress(Exception):
+            super().log(level, msg, *args, **kwargs)
+
+
+log = _SafeLogger(logging.getLogger("ikkuna"))
+"""Logs to the logger ``"ikkuna"`` of the standard library, which the user may configure."""
