@@ -154,7 +154,7 @@ class MPLBackend(Backend):
 
     def _image(self, series: Series, ending: str) -> _ChartImage:
         if (image := self._of_series.get((series, ending))) is None:
-            name = picture_name(series) + ending
+            name = picture_name(series, ending)
             image = self._images.get(name) or self._new_image(series, name, ending)
             self._of_series[series, ending] = image
         return image

@@ -133,12 +133,23 @@ def text_tag(title: str) -> str:
     return _cut(f"Text/{encode(title)}")
 
 
-def picture_name(series: Series) -> str:
+def picture_name(series: Series, ending: str = "") -> str:
     """Return the name, without suffix, of the file with the picture of the kind and pass of `series`.
+
+    Parameters
+    ----------
+    series : Series
+        One of the series in the picture.
+    ending : str
+        ``""`` for values, ``"_histograms"`` or ``"_matrix"``.
+        In kinds and passes that end like this the underscore is encoded, so that different pictures have different names.
 
     Examples
     --------
+    >>> picture_name(Series("a"), "_histograms"), picture_name(Series("a_histograms"))
+    ('a_histograms', 'a%5Fhistograms')
     >>> picture_name(Series("weights_norm2", "fc")), picture_name(Series("a/b", "fc", "testing"))
     ('weights_norm2', 'a%2Fb.testing')
     """
-    return _cut(_group(series.kind, series.pass_name), 200)
+    name = re.sub(r"_(?=(histograms|matrix)\Z)", "%5F", _group(series.kind, series.pass_name))
+    return _cut(name, 200) + ending

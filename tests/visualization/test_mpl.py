@@ -20,6 +20,7 @@ from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.visualization import mpl
 from ikkuna.visualization.backend import Series
+from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.mpl import MPLBackend
@@ -227,7 +228,24 @@ def test_pictures_of_names_nobody_expects(tmp_path):
     assert len(list((tmp_path / "pictures").iterdir())) == len(names)
 
 
-def test_numbers_that_cannot_be_meant_are_refused():
+def test_kinds_that_are_named_like_other_pictures_have_files_of_their_own(tmp_path):
+    matrix = Matrix(("a",), ("b",), np.eye(1))
+    backend = opened(tmp_path)
+    for step in range(2):
+        for kind in ("a", "a_histograms", "a_matrix"):
+            for pass_name in ("training", "b", "b_matrix"):
+                series = Series(kind, "fc", pass_name)
+                backend.add_scalar(series, 1.0, step)
+                backend.add_histogram(series, buckets(step), step)
+                backend.add_matrix(series, matrix, step)
+        backend.commit(step)
+    assert backend.close(120)
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert len(names) == 27
+    assert {"a.png", "a_histograms.png", "a_matrix.png", "a.b_matrix.png"} <= names
+
+
+def test_invalid_numbers_are_refused():
     for options in ({"interval": 0}, {"lines": -1}, {"dpi": math.nan}, {"interval": "5"}):
         with pytest.raises(ConfigError, match="MPLBackend needs"):
             MPLBackend(**options)
