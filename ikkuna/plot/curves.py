@@ -11,20 +11,12 @@ from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_color_legend, add_note, label_outer_axes, label_panel
 from ikkuna.plot.figure import count_nonfinite
 from ikkuna.plot.grid import create_panels, grid_shape, outer_axes, share_limits
-from ikkuna.plot.keyword_aliases import keyword_aliases
-from ikkuna.plot.style import NOTE_COLOR, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, curve_colors
+from ikkuna.plot.style import NOTE_COLOR, Style, StyleOptions, accepts_style, curve_colors
 
 __all__ = ["draw_curves", "features_1d"]
 
 
-@keyword_aliases(
-    STYLE_KEYWORDS,
-    **STYLE_ALIASES,
-    show_y_zero="zero_line",
-    y_zero="zero_line",
-    annotations="labels",
-    max_timesteps="max_steps",
-)
+@accepts_style(show_y_zero="zero_line", y_zero="zero_line", annotations="labels", max_timesteps="max_steps")
 def features_1d(
     data: Any,
     *,

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
-from ikkuna.plot.keyword_aliases import keyword_aliases
-from ikkuna.plot.style import STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions
+from ikkuna.plot.style import Style, StyleOptions, accepts_style
 
 __all__ = ["FanSeries", "draw_fan", "fan_series", "percentile_fan"]
 
@@ -108,7 +107,7 @@ def draw_fan(ax: Axes, series: FanSeries, x: Any = None, color: Any = "#0072b2",
     return ax
 
 
-@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES)
+@accepts_style()
 def percentile_fan(
     log: Any,
     *,

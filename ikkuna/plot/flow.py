@@ -11,8 +11,7 @@ from torch import nn
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.modules import is_bias, named_parameters
-from ikkuna.plot.keyword_aliases import keyword_aliases
-from ikkuna.plot.style import NOTE_COLOR, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions
+from ikkuna.plot.style import NOTE_COLOR, Style, StyleOptions, accepts_style
 
 __all__ = ["Flow", "draw_flow", "flow_of", "gradient_flow"]
 
@@ -74,7 +73,7 @@ def draw_flow(ax: Axes, flow: Flow, log: bool = True) -> Axes:
     return ax
 
 
-@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES)
+@accepts_style()
 def gradient_flow(
     gradients: Any,
     *,

@@ -12,8 +12,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_note, label_panel
 from ikkuna.plot.figure import count_nonfinite
 from ikkuna.plot.grid import create_panels, grid_shape, share_limits
-from ikkuna.plot.keyword_aliases import keyword_aliases
-from ikkuna.plot.style import NOTE_COLOR, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, curve_colors
+from ikkuna.plot.style import NOTE_COLOR, Style, StyleOptions, accepts_style, curve_colors
 
 __all__ = ["draw_histogram", "draw_ridge", "features_hist", "features_hist_v2", "hist_clipped"]
 
@@ -57,13 +56,7 @@ def draw_ridge(
     return ax
 
 
-@keyword_aliases(
-    STYLE_KEYWORDS,
-    **STYLE_ALIASES,
-    annotations="labels",
-    colnames="column_names",
-    side_annot="row_name",
-)
+@accepts_style(annotations="labels", colnames="column_names", side_annot="row_name")
 def features_hist(
     data: Any,
     *,

@@ -13,17 +13,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_note, label_outer_axes, label_panel
 from ikkuna.plot.figure import count_nonfinite
 from ikkuna.plot.grid import create_panels, grid_shape, outer_axes, share_limits
-from ikkuna.plot.keyword_aliases import keyword_aliases
-from ikkuna.plot.style import (
-    DIVERGING,
-    STYLE_ALIASES,
-    STYLE_KEYWORDS,
-    Style,
-    StyleOptions,
-    color_limits,
-    colormap,
-    finite_limits,
-)
+from ikkuna.plot.style import DIVERGING, Style, StyleOptions, accepts_style, color_limits, colormap, finite_limits
 
 __all__ = ["draw_image", "features_2d"]
 
@@ -47,14 +37,7 @@ def draw_image(
     return image
 
 
-@keyword_aliases(
-    STYLE_KEYWORDS,
-    **STYLE_ALIASES,
-    show_colorbar="colorbar",
-    max_timesteps="max_steps",
-    annotations="labels",
-    timesteps_xaxis="time_axis",
-)
+@accepts_style(show_colorbar="colorbar", max_timesteps="max_steps", annotations="labels", timesteps_xaxis="time_axis")
 def features_2d(
     data: Any,
     *,

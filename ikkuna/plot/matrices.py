@@ -12,21 +12,12 @@ from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_note
 from ikkuna.plot.figure import count_nonfinite
 from ikkuna.plot.images import draw_image
-from ikkuna.plot.keyword_aliases import keyword_aliases
-from ikkuna.plot.style import (
-    SEQUENTIAL,
-    STYLE_ALIASES,
-    STYLE_KEYWORDS,
-    Style,
-    StyleOptions,
-    color_limits,
-    finite_limits,
-)
+from ikkuna.plot.style import SEQUENTIAL, Style, StyleOptions, accepts_style, color_limits, finite_limits
 
 __all__ = ["layer_step_heatmap", "similarity_matrix"]
 
 
-@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES, show_colorbar="colorbar")
+@accepts_style(show_colorbar="colorbar")
 def layer_step_heatmap(
     values: Any,
     *,
@@ -107,7 +98,7 @@ def layer_step_heatmap(
     return axes
 
 
-@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES, show_colorbar="colorbar")
+@accepts_style(show_colorbar="colorbar")
 def similarity_matrix(
     matrix: Any,
     labels: Sequence[str] | None = None,

@@ -10,13 +10,12 @@ from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_color_legend, add_note
 from ikkuna.plot.figure import count_nonfinite
-from ikkuna.plot.keyword_aliases import keyword_aliases
-from ikkuna.plot.style import STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, curve_colors
+from ikkuna.plot.style import Style, StyleOptions, accepts_style, curve_colors
 
 __all__ = ["draw_points", "features_0d"]
 
 
-@keyword_aliases(STYLE_KEYWORDS, **STYLE_ALIASES, show_y_zero="zero_line", y_zero="zero_line", ylims="ylim")
+@accepts_style(show_y_zero="zero_line", y_zero="zero_line", ylims="ylim")
 def features_0d(
     data: Any,
     *,

@@ -9,14 +9,12 @@ from ikkuna.errors import ConfigError
 from ikkuna.plot.figure import FigureList, NotebookFigure
 from ikkuna.plot.histograms import draw_histogram
 from ikkuna.plot.images import draw_image
-from ikkuna.plot.keyword_aliases import keyword_aliases
 from ikkuna.plot.rnn_panels import RNNPanels, rnn_panels
-from ikkuna.plot.style import DIVERGING, STYLE_ALIASES, STYLE_KEYWORDS, Style, StyleOptions, color_limits
+from ikkuna.plot.style import DIVERGING, Style, StyleOptions, accepts_style, color_limits
 
 __all__ = ["rnn_heatmap", "rnn_histogram"]
 
 _ALIASES = {
-    **STYLE_ALIASES,
     "_id": "layer",
     "input_data": "x",
     "labels": "y",
@@ -29,7 +27,7 @@ _TITLES = {"kernel": "KERNEL", "recurrent": "RECURRENT", "bias": "BIAS", "projec
 _ROWS = {"kernel": "input channel", "recurrent": "hidden unit", "projection": "hidden unit"}
 
 
-@keyword_aliases(STYLE_KEYWORDS, **_ALIASES)
+@accepts_style(**_ALIASES)
 def rnn_heatmap(
     rnn: Any,
     layer: Any = None,
@@ -176,7 +174,7 @@ def _label_matrix(ax: Axes, name: str, part: RNNPanels, width: float, style: Sty
     style.format_panel(ax)
 
 
-@keyword_aliases(STYLE_KEYWORDS, **_ALIASES)
+@accepts_style(**_ALIASES)
 def rnn_histogram(
     rnn: Any,
     layer: Any = None,

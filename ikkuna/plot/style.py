@@ -1,9 +1,9 @@
 """Size, title, frame, ticks and colours of all figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import matplotlib as mpl
 import numpy as np
@@ -13,21 +13,23 @@ from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
 from ikkuna.plot.figure import NanCount, NotebookFigure, save_figures
+from ikkuna.plot.keyword_aliases import keyword_aliases
 
 __all__ = [
     "DIVERGING",
     "NAN_COLOR",
     "NOTE_COLOR",
     "SEQUENTIAL",
-    "STYLE_ALIASES",
-    "STYLE_KEYWORDS",
     "Style",
     "StyleOptions",
+    "accepts_style",
     "color_limits",
     "colormap",
     "curve_colors",
     "finite_limits",
 ]
+
+R = TypeVar("R")
 
 DIVERGING = "RdBu_r"
 SEQUENTIAL = "viridis"
@@ -39,7 +41,7 @@ _CURVES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 _TITLES = {"outputs": "Outputs", "grads": "Gradients", "generic": "Values", True: "Values"}
 _CONFIGS = ("plot", "title", "annot", "subplot", "tight", "colorbar", "save", "pad_xticks")
 
-STYLE_ALIASES = {
+_ALIASES = {
     "show_xy_ticks": "ticks",
     "xy_ticks": "ticks",
     "show_borders": "borders",
@@ -47,7 +49,6 @@ STYLE_ALIASES = {
     "width": "w",
     "height": "h",
 }
-"""Other names of the arguments of all plotting functions."""
 
 
 class StyleOptions(TypedDict, total=False):
@@ -65,7 +66,9 @@ class StyleOptions(TypedDict, total=False):
     savepath: Any
 
 
-STYLE_KEYWORDS = tuple(StyleOptions.__annotations__)
+def accepts_style(**aliases: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Return a decorator that accepts the options of :class:`Style` and other names of keyword arguments."""
+    return keyword_aliases(StyleOptions.__annotations__, **_ALIASES, **aliases)
 
 
 @dataclass
