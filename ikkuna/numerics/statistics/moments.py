@@ -28,9 +28,7 @@ STATE = ("total", "squares", "center", "m2", "low", "high", "count", "nans", "ab
 extrema and number.  Then the numbers of observations that are NaN, infinite, and negative infinite."""
 
 
-def merge_moments(
-    k: A, mean: A, m2: A | None = None, m3: A | None = None, m4: A | None = None
-) -> tuple[A, ...]:
+def merge_moments(k: A, mean: A, m2: A | None = None, m3: A | None = None, m4: A | None = None) -> tuple[A, ...]:
     """Return the mean, and as many of the second to fourth moments as are given, of all parts together.
 
     Parameters
