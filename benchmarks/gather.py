@@ -1,4 +1,4 @@
-"""What sharing costs on many ranks: bytes, and the time to pack, gather and merge the rows of one sampled step.
+"""The cost of merging measurements of many ranks: bytes, and the time to pack, gather and merge the rows of one sampled step.
 
 Packing and merging are measured by merging the blocks of that many ranks in one process.
 Gathering is measured on loopback with 2 and 4 processes and extrapolated: gloo sends blocks around a ring, so that
@@ -31,7 +31,7 @@ from ikkuna.numerics.statistics.table import COLUMN, empty_rows
 FIELDS = closure(("m2", "min", "max"))
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 LINK = 10e9 / 8
-"""Bytes per second of the link that is imagined."""
+"""Bytes per second of the assumed link."""
 
 
 def rows(count: int, rank: int) -> RankRows:
@@ -46,7 +46,7 @@ def rows(count: int, rank: int) -> RankRows:
 
 
 def seconds(function: Callable[[], Any], times: int = 3, clock: Callable[[], float] = time.process_time) -> float:
-    """Return the median time of a call, of this process alone unless another clock is given."""
+    """Return the median time of a call; by default the CPU time of this process."""
     taken = []
     for _ in range(times):
         began = clock()
@@ -56,7 +56,7 @@ def seconds(function: Callable[[], Any], times: int = 3, clock: Callable[[], flo
 
 
 def pack_and_merge(ranks: int, count: int) -> tuple[int, float, float, float, float]:
-    """Return the bytes of a block, and the seconds to pack one, to read all, to merge them, and once to align them."""
+    """Return the bytes of a block, and the seconds to pack one, to read all, to merge them, and to align them once."""
     stamp, layouts, alignments = (0, 0, 0, "training"), Layouts(), Alignments()
     written = rows(count, 0)
     first = build(stamp, written, 0, layouts).pack(layouts)

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks; no training of these is wrapped, so that nothing but us could make a rank wait for another."""
+"""Failures of ranks.  The models are not wrapped, so that only ikkuna can make a rank wait for another."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def norms():
 
 
 def train(subscribers, before=lambda step: None, model=None, count=STEPS, before_close=lambda: None, **options):
-    """Train this rank's own model; return what was published, how long each step and close() took, and how it went."""
+    """Train this rank's own model; return the published values, the duration of each step and of close(), and the health."""
     model, loss = model or network(), nn.CrossEntropyLoss()
     optimizer, seconds = loops.sgd(model), []
     with loops.watching(model, loss, subscribers, **{"on_error": "disable", **options}) as (exporter, published):
@@ -63,7 +63,7 @@ def attached_on_one_rank(rank, size):
 
 
 def attached_on_both_again(rank, size):
-    """The next exporter of both finds its counterpart, though one rank had one more."""
+    """The next exporters of both ranks find each other, although one rank had another exporter before."""
     return train(norms(), before_close=dist.barrier)
 
 
@@ -97,7 +97,7 @@ def late(rank, size):
 
 
 def far_behind(rank, size):
-    """Rank 1 rests while rank 0 makes more steps than may wait."""
+    """Rank 1 pauses while rank 0 makes more steps than may wait."""
     exchange.WAITING = 5
     try:
         return _train_ahead(rank, "far behind")
@@ -113,7 +113,7 @@ def closed_early(rank, size):
 
 
 def silent_at_the_end(rank, size):
-    """Rank 1 makes fewer steps and says nothing, but does not leave either."""
+    """Rank 1 makes fewer steps and sends nothing, but does not close."""
     return train(norms(), count=STEPS - 4 * rank, before_close=dist.barrier if rank else lambda: None) | _met(rank)
 
 
@@ -124,7 +124,7 @@ def _met(rank):
 
 
 def attached_on_one_rank_of_shards(rank, size):
-    """Every collective of ours would hang: a test of the model, a matrix that is gathered, a sum that is still to be made."""
+    """Any collective of ikkuna would hang: a test of the model, the gathering of a matrix, a partial sum."""
     patient(1.0)
     model, loss = fully_shard(network()), nn.CrossEntropyLoss()
     inputs, labels = local(*data(), rank, size)
@@ -146,7 +146,7 @@ def attached_on_one_rank_of_shards(rank, size):
 
 
 class Agreeing(Subscriber):
-    """Asks the other ranks in compute, which it may since it says that it needs the model."""
+    """Calls the other ranks in compute, which ``needs_model`` permits."""
 
     fields = ("sumsq",)
     needs_model = True
@@ -179,7 +179,7 @@ def failing_subscriber(rank, size):
 
 
 def group_destroyed(rank, size):
-    """The default group is gone before close(); comes last."""
+    """The default group is destroyed before close(); this runs last."""
 
     def destroy():
         dist.barrier()

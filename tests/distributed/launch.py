@@ -1,4 +1,4 @@
-"""Starts real processes and brings back what they return, or how they ended, within a deadline."""
+"""Starts processes, and returns their results, or how they ended, within a deadline."""
 
 import importlib
 import logging
@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 @dataclass
 class Outcome:
-    """What one process did: the result of each scenario, or the text of its error; what was logged; how it exited."""
+    """The results, errors and logs of each scenario in one process, and the exit code of the process."""
 
     results: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The one training that every strategy runs, and what is published of it."""
+"""The training that every strategy runs, and the values published in it."""
 
 import contextlib
 import hashlib
@@ -57,7 +57,7 @@ def _make(name, kind):
 
 @contextlib.contextmanager
 def watching(model, loss, subscribers, bus=None, **options):
-    """Publish what `subscribers` see; yield the exporter and a dictionary that fills with (kind, series, step) → value."""
+    """Register `subscribers`; yield the exporter and the dictionary of published values, (kind, series, step) → value."""
     bus = bus or MessageBus("test")
     published = {}
 
@@ -92,7 +92,7 @@ def steps(model, loss, optimizer, inputs, labels):
 
 
 def published_of(model, inputs, labels, subscribers=None, optimizer=sgd, train=steps):
-    """Return what is published of training on these batches."""
+    """Return the values published in a training on these batches."""
     loss = nn.CrossEntropyLoss()
     with watching(model, loss, subscribers or every_metric()) as (_, published):
         train(model, loss, optimizer(model), inputs, labels)

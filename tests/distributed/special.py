@@ -1,4 +1,4 @@
-"""What else can be asked of several ranks: every subscriber, evaluation, whole matrices, the spread, files, modules of one rank only."""
+"""Other features on several ranks: every subscriber, evaluation, full matrices, spread, files, modules of one rank only."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def rows(steps=3):
 
 
 def published_by(name, model, inputs, labels):
-    """Return what one subscriber publishes of the small model, and what those publish that it needs."""
+    """Return the values that a subscriber, and those it depends on, publish for the small model."""
     loss = nn.CrossEntropyLoss()
     made = [make(backend="null") for make in (*NEEDS.get(name, ()), EVERY_SUBSCRIBER[name])]
     with loops.watching(model, loss, made) as (exporter, published):
@@ -50,7 +50,7 @@ def held_out(n=9):
 
 
 def tested(model, inputs, labels):
-    """Return what a test during training says, and what a subscriber of its pass sees."""
+    """Return the results of a test during training, and the values of a subscriber of its pass."""
     made = [
         installed.TestAccuracySubscriber(held_out(), batch_size=4, every=2, backend="null"),
         installed.TestAccuracySubscriber(held_out(), batch_size=4, publishes="by_epoch", backend="null"),
@@ -108,7 +108,7 @@ def spread(rank, size):
 
 
 def noise(model, batches, **options):
-    """Return what is said of the noise of gradients, over steps of some micro-batches each."""
+    """Return the published gradient noise over steps of several micro-batches."""
     loss, optimizer = nn.CrossEntropyLoss(), loops.sgd(model)
     made = [installed.GradientNoiseScaleSubscriber(backend="null", beta=0.0, **options)]
     with loops.watching(model, loss, made) as (_, published):
@@ -160,7 +160,7 @@ def files(rank, size):
 
 
 def pipeline(rank, size):
-    """Each rank trains a stage of its own, and all publish the union."""
+    """Each rank trains its own stage, and all publish the union."""
     model = network()
     stage = model.block if rank else model.first
     loss = nn.CrossEntropyLoss()
@@ -187,7 +187,7 @@ def pipeline(rank, size):
 
 
 def evaluation_on_rank_0(rank, size):
-    """A habit of many scripts: the test is rank 0's business alone."""
+    """As in many scripts, rank 0 alone tests the model."""
     model, loss = DistributedDataParallel(network()), nn.CrossEntropyLoss()
     made = [
         installed.NormSubscriber("weights", backend="null"),
@@ -206,7 +206,7 @@ def evaluation_on_rank_0(rank, size):
 
 
 def two_exporters(rank, size):
-    """Two exporters share a bus, and after them comes another."""
+    """Two exporters share a bus, and another one follows."""
     from ikkuna.export import Exporter
     from ikkuna.export.messages import MessageBus
 
@@ -232,7 +232,7 @@ def two_exporters(rank, size):
 
 
 def scaled_and_checkpointed(rank, size):
-    """A gradient scaler, of which the second step is skipped, and a checkpoint."""
+    """A gradient scaler that skips the second step, and a checkpoint."""
 
     class Checkpointed(loops.Network):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""Training with every strategy: each function runs in every process and returns what was published there."""
+"""Training with every strategy: each function runs in every process and returns the values published there."""
 
 import copy
 
@@ -75,7 +75,7 @@ def tp(rank, size):
 
 
 def tp_sequence(rank, size):
-    """The normalisation sees slices of the batch, as DTensors, and so does what comes after it until the block gathers them."""
+    """The normalisation and the following modules receive slices of the batch as DTensors, until the block gathers them."""
     from torch.distributed.tensor.parallel import PrepareModuleInput
 
     mesh = init_device_mesh("cpu", (size,))

@@ -1,4 +1,4 @@
-"""Blocks and their merging, in one process: every number against numpy, and what is odd about ranks."""
+"""Blocks and their merge in one process: numbers against numpy, replicas, shards and missing rows."""
 
 import math
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def rows_of(rows):
 
 
 def merged(*ranks, groups=None, per_rank=()):
-    """Return what ranks that have these rows publish, by name, through bytes."""
+    """Return the merged rows of ranks by name, after packing and unpacking."""
     groups = groups or range(len(ranks))
     payloads = [
         build(STAMP, rows_of(rows), group, layouts := Layouts()).pack(layouts)
@@ -99,7 +99,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-def test_what_is_merged_is_what_numpy_says_of_all(parts):
+def test_merged_statistics_agree_with_numpy(parts):
     record = merged(*([row(part)] for part in parts))["fc"].record
     x = np.concatenate([np.asarray(part, float) for part in parts])
     assert record.n == len(x)
@@ -114,21 +114,21 @@ def test_what_is_merged_is_what_numpy_says_of_all(parts):
     assert np.array_equal(record.codes, measure(torch.from_numpy(x), EVERYTHING).codes)
 
 
-def test_nothing_at_all_is_no_element():
+def test_rows_without_elements_merge_to_one_without_elements():
     record = merged([row([])], [row([])])["fc"].record
     assert record.n == 0
     assert math.isnan(record.mean)
     assert math.isnan(record.min)
 
 
-def test_a_row_without_elements_takes_no_room_beside_its_own_result():
+def test_a_row_without_elements_is_in_no_table():
     rows = rows_of([row([], own=[("mine", "sum", OWN, np.ones(2))]), row([1.0], "other")])
     block = build(STAMP, rows, 0, Layouts())
     assert [table.rows for table in block.layout.tables] == [(1,)]
     assert block.own.tolist() == [1, 1]
 
 
-def test_what_is_not_finite_is_counted_and_shows():
+def test_elements_that_are_not_finite_are_counted():
     record = merged([row([1.0, math.nan])], [row([3.0, -math.inf])], [row([math.nan])])["fc"].record
     assert (record.n, record.nans, record.infs, record.count) == (5, 2, 1, 2)
     assert math.isnan(record.mean)
@@ -158,7 +158,7 @@ def test_equal_rows_of_a_group_are_replicas_and_others_slices():
     assert merged([same], [same])["fc"].record.n == 4, "no group: data of its own"
 
 
-def test_histograms_tell_slices_apart_that_are_equal_in_number():
+def test_slices_with_equal_numbers_of_elements_differ_by_their_histograms():
     fields = closure(("codes",))
     a, b = row([1.0, 2.0], fields=fields), row([3.0, 4.0], fields=fields)
     assert merged([a], [b], groups=(0, 0))["fc"].record.codes.sum() == 4
@@ -172,7 +172,7 @@ def test_ranks_may_have_different_rows():
     assert found["b"].record.mean == 3.0
 
 
-def test_rows_of_different_fields_lie_apart():
+def test_rows_of_different_fields_are_in_different_tables():
     found = merged(
         [row([1.0], "a"), row([2.0], "b", fields=closure(("sumsq",)))], [row([3.0], "b", fields=closure(("sumsq",)))]
     )
@@ -184,7 +184,7 @@ def test_rows_of_different_fields_lie_apart():
 @pytest.mark.parametrize(
     ("merge", "expected"), {"sum": [6, 60], "min": [1, 10], "max": [3, 30], "last": [3, 30]}.items()
 )
-def test_rows_of_subscribers_merge_as_they_say(merge, expected):
+def test_results_of_subscribers_merge_as_declared(merge, expected):
     rows = ([1.0, 10.0], [2.0, 20.0], [3.0, 30.0])
     ranks = [[row([0.0], own=[("mine", merge, OWN, np.array(values))])] for values in rows]
     assert merged(*ranks)["fc"].own["mine"].tolist() == expected
@@ -192,7 +192,7 @@ def test_rows_of_subscribers_merge_as_they_say(merge, expected):
     assert merged(*first)["fc"].own["mine"].tolist() == [1, 10], "replicas"
 
 
-def test_rows_of_another_shape_are_left_out():
+def test_results_of_another_shape_are_ignored():
     ranks = [[row([0.0], own=[("mine", "sum", OWN, np.ones(shape))])] for shape in (2, 3, 2)]
     assert merged(*ranks)["fc"].own["mine"].tolist() == [2, 2]
 
@@ -219,7 +219,7 @@ def test_a_layout_is_sent_once_and_forgotten_on_both_sides():
     assert sizes[41] > sizes[40], "forgotten"
 
 
-def test_a_layout_nobody_sent_is_an_error():
+def test_a_layout_that_was_not_sent_is_an_error():
     layouts = Layouts()
     block = build(STAMP, rows_of([row([1.0])]), 0, layouts)
     block.pack(layouts)
@@ -235,7 +235,7 @@ def alone():
     gather.close()
 
 
-def test_blocks_grow_to_what_has_to_be_sent_and_shrink_again(alone):
+def test_blocks_grow_with_the_payload_and_shrink_again(alone):
     assert alone.is_idle
     for payload in (b"small", b"x" * 100_000):
         alone.begin(payload)

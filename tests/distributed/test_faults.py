@@ -1,4 +1,4 @@
-"""Whatever happens to one rank, the others train on unharmed, and one ERROR says what is missing."""
+"""After a failure of one rank the others continue to train, and one ERROR says what is missing."""
 
 import math
 
@@ -42,7 +42,7 @@ def errors(outcome, scenario):
     return [line for line in outcome.logs[scenario] if line.startswith("ERROR")]
 
 
-def test_an_exporter_on_one_rank_goes_on_alone(two, alone):
+def test_an_exporter_on_one_rank_continues_alone(two, alone):
     found = two[0]["attached_on_one_rank"]
     assert not differences(found["published"], alone)
     (told,) = errors(two[0], "attached_on_one_rank")
@@ -51,7 +51,7 @@ def test_an_exporter_on_one_rank_goes_on_alone(two, alone):
     assert max(found["seconds"]) < BOUNDED
 
 
-def test_one_exporter_more_does_not_keep_the_next_ones_apart(two, alone):
+def test_an_exporter_on_one_rank_does_not_disturb_later_ones(two, alone):
     first, second = (outcome["attached_on_both_again"] for outcome in two)
     assert first["published"] == second["published"]
     assert not errors(two[0], "attached_on_both_again")
@@ -79,7 +79,7 @@ def test_no_rank_waits_for_one_that_is_late(two):
     assert first["health"].dropped == 0
 
 
-def test_what_waits_is_bounded_and_what_is_lost_is_counted_everywhere(two):
+def test_the_queue_is_bounded_and_all_ranks_count_dropped_measurements(two):
     first, second = (outcome["far_behind"] for outcome in two)
     assert first["published"] == second["published"]
     there = {key[2] for key in first["published"]}
@@ -89,7 +89,7 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted_everywhere(two):
     assert len(errors(two[0], "far_behind")) == 1
 
 
-def test_a_rank_that_leaves_early_is_told(two):
+def test_a_rank_that_leaves_early_is_logged(two):
     first = two[0]["closed_early"]
     assert len({key[2] for key in first["published"]}) == faults.STEPS
     assert len(errors(two[0], "closed_early")) == 1
@@ -98,7 +98,7 @@ def test_a_rank_that_leaves_early_is_told(two):
     assert first["closing"] < BOUNDED
 
 
-def test_close_waits_two_seconds_for_a_rank_that_says_nothing(two):
+def test_close_waits_two_seconds_for_a_silent_rank(two):
     first = two[0]["silent_at_the_end"]
     assert 1.5 < first["closing"] < BOUNDED
     assert len({key[2] for key in first["published"]}) == faults.STEPS
@@ -106,7 +106,7 @@ def test_close_waits_two_seconds_for_a_rank_that_says_nothing(two):
     assert "did not send their measurements in time" in told
 
 
-def test_no_collective_of_ours_is_called_by_one_rank_alone(two):
+def test_no_collective_is_called_by_one_rank_alone(two):
     published, disabled = two[0]["attached_on_one_rank_of_shards"]
     assert disabled == ("TestAccuracySubscriber",)
     assert {key[0] for key in published} == {"weights_norm2", "weights_spectral_norm", "weights_power_residual"}
@@ -124,7 +124,7 @@ def test_a_subscriber_that_needs_the_model_may_call_the_other_ranks(two):
         assert value == pytest.approx(2 * published["weights_norm2", *key], rel=1e-6)
 
 
-def test_a_subscriber_that_fails_on_one_rank_is_that_ranks_business(two):
+def test_a_subscriber_that_fails_on_one_rank_does_not_affect_others(two):
     first, second = (outcome["failing_subscriber"] for outcome in two)
     assert first["published"] == second["published"]
     assert first["health"].errors == 0
@@ -140,7 +140,7 @@ def test_the_group_may_be_destroyed_before_close(two):
 
 
 @pytest.mark.parametrize("scenario", ["killed_last", "killed_first"])
-def test_a_rank_that_dies_takes_nobody_along(scenario, alone, tmp_path):
+def test_the_others_continue_after_a_rank_dies(scenario, alone, tmp_path):
     outcomes = run([scenario], 2, tmp_path)
     victim = 1 if scenario == "killed_last" else 0
     assert outcomes[victim].exitcode == -9
@@ -154,5 +154,5 @@ def test_a_rank_that_dies_takes_nobody_along(scenario, alone, tmp_path):
     assert max(found["seconds"]) < BOUNDED
     assert found["closing"] < BOUNDED
     last = {key: value for key, value in alone.items() if key[2] == faults.STEPS - 1}
-    assert not differences({key: found["published"][key] for key in last}, last), "alone, it tells what it sees"
+    assert not differences({key: found["published"][key] for key in last}, last), "its own values"
     assert loops.STEPS

@@ -1,4 +1,4 @@
-"""Beyond the numbers of a strategy: every subscriber, evaluation, whole matrices, the spread, files, stages."""
+"""Other features on several ranks: every subscriber, evaluation, full matrices, spread, files, stages."""
 
 import math
 
@@ -40,7 +40,7 @@ OF_RANKS = ("RankSpreadSubscriber", "RankSpreadSubscriber-gradients")
 
 
 @pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
-def test_every_subscriber_says_the_same_on_every_rank_and_in_one_process(two, name):
+def test_every_subscriber_publishes_the_same_on_every_rank_and_in_one_process(two, name):
     first, second = (outcome["every_subscriber"][name] for outcome in two)
     assert same(first, second) or (name in OF_ITS_OWN and first.keys() == second.keys())
     expected = special.published_by(name, small_model(), *special.rows())
@@ -53,7 +53,7 @@ def test_every_subscriber_says_the_same_on_every_rank_and_in_one_process(two, na
 
 
 @pytest.mark.parametrize("strategy", ["evaluation_ddp", "evaluation_fsdp"])
-def test_evaluation_is_that_of_one_process(two, strategy):
+def test_evaluation_agrees_with_one_process(two, strategy):
     losses, expected = special.tested(loops.network(), *loops.data())
     for outcome in two:
         _, found = outcome[strategy]
@@ -64,7 +64,7 @@ def test_evaluation_is_that_of_one_process(two, strategy):
     assert mean == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_metric_of_whole_matrices_is_nan_on_shards_and_says_why_once(two):
+def test_a_metric_of_full_matrices_is_nan_on_shards_and_logs_why_once(two):
     expected = loops.published_of(loops.network(), *loops.data(), special.matrix_metrics())
     for outcome in two:
         found, gathered = outcome["matrices"]
@@ -92,7 +92,7 @@ def test_the_spread_names_the_odd_rank(two):
         assert found["weights_ranks_rms_min", *key] == found["weights_ranks_rms_max", *key]
 
 
-def test_a_spread_is_of_what_each_rank_sees(two):
+def test_a_spread_compares_the_data_of_each_rank(two):
     inputs, labels = loops.local(*loops.data(), 0, 2)
     alone = loops.published_of(
         loops.network(), inputs[:1], labels[:1], [special.installed.RankSpreadSubscriber("activations", backend="null")]
@@ -102,7 +102,7 @@ def test_a_spread_is_of_what_each_rank_sees(two):
     assert alone["activations_ranks_rms_argmax", "first", 0] == 0
 
 
-def test_a_nan_of_one_rank_shows_and_names_it(two):
+def test_a_nan_of_one_rank_is_published_with_the_rank(two):
     for outcome in two:
         found = outcome["nan_on_one_rank"]
         assert not math.isnan(found["input_data_mean", None, 1])
@@ -135,7 +135,7 @@ def test_stages_of_a_pipeline_publish_their_union(two):
     assert first["weights_norm2", "block.0", 0] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_test_on_rank_0_alone_harms_nobody(two):
+def test_a_test_on_rank_0_alone_does_not_disturb_others(two):
     ours, others = (outcome["evaluation_on_rank_0"] for outcome in two)
     training = {key: value for key, value in ours.items() if key[0] == "weights_norm2"}
     assert len(training) == 6 * 5
@@ -170,7 +170,7 @@ def test_a_compiled_model_publishes_the_same(two):
 
 
 def test_ranks_are_micro_batches_to_the_noise_of_gradients(two):
-    """What two ranks say together is what one process says that sees their batches one after the other."""
+    """Two ranks publish what one process publishes that processes their batches one after the other."""
     parts = [zip(*loops.local(*loops.data(), rank, 2), strict=True) for rank in range(2)]
     one = special.noise(loops.network(), list(zip(*parts, strict=True)))
     for outcome in two:

@@ -1,4 +1,4 @@
-"""What is published on several ranks is what one process publishes of the whole batch, under every strategy."""
+"""With every strategy, several ranks publish what one process publishes for the whole batch."""
 
 import math
 
@@ -42,7 +42,7 @@ def is_close(key, a, b, rtol=2e-4):
 
 
 def differences(found, expected, rtol=2e-4, kinds=("",)):
-    """Return what is missing, what is too much, and what differs."""
+    """Return missing, additional and different values."""
     expected = {key: value for key, value in expected.items() if key[0].startswith(tuple(kinds))}
     found = {key: value for key, value in found.items() if key[0].startswith(tuple(kinds))}
     wrong = [
@@ -78,7 +78,7 @@ def test_unequal_batches_count_by_their_samples(two, one):
     assert not differences(found, expected, kinds=("activations", "train_accuracy", "loss"))
 
 
-def test_accumulation_is_that_of_one_process(two):
+def test_accumulation_agrees_with_one_process(two):
     def train(model, loss, optimizer, inputs, labels):
         # each rank's halves: what one process would see of the same four parts
         for x, y in zip(inputs, labels, strict=True):
@@ -110,8 +110,8 @@ def test_training_is_bit_identical(two, strategy):
         assert plain == watched
 
 
-def test_this_test_sees_a_difference(one):
-    """The comparison itself is worth something."""
+def test_the_comparison_finds_a_difference(one):
+    """The comparison detects a wrong value."""
     key = ("weights_norm2", "first", 0)
     assert differences({**one, key: one[key] * 1.001}, one)
     assert torch.distributed.is_available()

@@ -1,4 +1,4 @@
-"""Under torchrun, as people start it: one run, in which TensorBoard reads what one process would have written."""
+"""Training started with torchrun writes one run, in which TensorBoard reads the values of one process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A training script as people write it: alone, or under ``torchrun`` with its batches shared out."""
+"""A typical training script, for one process or for ``torchrun``, which divides the batches."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Watching leaves little to the garbage collector, whose every full round looks through all that torch is made of."""
+"""Recording creates few objects for the garbage collector, because a full collection traverses all objects of torch."""
 
 import gc
 import weakref
@@ -44,12 +44,12 @@ def rounds_of_collection(watch: bool) -> int:
     return seen.count("start")
 
 
-def test_a_step_leaves_the_collector_less_than_one_object_for_each_value() -> None:
+def test_a_step_creates_less_than_one_object_per_value() -> None:
     more = (rounds_of_collection(watch=True) - rounds_of_collection(watch=False)) * THRESHOLD
     assert more < LAYERS * len(KINDS) * STEPS
 
 
-def test_what_is_kept_for_the_next_step_keeps_no_subscriber_alive() -> None:
+def test_reused_rows_keep_no_subscriber_alive() -> None:
     model, loss = nn.Linear(4, 2), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:

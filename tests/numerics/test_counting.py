@@ -1,4 +1,4 @@
-"""The compiled counting of float codes against numpy's: counters that are full, every code and type, and which numbers are drawn."""
+"""The native counting of float codes against numpy: full counters, every code and dtype, and which elements are drawn."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def counted(x: np.ndarray, m: int = 3) -> np.ndarray:
 
 
 def drawn(n: int) -> np.ndarray:
-    """Return the places of one number in each of 65,536 runs: those of seed 0."""
+    """Return the indices of one element in each of 65,536 runs, for seed 0."""
     i = np.arange(65_536, dtype=np.uint64)
     h = (i * np.uint64(0x9E3779B9)).astype(np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -32,7 +32,7 @@ def drawn(n: int) -> np.ndarray:
 
 @pytest.mark.parametrize("value", [0.0, -0.0, -1.5, float("inf"), float("nan")])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 70_000, FULL - 1, FULL, FULL + 1, 300_000, 3 * FULL + 7])
-def test_as_many_equal_numbers_as_there_are_fall_in_one_bin(n, value):
+def test_equal_numbers_are_counted_in_one_bin(n, value):
     x = np.full(n, value, dtype=np.float32)
     assert (codes(torch.from_numpy(x)).numpy() == counted(x)).all()
 
@@ -48,7 +48,7 @@ def test_every_code_of_either_sign_is_counted_once(m, low_bits):
 @pytest.mark.parametrize("m", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("n", [9, 1_023, 300_001])
-def test_codes_of_any_type_and_length_are_numpys(dtype, n, m):
+def test_codes_of_any_dtype_and_length_agree_with_numpy(dtype, n, m):
     x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
     x[::5] *= 1e-41  # subnormal
     special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-46, -1e300, 3.4e38]
@@ -69,7 +69,7 @@ def test_counts_of_parts_add_up_to_those_of_the_whole():
     assert (sum(parts).numpy() == counted(x.numpy())).all()
 
 
-def test_a_table_is_filled_whatever_it_held():
+def test_counts_overwrite_the_table():
     x, table = torch.randn(200_000), torch.full((4096,), -7)
     native.library().codes(x, 3, table)
     assert (table.numpy() == counted(x.numpy())).all()
@@ -79,7 +79,7 @@ def test_a_table_is_filled_whatever_it_held():
 
 @pytest.mark.parametrize("m", [1, 3, 7])
 @pytest.mark.parametrize("n", [131_073, 262_144, 999_999, 2_500_001])
-def test_the_sample_is_of_one_number_in_each_run_and_is_scaled_to_all(n, m):
+def test_a_sample_has_one_element_of_each_run_and_is_scaled_to_all(n, m):
     x = np.random.default_rng(n).standard_normal(n, dtype=np.float32)
     want = np.round(counted(x[drawn(n)], m) * (n / 65_536)).astype(np.int64)
     assert (sampled_codes(torch.from_numpy(x), m=m).numpy() == want).all()
@@ -92,6 +92,6 @@ def test_a_sample_of_equal_numbers_stands_for_all_of_them(dtype, n):
     assert counts[1031] == counts.sum() == n
 
 
-def test_a_few_numbers_more_than_a_sample_are_all_counted():
+def test_tensors_slightly_larger_than_a_sample_are_counted_completely():
     x = torch.randn(131_072, generator=torch.Generator().manual_seed(0))
     assert (sampled_codes(x).numpy() == counted(x.numpy())).all()

@@ -18,7 +18,7 @@ ANY = hnp.arrays(np.float32, st.integers(0, 60), elements=st.floats(width=32))
 
 
 def reference_codes(x: np.ndarray, m: int = 3) -> np.ndarray:
-    """One bin at a time, from the edges alone."""
+    """Count each bin from its edges."""
     edges = bin_edges(m)
     half = 256 << m
     bins = np.zeros(2 * half, dtype=np.int64)
@@ -63,7 +63,7 @@ def test_the_device_path_counts_the_same(x):
 
 
 def _through_scatter(x):
-    """Run the branch of a device on the CPU, by saying that a compiler is at work."""
+    """Run the branch for devices on the CPU, by pretending that a compiler traces it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         return codes(x)
@@ -109,7 +109,7 @@ def test_quantiles_of_special_sets(values, q, expected):
     assert got == pytest.approx(np.float32(expected).item(), nan_ok=True, abs=0)
 
 
-def test_finite_only_leaves_out_what_is_not_finite():
+def test_finite_only_ignores_elements_that_are_not_finite():
     h = Histogram.of(torch.tensor([math.nan, -math.inf, 1.0, 1.0, 1.0, math.inf]))
     assert h.quantile(0.5, finite_only=True) == pytest.approx(1.0, rel=1 / 8)
     assert math.isnan(h.quantile(0.5))
@@ -184,17 +184,17 @@ def test_a_tensor_without_numbers_has_no_codes():
     assert sample(torch.empty(3, device="meta")).numel() == 0
 
 
-def test_large_double_numbers_pass_as_infinite():
+def test_float64_beyond_float32_counts_as_infinite():
     assert Histogram(codes(torch.tensor([1e300, 1.0], dtype=torch.float64))).infs == 1
 
 
 @pytest.mark.parametrize("m", [0, 8, -1])
-def test_an_impossible_number_of_bits_is_refused(m):
+def test_an_invalid_number_of_bits_raises(m):
     with pytest.raises(ConfigError, match="1 to 7"):
         codes(torch.ones(1), m)
 
 
-def test_counts_of_a_wrong_size_and_unlike_histograms_are_refused():
+def test_counts_of_a_wrong_size_and_different_histograms_raise():
     with pytest.raises(ConfigError, match="got the shape"):
         Histogram(np.zeros(100, dtype=np.int64))
     with pytest.raises(ConfigError, match="do not add"):
@@ -236,25 +236,25 @@ def test_a_bin_that_straddles_edges_is_divided_in_proportion(x, n):
     assert np.cumsum(b.bucket_counts) == pytest.approx(below, rel=1e-6, abs=1e-6)
 
 
-def test_edges_cannot_be_changed_for_others():
+def test_edges_are_read_only():
     with pytest.raises(ValueError, match="read-only"):
         bin_edges()[0] = 0.0
 
 
-def test_buckets_of_nothing_and_of_constants():
+def test_buckets_of_no_elements_and_of_constants():
     nothing = Histogram.of(torch.tensor([math.nan])).tensorboard_buckets()
     assert (nothing.num, nothing.bucket_limits, math.isnan(nothing.min)) == (0, [], True)
     constant = Histogram.of(torch.full((4,), 2.5)).tensorboard_buckets()
     assert (constant.bucket_limits, constant.bucket_counts, constant.sum) == ([2.5], [4.0], 10.0)
 
 
-def test_extrema_that_are_not_finite_do_not_spoil_the_buckets():
+def test_infinite_extrema_do_not_change_the_buckets():
     b = Histogram.of(torch.tensor([-math.inf, 1.0, 1.5, math.nan])).tensorboard_buckets(2)
     assert b.num == 2
     assert 1.0 <= b.min < b.max <= 1.625
 
 
-def test_a_sample_comes_from_its_own_generator_and_leaves_the_global_one_alone():
+def test_a_sample_uses_its_own_generator_and_not_the_global_one():
     x = torch.arange(1000.0)
     before = torch.random.get_rng_state()
     a = sample(x, torch.Generator().manual_seed(7), 100)
@@ -265,7 +265,7 @@ def test_a_sample_comes_from_its_own_generator_and_leaves_the_global_one_alone()
     assert torch.equal(sample(x, size=1000), x)
 
 
-def test_the_error_of_a_sample_is_as_stated():
+def test_the_error_of_a_sample_is_as_documented():
     x = torch.arange(100_000.0) / 100_000
     medians = [sample(x, torch.Generator().manual_seed(s), 1000).quantile(0.5).item() for s in range(200)]
     assert np.std(medians) == pytest.approx(math.sqrt(0.25 / 1000), rel=0.2)

@@ -1,4 +1,4 @@
-"""The compiled kernels: what they take, what a difference is, what a sample is, and that a machine without a compiler loses only time."""
+"""The C++ kernels: which tensors they accept, differences, samples, the build, and machines without a compiler."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ PAIRS = hnp.arrays(np.float32, st.tuples(st.just(2), st.integers(1, 3000)), elem
 
 @pytest.fixture
 def nothing_built(monkeypatch, tmp_path):
-    """A process that has not looked for kernels yet, and a cache without any."""
+    """An empty cache, and a process that has not loaded the kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.library.cache_clear()
     yield tmp_path / "ikkuna"
@@ -68,7 +68,7 @@ def test_a_difference_of_any_dense_layout(dtype, layout):
     assert got.m2 == pytest.approx(want.m2, rel=1e-5)
 
 
-def test_tensors_that_do_not_lie_alike_are_not_subtracted():
+def test_tensors_of_different_layout_or_dtype_are_not_subtracted():
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     kernels = native.library()
     assert kernels.accepts_difference(x, y)
@@ -89,7 +89,7 @@ def test_calls_add_up(arrays):
         assert getattr(got, name) == pytest.approx(getattr(want, name), rel=1e-6, abs=1e-30, nan_ok=True)
 
 
-def test_kernels_read_only_what_lies_in_memory_as_it_seems():
+def test_kernels_accept_only_tensors_whose_memory_holds_their_elements():
     kernels = native.library()
     plain = torch.randn(4, 4)
     assert kernels.accepts(plain)
@@ -115,7 +115,7 @@ def test_codes_are_those_of_torchs_operators(dtype, m):
     assert (codes(x, m) == codes(x, m, native=False)).all()
 
 
-def test_a_sample_is_spread_over_the_tensor_and_errs_less_than_drawing_with_replacement():
+def test_a_sample_is_stratified_and_has_a_smaller_error_than_drawing_with_replacement():
     x = torch.arange(1_000_000.0)
     counts, exact = sampled_codes(x, torch.Generator().manual_seed(1)), codes(x)
     assert counts.sum() == pytest.approx(len(x), rel=1e-4)
@@ -124,7 +124,7 @@ def test_a_sample_is_spread_over_the_tensor_and_errs_less_than_drawing_with_repl
     assert (sampled_codes(x, torch.Generator().manual_seed(2)) != counts).any()
 
 
-def test_the_sample_of_shuffled_data_errs_as_stated():
+def test_the_error_of_a_sample_of_shuffled_data_is_as_documented():
     x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(0))
     below = [
         float(sampled_codes(x, torch.Generator().manual_seed(seed))[: 2048 + (126 << 3)].sum()) / len(x)
@@ -134,7 +134,7 @@ def test_the_sample_of_shuffled_data_errs_as_stated():
     assert np.std(below) == pytest.approx((0.25 / 65_536) ** 0.5, rel=0.5)
 
 
-def test_threads_do_not_change_what_is_measured():
+def test_the_number_of_threads_does_not_change_the_result():
     x = torch.randn(3_000_000) + 1
     threads = torch.get_num_threads()
     try:
@@ -158,12 +158,12 @@ def test_a_library_is_built_once_and_found_again(nothing_built):
     assert stat.S_IMODE(nothing_built.stat().st_mode) == 0o700
 
 
-def test_where_the_cache_cannot_be_written_the_library_is_made_for_this_process(nothing_built):
+def test_without_a_writable_cache_the_library_is_built_for_this_process(nothing_built):
     nothing_built.write_text("a file where the directory should be")
     assert native.library() is not None
 
 
-def test_a_directory_of_somebody_else_is_not_trusted(nothing_built, monkeypatch):
+def test_a_directory_of_another_user_is_not_used(nothing_built, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert native.library() is not None
     assert list(nothing_built.iterdir()) == []
@@ -176,7 +176,7 @@ def test_a_directory_of_somebody_else_is_not_trusted(nothing_built, monkeypatch)
         ({"CXX": "no-such-compiler"}, "found as 'no-such-compiler'"),
     ],
 )
-def test_without_a_compiler_the_same_is_measured_after_one_line_in_the_log(
+def test_without_a_compiler_numpy_measures_and_the_log_says_so_once(
     nothing_built, monkeypatch, caplog, environment, reason
 ):
     for name, value in environment.items():
@@ -191,7 +191,7 @@ def test_without_a_compiler_the_same_is_measured_after_one_line_in_the_log(
     assert measure(torch.tensor([3.0, 4.0]), closure(["sumsq"])).l2_norm == 5.0
 
 
-def test_a_library_that_computes_nonsense_is_not_used(nothing_built, monkeypatch, tmp_path):
+def test_a_library_with_wrong_results_is_not_used(nothing_built, monkeypatch, tmp_path):
     wrong = tmp_path / "kernels.cpp"
     source = build._SOURCE.read_text()
     assert "s2 += d * d" in source
@@ -200,7 +200,7 @@ def test_a_library_that_computes_nonsense_is_not_used(nothing_built, monkeypatch
     assert native.library() is None
 
 
-def test_a_compiler_that_fails_is_no_error(nothing_built, monkeypatch, tmp_path):
+def test_a_failing_compiler_is_not_an_error(nothing_built, monkeypatch, tmp_path):
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is not C++")
     monkeypatch.setattr(build, "_SOURCE", broken)
@@ -208,7 +208,7 @@ def test_a_compiler_that_fails_is_no_error(nothing_built, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "eager"])
-def test_an_exporter_measures_with_the_kernels_it_was_told(kernels, monkeypatch):
+def test_an_exporter_uses_the_kernels_of_its_argument(kernels, monkeypatch):
     calls = []
     monkeypatch.setattr(native.Library, "add", lambda self, x, *rest: calls.append(x) or original(self, x, *rest))
     model = torch.nn.Linear(3, 2)
@@ -227,7 +227,7 @@ def test_an_exporter_measures_with_the_kernels_it_was_told(kernels, monkeypatch)
 original = native.Library.add
 
 
-def test_other_kernels_are_refused():
+def test_unknown_kernels_raise():
     from ikkuna.errors import ConfigError
 
     with pytest.raises(ConfigError, match="kernels must be 'compiled' or 'eager', got 'fast'"):

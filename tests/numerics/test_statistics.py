@@ -1,4 +1,4 @@
-"""Records: their properties against scipy, their merge against the whole."""
+"""The properties of records against scipy, and their merge against the record of all elements."""
 
 import functools
 import math
@@ -103,7 +103,7 @@ def test_the_empty_record_changes_nothing():
     assert merge(Record(), Record()).n == 0
 
 
-def test_a_field_that_one_lacks_is_dropped():
+def test_a_field_missing_in_one_record_is_dropped():
     some = measure(torch.ones(3), closure(["sumsq"]))
     got = merge(record(np.ones(3, dtype=np.float32)), some)
     assert got.center is None
@@ -148,7 +148,7 @@ def test_a_closure_holds_what_is_needed():
 @pytest.mark.parametrize(
     "name", ["skewness", "kurtosis", "l0_norm", "l1_norm", "linf_norm", "rms", "sparsity", "nonfinite"]
 )
-def test_asking_for_what_was_not_measured_names_the_field(name):
+def test_reading_a_field_that_was_not_measured_names_it(name):
     with pytest.raises(ConfigError, match="not measured"):
         getattr(Record(n=3), name)
 
