@@ -1,4 +1,4 @@
-"""Runs in which a metric looks at a model several times, with weights put into it in between."""
+"""Runs in which a metric evaluates a model several times, with changes in between."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from tests.metrics.running import curves
 
 
 class Fixed(nn.Module):
-    """Returns tensors of one's choice, one for each layer, whatever it is given: rows by their number in the input."""
+    """Returns given tensors, one for each layer; the input selects their rows."""
 
     def __init__(self, *tensors):
         super().__init__()
@@ -27,8 +27,8 @@ def rows(n):
     return torch.arange(float(n))
 
 
-def looked(make, model, *changes, batch=None, on_error="raise"):
-    """Return (kind, module) → values of looks at a model: after registration one for each change, which is made before."""
+def evaluated(make, model, *changes, batch=None, on_error="raise"):
+    """Return (kind, module) → values of the evaluations of a model: one after registration, and one after each change."""
     recording, bus = RecordingBackend(), MessageBus()
     with Exporter(message_bus=bus, on_error=on_error) as exporter:
         exporter.add_modules(model)

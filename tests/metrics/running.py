@@ -1,4 +1,4 @@
-"""Runs that show chosen tensors to a metric, the way every metric gets them: through an exporter."""
+"""Runs that pass chosen tensors to a metric through an exporter."""
 
 from collections import defaultdict
 
@@ -30,7 +30,10 @@ def curves(recording):
 
 
 def watched(make, *steps):
-    """Return kind → values of what `make(backend=...)` shows of activations; a step is a tensor, or a list of one for each call."""
+    """Return kind → values that `make(backend=...)` shows for activations.
+
+    A step is a tensor, or a list with one tensor for each call.
+    """
     recording, bus = RecordingBackend(), MessageBus()
     model = Passing()
     with Exporter(message_bus=bus, on_error="raise") as exporter:

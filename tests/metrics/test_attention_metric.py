@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import AttentionSubscriber
-from tests.metrics.probing import looked, unchanged
+from tests.metrics.probing import evaluated, unchanged
 from tests.numerics.test_attention import dense
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 6, 8, 2
@@ -80,7 +80,7 @@ MASKS = {
 def test_multihead_attention_agrees_with_its_own_weights(masks, options):
     attention, x = multihead(**options), random(BATCH, LENGTH, WIDTH)
     model = Attending(attention, **MASKS[masks])
-    found = looked(lambda **o: AttentionSubscriber(x, every=1, **o), model, unchanged)
+    found = evaluated(lambda **o: AttentionSubscriber(x, every=1, **o), model, unchanged)
     for head, (entropy, evenness) in enumerate(weights_of(attention, x, **MASKS[masks])):
         name = f"attention:head_{head}"
         assert found["attention_entropy", name] == [pytest.approx(entropy, abs=1e-6)]
@@ -101,7 +101,7 @@ def test_keys_of_another_width():
             return self.attention(query=x, key=x[:, :4, :5], value=x[:, :4, :7])[0]
 
     x = random(BATCH, LENGTH, WIDTH)
-    found = looked(lambda **o: AttentionSubscriber(x, every=1, **o), Cross(), unchanged)
+    found = evaluated(lambda **o: AttentionSubscriber(x, every=1, **o), Cross(), unchanged)
     attention.double()
     p = attention(x.double(), x[:, :4, :5].double(), x[:, :4, :7].double(), average_attn_weights=False)[1]
     expected = torch.special.entr(p).sum(-1).mean((0, 2))
@@ -115,7 +115,7 @@ def test_a_transformer_in_evaluation_mode_is_seen_though_it_has_a_fast_path():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2)
     x = random(BATCH, LENGTH, WIDTH)
-    found = looked(
+    found = evaluated(
         lambda **o: AttentionSubscriber(x, forward=lambda m, x: m(x, src_key_padding_mask=PADDING), every=1, **o),
         *(model, unchanged),
     )
@@ -150,7 +150,7 @@ class Grouped(nn.Module):
 def test_calls_of_the_function_are_seen_with_rotation_groups_and_scale(bias):
     torch.manual_seed(0)
     model, x = nn.Sequential(Grouped(bias=bias)), random(BATCH, LENGTH, WIDTH)
-    found = looked(lambda **o: AttentionSubscriber(x, batch_size=2, every=1, **o), model, unchanged)
+    found = evaluated(lambda **o: AttentionSubscriber(x, batch_size=2, every=1, **o), model, unchanged)
     q, k = model[0].queries_and_keys(x)
     allowed = None if bias is not None else ~CAUSAL
     expected = dense(q.detach(), k.detach(), allowed, None if bias is None else bias.double(), 0.7)
@@ -178,12 +178,12 @@ def test_projections_can_be_named():
     model, x = nn.Sequential(Written(), nn.Flatten(), nn.LazyLinear(3)), random(BATCH, LENGTH, WIDTH)
     model(x)
     named = {"query": "*.query", "key": "*.key", "heads": 2, "key_heads": 1}
-    found = looked(lambda **o: AttentionSubscriber(x, **named, every=1, **o), model, unchanged)
+    found = evaluated(lambda **o: AttentionSubscriber(x, **named, every=1, **o), model, unchanged)
     q = model[0].query(x).detach().unflatten(-1, (2, 4)).transpose(1, 2)
     k = model[0].key(x).detach().unflatten(-1, (1, 4)).transpose(1, 2)
     for head, (entropy, _, _) in enumerate(dense(q, k)):
         assert found["attention_entropy", f"0:head_{head}"] == [pytest.approx(entropy, abs=1e-6)]
-    causal = looked(lambda **o: AttentionSubscriber(x, **named, is_causal=True, every=1, **o), model, unchanged)
+    causal = evaluated(lambda **o: AttentionSubscriber(x, **named, is_causal=True, every=1, **o), model, unchanged)
     assert causal["attention_entropy", "0:head_1"][0] == pytest.approx(dense(q, k, ~CAUSAL)[1][0], abs=1e-6)
 
 
@@ -196,18 +196,18 @@ def test_entropy_collapse_shows():
         with torch.no_grad():
             model.attention.in_proj_weight[:WIDTH] *= 4
 
-    found = looked(lambda **o: AttentionSubscriber(x, every=1, **o), model, unchanged, grow, grow, grow, grow)
+    found = evaluated(lambda **o: AttentionSubscriber(x, every=1, **o), model, unchanged, grow, grow, grow, grow)
     evenness, largest = (found[f"attention_{what}", "attention:head_0"] for what in ("evenness", "max_logit"))
     assert evenness == sorted(evenness, reverse=True)
     assert evenness[-1] < 0.01 < 0.1 < evenness[0]
     assert largest[-1] > 20 * largest[0] > 0
 
 
-def test_zero_queries_look_everywhere():
+def test_zero_queries_attend_evenly():
     model = Attending(multihead())
     nn.init.zeros_(model.attention.in_proj_weight)
     nn.init.zeros_(model.attention.in_proj_bias)
-    found = looked(lambda **o: AttentionSubscriber(random(2, 5, WIDTH), every=1, **o), model, unchanged)
+    found = evaluated(lambda **o: AttentionSubscriber(random(2, 5, WIDTH), every=1, **o), model, unchanged)
     assert found["attention_entropy", "attention:head_0"] == [pytest.approx(math.log(5))]
     assert found["attention_evenness", "attention:head_0"] == [pytest.approx(1)]
     assert found["attention_max_logit", "attention:head_0"] == [0]
@@ -216,7 +216,9 @@ def test_zero_queries_look_everywhere():
 def test_modules_choose_attentions():
     model = nn.ModuleDict({"a": Attending(multihead()), "b": Attending(multihead())})
     model.forward = lambda x: model["b"](model["a"](x))
-    found = looked(lambda **o: AttentionSubscriber(random(2, 5, WIDTH), modules="b.*", every=1, **o), model, unchanged)
+    found = evaluated(
+        lambda **o: AttentionSubscriber(random(2, 5, WIDTH), modules="b.*", every=1, **o), model, unchanged
+    )
     assert {name for _, name in found} == {"b.attention:head_0", "b.attention:head_1"}
 
 
@@ -227,7 +229,7 @@ def test_a_nan_is_that_of_its_head_and_has_a_reason(caplog):
         with torch.no_grad():
             model.attention.in_proj_weight[0] = math.nan
 
-    found = looked(lambda **o: AttentionSubscriber(random(2, 5, WIDTH), every=1, **o), model, spoil)
+    found = evaluated(lambda **o: AttentionSubscriber(random(2, 5, WIDTH), every=1, **o), model, spoil)
     assert math.isnan(found["attention_entropy", "attention:head_0"][0])
     assert math.isfinite(found["attention_entropy", "attention:head_1"][0])
     assert "no query had a key, or one was not finite" in caplog.text
@@ -235,13 +237,13 @@ def test_a_nan_is_that_of_its_head_and_has_a_reason(caplog):
 
 def test_a_model_without_attention_is_refused_first_and_nan_later(caplog):
     with pytest.raises(ConfigError, match="found no attention: no MultiheadAttention and no call"):
-        looked(lambda **o: AttentionSubscriber(random(4, 8), **o), nn.Linear(8, 2))
+        evaluated(lambda **o: AttentionSubscriber(random(4, 8), **o), nn.Linear(8, 2))
     model = Attending(multihead())
 
     def forget(model):
         model.forward = lambda x: x
 
-    found = looked(lambda **o: AttentionSubscriber(random(2, 5, WIDTH), every=1, **o), model, unchanged, forget)
+    found = evaluated(lambda **o: AttentionSubscriber(random(2, 5, WIDTH), every=1, **o), model, unchanged, forget)
     assert [math.isnan(v) for v in found["attention_entropy", "attention:head_0"]] == [False, True]
     assert "found no attention" in caplog.text
 
@@ -273,7 +275,7 @@ def test_models_of_transformers_agree_with_the_weights_they_return():
     }
     for make, config in kinds.values():
         model = make(config).eval()
-        found = looked(lambda **o: AttentionSubscriber(Dicts(), every=1, **o), model, unchanged)
+        found = evaluated(lambda **o: AttentionSubscriber(Dicts(), every=1, **o), model, unchanged)
         batch = torch.utils.data.default_collate([Dicts()[i] for i in range(4)])
         model.set_attn_implementation("eager")
         weights = model(**batch, output_attentions=True).attentions
@@ -306,4 +308,4 @@ def test_bad_arguments_are_refused(arguments, message):
 )
 def test_names_that_do_not_fit_are_refused(named, message):
     with pytest.raises(ConfigError, match=message):
-        looked(lambda **o: AttentionSubscriber(random(2, 5, WIDTH), **named, **o), nn.Sequential(Written()))
+        evaluated(lambda **o: AttentionSubscriber(random(2, 5, WIDTH), **named, **o), nn.Sequential(Written()))

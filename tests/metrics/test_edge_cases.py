@@ -1,4 +1,4 @@
-"""Whatever a hook may meet, every installed metric copes with: a documented value or NaN, never an exception."""
+"""Every installed metric returns a documented value or NaN for every tensor, and never raises."""
 
 import math
 
@@ -18,7 +18,7 @@ from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
 
 
 def odd_tensors():
-    """What `special_tensors` leaves out, since not every metric of a third party has to cope with it."""
+    """Return tensors that are not in `special_tensors`, because third-party metrics need not support them."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     duplicate = x.clone()
     duplicate[:, 1], duplicate[:, 2] = duplicate[:, 0], 0.0
@@ -46,12 +46,12 @@ def odd_tensors():
 
 
 @pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
-def test_every_subscriber_copes_with_odd_tensors(name):
+def test_every_subscriber_accepts_odd_tensors(name):
     check_subscriber(EVERY_SUBSCRIBER[name], NEEDS.get(name, ()), odd_tensors())
 
 
 class Varying(nn.Module):
-    """Takes batches of every size and shape."""
+    """Accepts batches of every size and shape."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class Varying(nn.Module):
 
 
 @pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
-def test_every_subscriber_copes_with_shapes_that_change(name):
+def test_every_subscriber_accepts_changing_shapes(name):
     """Batches of another size, with another number of axes, none at all, and weights of another shape and dtype."""
     recording, bus, model = RecordingBackend(), MessageBus(), Varying()
     loss = nn.CrossEntropyLoss(reduction="sum")
@@ -89,7 +89,7 @@ def test_every_subscriber_copes_with_shapes_that_change(name):
 
 
 NAN = math.nan
-SICK = {  # what each metric says of activations that are no numbers, or none; None for nothing
+UNDEFINED = {  # the values for activations with a NaN, with an infinity, and for an empty tensor; None for no value
     "NormSubscriber": (NAN, NAN, None),
     "MeanSubscriber": (NAN, NAN, None),
     "SumSubscriber": (NAN, NAN, None),
@@ -104,12 +104,12 @@ SICK = {  # what each metric says of activations that are no numbers, or none; N
 }
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_what_a_metric_says_of_a_nan_of_an_infinity_and_of_nothing(name):
+@pytest.mark.parametrize("name", UNDEFINED)
+def test_values_for_a_nan_an_infinity_and_an_empty_tensor(name):
     x = torch.arange(1.0, 13.0).reshape(4, 3)
     with_nan, with_inf = x.clone(), x.clone()
     with_nan[1, 1], with_inf[1, 1] = NAN, math.inf
-    for tensor, expected in zip((with_nan, with_inf, x[:0]), SICK[name], strict=True):
+    for tensor, expected in zip((with_nan, with_inf, x[:0]), UNDEFINED[name], strict=True):
         found = watched(lambda **o: getattr(installed, name)("activations", **o), tensor)
         values = [value for kind in found.values() for value in kind]
         assert values if expected is not None else not values

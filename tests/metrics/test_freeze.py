@@ -65,7 +65,7 @@ def test_one_layer_always_stays_trainable():
     assert [p.requires_grad for p in model.parameters()] == [False] * 4 + [True] * 2
 
 
-def test_looks_must_be_in_a_row():
+def test_similar_evaluations_must_be_in_a_row():
     model = network()
     metric = FreezeSubscriber("cka_to_previous", threshold=0.5, patience=2, backend="null")
     bus = MessageBus()

@@ -13,7 +13,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import HessianSubscriber
 from ikkuna.testing import RecordingBackend
-from tests.metrics.probing import looked, unchanged
+from tests.metrics.probing import evaluated, unchanged
 from tests.metrics.running import curves
 
 
@@ -37,7 +37,7 @@ def check(loss, model, x, y, hessian, **options):
     values = torch.linalg.eigvalsh(hessian).flip(0)
     size = len(values)
     data = TensorDataset(x, y)
-    found = looked(
+    found = evaluated(
         lambda **o: HessianSubscriber(loss, data, top=size, steps=size, trace=400, density=20, every=1, **options, **o),
         *(model, unchanged),
     )
@@ -74,7 +74,7 @@ def test_softmax_regression():
     blocks = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     hessian = torch.einsum("nab,ni,nj->aibj", blocks, x, x).reshape(9, 9) / 40
     values = torch.linalg.eigvalsh(hessian).flip(0)
-    found = looked(
+    found = evaluated(
         lambda **o: HessianSubscriber(cross_entropy, TensorDataset(x, labels), top=4, steps=9, every=1, **o),
         *(model, unchanged),
     )
@@ -85,7 +85,7 @@ def test_five_steps_are_exact_for_five_eigenvalues():
     turn = torch.linalg.qr(random(5, 5))[0]
     matrix = turn @ torch.diag(torch.tensor([5.0, 2.0, 1.0, -3.0, 0.0], dtype=torch.float64)) @ turn.T
     model = linear(5, 1)
-    found = looked(
+    found = evaluated(
         lambda **o: HessianSubscriber(
             lambda output, _: (output @ matrix * output).sum() / 2,
             *(TensorDataset(torch.zeros(1), torch.zeros(1)),),
@@ -121,7 +121,7 @@ def test_a_network_with_batch_norm_and_dropout_is_taken_in_evaluation_mode():
     model(random(50, 4, seed=3))  # gives the batch norm statistics
     expected = torch.linalg.eigvalsh(whole_hessian(model.eval(), cross_entropy, x, y))
     model.train()
-    found = looked(
+    found = evaluated(
         lambda **o: HessianSubscriber(cross_entropy, TensorDataset(x, y), top=3, steps=40, every=1, **o),
         *(model, unchanged),
     )
@@ -133,19 +133,19 @@ def test_parameters_can_be_those_of_some_modules():
     model, x, y = network().eval(), random(20, 4), torch.arange(20) % 3
     whole = whole_hessian(model, cross_entropy, x, y)
     expected = torch.linalg.eigvalsh(whole[-21:, -21:])[-1].item()
-    found = looked(
+    found = evaluated(
         lambda **o: HessianSubscriber(cross_entropy, TensorDataset(x, y), top=1, modules="4", every=1, **o),
         *(model, unchanged),
     )
     assert eigenvalues(found, 1) == [pytest.approx(expected, rel=1e-6)]
 
 
-def test_gradients_are_left_alone_and_not_asked_for_by_the_model():
+def test_gradients_are_unchanged_and_not_computed_for_the_model():
     model, x, y = network(), random(20, 4), torch.arange(20) % 3
     model[0].weight.requires_grad_(False)
     cross_entropy(model(x), y).backward()
     before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    looked(lambda **o: HessianSubscriber(cross_entropy, TensorDataset(x, y), top=1, every=1, **o), model, unchanged)
+    evaluated(lambda **o: HessianSubscriber(cross_entropy, TensorDataset(x, y), top=1, every=1, **o), model, unchanged)
     for p, grad in zip(model.parameters(), before, strict=True):
         assert (p.grad is None) == (grad is None)
         assert grad is None or torch.equal(p.grad, grad)
@@ -170,7 +170,7 @@ def test_attention_and_recurrent_networks_have_second_derivatives(model):
     def loss(outputs, labels):
         return (outputs[0] if isinstance(outputs, tuple) else outputs).square().sum()
 
-    found = looked(
+    found = evaluated(
         lambda **o: HessianSubscriber(loss, TensorDataset(x, torch.zeros(5)), top=1, every=1, **o), model, unchanged
     )
     assert math.isfinite(eigenvalues(found, 1)[0])
@@ -201,12 +201,12 @@ def test_a_loss_that_is_not_twice_differentiable_is_refused_first_and_nan_later(
 
     bad = lambda outputs, labels: Once.apply(outputs).square().sum()  # noqa: E731
     with pytest.raises(ConfigError, match="the loss cannot be differentiated twice"):
-        looked(lambda **o: make(bad, **o), nn.Linear(3, 2))
+        evaluated(lambda **o: make(bad, **o), nn.Linear(3, 2))
 
     def spoil(model):
         metrics[-1].loss = bad
 
-    found = looked(lambda **o: make(losses[0], **o), nn.Linear(3, 2), unchanged, spoil)
+    found = evaluated(lambda **o: make(losses[0], **o), nn.Linear(3, 2), unchanged, spoil)
     assert [math.isnan(v) for v in found["hessian_eigenvalue_1", None]] == [False, True]
     assert "cannot be differentiated twice" in caplog.text
 
@@ -214,13 +214,13 @@ def test_a_loss_that_is_not_twice_differentiable_is_refused_first_and_nan_later(
 def test_a_loss_that_is_not_one_number_is_refused():
     data = TensorDataset(torch.ones(4, 3), torch.zeros(4, 2))
     with pytest.raises(ConfigError, match=r"a loss of one number, got the shape \(4, 2\)"):
-        looked(lambda **o: HessianSubscriber(lambda a, b: a - b, data, **o), nn.Linear(3, 2))
+        evaluated(lambda **o: HessianSubscriber(lambda a, b: a - b, data, **o), nn.Linear(3, 2))
 
 
 def test_nothing_to_train_is_refused():
     data = TensorDataset(torch.ones(4, 3), torch.zeros(4, 2))
     with pytest.raises(ConfigError, match="at least one parameter that requires a gradient"):
-        looked(lambda **o: HessianSubscriber(mse_loss, data, **o), nn.Linear(3, 2).requires_grad_(False))
+        evaluated(lambda **o: HessianSubscriber(mse_loss, data, **o), nn.Linear(3, 2).requires_grad_(False))
 
 
 def test_a_network_that_has_exploded_has_nan_and_a_reason(caplog):
@@ -230,7 +230,7 @@ def test_a_network_that_has_exploded_has_nan_and_a_reason(caplog):
         with torch.no_grad():
             model.weight.fill_(math.nan)
 
-    found = looked(
+    found = evaluated(
         lambda **o: HessianSubscriber(nn.L1Loss(), data, top=2, trace=2, density=2, every=1, **o),
         *(nn.Sequential(nn.Linear(3, 2), nn.Tanh())[0], explode),
     )
@@ -240,7 +240,7 @@ def test_a_network_that_has_exploded_has_nan_and_a_reason(caplog):
 
 
 def test_more_eigenvalues_than_there_are_have_nan():
-    found = looked(
+    found = evaluated(
         lambda **o: HessianSubscriber(
             mse_loss, TensorDataset(torch.ones(4, 1), torch.zeros(4, 1)), top=3, every=1, **o
         ),
@@ -250,9 +250,9 @@ def test_more_eigenvalues_than_there_are_have_nan():
     assert [math.isnan(found[f"hessian_eigenvalue_{i}", None][0]) for i in (2, 3)] == [True, True]
 
 
-def test_every_look_starts_from_the_same_random_vector():
+def test_every_evaluation_starts_from_the_same_random_vector():
     model, x, y = network(), random(20, 4), torch.arange(20) % 3
-    found = looked(
+    found = evaluated(
         lambda **o: HessianSubscriber(cross_entropy, TensorDataset(x, y), top=1, steps=3, trace=3, every=1, **o),
         *(model, unchanged, unchanged),
     )

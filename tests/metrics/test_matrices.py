@@ -74,7 +74,7 @@ def test_an_empty_matrix_publishes_nothing():
         assert not watched(lambda make=make, **o: make("activations", **o), torch.empty(0, 3))
 
 
-def test_matrices_are_decomposed_every_hundredth_step_unless_told_otherwise():
+def test_matrices_are_decomposed_every_hundredth_step_by_default():
     steps = [torch.eye(2)] * 3
     assert len(watched(lambda **o: RankSubscriber("activations", **o), *steps)["activations_stable_rank"]) == 1
     [values] = watched(lambda **o: ConditionNumberSubscriber("activations", subsample=1, **o), *steps).values()

@@ -296,7 +296,7 @@ def test_the_running_accuracy_averages_counts():
 
 
 @pytest.mark.parametrize("options", [{}, {"beta": 0.9}, {"k": 3}])
-def test_rows_that_are_not_finite_are_wrong_and_told(options):
+def test_rows_that_are_not_finite_are_wrong_and_counted(options):
     logits = torch.zeros(6, 3)
     logits[:, 0] = 1.0
     logits[1, 0], logits[2, 2], logits[3, 1], logits[4] = math.nan, math.inf, -math.inf, math.nan
@@ -306,7 +306,7 @@ def test_rows_that_are_not_finite_are_wrong_and_told(options):
     assert broken == [2]
 
 
-def test_the_test_accuracy_tells_rows_that_are_not_finite():
+def test_the_test_accuracy_counts_rows_that_are_not_finite():
     loop, recording = Loop(CASES["mlp"]), RecordingBackend()
     inputs = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
     inputs[[2, 5]] = math.nan

@@ -121,7 +121,7 @@ def test_without_accumulation_steps_stand_for_micro_batches(subsample):
     assert len(found["gradient_noise_scale"]) == len(windows)
 
 
-def test_one_gradient_in_a_window_has_no_noise_and_is_said_once(caplog):
+def test_one_gradient_in_a_window_has_no_noise_and_is_logged_once(caplog):
     found, _ = trained(GradientNoiseScaleSubscriber, 3, 1, 4)
     assert all(math.isnan(value) for values in found.values() for value in values)
     assert caplog.text.count("accumulate micro-batches, set steps=2") == 1
@@ -139,7 +139,7 @@ def test_a_broken_step_is_left_out():
         assert math.isfinite(found["gradient_covariance_trace"][2])
 
 
-def test_a_step_that_is_made_again_begins_again():
+def test_a_repeated_step_starts_a_new_window():
     """A gradient scaler throws gradients away: they are no micro-batches of the next step."""
     recording, model = RecordingBackend(), Known()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

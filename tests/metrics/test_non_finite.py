@@ -173,7 +173,7 @@ def test_a_loss_is_named(caplog):
     assert "produced by the loss function" in caplog.text
 
 
-def test_the_backward_pass_of_a_loss_is_told_from_that_of_a_layer(caplog):
+def test_the_backward_pass_of_a_loss_is_distinguished_from_that_of_a_layer(caplog):
     class Loss(nn.Module):
         def forward(self, output, target):
             return (output - output.detach()).abs().sqrt().sum()
@@ -232,7 +232,7 @@ def test_after_a_finite_step_another_can_be_named():
     assert trained(model, width, 6, before)[0] == [("2.fault", 1), ("9.fault", 4)]
 
 
-def test_a_gradient_scaler_that_looks_for_a_scale_names_nobody(caplog):
+def test_a_gradient_scaler_that_searches_a_scale_has_no_producer(caplog):
     recording, model = RecordingBackend(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)

@@ -142,7 +142,7 @@ def watched(model, shape, rate):
 
 @pytest.mark.parametrize("seed", random.sample(range(10**6), 4))  # the name of a failing test holds it
 @pytest.mark.parametrize("fault", MEANT)
-def test_a_fault_is_told_by_the_metric_meant_for_it_and_by_no_other(fault, seed):
+def test_a_fault_is_found_by_the_metric_meant_for_it_and_by_no_other(fault, seed):
     torch.manual_seed(seed)
     draw = random.Random(seed)
     model, shape = network(draw)

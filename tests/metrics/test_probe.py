@@ -1,4 +1,4 @@
-"""The probe set and the looks at it: what they leave alone, and what is said when they cannot be taken."""
+"""The probe set and its evaluations: they change nothing, and report why they fail."""
 
 import math
 
@@ -13,7 +13,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CallbackSubscriber, CKASubscriber, LayerSaturationSubscriber
 from ikkuna.testing import RecordingBackend
-from tests.metrics.probing import looked, unchanged
+from tests.metrics.probing import evaluated, unchanged
 from tests.metrics.running import curves
 
 
@@ -66,7 +66,7 @@ def test_a_schedule_is_in_steps_or_in_epochs():
         CKASubscriber(torch.ones(5, 4), every=2, subsample=2)
 
 
-def test_the_first_look_leaves_a_model_as_it_was_and_is_seen_by_nobody():
+def test_the_first_evaluation_changes_nothing_and_reaches_no_subscriber():
     m, seen = model(), []
     state = {name: value.clone() for name, value in m.state_dict().items()}
     random = torch.get_rng_state()
@@ -83,7 +83,7 @@ def test_the_first_look_leaves_a_model_as_it_was_and_is_seen_by_nobody():
     assert not any(module._forward_hooks for module in m.modules())
 
 
-def test_looking_away_inside_a_subscriber_ends_with_it():
+def test_suspending_inside_a_subscriber_ends_with_it():
     """A metric that evaluates the model unseen must not blind the exporter for good."""
     m, seen = model(), []
     bus = MessageBus()
@@ -98,7 +98,7 @@ def test_looking_away_inside_a_subscriber_ends_with_it():
     assert [message.global_step for message in seen] == [0, 1, 2]
 
 
-def test_an_evaluation_without_a_name_is_seen_by_nobody():
+def test_an_evaluation_without_a_name_reaches_no_subscriber():
     m, seen, bus = model(), [], MessageBus()
     with Exporter(message_bus=bus, on_error="raise") as exporter:
         exporter.add_modules(m)
@@ -126,8 +126,8 @@ def test_a_model_that_takes_other_arguments_needs_a_forward():
     with pytest.raises(
         ConfigError, match=r"CKASubscriber cannot evaluate this model: TypeError: .*give forward= a function"
     ):
-        looked(lambda **o: CKASubscriber(torch.randn(9, 4), **o), Keywords())
-    found = looked(
+        evaluated(lambda **o: CKASubscriber(torch.randn(9, 4), **o), Keywords())
+    found = evaluated(
         lambda **o: CKASubscriber(torch.randn(9, 4), forward=lambda m, x: m(values=x, scale=2.0), every=1, **o),
         *(Keywords(), unchanged),
     )
@@ -142,7 +142,7 @@ def test_items_may_be_the_arguments_themselves():
         def __getitem__(self, index):
             return {"values": torch.eye(8)[index, :4] + index, "scale": 1.0}
 
-    found = looked(lambda **o: LayerSaturationSubscriber(Items(), every=1, **o), _with_vector_scale(), unchanged)
+    found = evaluated(lambda **o: LayerSaturationSubscriber(Items(), every=1, **o), _with_vector_scale(), unchanged)
     assert 1 <= found["intrinsic_dimension", "fc"][0] <= 6
 
 
@@ -164,7 +164,7 @@ def test_a_refused_registration_leaves_the_bus_unchanged():
         bus.register_subscriber(metric)
 
 
-def test_a_model_that_is_added_later_is_compared_with_its_first_look():
+def test_a_model_that_is_added_later_is_compared_with_its_first_evaluation():
     recording, bus = RecordingBackend(), MessageBus()
     with Exporter(message_bus=bus, on_error="raise") as exporter:
         CKASubscriber(torch.randn(9, 4), every=1, backend=recording, message_bus=bus)
@@ -176,7 +176,7 @@ def test_a_model_that_is_added_later_is_compared_with_its_first_look():
     assert len(curves(recording)["cka_to_init", "0"]) == 1
 
 
-def test_a_lazy_model_is_not_made_by_a_look():
+def test_a_lazy_model_is_not_initialised_by_an_evaluation():
     m = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 2))
     bus = MessageBus()
     with Exporter(message_bus=bus, on_error="raise") as exporter:
@@ -193,7 +193,7 @@ def test_out_of_memory_is_refused_first_and_nan_with_a_reason_later(error, caplo
         raise error
 
     with pytest.raises(ConfigError, match="take fewer samples= or a smaller batch_size="):
-        looked(lambda **o: CKASubscriber(torch.randn(9, 4), forward=fail, **o), model())
+        evaluated(lambda **o: CKASubscriber(torch.randn(9, 4), forward=fail, **o), model())
     metric = []
 
     def make(**options):
@@ -203,13 +203,13 @@ def test_out_of_memory_is_refused_first_and_nan_with_a_reason_later(error, caplo
     def lose_memory(m):
         metric[0].forward = fail
 
-    found = looked(make, model(), unchanged, lose_memory)
+    found = evaluated(make, model(), unchanged, lose_memory)
     assert [math.isnan(v) for v in found["cka_to_init", "0"]] == [False, True]
     assert [math.isnan(v) for v in found["cka_between_layers", "3"]] == [False, True]
     assert "take fewer samples=" in caplog.text
 
 
-def test_a_skipped_step_is_not_looked_at():
+def test_a_skipped_step_is_not_evaluated():
     recording, bus = RecordingBackend(), MessageBus()
     m = model()
     with Exporter(message_bus=bus, on_error="raise") as exporter:
@@ -237,7 +237,7 @@ class Positional(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_is_looked_at_uncompiled(in_place):
+def test_a_compiled_model_is_evaluated_uncompiled(in_place):
     """Compiled code would know nothing of hooks that come and go, or be compiled again for them."""
     m, graphs = Positional(), []
 
@@ -251,7 +251,7 @@ def test_a_compiled_model_is_looked_at_uncompiled(in_place):
     else:
         compiled = torch.compile(m, backend=backend)
     compiled(torch.ones(2, 4))
-    found = looked(
+    found = evaluated(
         lambda **o: CKASubscriber(torch.randn(9, 4), every=1, **o), *(compiled, unchanged, unchanged), on_error="log"
     )
     assert found["cka_to_init", "fc"] == [pytest.approx(1.0)] * 2

@@ -261,7 +261,7 @@ def test_timesteps_of_an_unbatched_sequence_are_those_of_a_network_unrolled_by_h
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_layer_below_tells_what_a_loss_of_the_last_output_does_not():
+def test_the_layer_below_shows_the_reach_if_the_loss_uses_the_last_output():
     """At the recurrent layer only the last timestep has a gradient; below it, the gradient has travelled."""
     torch.manual_seed(0)
     model = Model(nn.RNN(2, 5, batch_first=True), last=True)

@@ -25,7 +25,7 @@ def test_small_matrices_are_exact_while_they_train():
         assert max(found["weights_power_residual", name]) < 0.05
 
 
-def test_a_warm_iteration_follows_a_slowly_moving_matrix_and_says_how_well():
+def test_a_warm_iteration_follows_a_slowly_moving_matrix_with_a_residual():
     model = nn.Linear(200, 150, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     found, before = trained(

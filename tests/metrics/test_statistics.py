@@ -79,7 +79,7 @@ def test_statistics_are_those_of_numpy_for_all_parameters_of_a_layer_together():
     assert found["bias_grad_mean", "1"] == [entry["model/1/bias/grad/mean"] for entry in log]
 
 
-def test_normalisation_layers_count_in_the_whole_only_when_asked():
+def test_normalisation_layers_count_in_the_whole_only_with_include_norm():
     def entry(**options):
         model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
         with torch.no_grad():

@@ -35,7 +35,7 @@ def test_counts_are_those_of_a_loop(rows, k):
     assert count_correct(logits, labels, k).tolist() == reference(logits, labels, k)
 
 
-def test_uneven_batches_add_up_to_one_look():
+def test_uneven_batches_add_up_to_one_batch():
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(1000, 10, generator=generator), torch.randint(10, (1000,), generator=generator)
     whole = count_correct(logits, labels, 3)

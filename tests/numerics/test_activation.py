@@ -114,7 +114,7 @@ def test_thresholds_are_the_closed_forms(function, expected):
 @pytest.mark.parametrize("function", ["tanh", "sigmoid"])
 @given(slope=st.floats(1e-4, 0.24), x=st.floats(-8, 8))
 @settings(deadline=None, max_examples=60)
-def test_an_element_is_saturated_where_the_derivative_says_so(function, slope, x):
+def test_an_element_is_saturated_where_the_derivative_is_small(function, slope, x):
     x = torch.tensor([x], dtype=torch.float64, requires_grad=True)
     y = getattr(torch, function)(x)
     derivative = torch.autograd.grad(y, x)[0].item()

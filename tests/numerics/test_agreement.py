@@ -41,7 +41,7 @@ def test_pure_noise_has_a_snr_of_about_one_over_k():
         gradient_snr(g[0], g[0], 2, "max")
 
 
-def test_adam_snr_of_one_mind_and_of_noise():
+def test_adam_snr_of_equal_gradients_and_of_noise():
     m, v = torch.zeros(2000), torch.zeros(2000)
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):

@@ -41,7 +41,7 @@ def test_planted_directions_are_found():
 @pytest.mark.parametrize(
     ("eigenvalues", "k", "delve"), [([1.0] * 100, 99, 98), ([0.98, 0.015, 0.005], 2, 1), ([1.0], 1, 0)]
 )
-def test_the_definition_and_the_other_count(eigenvalues, k, delve):
+def test_the_definition_and_the_count_of_delve(eigenvalues, k, delve):
     q = torch.linalg.qr(random(len(eigenvalues), len(eigenvalues)))[0]
     c = (q * torch.tensor(eigenvalues).double()) @ q.T
     assert intrinsic_dimension(c) == k

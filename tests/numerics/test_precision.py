@@ -18,7 +18,7 @@ ANY = hnp.arrays(np.float32, st.integers(0, 60), elements=st.floats(width=32))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_has_the_numbers_torch_says(name):
+def test_a_format_has_the_numbers_of_torch(name):
     info = torch.finfo(DTYPES[name])
     form = FORMATS[name]
     assert (form.max, form.min_normal, form.flush) == (info.max, info.tiny, info.smallest_normal * info.eps / 2)

@@ -27,7 +27,7 @@ def exact(w):
 
 @given(MATRIX)
 @settings(deadline=None, max_examples=80)
-def test_a_small_matrix_is_exact_at_the_first_look(w):
+def test_a_small_matrix_is_exact_in_the_first_call(w):
     sigma, residual, u = spectral_norm(torch.from_numpy(w))
     assert sigma.item() == pytest.approx(exact(torch.from_numpy(w)), rel=2e-4, abs=1e-37)
     assert u.norm().item() == pytest.approx(1, rel=1e-4)

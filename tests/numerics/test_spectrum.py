@@ -119,7 +119,7 @@ def test_without_elements_nothing_is_defined(w):
         torch.ones(3),
     ],
 )
-def test_rank_one_in_any_clothes(w):
+def test_rank_one_of_every_dtype_and_layout(w):
     sigma = singular_values(w)
     assert [f(sigma).item() for f in RANKS] == pytest.approx([1.0] * 4)
     assert numerical_rank(sigma).item() == 1
