@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna.export.subscriber.result_names import name_results
+from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["ClippingSubscriber"]
 
@@ -17,20 +17,26 @@ class ClippingSubscriber(PlotSubscriber):
     r"""The L2 norm of all gradients before clipping, and the share of steps whose gradients were clipped.
 
     A step is clipped if its norm after clipping is below :math:`1 - 10^{-4}` times the norm before.
+
     Takes ``weight_gradients_unclipped``, ``bias_gradients_unclipped``, ``weight_gradients`` and ``bias_gradients``.
     Publishes ``gradient_norm_unclipped`` in the unit of the gradients and ``clipped_share`` between 0 and 1, of the whole network,
     once a step; the share is that of the last `window` sampled steps.
     A NaN or Inf among the gradients makes the norm NaN, and the step does not count for the share.
 
-    Look for: a share near 1, since then the threshold and not the learning rate sets the length of every step; spikes of the norm that
-    clipping hides.
+    Look for: a share near 1, because then the threshold and not the learning rate determines the length of every step;
+    spikes of the norm that clipping hides.
 
     Parameters
     ----------
     window : int
-        Number of sampled steps that the share is taken over.
+        The number of sampled steps over which the share is computed.
     **options : Any
         See `Subscriber`.
+
+    Raises
+    ------
+    ConfigError
+        If `window` is not a positive integer.
 
     Examples
     --------
@@ -42,6 +48,7 @@ class ClippingSubscriber(PlotSubscriber):
     of_network = True
 
     def __init__(self, *, window: int = 100, **options: Any) -> None:
+        require_integers("ClippingSubscriber", window=window)
         name_results(options, "gradient_norm_unclipped", "clipped_share")
         super().__init__((*_UNCLIPPED, *_CLIPPED), **options)
         self.window = window
@@ -60,7 +67,7 @@ class ClippingSubscriber(PlotSubscriber):
             return
         before, after = math.hypot(*norms[True]), math.hypot(*norms[False])
         norm_kind, share_kind = self.publishes
-        self.emit(NetworkMessage(stamp, norm_kind), before)
+        self.emit(NetworkMessage(stamp, norm_kind), before, norm_kind)
         if math.isfinite(before):
             self._clipped = [*self._clipped, after < before * (1 - 1e-4)][-self.window :]
-            self.emit(NetworkMessage(stamp, share_kind), sum(self._clipped) / len(self._clipped))
+            self.emit(NetworkMessage(stamp, share_kind), sum(self._clipped) / len(self._clipped), share_kind)

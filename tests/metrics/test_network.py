@@ -365,6 +365,7 @@ class Unlabelled(Dataset):
             "needs a statistic 'norm' or 'mean', got 'median'",
         ),
         (lambda: GlobalNormSubscriber([]), ConfigError, "at least one kind, got an empty list"),
+        (lambda: ClippingSubscriber(window=0), ConfigError, "ClippingSubscriber needs window >= 1, got 0"),
         (lambda: GlobalNormSubscriber(["a", "a"]), ConfigError, "kinds must differ"),
     ],
 )
