@@ -30,7 +30,7 @@ from ikkuna.visualization.tensorboard import TensorBoardBackend
 CURVES = Path(__file__).with_name("scaling.json")
 MODULES = (10, 100, 1_000, 10_000)
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 50_000_000)
-KERNELS = ("compiled", "eager")
+KERNELS = ("native", "eager")
 FIELDS = {
     "norm": ("sumsq",),
     "full": FULL,
@@ -91,7 +91,7 @@ def over_sizes(rounds: int) -> dict[str, dict[str, float]]:
             sums.append(cpu_time(lambda: x.sum().item(), times))  # noqa: B023  # called within the round
             for (name, kernel), ratios in costs.items():
                 asked = closure(FIELDS[name])
-                took = cpu_time(lambda: measure(x, asked, native=kernel == "compiled"), times)  # noqa: B023
+                took = cpu_time(lambda: measure(x, asked, native=kernel == "native"), times)  # noqa: B023
                 ratios.append(took / sums[-1])
         for (name, kernel), ratios in costs.items():
             curves[f"{name}, {kernel}"][str(size)] = statistics.median(ratios)

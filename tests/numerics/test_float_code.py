@@ -197,7 +197,7 @@ def test_an_invalid_number_of_bits_raises(m):
 def test_counts_of_a_wrong_size_and_different_histograms_raise():
     with pytest.raises(ConfigError, match="got the shape"):
         Histogram(np.zeros(100, dtype=np.int64))
-    with pytest.raises(ConfigError, match="do not add"):
+    with pytest.raises(ConfigError, match="cannot add"):
         Histogram.of(torch.ones(1), 3) + Histogram.of(torch.ones(1), 4)
 
 

@@ -207,7 +207,7 @@ def test_a_failing_compiler_is_not_an_error(nothing_built, monkeypatch, tmp_path
     assert native.library() is None
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "eager"])
+@pytest.mark.parametrize("kernels", ["native", "eager"])
 def test_an_exporter_uses_the_kernels_of_its_argument(kernels, monkeypatch):
     calls = []
     monkeypatch.setattr(native.Library, "add", lambda self, x, *rest: calls.append(x) or original(self, x, *rest))
@@ -220,7 +220,7 @@ def test_an_exporter_uses_the_kernels_of_its_argument(kernels, monkeypatch):
         want = model.weight.norm().item()
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-    assert bool(calls) == (kernels == "compiled")
+    assert bool(calls) == (kernels == "native")
     assert [value for _, value, _ in recording.values] == [pytest.approx(want, rel=1e-6)]
 
 
@@ -230,5 +230,5 @@ original = native.Library.add
 def test_unknown_kernels_raise():
     from ikkuna.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="kernels must be 'compiled' or 'eager', got 'fast'"):
+    with pytest.raises(ConfigError, match="kernels must be .native. or .eager., got .fast."):
         Exporter(message_bus=MessageBus(), kernels="fast")
