@@ -21,8 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ikkuna.errors import ConfigError
 from ikkuna.modules import class_name, is_bias, name_of, named_modules, owned_parameters
-from ikkuna.numerics.statistics import Record, closure, merge
-from ikkuna.numerics.statistics.host import measure
+from ikkuna.netdict.description import record_of
 from ikkuna.numerics.statistics.percentile import SIGMA, percentiles
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "weight_statistics",
 ]
 
-_FIELDS = closure(("m2", "min", "max"))
 _NORMS = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
@@ -229,8 +227,7 @@ def _label(model: nn.Module, layer: str | nn.Module | None) -> str:
 def _statistics(tensors: list[Tensor], q: Sequence[float], correction: int, nan: str) -> dict[str, float]:
     if nan == "omit":
         tensors = [tensor[torch.isfinite(tensor)] for tensor in tensors]
-    records = [record for tensor in tensors if (record := measure(tensor, _FIELDS)) is not None and record.n]
-    record = merge(*records) if records else Record(m2=0.0, nans=0, infs=0)
+    record = record_of(tensors, ("m2", "min", "max"))
     broken = not record.n or record.nonfinite > 0
     low, high = (record.min, record.max) if not broken else (math.nan, math.nan)
     std = math.sqrt(record.variance(correction))

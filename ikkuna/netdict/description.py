@@ -80,13 +80,8 @@ def known_statistic(name: str) -> str:
 def record_of(tensors: Iterable[Tensor], fields: Iterable[str]) -> Record:
     """Return the :class:`~ikkuna.numerics.statistics.Record` of all elements of `tensors`."""
     wanted = closure(fields)
-    records = [record for tensor in tensors if (record := measure(tensor, wanted)) is not None]
-    full = [record for record in records if record.n]
-    return merge(*full) if full else _empty_record()
-
-
-def _empty_record() -> Record:
-    return Record(0, math.nan, 0.0, 0.0, 0.0, math.nan, math.nan, 0.0, 0.0, 0, 0, 0)
+    records = [record for tensor in tensors if (record := measure(tensor, wanted)) is not None and record.n]
+    return merge(*records) if records else Record(0, math.nan, 0.0, 0.0, 0.0, math.nan, math.nan, 0.0, 0.0, 0, 0, 0)
 
 
 def statistics_of(record: Record, names: Sequence[str], correction: int = 1) -> dict[str, float]:

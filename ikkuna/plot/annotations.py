@@ -7,6 +7,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.lines import Line2D
 
+from ikkuna.plot.grid import outer_axes
 from ikkuna.plot.style import NOTE_COLOR, SEQUENTIAL, Style, colormap, curve_colors
 
 __all__ = ["add_color_legend", "add_note", "label_outer_axes", "label_panel"]
@@ -28,8 +29,9 @@ def add_note(ax: Axes, text: str, **options: Any) -> None:
     ax.text(0.97, 0.96, text, transform=ax.transAxes, **font)
 
 
-def label_outer_axes(bottom: list[Axes], left: list[Axes], x: str, y: str) -> None:
+def label_outer_axes(axes: list[Axes], columns: int, x: str, y: str) -> None:
     """Label the axes at the edge of a grid: all of up to 6, the middle one of more."""
+    bottom, left = outer_axes(axes, columns)
     for ax in bottom if len(bottom) <= 6 else [bottom[len(bottom) // 2]]:
         ax.set_xlabel(x)
     for ax in left if len(left) <= 6 else [left[len(left) // 2]]:

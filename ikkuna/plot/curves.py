@@ -10,7 +10,7 @@ from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_color_legend, add_note, label_outer_axes, label_panel
 from ikkuna.plot.figure import count_nonfinite
-from ikkuna.plot.grid import create_panels, grid_shape, outer_axes, share_limits
+from ikkuna.plot.grid import create_panels, grid_shape, share_limits
 from ikkuna.plot.style import NOTE_COLOR, Style, StyleOptions, accepts_style, curve_colors
 
 __all__ = ["draw_curves", "features_1d"]
@@ -87,7 +87,7 @@ def features_1d(
     if ax is not None and len(values) > 1:
         raise ConfigError(f"ax takes one panel, but the data has {len(values)}; give fig")
     columns = grid_shape(len(values), n_rows)[1]
-    figure, axes = (target, [ax]) if ax is not None else _grid(style, len(values), n_rows, share_xy, fig)
+    figure, axes = (target, [ax]) if ax is not None else create_panels(style, len(values), n_rows, share_xy, fig=fig)
     colors = curve_colors(values.shape[2], color, cmap)
     for i, each in enumerate(axes):
         draw_curves(each, values[i], colors, zero_line, **style.config("plot"))
@@ -97,8 +97,7 @@ def features_1d(
         if count := count_nonfinite(values[i]):
             add_note(each, str(count))
     share_limits(axes, columns, share_xy)
-    bottom, left = outer_axes(axes, columns, len(values))
-    label_outer_axes(bottom, left, "timestep", "value")
+    label_outer_axes(axes, columns, "timestep", "value")
     style.add_title(
         figure, f"a panel for each {panel}, a curve for each {curve}" if panel else f"a curve for each {curve}"
     )
@@ -124,10 +123,6 @@ def _curves(data: Any, by: str, max_steps: int | None) -> tuple[NDArray[np.float
     if by == "sample":
         return values, "channel", "sample"
     return values.transpose(2, 1, 0), "sample", "channel"
-
-
-def _grid(style: Style, count: int, n_rows: Any, share_xy: Any, fig: Any) -> tuple[Any, list[Axes]]:
-    return create_panels(style, count, n_rows, share_xy, (10.0, 5.0) if count == 1 else (10.0, 8.0), fig)
 
 
 def draw_curves(

@@ -57,11 +57,12 @@ def create_panels(
     count: int,
     n_rows: int | str | None = None,
     share_xy: Any = True,
-    size: tuple[float, float] = (10, 10),
+    size: tuple[float, float] | None = None,
     fig: Any = None,
 ) -> tuple[Any, list[Axes]]:
     """Return a figure with a grid, and the `count` axes to draw into; the other places are hidden."""
     rows, columns = grid_shape(count, n_rows)
+    size = size or ((10.0, 5.0) if count == 1 else (10.0, 8.0))
     figure: Any = style.new_figure(*size, panels=rows * columns) if fig is None else fig
     x, y = sharing(share_xy)
     # The sharing of matplotlib takes minutes for hundreds of panels; share_limits() replaces it.
@@ -94,7 +95,7 @@ def share_limits(axes: list[Axes], columns: int, share_xy: Any) -> None:
 
     Call this function when everything is drawn.
     """
-    bottom, left = (set(map(id, edge)) for edge in outer_axes(axes, columns, len(axes)))
+    bottom, left = (set(map(id, edge)) for edge in outer_axes(axes, columns))
     if len(axes) > 100:  # neighbouring labels would overlap
         bottom = {id(axes[-1])}
     for name, how, edge, along in zip("xy", sharing(share_xy), (bottom, left), ("col", "row"), strict=True):
@@ -120,7 +121,7 @@ def _equate(axes: list[Axes], name: str) -> None:
         getattr(ax, f"set_{name}lim")((high, low) if first > last else (low, high))
 
 
-def outer_axes(axes: list[Axes], columns: int, count: int) -> tuple[list[Axes], list[Axes]]:
+def outer_axes(axes: list[Axes], columns: int) -> tuple[list[Axes], list[Axes]]:
     """Return the axes at the bottom of the columns and the axes at the left of the rows."""
-    bottom = [ax for i, ax in enumerate(axes) if i + columns >= count]
+    bottom = [ax for i, ax in enumerate(axes) if i + columns >= len(axes)]
     return bottom, axes[::columns]

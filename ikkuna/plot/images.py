@@ -12,7 +12,7 @@ from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.plot.annotations import add_note, label_outer_axes, label_panel
 from ikkuna.plot.figure import count_nonfinite
-from ikkuna.plot.grid import create_panels, grid_shape, outer_axes, share_limits
+from ikkuna.plot.grid import create_panels, grid_shape, share_limits
 from ikkuna.plot.style import DIVERGING, Style, StyleOptions, accepts_style, color_limits, colormap, finite_limits
 
 __all__ = ["draw_image", "features_2d"]
@@ -108,7 +108,7 @@ def features_2d(
     if time_axis in ("x", True, 1):
         values, names = values.transpose(0, 2, 1), (names[0], names[2], names[1])
     style = Style.of(style_options)
-    figure, axes = create_panels(style, len(values), n_rows, share_xy, size=_size(len(values)), fig=fig)
+    figure, axes = create_panels(style, len(values), n_rows, share_xy, fig=fig)
     low, high = color_limits(norm, [values])
     images = [draw_image(ax, v, low, high, cmap, **style.config("plot")) for ax, v in zip(axes, values, strict=True)]
     counts = [count_nonfinite(each) for each in values]
@@ -120,17 +120,12 @@ def features_2d(
             add_note(ax, str(count))
     columns = grid_shape(len(values), n_rows)[1]
     share_limits(axes, columns, share_xy)
-    bottom, left = outer_axes(axes, columns, len(values))
-    label_outer_axes(bottom, left, names[2], names[1])
+    label_outer_axes(axes, columns, names[2], names[1])
     _add_colorbars(figure, axes, images, norm, not style.tight if colorbar is None else colorbar, style)
     each = f"an image for each {names[0]}, " if names[0] and len(values) > 1 else ""
     style.add_title(figure, f"{each}{names[1]} down, {names[2]} to the right")
     style.finish([figure], {f"{names[0] or 'data'} {i}": count for i, count in enumerate(counts)})
     return figure
-
-
-def _size(count: int) -> tuple[float, float]:
-    return (10.0, 5.0) if count == 1 else (10.0, 8.0)
 
 
 def _images(
