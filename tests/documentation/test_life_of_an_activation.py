@@ -1,11 +1,12 @@
 """The page on the life of an activation shows what runs, and the way from the hook to the file is short."""
 
 import sys
+from itertools import chain
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.documentation.tracing import files, trace, tree
+from tests.documentation.tracing import files, trace, tree, way
 from tests.plugins.children import ROOT
 
 EXTENSIONS = ROOT / "sphinx" / "source" / "_ext"
@@ -27,9 +28,15 @@ def life(monkeypatch):
         sys.modules.pop(name)
 
 
-def test_the_way_from_the_hook_to_the_file_is_short(calls):
-    assert len(files(calls)) <= 44
-    assert len(calls) <= 223
+def test_the_way_of_the_activation_is_short(calls):
+    handled = list(chain(*way(calls).values()))
+    assert len(files(handled)) <= 35
+    assert len(handled) <= 108
+
+
+def test_a_step_is_short(calls):
+    assert len(files(calls)) <= 55
+    assert len(calls) <= 300
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):
@@ -65,3 +72,10 @@ def test_the_tree_shows_each_call_below_its_caller(calls):
     [compute] = [i for i, line in enumerate(lines) if line.strip().startswith("NormSubscriber.compute ")]
     assert "Subscriber.emit" in "".join(lines[compute:])
     assert not lines[0].startswith(" ")
+
+
+def test_the_activation_is_handled_in_a_hook_in_the_delivery_and_in_the_writer_thread(calls):
+    hook, delivery, writer = way(calls).values()
+    assert any(call.file.startswith("ikkuna/numerics/statistics/") for call in hook)
+    assert any(call.function == "NormSubscriber.values" for call in delivery)
+    assert {call.thread for call in writer} == {"writer"}

@@ -11,7 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import groupby
+from inspect import CO_GENERATOR
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -64,6 +65,7 @@ class Tracer:
         self._training_thread = threading.get_ident()
         self._running: dict[int, list[FrameType]] = {}
         self._done: set[int] = set()
+        self._generators: set[FrameType] = set()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -94,8 +96,11 @@ class Tracer:
         if event == "c_call" and called is os.write:
             self._done.add(thread)
         elif event == "call" and (file := self._file(frame.f_code)) is not None:
-            name = "training" if thread == self._training_thread else "writer"
-            self.calls.append(Call(name, file, frame.f_code.co_qualname, len(running)))
+            if frame not in self._generators:  # otherwise a generator is resumed, not called
+                name = "training" if thread == self._training_thread else "writer"
+                self.calls.append(Call(name, file, frame.f_code.co_qualname, len(running)))
+            if frame.f_code.co_flags & CO_GENERATOR:
+                self._generators.add(frame)
             running.append(frame)
         elif event == "return" and running and running[-1] is frame:
             running.pop()
@@ -152,12 +157,30 @@ def files(calls: list[Call]) -> list[str]:
     return list(dict.fromkeys(call.file for call in calls))
 
 
+def below(calls: list[Call], start: int) -> list[Call]:
+    """Return a call and all calls that it makes, directly or not."""
+    caller = calls[start]
+    inside = takewhile(lambda call: call.depth > caller.depth and call.thread == caller.thread, calls[start + 1 :])
+    return [caller, *inside]
+
+
+def way(calls: list[Call]) -> dict[str, list[Call]]:
+    """Return the calls that handle the activation: in the hook, in the delivery, and in the writer thread.
+
+    All other calls of the step find out that a step begins and ends.
+    """
+    hooks = [below(calls, i) for i, call in enumerate(calls) if call.depth == 0 and call.thread == "training"]
+    [hook] = [hook for hook in hooks if any(call.function == "Recorder.receive" for call in hook)]
+    [delivery] = [below(calls, i) for i, call in enumerate(calls) if call.function == "MessageBus.drain"]
+    return {"hook": hook, "delivery": delivery, "writer": [call for call in calls if call.thread == "writer"]}
+
+
 def tree(calls: list[Call]) -> list[str]:
     """Return a line for each call, indented below its caller; the file is named where it changes."""
-    lines, last = [], ""
+    lines, last, left = [], "", min(call.depth for call in calls)
     for call, repeated in groupby(calls):
         times = f" × {n}" if (n := len(list(repeated))) > 1 else ""
-        lines.append((f"{'  ' * call.depth}{call.function}{times}", "" if call.file == last else call.file))
+        lines.append((f"{'  ' * (call.depth - left)}{call.function}{times}", "" if call.file == last else call.file))
         last = call.file
     width = max(len(text) for text, _ in lines)
     return [f"{text:{width}}  {file}".rstrip() for text, file in lines]
@@ -165,8 +188,14 @@ def tree(calls: list[Call]) -> list[str]:
 
 def report(calls: list[Call]) -> str:
     """Return the tree of calls, and the number of calls of each file."""
-    lines = [*tree(calls), "", f"{len(files(calls))} files, {len(calls)} calls"]
-    lines += [f"{n:3}  {file}" for file, n in Counter(call.file for call in calls).most_common()]
+    parts = way(calls)
+    named = {**parts, "way": list(chain(*parts.values())), "step": calls}
+    lines = [
+        *tree(calls),
+        "",
+        *(f"{name:8}  {len(files(part)):3} files  {len(part):3} calls" for name, part in named.items()),
+    ]
+    lines += ["", *(f"{n:3}  {file}" for file, n in Counter(call.file for call in calls).most_common())]
     return "\n".join(lines) + "\n"
 
 

@@ -1,14 +1,15 @@
 """Generates the page on the life of an activation from a trace of the real functions.
 
-``.. ikkuna-life:: rooms`` draws the folders, ``files`` lists the files, and ``calls`` shows the tree of calls.
+``.. ikkuna-life:: rooms`` draws the folders, ``files`` lists the files, ``counts`` counts files and calls;
+``hook``, ``delivery``, ``writer`` and ``step`` show trees of calls.
 """
 
 import ast
 import html
 import sys
 import textwrap
-from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ikkuna_tables import ROOT, table
 from sphinx.util.docutils import SphinxDirective
 
 sys.path.append(str(ROOT))  # the tests are not installed
-from tests.documentation.tracing import Call, files, trace, tree
+from tests.documentation.tracing import Call, files, trace, tree, way
 
 FOLDER = "generated/life"  # below the pages, not under version control
 WIDTH, LINE, GAP = 720, 17, 26
@@ -53,8 +54,8 @@ def draw(calls: list[Call]) -> str:
         parts.append(
             f'<rect x="10" y="{y}" width="{WIDTH - 20}" height="{height}" rx="6" fill="{COLOURS[thread]}" stroke="#667"/>'
         )
-        parts.append(text(y + LINE, f"{folder} · {thread} thread", "bold"))
-        parts += [text(y + LINE * (i + 2), line, "normal") for i, line in enumerate(lines)]
+        parts.append(line(y + LINE, f"{folder} · {thread} thread", "bold"))
+        parts += [line(y + LINE * (i + 2), words, "normal") for i, words in enumerate(lines)]
         y, before = y + height, thread
     return "\n".join(
         [
@@ -66,7 +67,7 @@ def draw(calls: list[Call]) -> str:
     )
 
 
-def text(y: int, content: str, weight: str) -> str:
+def line(y: int, content: str, weight: str) -> str:
     """Return a line of text."""
     return f'<text x="22" y="{y}" font-weight="{weight}">{html.escape(content)}</text>'
 
@@ -89,12 +90,15 @@ def file_table(calls: list[Call]) -> str:
     return table(("", "file", "content", "functions"), rows, widths="4 28 34 34")
 
 
+def counts(parts: dict[str, list[Call]]) -> str:
+    """Return the table of the number of files and calls of each part."""
+    rows = ((name, str(len(files(calls))), str(len(calls))) for name, calls in parts.items())
+    return table(("part", "files", "calls"), rows)
+
+
 def call_tree(calls: list[Call]) -> str:
     """Return the tree of calls as a literal block."""
     return ".. code-block:: text\n\n" + textwrap.indent("\n".join(tree(calls)), "   ")
-
-
-PARTS: dict[str, Callable[[list[Call]], str]] = {"files": file_table, "calls": call_tree}
 
 
 class IkkunaLife(SphinxDirective):
@@ -103,13 +107,21 @@ class IkkunaLife(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        [part] = self.arguments
-        if part != "rooms":
-            return self.parse_text_to_nodes(PARTS[part](traced()))
-        folder = Path(self.env.srcdir) / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "rooms.svg").write_text(draw(traced()), encoding="utf-8")
-        return self.parse_text_to_nodes(f".. image:: /{FOLDER}/rooms.svg\n   :alt: the folders in order\n")
+        [name] = self.arguments
+        parts = way(traced())
+        whole = list(chain(*parts.values()))
+        if name == "rooms":
+            folder = Path(self.env.srcdir) / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "rooms.svg").write_text(draw(whole), encoding="utf-8")
+            text = f".. image:: /{FOLDER}/rooms.svg\n   :alt: the folders in order\n"
+        elif name == "files":
+            text = file_table(whole)
+        elif name == "counts":
+            text = counts({**parts, "all three": whole, "the whole step": traced()})
+        else:
+            text = call_tree({**parts, "step": traced()}[name])
+        return self.parse_text_to_nodes(text)
 
 
 def setup(app: Any) -> dict[str, bool]:
