@@ -74,7 +74,7 @@ class Handle:
             undo()
 
 
-def _described(value: Any) -> str:
+def _type_text(value: Any) -> str:
     return f"the class {value.__name__}; pass an instance" if isinstance(value, type) else type(value).__name__
 
 
@@ -137,7 +137,7 @@ class MessageBus:
             or if the class cannot work by itself or with this model.  The bus is unchanged then.
         """
         if not isinstance(subscriber, Subscriber):
-            raise ConfigTypeError(f"register_subscriber() needs a Subscriber, got {_described(subscriber)}")
+            raise ConfigTypeError(f"register_subscriber() needs a Subscriber, got {_type_text(subscriber)}")
         if subscriber._host is not None:
             raise ConfigError(
                 f"{subscriber!r} is registered already; create another instance for a second registration"
