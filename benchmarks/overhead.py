@@ -1,4 +1,4 @@
-"""What watching costs: CPU time of a training step, one thread, every variant interleaved in one run, as multiples of a floor.
+"""Measures the overhead: CPU time of a training step in one thread, all variants interleaved, relative to a reference.
 
 The floor is one ``sum()`` of each tensor of the five kinds weights, weight gradients, weight updates (clone and subtraction included),
 activations and layer gradients of every layer, in every step.  Overhead is the ratio to the unmonitored step, less one.
@@ -81,7 +81,7 @@ MODELS = {"mlp": mlp, "conv": conv, "transformer": transformer}
 
 
 class Fields(Subscriber):
-    """Asks for statistics and looks at one of them."""
+    """Requests statistics and reads one of them."""
 
     def __init__(self, kind: str, fields: tuple[str, ...], **options: object) -> None:
         super().__init__(kind, publishes=f"{kind}_fields", backend=NullBackend(), **options)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def fields(names: tuple[str, ...], subsample: int = 1, **options: str) -> Callab
 
 
 def histograms(exact: bool) -> Callable[[Workload], Exporter]:
-    """Seven percentiles and a histogram of 30 buckets of each tensor, in every step, to the end of the way; nothing is written."""
+    """Seven percentiles and a histogram of 30 buckets of each tensor in every step, delivered but not written."""
     return watched(
         lambda kind: PercentileSubscriber(kind, exact=exact, backend=NullBackend()),
         lambda kind: HistogramSubscriber(kind, exact=exact, subsample=1, backend=NullBackend()),
@@ -252,7 +252,7 @@ COMPILED: dict[str, Callable[[Workload], object]] = {
 def measure(
     model: str, variants: dict[str, Callable[[Workload], object]], reference: Callable[[Workload], object], rounds: int
 ) -> dict[str, float]:
-    """Return the overhead of each variant: the median, over interleaved rounds, of the ratio to the reference's step, less one."""
+    """Return the overhead of each variant: the median over interleaved rounds of the ratio to the reference, minus one."""
     works = {}
     for name, attach in {"bare": reference, **variants}.items():
         torch.manual_seed(0)

@@ -12,37 +12,14 @@ BANNED = re.compile(r"\b(?:nobody|whoever|somebody|is to be had|are to be had|fo
 SECTION = re.compile(r"^( *)(Parameters|Other Parameters|Attributes)\n\1-{3,}\n", re.MULTILINE)
 LOGGING = {"debug", "info", "warning", "error", "exception", "critical", "log", "warn"}
 
+# The grammar of types: "Tensor", "int or list of int, optional", "{'sum', 'mean'}", "Tensor of shape (out, in)" …
 _NAME = r"(?:[a-z_]\w*\.)*[A-Z_]\w*"  # a class, with or without its module
 _WORDS = (
-    *("bool", "int", "float", "complex", "str", "bytes", "object", "type", "list", "tuple", "dict", "set", "frozenset"),
-    *(
-        "slice",
-        "range",
-        "array",
-        "ndarray",
-        "array[_-]like",
-        "callable",
-        "function",
-        "iterable",
-        "iterator",
-        "sequence",
-    ),
-    *(
-        "collection",
-        "mapping",
-        "generator",
-        "module",
-        "device",
-        "dtype",
-        "layout",
-        "tensor",
-        "pair",
-        "triple",
-        "number",
-    ),
-    *("path", "path-like", "exception", "class", "scalar", "context manager", "memoryview", "deque", "partial"),
+    r"array|array[_-]like|b?float\d*|bool|bytes|callable|class|collection|complex|context manager|deque|device|dict|dtype|exception|"
+    r"frozenset|function|generator|iterable|iterator|layout|list|mapping|memoryview|module|ndarray|number|object|pair|partial|path|"
+    r"path-like|range|scalar|sequence|set|slice|str|tensor|triple|tuple|type|u?int\d*"
 )
-_BUILTIN = rf"(?:[a-z_]\w*\.)*(?:{'|'.join(_WORDS)})s?"
+_BUILTIN = rf"(?:[a-z_]\w*\.)*(?:{_WORDS})s?"
 _LITERAL = r"(?:them|these|such|\"[^\"]*\"|'[^']*'|``[^`(][^`]*``|-?\d[\w.]*|None|True|False)"
 _SUBSCRIPT = r"(?:\[(?:[^\[\]]|\[(?:[^\[\]]|\[[^\[\]]*\])*\])*\])?"
 _SHAPE = r"(?: of shape)? ?\([^()]*\)"
@@ -65,7 +42,7 @@ def documented(tree):
 
 
 def entries(text):
-    """Yield the line within a docstring, and the text, of each entry of its sections of parameters and attributes."""
+    """Yield line, text and following line of each entry in the sections of parameters and attributes of a docstring."""
     for section in SECTION.finditer(text + "\n"):
         indent = section.group(1)
         first = text.count("\n", 0, section.end())
@@ -75,16 +52,16 @@ def entries(text):
             if re.match(rf"{indent}-{{3,}}$", following):
                 break
             if line.strip() and line.startswith(indent) and not line[len(indent)].isspace():
-                yield first + number, line.strip()
+                yield first + number, line.strip(), following.strip()
 
 
-def fault_of_entry(entry):
-    """Return what is wrong with an entry such as ``x : Tensor``, or ``None``."""
+def fault_of_entry(entry, following):
+    """Return what is wrong with an entry such as ``x : Tensor``, or ``None``; one without a type needs a reference."""
     name, colon, kind = entry.partition(" : ")
     if not re.fullmatch(r"\*{0,2}\w+(?:, \*{0,2}\w+)*", name.rstrip(" :")):
         return f"not 'name : type': {entry}"
     if not colon:
-        return None if name.startswith("*") else f"no type: {entry}"
+        return None if name.startswith("*") or following.startswith("See `") else f"no type: {entry}"
     return None if TYPE.fullmatch(kind.strip()) else f"not a type: {entry}"
 
 
@@ -95,8 +72,8 @@ def faults_of_docstring(text):
         yield 0, f"first word: {summary}"
     if len(summary) > 120:
         yield 0, f"summary of {len(summary)} characters: {summary}"
-    for line, entry in entries(text):
-        if fault := fault_of_entry(entry):
+    for line, entry, following in entries(text):
+        if fault := fault_of_entry(entry, following):
             yield line, fault
 
 

@@ -151,7 +151,7 @@ class Alignment:
 
 
 def _find(layout: Layout, fields: Any, position: dict[Key, int]) -> tuple[int, Index, Index]:
-    """Return the index of the table that has these fields (-1 for none), its rows, and their positions among the rows of all ranks."""
+    """Return the index of the table with these fields (-1 for none), its rows, and their positions in the rows of all ranks."""
     for i, table in enumerate(layout.tables):
         if (table.columns, table.codes, table.reduction) == fields:
             return i, np.array(table.rows), np.array([position[layout.keys[j]] for j in table.rows])
@@ -189,7 +189,7 @@ def first_of_each_part(part: Index, is_there: Mask) -> Mask:
 
 
 class Alignments:
-    """The alignments of the last 16 combinations of layouts: an alignment is slow to compute, and most steps are like the one before."""
+    """The alignments of the last 16 combinations of layouts, because an alignment is slow to compute and most steps are alike."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[Layout, ...], Alignment] = OrderedDict()

@@ -106,7 +106,7 @@ def distribute_like(local: Tensor, x: Tensor) -> Tensor:
 
 
 def data_parallel_size(root: nn.Module) -> int:
-    """Return the number of ranks over which the gradients of a model are averaged; call it while a data-parallel wrapper calls the model.
+    """Return the number of ranks that average the gradients of a model; call it while a data-parallel wrapper calls the model.
 
     It is 1 if the script averages gradients itself.
     """

@@ -40,7 +40,7 @@ class _Remember(logging.Handler):
 
 
 def launch(scenarios, size, directory, deadline=240.0):
-    """Run scenarios, named ``module:function``, one after another in `size` processes of one gloo group; return their outcomes.
+    """Run scenarios, named ``module:function``, in turn in `size` processes of one gloo group; return their results.
 
     A scenario is a function of rank and size.
     Processes that are alive after `deadline` seconds are killed, and counted as hanging.

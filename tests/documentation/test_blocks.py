@@ -32,7 +32,7 @@ def blocks(path):
 
 @pytest.fixture
 def namespace(tmp_path, monkeypatch):
-    """The namespace of a page's blocks, in an empty directory and with a separate default bus; exporters are closed at the end."""
+    """The namespace of a page's blocks, in an empty directory and with a separate default bus; exporters are closed after it."""
     monkeypatch.chdir(tmp_path)
     get_default_bus.cache_clear()
     names = {"__name__": "__main__"}

@@ -248,7 +248,7 @@ def test_a_closure_that_raises_does_not_stop_the_clock(bus, model):
         except RuntimeError:
             assert fails
     watched.exporter.close()
-    assert watched.steps() == [0, 1, 1, 2]  # that nobody made the second one is told when it begins again
+    assert watched.steps() == [0, 1, 1, 2]  # the second attempt discards the first
     assert [value for _, value, _ in recording.values] == pytest.approx(expected)
 
 

@@ -559,7 +559,7 @@ def test_an_optimizer_made_of_several(bus, model):
 
 
 class Moving(nn.Module):
-    """Everything an evaluation could move: dropout, batch norm, a frozen submodule in evaluation mode, a buffer that counts calls."""
+    """All state an evaluation could change: dropout, batch norm, a frozen submodule in evaluation mode, a buffer that counts."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Nothing that runs inside a hook waits for a device: no operator whose result the host needs is called with the device's tensors."""
+"""No code in a hook waits for a device: no operator whose result the host needs is called with tensors of the device."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.fixture
 def as_on_a_device(monkeypatch):
-    """Take the paths of tensors that are elsewhere, with tensors that are here."""
+    """Use the code paths of device tensors with host tensors."""
     monkeypatch.setattr(float_code, "_count_on_host", float_code._count_on_device)
     monkeypatch.setattr(float_code, "library", lambda: None)
     monkeypatch.setattr(inner, "_product", lambda x, y: torch.dot(x.double(), y.double()))

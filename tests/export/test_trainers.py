@@ -29,12 +29,14 @@ def network() -> nn.Sequential:
 
 
 class Witness:
-    """Says what an exporter should say of a first layer, by other means: its outputs between the steps of any optimizer.
+    """Computes the values expected of a first layer by other means: its outputs between the steps of any optimizer.
 
     Parameters
     ----------
-    layer : whose outputs
-    last : whether only the last one of each step counts
+    layer : nn.Module
+        The first layer.
+    last : bool
+        Whether only the last output of each step counts.
     """
 
     def __init__(self, layer: nn.Module, last: bool = False) -> None:
@@ -56,15 +58,20 @@ Train = Callable[[Callable[..., None]], nn.Module]
 
 
 def check(train: Train, layer: str, *, last: bool = False, missing: int = 0, loss: bool = True) -> None:
-    """Train twice, alone and watched, and compare: weights bit for bit, steps, and values of one layer.
+    """Train with and without an exporter and compare: weights bit for bit, steps, and values of one layer.
 
     Parameters
     ----------
-    train : ``train(watch) -> model`` calls ``watch(model, loss)`` once before it trains
-    layer : name of the layer to compare
-    last : see `Witness`
-    missing : how many steps may be without forwards at the start
-    loss : whether a loss is shown
+    train : callable
+        ``train(watch) -> model`` calls ``watch(model, loss)`` once before it trains.
+    layer : str
+        Name of the layer to compare.
+    last : bool
+        See `Witness`.
+    missing : int
+        How many steps may be without forwards at the start.
+    loss : bool
+        Whether a loss is shown.
     """
     torch.manual_seed(3)
     alone = train(lambda model, loss=None: None)

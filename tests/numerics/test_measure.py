@@ -1,4 +1,4 @@
-"""The statistics of the host, native and numpy, and of a device, against numpy in float64, over shapes, dtypes and layouts."""
+"""The statistics of host (native and numpy) and device against numpy in float64, over shapes, dtypes and layouts."""
 
 import math
 

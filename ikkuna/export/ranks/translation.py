@@ -26,7 +26,7 @@ _NO_FIELDS = frozenset[str]()
 
 
 def signature_of(subscriptions: Iterable[Registered]) -> list[str]:
-    """Return a line for each registered that names everything its measurements depend on; equal on ranks that measure the same."""
+    """Return a line per subscriber that names all its measurements depend on; equal on ranks that measure the same."""
     lines = [_describe(s) for s in subscriptions]
     seen: Counter[str] = Counter()
     for i, line in enumerate(lines):

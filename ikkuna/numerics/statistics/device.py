@@ -131,7 +131,7 @@ class DeviceStatistics:
             self.codes.pop(row, None)
 
     def take(self) -> tuple[list[int], Tensor | None, dict[int, dict[str, Tensor]]]:
-        """Return the numbers of the rows that are not empty, these rows ``(rows, columns)`` or ``None``, and histograms, and empty all."""
+        """Return the indices of the non-empty rows, these rows ``(rows, columns)`` or ``None``, and histograms; empty all rows."""
         by_calls: dict[int, list[int]] = {}
         for row, calls in self._calls.items():
             by_calls.setdefault(len(calls), []).append(row)

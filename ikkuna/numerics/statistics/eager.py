@@ -34,7 +34,7 @@ _EMPTY: _Found = dict(zip(COLUMNS, EMPTY.tolist(), strict=True))
 
 
 def measure_eagerly(flat: Tensor, fields: frozenset[str]) -> Values:
-    """Return the row of a one-dimensional tensor, see `ikkuna.numerics.statistics.table`; columns that are not in `fields` are arbitrary.
+    """Return the table row of a one-dimensional tensor; columns that are not in `fields` are arbitrary.
 
     Examples
     --------

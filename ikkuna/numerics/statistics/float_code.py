@@ -68,7 +68,7 @@ def codes(x: Tensor, m: int = 3, *, native: bool = True) -> Tensor:
 
 
 def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 3, *, native: bool = True) -> Tensor:
-    r"""Count the float codes of 65,536 elements drawn at random, scaled to the number of elements; of all elements of a small tensor.
+    r"""Count the float codes of 65,536 random elements, scaled to the number of elements; a small tensor is counted completely.
 
     The share of a sample below the true quantile :math:`q` has standard deviation :math:`\sqrt{q (1-q) / 65536}`, at most 0.2 %.
     The native kernel draws one element from each of 65,536 equal runs, which has a smaller error.
@@ -136,7 +136,7 @@ def merge_codes(counts: dict[int, dict[str, Any]], more: dict[int, dict[str, Any
 
 
 def _numbers(x: Tensor, native: bool) -> tuple[Tensor, int, Library | None] | None:
-    """Return the stored numbers of `x` along one axis, how many zeros it does not store, and the kernels if they accept these numbers."""
+    """Return the stored elements of `x` on one axis, the number of zeros that are not stored, and the kernels if they apply."""
     kernels = library() if native and not torch.compiler.is_compiling() else None
     if kernels is not None and kernels.accepts(x):
         return x, 0, kernels

@@ -22,7 +22,7 @@ def draw_modules(curve: dict[str, float]) -> Figure:
 
 
 def draw_sizes(curves: dict[str, dict[str, float]]) -> Figure:
-    """Draw the cost of each set of statistics over the size of a tensor: solid lines for native kernels, dashed lines for numpy."""
+    """Draw the cost of each set of statistics over the size of a tensor: solid for native kernels, dashed for numpy."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     colours: dict[str, str] = {}

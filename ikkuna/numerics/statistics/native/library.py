@@ -65,7 +65,7 @@ class Library:
 
     @staticmethod
     def accepts(x: Tensor) -> bool:
-        """Return whether a kernel can read the elements of `x` from memory: not those of a wrapper, a lazy negative or a lazy zero."""
+        """Return whether a kernel can read the elements of `x` from memory; it cannot for wrappers, lazy negatives and lazy zeros."""
         return (
             type(x) in _PLAIN
             and x.dtype in DTYPES
@@ -85,7 +85,7 @@ class Library:
         return row
 
     def add(self, x: Tensor, fields: frozenset[str], row: int) -> None:
-        """Add the `fields` of the elements of `x` to the row at an address; parts of large tensors run in torch's number of threads."""
+        """Add the `fields` of `x` to the row at an address; parts of large tensors run in torch's number of threads."""
         kernel, flags, begin, n = self._measure[x.dtype], _flags(fields), x.data_ptr(), x.numel()
         if n <= _PART:
             kernel(begin, n, flags, row)
@@ -123,7 +123,7 @@ _SAMPLED = (*_CODES, ctypes.c_uint32)
 
 
 def _run(job: Callable[[int, int], None], jobs: list[tuple[int, int]]) -> None:
-    """Run a job for each pair of arguments, in parallel if torch has several threads; the result does not depend on their number."""
+    """Run a job for each pair of arguments, in parallel if torch has several threads; their number does not change the result."""
     threads = torch.get_num_threads()
     run = map if threads == 1 else _pool(threads, os.getpid()).map
     for _ in run(job, *zip(*jobs, strict=True)):
