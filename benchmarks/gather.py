@@ -1,4 +1,4 @@
-"""The cost of merging measurements of many ranks: bytes, and the time to pack, gather and merge the rows of one sampled step.
+"""The cost of merging measurements of many ranks: bytes, and the time to pack, gather and merge the rows of a step.
 
 Packing and merging are measured by merging the blocks of that many ranks in one process.
 Gathering is measured on loopback with 2 and 4 processes and extrapolated: gloo sends blocks around a ring, so that

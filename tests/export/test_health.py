@@ -34,6 +34,20 @@ def test_overhead_is_our_time_beside_the_rest(bus):
     assert health.seconds["CallbackSubscriber(activations)"] >= 0.11
 
 
+def test_the_time_of_the_first_step_is_not_counted(monkeypatch):
+    """The end of a step is marked between `start` and `stop`, whose time belongs to both steps."""
+    now = iter(
+        [0.0, 5.0, 5.5, 6.0, 7.0, 7.0]
+    )  # start, end of the first step, stop, start, end of the second step, stop
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    watch = Stopwatch()
+    for _ in range(2):
+        watch.start()
+        watch.step_ended()
+        watch.stop()
+    assert watch.overhead == pytest.approx(1.5 / 0.5)
+
+
 def test_what_is_started_inside_is_counted_once():
     watch = Stopwatch()
     watch.start()

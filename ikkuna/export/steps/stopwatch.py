@@ -32,8 +32,8 @@ class Stopwatch:
         self.spent = 0.0
         self._local = _Local()
         self._began: float | None = None
-        self._spent_before = 0.0
         self._ended = 0.0
+        self._spent_before = self._spent_until_end = 0.0
         self._lap: tuple[float, float] | None = None
 
     def start(self) -> None:
@@ -53,21 +53,26 @@ class Stopwatch:
     def lap(self) -> tuple[float, float] | None:
         """Return the seconds since the last call and how many of them ikkuna took; ``None`` for the first call."""
         now = time.perf_counter()
-        spent = self.spent + (now - self._local.since if self._local.depth else 0.0)
+        spent = self._spent_until(now)
         before, self._lap = self._lap, (now, spent)
         return None if before is None else (now - before[0], spent - before[1])
 
     def step_ended(self) -> None:
         """Mark the end of a step; the first one is left out, because it creates what the others reuse."""
         self._ended = time.perf_counter()
+        self._spent_until_end = self._spent_until(self._ended)
         if self._began is None:
-            self._began, self._spent_before = self._ended, self.spent
+            self._began, self._spent_before = self._ended, self._spent_until_end
+
+    def _spent_until(self, now: float) -> float:
+        """Return the seconds that were spent, including the pair that is open on this thread."""
+        return self.spent + (now - self._local.since if self._local.depth else 0.0)
 
     @property
     def overhead(self) -> float:
         """Time that ikkuna took as a share of the remaining time, from the second step on; 0 before."""
         if self._began is None:
             return 0.0
-        own = self.spent - self._spent_before
+        own = self._spent_until_end - self._spent_before
         others = self._ended - self._began - own
         return own / others if others > 0 else 0.0
