@@ -133,6 +133,14 @@ def test_a_norm_of_finite_elements_leaves_out_the_others(p, broken):
     assert math.isnan(without) if p == math.inf else without == 0.0
 
 
+def test_the_largest_finite_magnitude_of_a_sparse_tensor_may_be_a_zero_that_is_not_stored():
+    for stored, expected in (([math.inf, math.nan, 0.0], 0.0), ([math.nan, -2.0, 0.0], 2.0)):
+        x = torch.tensor(stored).to_sparse()
+        make = installed.NormSubscriber
+        found = watched(lambda **o: make("activations", math.inf, finite_only=True, **o), x)  # noqa: B023
+        assert found["activations_norminf"] == [expected]
+
+
 @ORDERS
 @pytest.mark.parametrize("others", [[], [lambda **o: installed.MeanSubscriber("activations", **o)]])
 def test_a_norm_of_data_with_an_infinity_does_not_depend_on_other_subscribers(p, others):

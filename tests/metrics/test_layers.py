@@ -152,6 +152,12 @@ def test_a_sample_estimates_the_shares_of_all_elements():
     assert first != second, "each step draws anew"
 
 
+def test_a_sample_counts_for_all_elements_of_its_call():
+    calls = [torch.full((1_000_000,), 1e-12), torch.ones(50_000)]
+    found = watched(lambda **o: PrecisionSubscriber("activations", **o), calls)
+    assert found["activations_fp16_underflow"] == pytest.approx([20 / 21])
+
+
 def test_a_loss_scale_moves_the_thresholds():
     x = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 1e-6
     plain = watched(lambda **o: PrecisionSubscriber("activations", scale=1024.0, **o), x)

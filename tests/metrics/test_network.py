@@ -374,6 +374,22 @@ def test_bad_arguments_are_refused(make, error, message):
         make()
 
 
+def test_a_step_with_a_nan_does_not_count_as_clipped_or_not():
+    model = torch.nn.Linear(4, 2)
+    optimizer, recording = torch.optim.SGD(model.parameters(), lr=0.0), RecordingBackend()
+    with Exporter(message_bus=MessageBus(), on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(ClippingSubscriber(backend=recording))
+        for factor in (100.0, math.nan, 1e-3):
+            optimizer.zero_grad()
+            (model(torch.ones(3, 4)).sum() * factor).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    values = curves(recording)
+    assert [math.isnan(value) for value in values["gradient_norm_unclipped", None]] == [False, True, False]
+    assert values["clipped_share", None] == [1.0, 0.5]
+
+
 def test_clipping_shows_the_norm_before_and_the_share_of_clipped_steps():
     """Gradients of known norm, clipped at 1: every second step is clipped."""
     model = torch.nn.Linear(4, 2)

@@ -225,6 +225,11 @@ def test_a_skipped_step_is_not_evaluated():
     assert len(curves(recording)["cka_to_init", "0"]) == 1
 
 
+def test_every_second_step_is_evaluated_with_every_2():
+    found = evaluated(lambda **o: CKASubscriber(torch.randn(9, 4), every=2, **o), model(), *[unchanged] * 5)
+    assert len(found["cka_to_init", "0"]) == 3
+
+
 class Positional(nn.Module):
     """A class of one's own: a bare `Sequential` is not compiled in place."""
 
