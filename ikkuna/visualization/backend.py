@@ -1,7 +1,7 @@
 """The base class of backends, and how a backend is found by its name."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,14 @@ class Backend(ABC):
 
     def open(self, directory: Path) -> None:  # noqa: B027 - most backends have nothing to open
         """Prepare to write below `directory`, which exists; raise `LogDirError` if that is impossible."""
+
+    def open_later(self, make_directory: Callable[[], Path]) -> None:
+        """Prepare to write below the directory that `make_directory` creates and returns.
+
+        A run calls this method.  By default it creates the directory at once and calls :meth:`open`.
+        Backends with a thread override it, because the disk may be slow.
+        """
+        self.open(make_directory())
 
     def describe(self, modules: Sequence[ModuleEntry]) -> None:  # noqa: B027 - optional
         """Receive the observed modules, in their order in the network; called once, before the first value."""

@@ -53,12 +53,22 @@ class GuardedBackend:
     def _open(self, directory: Callable[[], Path], step: int) -> None:
         self._opened_at = step
         try:
-            if type(self.backend).open is not Backend.open:  # otherwise there is no need to create the directory
-                self.backend.open(directory())
+            if self.stores:  # otherwise there is no need to create the directory
+                self.backend.open_later(directory)
         except Exception as error:
             self.disable(f"cannot be opened, its values are lost: {error}")
         else:
             self._call("describe", self._modules)
+
+    @property
+    def stores(self) -> bool:
+        """Whether the backend has something to open, and so needs a directory."""
+        return type(self.backend).open is not Backend.open
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether the first value has arrived."""
+        return self._opened_at is not None
 
     def disable(self, why: str) -> None:
         """Stop calling the backend, and count every further value as lost."""

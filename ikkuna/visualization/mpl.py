@@ -35,7 +35,7 @@ class _ChartImage:
         self.name = name
         self.picture = PNGPicture(name)
         self.display: NotebookDisplay | None = None
-        self.directory: Path | None = None
+        self.directory: Callable[[], Path] | None = None
         self._chart = chart
         self._draw = draw
         self._dpi = dpi
@@ -70,7 +70,7 @@ class _ChartImage:
         if self.display is not None:
             self.display.update(self.picture)
         if self.directory is not None:
-            _replace(self.directory / f"{self.name}.png", self.picture.png)
+            _replace(self.directory() / "pictures" / f"{self.name}.png", self.picture.png)
         self._drawn = added
 
 
@@ -122,7 +122,7 @@ class MPLBackend(Backend):
         self._lines = lines
         self._live = live
         self._dpi = dpi
-        self._directory: Path | None = None
+        self._directory: Callable[[], Path] | None = None
         self._order = ModuleOrder()
         self._images: dict[str, _ChartImage] = {}
         self._of_series: dict[tuple[Series, str], _ChartImage] = {}
@@ -131,7 +131,17 @@ class MPLBackend(Backend):
 
     def open(self, directory: Path) -> None:
         """Write pictures below `directory`."""
-        self._directory = directory / "pictures"
+        self._prepare(lambda: directory)
+
+    def open_later(self, make_directory: Callable[[], Path]) -> None:
+        """Create the directory in the drawing thread, when a picture is drawn."""
+        if type(self).open is not MPLBackend.open:
+            super().open_later(make_directory)
+            return
+        self._prepare(make_directory)
+
+    def _prepare(self, make_directory: Callable[[], Path]) -> None:
+        self._directory = make_directory
         if self._live is None:
             self._live = in_notebook()
 
@@ -188,7 +198,7 @@ class MPLBackend(Backend):
             self._failures.reset()
         except Exception:
             if self._failures.is_logged(self._failures.add()):
-                log.exception("pictures cannot be displayed in this notebook; they are in '%s'", self._directory)
+                log.exception("pictures cannot be displayed in this notebook; they are files in the run's directory")
 
     @property
     def pictures(self) -> dict[str, PNGPicture]:

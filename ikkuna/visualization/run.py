@@ -1,6 +1,8 @@
 """One run of a training: its directory and its backends."""
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ __all__ = ["Run"]
 class Run:
     """Owns one directory below `log_dir` and the backends that write there.
 
-    Creating a run touches no file: the directory and the file of a backend are created at the first value.
+    Creating a run touches no file: the threads of the backends create the directory and their files after the first value.
     From then on no error of a disk or a backend is raised, and no method waits for one.
     A backend given by name is created once and shared; a backend object is opened in the same directory.
     In a forked child all methods do nothing.
@@ -48,7 +50,7 @@ class Run:
         self._log_dir = log_path(log_dir)
         self._modules = modules
         self._directory: Path | None = None
-        self._error: LogDirError | None = None
+        self._lock = threading.RLock()  # the threads of several backends create the directory
         self._backends: dict[str | int, GuardedBackend] = {}
         self._closed: bool | None = None
         self._refused = 0
@@ -56,7 +58,11 @@ class Run:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of this run; ``None`` before the first value that is stored in one."""
+        """The directory of this run; ``None`` before the first value that is stored, and if it cannot be created."""
+        is_needed = any(guarded.stores and guarded.is_opened for guarded in list(self._backends.values()))
+        if self._directory is None and is_needed and self._process == os.getpid():
+            with contextlib.suppress(LogDirError):
+                return self._make_directory()
         return self._directory
 
     def prepare(self, backends: Sequence[str | Backend]) -> None:
@@ -76,7 +82,7 @@ class Run:
         if self._closed is not None:
             raise ClosedError("this run is closed; create a new one")
         made = {_key(backend): self._guarded(backend, get_backend(backend)) for backend in backends}
-        if self._directory is None and any(type(guarded.backend).open is not Backend.open for guarded in made.values()):
+        if self._directory is None and any(guarded.stores for guarded in made.values()):
             check_log_dir(self._log_dir)
         self._backends = made | self._backends
 
@@ -108,15 +114,10 @@ class Run:
         return self._backends.setdefault(_key(backend), guarded)
 
     def _make_directory(self) -> Path:
-        if self._error is not None:
-            raise self._error
-        if self._directory is None:
-            try:
+        with self._lock:
+            if self._directory is None:
                 self._directory = make_run_directory(self._log_dir)
-            except LogDirError as error:
-                self._error = error
-                raise
-        return self._directory
+            return self._directory
 
     def commit(self, step: int) -> None:
         """Pass on the values of a step; called at every step, with or without values, in increasing order."""

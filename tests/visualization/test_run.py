@@ -1,6 +1,9 @@
+import errno
 import math
 import os
+import tempfile
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +16,7 @@ from ikkuna.visualization import run as run_module
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.files.run_directory import check_log_dir, make_run_directory
 from ikkuna.visualization.jsonl import JSONLinesBackend, read
+from ikkuna.visualization.mpl import MPLBackend
 from ikkuna.visualization.null import NullBackend
 from ikkuna.visualization.run import Run
 from ikkuna.visualization.tensorboard import TensorBoardBackend
@@ -28,6 +32,13 @@ class Faulty(RecordingBackend):
         self.calls = []
         for verb in verbs:
             setattr(self, verb, lambda *_, verb=verb: self.calls.append(verb) or 1 / 0)
+
+
+class Opened(RecordingBackend):
+    """Needs a directory."""
+
+    def open(self, directory):
+        self.directory = directory
 
 
 class Stored(RecordingBackend):
@@ -161,15 +172,116 @@ def test_failures_that_are_not_in_a_row_disable_nothing(tmp_path):
 def test_a_backend_that_cannot_be_opened_is_said_once(tmp_path, caplog):
     (tmp_path / "log").write_text("")
     run = Run(tmp_path / "log")
+    backend = Opened()
     for step in range(20):
-        run.show(LOSS, 1.0, step, ("jsonl",))
+        run.show(LOSS, 1.0, step, [backend])
         run.commit(step)
     assert run.dropped == 20
     assert run.acked_step == -1
+    assert run.directory is None
     assert not run.close()
     [record] = caplog.records
-    assert "'jsonl' cannot be opened" in record.message
+    assert "Opened cannot be opened" in record.message
     assert "it exists and is not a directory" in record.message
+
+
+def test_values_of_a_file_that_cannot_be_created_wait_and_are_counted(tmp_path, caplog):
+    (tmp_path / "log").write_text("")
+    run = Run(tmp_path / "log")
+    for step in range(20):
+        run.show(LOSS, 1.0, step, ("jsonl",))
+        run.commit(step)
+    assert not run.flush(30)
+    assert run.acked_step == -1
+    assert not run.close()
+    assert run.dropped == 20
+    first, second = (record.message for record in caplog.records)
+    assert first.startswith("'values.*.jsonl' cannot be written: cannot create a run directory in")
+    assert "it exists and is not a directory; values wait in memory" in first
+    assert second == "'values.*.jsonl': closed before 20 values could be written; they are lost"
+
+
+def backends(**options):
+    return JSONLinesBackend(**options), TensorBoardBackend(**options)
+
+
+def test_the_first_value_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    gate, threads = threading.Event(), set()
+
+    def slow(function):
+        def call(*arguments, **options):
+            threads.add(threading.current_thread())
+            assert gate.wait(60)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("mkdir", "open", "fsync"):
+        monkeypatch.setattr(os, name, slow(getattr(os, name)))
+    run, mine = Run(tmp_path), (*backends(), MPLBackend(interval=0.01))
+    for step in range(50):
+        run.show(LOSS, 1.0, step, mine)
+        run.commit(step)
+    assert run.acked_step == -1
+    assert threading.current_thread() not in threads
+    gate.set()
+    assert run.close(60)
+    assert len(read(run.directory)) == 50
+    assert (run.directory / "pictures" / "loss.png").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run0001"]
+
+
+@pytest.mark.parametrize("function", ["open", "mkdir"])
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+def test_a_short_fault_at_the_first_value_costs_nothing(tmp_path, monkeypatch, function, error):
+    failures, original = [], getattr(os, function)
+
+    def faulty(path, *arguments, **options):
+        if len(failures) < 6:
+            failures.append(path)
+            raise OSError(error, os.strerror(error))
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(os, function, faulty)
+    run, mine = Run(tmp_path / "log"), backends(retry_seconds=0.01)
+    for step in range(200):
+        run.show(LOSS, 1.0, step, mine)
+        run.commit(step)
+    deadline = time.monotonic() + 60
+    while run.acked_step < 199 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert run.close(60)
+    assert len(failures) == 6
+    assert [entry["step"] for entry in read(run.directory)] == list(range(200))
+
+
+def test_a_file_that_cannot_be_created_is_created_elsewhere_if_asked(tmp_path, monkeypatch, caplog):
+    (tmp_path / "log").write_text("")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    run, mine = Run(tmp_path / "log"), JSONLinesBackend(fallback=True)
+    run.show(LOSS, 1.0, 0, [mine])
+    run.commit(0)
+    assert run.close(60)
+    assert mine.path.is_relative_to(tmp_path / "elsewhere")
+    assert len(read(mine.path)) == 1
+    assert caplog.records[1].message == f"'values.*.jsonl' is abandoned; continuing in '{mine.path}'"
+
+
+def test_an_open_of_a_subclass_is_called(tmp_path):
+    opened = []
+
+    class Mine(JSONLinesBackend):
+        def open(self, directory):
+            opened.append(directory)
+            super().open(directory)
+
+    run = Run(tmp_path)
+    run.show(LOSS, 1.0, 0, [Mine()])
+    run.commit(0)
+    assert opened == [tmp_path / "run0001"]
+    assert run.close(60)
+    assert len(read(run.directory)) == 1
 
 
 def test_an_unknown_name_does_not_raise_while_running(tmp_path, caplog):

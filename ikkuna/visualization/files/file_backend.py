@@ -2,7 +2,9 @@
 
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.files.writer import FileFormat, FileWriter
@@ -61,9 +63,18 @@ class FileBackend(Backend):
 
     def open(self, directory: Path) -> None:
         """Create the file."""
-        self._writer = FileWriter(
-            directory, self._format(), capacity=self._capacity, fallback=self._fallback, **self._pauses
-        )
+        self._writer = self._new_writer(directory)
+
+    def _new_writer(self, directory: Path | Callable[[], Path]) -> FileWriter:
+        options: Any = {"capacity": self._capacity, "fallback": self._fallback, **self._pauses}
+        return FileWriter(directory, self._format(), **options)
+
+    def open_later(self, make_directory: Callable[[], Path]) -> None:
+        """Create directory and file in the writer's thread, when there is something to write."""
+        if type(self).open is not FileBackend.open:
+            super().open_later(make_directory)
+            return
+        self._writer = self._new_writer(make_directory)
 
     def commit(self, step: int) -> None:
         """Queue the step's block for the writer's thread."""
@@ -82,7 +93,7 @@ class FileBackend(Backend):
 
     @property
     def path(self) -> Path | None:
-        """The file; ``None`` before :meth:`open`."""
+        """The file; ``None`` before it is created."""
         return self._writer.path if self._writer else None
 
     @property

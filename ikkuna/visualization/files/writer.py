@@ -47,8 +47,9 @@ class FileWriter:
 
     Parameters
     ----------
-    directory : Path
-        Created if it does not exist.
+    directory : Path or callable
+        Created if it does not exist.  If it is a function that returns a directory, the thread calls it and creates the
+        file, and errors are handled as errors of writing; with a path the file is created at once.
     file_format : FileFormat
         Name, header and the report of lost values.
     capacity : int
@@ -63,12 +64,12 @@ class FileWriter:
     Raises
     ------
     LogDirError
-        If the file cannot be created.
+        If the file cannot be created at once.
     """
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | Callable[[], Path],
         file_format: FileFormat,
         *,
         capacity: int = 8 * 2**20,
@@ -77,11 +78,15 @@ class FileWriter:
         fallback: bool = False,
     ) -> None:
         self._fallback = fallback
-        self._directory = directory
+        self._make_directory = directory if callable(directory) else None
+        self._directory = directory if isinstance(directory, Path) else None
         self._format = file_format
         self._retry_seconds = retry_seconds
         self._sync_seconds = sync_seconds
-        self._file, self._header = self._new_file()
+        self._file: AppendFile | None = None
+        self._header = b""
+        if self._directory is not None:
+            self._file, self._header = self._new_file()
         self._capacity = capacity
         self._queue = BlockQueue(capacity, file_format.loss)
         self._changed = threading.Condition()  # guards the attributes below; its lock is reentrant, for signal handlers
@@ -109,9 +114,13 @@ class FileWriter:
         return self._process == os.getpid()
 
     @property
-    def path(self) -> Path:
-        """The file being written."""
-        return self._file.path
+    def path(self) -> Path | None:
+        """The file being written; ``None`` before it is created."""
+        return None if self._file is None else self._file.path
+
+    @property
+    def _label(self) -> str:
+        return str(self.path or self._format.name("*"))
 
     @property
     def acked_step(self) -> int:
@@ -163,7 +172,7 @@ class FileWriter:
             self._changed.notify_all()
             self._start()
         if line:
-            log.warning("'%s': %s", self.path, line)
+            log.warning("'%s': %s", self._label, line)
         return number
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -197,9 +206,9 @@ class FileWriter:
             lost = self._queue.abandon()
             stored = self._finished and self._synced >= target and not self._queue.dropped
         if line:
-            log.warning("'%s': %s", self.path, line)
+            log.warning("'%s': %s", self._label, line)
         if lost:
-            log.error("'%s': closed before %d values could be written; they are lost", self.path, lost)
+            log.error("'%s': closed before %d values could be written; they are lost", self._label, lost)
         return stored
 
     def _request_sync(self) -> int:
@@ -282,10 +291,12 @@ class FileWriter:
             recovered, self._failing = self._failing, False
             self._changed.notify_all()
         if recovered:
-            log.warning("'%s': can be written again", self.path)
+            log.warning("'%s': can be written again", self._label)
 
     def _append(self, data: bytes) -> None:
-        if self._file.deleted():
+        if self._file is None:
+            self._file, self._header = self._new_file()
+        elif self._file.deleted():
             gone = self._file
             self._file, self._header = self._new_file()
             with contextlib.suppress(OSError):
@@ -296,11 +307,15 @@ class FileWriter:
 
     def _new_file(self) -> tuple[AppendFile, bytes]:
         """Return a new file and its header, which is written with the first block."""
+        if self._directory is None:
+            assert self._make_directory is not None
+            self._directory, self._make_directory = self._make_directory(), None
         return AppendFile(self._directory, self._format.name), self._format.header()
 
     def _sync(self) -> None:
         try:
-            self._file.sync()
+            if self._file is not None:
+                self._file.sync()
         except OSError:
             with self._changed:
                 self._queue.restore()
@@ -333,6 +348,7 @@ class FileWriter:
             self._acked = max(self._acked, *(block.step for block in blocks))
             self._failing = self._is_unsafe = False
             self._mark_synced()
+        assert old is not None
         with contextlib.suppress(OSError):  # so that no block is in both files
             old.retract()
             old.close()
@@ -343,7 +359,8 @@ class FileWriter:
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self._failures += 1
-            self._wanted = self._synced
+            if not self._closing:
+                self._wanted = self._synced
             self._synced_at = time.monotonic()
             first, self._failing = not self._failing, True
             is_last_chance = self._closing and self._is_unsafe and first
@@ -351,27 +368,29 @@ class FileWriter:
             self._changed.notify_all()
         if first:
             what = "'%s' cannot be written: %s; values wait in memory, and writing is tried again every %g s"
-            log.error(what, self.path, error, self._retry_seconds)
+            log.error(what, self._label, error, self._retry_seconds)
         if self._fallback and isinstance(error, OSError):
             self._use_fallback()
 
     def _use_fallback(self) -> None:
         """Continue in a new file in the temp directory; waiting blocks are written there."""
         self._fallback, gone, home = False, self._file, self._directory
+        label = self._label
         try:
-            self._directory = Path(tempfile.mkdtemp(prefix=f"ikkuna-{home.name}-"))
+            self._directory = Path(tempfile.mkdtemp(prefix=f"ikkuna-{home.name if home else 'run'}-"))
             self._file, self._header = self._new_file()
         except OSError:  # the first file is tried again
             self._directory = home
             return
         self._retry_at = 0.0
         self._is_unsafe = False
-        with contextlib.suppress(OSError):
-            gone.close()
-        log.error("'%s' is abandoned; continuing in '%s'", gone.path, self.path)
+        if gone is not None:
+            with contextlib.suppress(OSError):
+                gone.close()
+        log.error("'%s' is abandoned; continuing in '%s'", label, self.path)
 
     def _finish(self) -> None:
-        if not self._finished:
+        if not self._finished and self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
         self._finished = True
