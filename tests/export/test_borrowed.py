@@ -94,6 +94,7 @@ def test_any_number_of_modules_and_metrics_is_one_file_and_one_thread(bus, tmp_p
     during = []
 
     def look(message):
+        bus.run and bus.run.flush(30)  # the writer is idle then; while it creates the file it opens the directory too
         during.append((descriptors() - before[0], threading.active_count() - before[1]))
 
     shown = [make("weights", backend="jsonl") for make in makers]

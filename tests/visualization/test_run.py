@@ -387,6 +387,40 @@ def test_a_log_directory_is_checked_by_writing(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize("below", [False, True])
+def test_a_symbolic_link_to_nothing_is_refused_as_a_log_directory(tmp_path, below):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(errors.LogDirError, match="link' is a symbolic link to something that does not exist"):
+        check_log_dir(link / "log" if below else link)
+
+
+def test_a_relative_log_directory_stays_when_the_process_changes_its_directory(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = Run("log")
+    monkeypatch.chdir("other")
+    run.show(LOSS, 1.0, 0, ("jsonl",))
+    run.commit(0)
+    assert run.close(60)
+    assert run.directory == tmp_path / "log" / "run0001"
+    assert len(read(run.directory)) == 1
+
+
+def test_a_log_directory_may_be_nested_deeper_than_calls(tmp_path, monkeypatch):
+    deep = tmp_path.joinpath(*["d"] * 1900)
+    assert len(str(deep)) < 4000
+    check_log_dir(deep)
+    assert make_run_directory(deep) == deep / "run0001"
+    monkeypatch.chdir(tmp_path)
+    for _ in range(1900):  # no function of the standard library removes it in one call
+        os.chdir("d")
+    os.rmdir("run0001")
+    for _ in range(1900):
+        os.chdir("..")
+        os.rmdir("d")
+
+
 @pytest.mark.fault(74)
 def test_a_run_never_gets_the_directory_of_another(tmp_path):
     found = []

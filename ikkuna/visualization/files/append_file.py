@@ -1,5 +1,6 @@
 """A file to which whole blocks are appended."""
 
+import contextlib
 import errno
 import itertools
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from ikkuna.errors import LogDirError
 
-__all__ = ["AppendFile", "reason", "unique_stem"]
+__all__ = ["AppendFile", "make_directories", "reason", "unique_stem"]
 
 _FLAGS = (
     os.O_WRONLY
@@ -34,6 +35,15 @@ def reason(error: OSError) -> str:
     if isinstance(error, FileExistsError):
         return "it exists and is not a directory"
     return error.strerror or str(error)
+
+
+def make_directories(directory: Path) -> None:
+    """Create a directory and its parents; unlike those of the standard library, without recursion."""
+    with contextlib.suppress(FileNotFoundError):
+        directory.mkdir(exist_ok=True)
+        return
+    for path in (*reversed(directory.parents), directory):
+        path.mkdir(exist_ok=True)
 
 
 def _sync_directory(directory: Path) -> None:
@@ -78,7 +88,7 @@ class AppendFile:
 
     def __init__(self, directory: Path, name: Callable[[str], str]) -> None:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directories(directory)
             self.path, self._descriptor = self._create(directory, name)
         except OSError as error:
             raise LogDirError(f"cannot write to log directory '{directory}': {reason(error)}") from error

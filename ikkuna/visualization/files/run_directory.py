@@ -1,5 +1,7 @@
 """Creates the directory of a run: the next number below the log directory."""
 
+import contextlib
+import errno
 import os
 import re
 import tempfile
@@ -7,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError
-from ikkuna.visualization.files.append_file import reason
+from ikkuna.visualization.files.append_file import make_directories, reason
 
 __all__ = ["check_log_dir", "log_path", "make_run_directory"]
 
@@ -25,7 +27,7 @@ def make_run_directory(log_dir: Path) -> Path:
         If it cannot be created.
     """
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        make_directories(log_dir)
         taken = [int(found[1]) for name in os.listdir(log_dir) if (found := _NAME.fullmatch(name))]
         number = max(taken, default=0)
         while True:
@@ -41,13 +43,24 @@ def make_run_directory(log_dir: Path) -> Path:
 
 
 def log_path(log_dir: Any) -> Path:
-    """Return `log_dir` as a path, or raise `ConfigError` if it is not a path."""
+    """Return `log_dir` as an absolute path, so that it stays the same when the process changes its directory.
+
+    Raises
+    ------
+    ConfigError
+        If it is not a path.
+    LogDirError
+        If it is relative and the current directory does not exist.
+    """
     if not isinstance(log_dir, str | os.PathLike):
         raise ConfigTypeError(f"log_dir is a path, got {type(log_dir).__name__}")
     text = os.fspath(log_dir)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"log_dir is a path, got {text!r}")
-    return Path(text)
+    try:
+        return Path(text).absolute()
+    except OSError as error:
+        raise LogDirError(f"cannot write to log directory '{text}': {reason(error)}") from error
 
 
 def check_log_dir(log_dir: Any) -> Path:
@@ -71,8 +84,10 @@ def check_log_dir(log_dir: Any) -> Path:
 
 def _nearest(path: Path) -> Path:
     """Return `path` or its nearest existing parent."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return _nearest(path.parent)
+    for nearest in (path, *path.parents):
+        if nearest.is_symlink() and not nearest.exists():
+            raise OSError(errno.ENOENT, f"'{nearest}' is a symbolic link to something that does not exist")
+        with contextlib.suppress(FileNotFoundError):
+            nearest.stat()
+            return nearest
     return path
