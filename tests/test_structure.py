@@ -31,7 +31,7 @@ LAYERS = {
     "visualization": ("errors", "failures", "logger", "plugins", "numerics", "plot"),
     "distributed": ("errors", "numerics"),
     "netdict": ("errors", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
-    "monitor": ("errors", "modules", "undisturbed", "arrays", "numerics"),
+    "monitor": ("errors", "modules", "numerics", "netdict"),
     "running": ("errors", "arrays", "numerics"),
     "export": (
         *("errors", "failures", "logger", "plugins", "modules", "undisturbed", "numerics", "distributed"),

@@ -8,9 +8,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import parametrizations
+from torch.utils.data import TensorDataset
 
 from ikkuna import monitor, netdict, plot, probe
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import AttentionSubscriber, NormSubscriber
 from ikkuna.modules import is_bias, named_modules, named_parameters, unwrap
+from ikkuna.testing import RecordingBackend
 
 MARKS = (
     "module.",
@@ -248,3 +253,34 @@ def test_every_part_agrees_on_what_a_bias_is():
         parameter.grad = torch.ones_like(parameter)
     assert plot.flow_of(model).names == ("scale", "relative_bias.weight", "fc.weight")
     assert plot.flow_of(netdict.get_grad(model)).names == ("scale", "relative_bias.weight", "fc.weight")
+
+
+def live_names(model, observed, subscriber):
+    """Return the names of the modules for which a subscriber shows values in one training step."""
+    shown = RecordingBackend()
+    with Exporter(message_bus=MessageBus("wrappers")) as exporter:
+        exporter.set_model(model)
+        exporter.add_modules(observed)
+        exporter.message_bus.register_subscriber(subscriber(backend=shown))
+        trained(model)
+    return sorted({series.name for series, _, _ in shown.values})
+
+
+def test_parts_of_a_model_have_no_names_of_wrappers_in_the_live_half():
+    model = inner_checkpoint(Model())
+    names = live_names(model, unwrap(model.block), lambda **o: NormSubscriber("activations", **o))
+    assert [name for name in names if "block" in name] == ["block.0", "block.1", "block.2", "block.3"]
+
+
+def test_attention_has_no_names_of_wrappers():
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = checkpoint_wrapper(nn.MultiheadAttention(4, 2, batch_first=True))
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    model, data = Attending(), TensorDataset(torch.randn(4, 6, 4))
+    names = live_names(model, model, lambda **o: AttentionSubscriber(data, every=1, **o))
+    assert names == ["attention:head_0", "attention:head_1"]

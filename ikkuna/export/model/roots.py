@@ -7,7 +7,7 @@ from typing import Any
 from torch import jit, nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.modules import ModuleFilter, NamedModule, unwrap, walk
+from ikkuna.modules import ModuleFilter, NamedModule, named_modules, unwrap, walk
 
 __all__ = ["Root", "Roots"]
 
@@ -83,7 +83,7 @@ class Roots:
         ConfigError
             If a name is among `taken`, or the filter matches nothing.
         """
-        inside = {} if self.model is None else {id(module): name for name, module in self.model.named_modules() if name}
+        inside = {} if self.model is None else {id(module): name for name, module in named_modules(self.model) if name}
         found: dict[int, NamedModule] = {}
         own: set[str] = set()
         for root in roots:

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ikkuna.errors import ConfigError
+from ikkuna.modules import class_name, named_modules
 from ikkuna_subscribers._helpers.multihead_attention import AttentionCall, queries_and_keys, split_heads
 
 __all__ = ["NamedProjections", "capture_attention"]
@@ -41,7 +42,7 @@ class NamedProjections:
     def pairs(self, model: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
         """Return the name of the parent module, the query module and the key module of each pair."""
         queries, keys = (
-            [(name, module) for name, module in model.named_modules() if fnmatchcase(name, pattern)]
+            [(name, module) for name, module in named_modules(model) if fnmatchcase(name, pattern)]
             for pattern in (self.query, self.key)
         )
         if not queries or len(queries) != len(keys):
@@ -64,9 +65,9 @@ def capture_attention(model: nn.Module, visit: Visit, named: NamedProjections | 
                 _hook_projections(stack, name, q, k, named, visit)
             yield
             return
-        running = [(type(model).__name__.lower(), nn.Module())]  # a function that calls the model may attend by itself
-        for name, module in model.named_modules():
-            _hook_module(stack, name or type(module).__name__.lower(), module, running, visit)
+        running = [(class_name(model).lower(), nn.Module())]  # a function that calls the model may attend by itself
+        for name, module in named_modules(model):
+            _hook_module(stack, name or class_name(module).lower(), module, running, visit)
         stack.enter_context(_CapturedCalls(running, visit))  # this also disables the fast path of nn.Transformer
         yield
 
