@@ -4,10 +4,8 @@ With ``IKKUNA_DOCS_ONLINE=1``, names of torch and numpy link to their documentat
 """
 
 import os
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from sphinx.ext.napoleon import docstring
 
@@ -43,9 +41,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = False
-suppress_warnings = [
-    "ref.python"
-]  # a word in a type, as in "sequence of (name, value)", may be the name of two attributes
+suppress_warnings = ["ref.python"]  # a word such as "name" in a type may be the name of two attributes
 
 # References to names of ikkuna must resolve; names of other packages are not in the inventory.
 nitpick_ignore_regex = [
@@ -66,27 +62,3 @@ if os.environ.get("IKKUNA_DOCS_ONLINE") == "1":
 
 # A colon in the summary of a property or of a constant does not end a type.
 docstring.GoogleDocstring._parse_attribute_docstring = docstring.GoogleDocstring._consume_to_end
-
-_HEAD = re.compile(r"(?P<name>\*{0,2}\w+(?:, \w+)*) : (?P<text>.+)")
-_TYPE = re.compile(r"[\w.`,:()*| -]{1,60}")
-
-
-def _describe(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Treat ``name : words`` as a name and its description if the words are not a type."""
-    section = ""
-    for i, line in enumerate(lines):
-        following = lines[i + 1] if i + 1 < len(lines) else ""
-        if following and set(following) == {"-"}:
-            section = line
-        found = _HEAD.fullmatch(line)
-        if section not in ("Parameters", "Attributes") or found is None:
-            continue
-        is_type = following.startswith(" ") and _TYPE.fullmatch(found["text"]) is not None
-        if not is_type:
-            lines[i] = f"{found['name']}\n    {found['text']}"
-    lines[:] = "\n".join(lines).split("\n")
-
-
-def setup(app: Any) -> None:
-    """Process docstrings before napoleon does."""
-    app.connect("autodoc-process-docstring", _describe, priority=100)

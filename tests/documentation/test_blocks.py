@@ -108,6 +108,14 @@ def test_the_tests_that_pages_name_exist():
         assert not test or test in functions, f"{file}::{test}"
 
 
+def test_the_classes_that_the_overview_names_exist():
+    named = set(re.findall(r"``([A-Z][A-Za-z]+)``", (SITE / "how_it_works.rst").read_text()))
+    code = "".join(path.read_text() for path in (ROOT / "ikkuna" / "export").rglob("*.py"))
+    code += "".join(path.read_text() for path in (ROOT / "ikkuna" / "visualization").glob("*.py"))
+    assert len(named) > 5
+    assert named <= set(re.findall(r"^class (\w+)", code, re.MULTILINE))
+
+
 def test_the_template_requires_this_version():
     ours, theirs = (tomllib.loads((ROOT / p / "pyproject.toml").read_text()) for p in ("", "examples/plugin"))
     [required] = theirs["project"]["dependencies"]
