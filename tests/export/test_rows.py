@@ -190,7 +190,7 @@ def test_more_sites_than_the_table_had_rows(case):
             case.see([float(i), i + 2.0 * part], part, site)
     rows = case.recorder.close((2,))
     rows.complete()
-    assert [rows.record(row).mean for row in rows.measured_rows()] == [i + 1.0 for i in range(500)]
+    assert [rows.record(row, rows.fields(row)).mean for row in rows.measured_rows()] == [i + 1.0 for i in range(500)]
 
 
 @pytest.mark.parametrize(

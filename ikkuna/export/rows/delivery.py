@@ -37,8 +37,7 @@ class Finished:
         """Deliver every row, then the event, then the end of the step."""
         rows = self.rows
         rows.complete()
-        for row in rows.measured_rows():
-            self._deliver_row(bus, row)
+        self._deliver_rows(bus)
         for registered, data in rows.together.items():
             if not registered.disabled and self._is_seen_by(registered):
                 messages = {kind: NetworkMessage(rows.stamp, kind) for kind in registered.kinds}
@@ -56,19 +55,23 @@ class Finished:
     def _is_seen_by(self, registered: Registered) -> bool:
         return not self.rows.skipped or registered.subscriber.sees_skipped
 
-    def _deliver_row(self, bus: MessageBus, row: int) -> None:
-        rows = self.rows
-        site, path = rows.keys[row]
-        if (task := rows.plan.task(site.kind, site.module)) is None:
-            return
-        shared, measured = rows.record(row), rows.measured.get(row, _NOTHING)
-        message = site.message(rows.stamp, path, None, shared)  # of all subscribers that need nothing else
-        for registered in task.subscriptions:
-            subscriber = registered.subscriber
-            record, data = shared if subscriber.fields else None, measured.get(registered)
-            if (record is None and data is None) or registered.disabled or not self._is_seen_by(registered):
+    def _deliver_rows(self, bus: MessageBus) -> None:
+        rows, keys, call = self.rows, self.rows.keys, bus.error_guard.call
+        for row in rows.measured_rows():
+            site, path = keys[row]
+            if (task := rows.plan.task(site.kind, site.module)) is None:
                 continue
-            if record is not None and subscriber.finite_only:
-                record = replace(record, finite_only=True)
-            own = message if data is None and record is shared else site.message(rows.stamp, path, data, record)
-            bus.error_guard.call(registered, "compute", registered.deliver, own)
+            shared, measured = rows.record(row, task.fields), rows.measured.get(row, _NOTHING)
+            message = site.message(rows.stamp, path, None, shared)  # of all subscribers that need nothing else
+            for registered in task.subscriptions:
+                subscriber = registered.subscriber
+                record, data = shared if subscriber.fields else None, measured.get(registered)
+                if (record is None and data is None) or registered.disabled:
+                    continue
+                if rows.skipped and not subscriber.sees_skipped:
+                    continue
+                if record is not None and subscriber.finite_only:
+                    record = replace(record, finite_only=True)
+                is_plain = data is None and record is shared
+                own = message if is_plain else site.message(rows.stamp, path, data, record)
+                call(registered, "compute", registered.deliver, own)

@@ -220,13 +220,15 @@ class Rows:
         task = self.plan.task(site.kind, site.module)
         return task.fields if task is not None else _NO_FIELDS
 
-    def record(self, row: int) -> Record | None:
-        """Return the shared statistics of a row; ``None`` if it has none."""
-        if not (self.values[row, _N] and (fields := self.fields(row))):
+    def record(self, row: int, fields: frozenset[str]) -> Record | None:
+        """Return the `fields` of a row; ``None`` if it has no elements."""
+        values = self.values[row]
+        if not fields or not values[_N]:
             return None
-        record = record_of(self.values[row], fields)
-        for name, counts in self.codes.get(row, {}).items():
-            setattr(record, name, counts)
+        record = record_of(values, fields)
+        if self.codes:
+            for name, counts in self.codes.get(row, {}).items():
+                setattr(record, name, counts)
         if (ranks := self.ranks.get(row)) is not None:
             record.ranks = tuple(None if values is None else record_of(values, fields) for values in ranks)
         return record

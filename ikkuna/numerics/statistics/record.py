@@ -219,9 +219,10 @@ def record_of(row: Values, fields: frozenset[str]) -> Record:
     n, k = values[0], values[0] - values[1] - values[2]
     if not n:
         values[10] = values[11] = math.nan
-    for i in range(6, 10):
-        if values[i] != values[i]:
-            values[i] = math.inf
+    if (
+        total := values[6] + values[7] + values[8] + values[9]
+    ) != total:  # one of them is NaN, or they have infinite terms
+        values[6:10] = [math.inf if value != value else value for value in values[6:10]]
     if not k:
         values[6] = math.nan
     for i in _unwanted(fields):
