@@ -67,6 +67,8 @@ class Part:
 
     def add_measured(self, row: int | None, registered: Registered, value: Tensor) -> None:
         """Add the result of a subscriber's ``measure`` to its row; ``None`` if it measures several tensors together."""
+        if registered.disabled:  # since the step began
+            return
         results = self.together if row is None else self.measured.setdefault(row, {})
         known = results.get(registered)
         stage = "keep" if known is None else "merge"  # a first result does not reset the count of failed merges
