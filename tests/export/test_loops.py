@@ -69,7 +69,7 @@ def backward(model, scale=1.0):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_gradient_scaler(bus, model, fused):
-    """gradients as the optimizer uses them, unscaled, with a plain and with a fused optimizer"""
+    """The gradients that the optimizer uses, unscaled, with a plain and with a fused optimizer."""
     watched = Watched(bus, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -87,7 +87,7 @@ def test_gradient_scaler(bus, model, fused):
 
 
 def test_a_step_the_gradient_scaler_skips(bus, model):
-    """batch_finished with ``skipped``, no values; the next step takes its number"""
+    """``batch_finished`` with ``skipped``, and no values; the next step has the same number."""
     recording = RecordingBackend()
     watched = Watched(bus, model)
     bus.register_subscriber(NormSubscriber("layer_gradients", backend=recording))
@@ -107,7 +107,7 @@ def test_a_step_the_gradient_scaler_skips(bus, model):
 
 
 def test_a_fused_optimizer_skips(bus, model):
-    """batch_finished with ``skipped`` and no values, under a number of its own, since the optimizer was called"""
+    """``batch_finished`` with ``skipped``, and no values; the step has its own number, because the optimizer was called."""
     recording = RecordingBackend()
     watched = Watched(bus, model)
     bus.register_subscriber(NormSubscriber("weight_updates", backend=recording))
@@ -125,7 +125,7 @@ def test_a_fused_optimizer_skips(bus, model):
 
 
 def test_a_subscriber_can_ask_for_skipped_steps(bus, model):
-    """what was measured in a skipped step, to subscribers with ``sees_skipped``"""
+    """The values of a skipped step, for subscribers with ``sees_skipped``."""
 
     class Counting(Subscriber):
         fields = ("nans", "infs")
@@ -148,7 +148,7 @@ def test_a_subscriber_can_ask_for_skipped_steps(bus, model):
 
 
 def test_two_optimizers_of_one_model(bus, model):
-    """one step for both, with the updates of both"""
+    """One step for both optimizers, with the updates of both."""
     watched = Watched(bus, model)
     first, second = sgd(model[0]), torch.optim.Adam(model[2].parameters())
     for _ in range(3):
@@ -162,7 +162,7 @@ def test_two_optimizers_of_one_model(bus, model):
 
 
 def test_a_second_optimizer_that_steps_now_and_then(bus, model):
-    """one step per loop once it is known; its first call is a step of its own"""
+    """One step per iteration, once both optimizers are known; the first call of the second optimizer is a separate step."""
     watched = Watched(bus, model)
     first, second = sgd(model[0]), sgd(model[2])
     for i in range(6):
@@ -178,7 +178,7 @@ def test_a_second_optimizer_that_steps_now_and_then(bus, model):
 
 
 def test_gan_with_two_exporters_on_one_bus(bus):
-    """each network under its own name and its own steps; what the other's step runs through it counts for neither"""
+    """Each network under its own name with its own steps; forwards in the step of the other network do not count."""
     generator, discriminator = nn.Linear(2, 3), nn.Linear(3, 1)
     watched = {}
     seen = {}
@@ -209,7 +209,7 @@ def test_gan_with_two_exporters_on_one_bus(bus):
 
 
 def test_siamese_forwards(bus, model):
-    """one step; the rows of both forwards are merged"""
+    """One step; the rows of both forwards are merged."""
     watched = Watched(bus, model)
     optimizer = sgd(model)
     for _ in range(2):
@@ -236,7 +236,7 @@ class Encoder(nn.Module):
     "make", [Encoder, lambda: nn.ModuleDict({"body": nn.Linear(3, 4), "head": nn.Linear(4, 2)})], ids=["method", "dict"]
 )
 def test_the_root_is_never_called(bus, make):
-    """parameters from the first step on, activations and their gradients from the second"""
+    """Parameters from the first step on, activations and layer gradients from the second step on."""
     model = make()
     watched = Watched(bus, model)
     optimizer = sgd(model)
@@ -258,7 +258,7 @@ def test_the_root_is_never_called(bus, make):
 
 
 def test_updates_by_hand(bus, model):
-    """with ``exporter.step()``: gradients from the first step on, weights and updates from the second"""
+    """With ``exporter.step()``: gradients from the first step on, weights and updates from the second step on."""
     watched = Watched(bus, model)
     for _ in range(3):
         backward(model)
@@ -276,7 +276,7 @@ def test_updates_by_hand(bus, model):
 
 
 def test_optimizers_that_step_in_backward(bus, model):
-    """one step per backward, with every gradient and update"""
+    """One step per backward pass, with all gradients and updates."""
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
     def step(parameter):
@@ -297,7 +297,7 @@ def test_optimizers_that_step_in_backward(bus, model):
 
 
 def test_a_scheduler_that_wraps_the_step(bus, model):
-    """one step per call of the optimizer"""
+    """One step per call of the optimizer."""
     watched = Watched(bus, model)
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
@@ -310,7 +310,7 @@ def test_a_scheduler_that_wraps_the_step(bus, model):
 
 
 def test_an_averaged_copy_beside_the_model(bus, model):
-    """the model alone; the copy is not watched"""
+    """Only the model; the copy is not observed."""
     watched = Watched(bus, model)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer = sgd(model)
@@ -325,7 +325,7 @@ def test_an_averaged_copy_beside_the_model(bus, model):
 
 
 def test_gradient_penalty(bus, model):
-    """layer gradients of the loss alone, not those of the penalty's own gradient"""
+    """Layer gradients of the loss, without those of the penalty's own backward pass."""
     watched = Watched(bus, model, kinds=("layer_gradients",))
     optimizer = sgd(model)
     for _ in range(2):
@@ -341,7 +341,7 @@ def test_gradient_penalty(bus, model):
 
 
 def test_an_adversarial_example_before_the_step(bus, model):
-    """layer gradients of the loss alone, not those of the attack"""
+    """Layer gradients of the loss, without those of the attack."""
     watched = Watched(bus, model, kinds=("layer_gradients",))
     optimizer = sgd(model)
     x = torch.ones(2, 3, requires_grad=True)
@@ -354,7 +354,7 @@ def test_an_adversarial_example_before_the_step(bus, model):
 
 
 def test_functional_call(bus, model):
-    """the call with other parameters, as a call of the model"""
+    """The call with other parameters, like any call of the model."""
     watched = Watched(bus, model, kinds=("activations",))
     parameters = {name: p.detach() * 2 for name, p in model.named_parameters()}
     out = functional_call(model, parameters, (torch.ones(2, 3),))
@@ -363,7 +363,7 @@ def test_functional_call(bus, model):
 
 
 def test_transforms_of_torch_func(bus, model):
-    """nothing: inside vmap and grad there are no numbers to read"""
+    """Nothing, because tensors inside ``vmap`` and ``grad`` cannot be read."""
     watched = Watched(bus, model)
     parameters = dict(model.named_parameters())
     per_sample = torch.func.vmap(torch.func.grad(lambda p, x: functional_call(model, p, (x,)).sum()), in_dims=(None, 0))
@@ -374,7 +374,7 @@ def test_transforms_of_torch_func(bus, model):
 
 
 def test_torch_export(bus, model):
-    """nothing, and the exported program holds no trace of the hooks"""
+    """Nothing; the exported program contains no hooks."""
     watched = Watched(bus, model)
     program = torch.export.export(model, (torch.ones(2, 3),))
     watched.exporter.close()
@@ -384,7 +384,7 @@ def test_torch_export(bus, model):
 
 
 def test_jit_trace(bus, model):
-    """nothing, and the traced module works"""
+    """Nothing; the traced module works."""
     watched = Watched(bus, model)
     with watched.exporter.detached():
         traced = torch.jit.trace(model, torch.ones(2, 3))
@@ -395,7 +395,7 @@ def test_jit_trace(bus, model):
 
 @pytest.mark.fault(18)
 def test_lazy_parameters(bus):
-    """everything once they are there, the first step included"""
+    """All values, including those of the first step."""
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
     watched = Watched(bus, model)
     model(torch.ones(2, 3))
@@ -410,7 +410,7 @@ def test_lazy_parameters(bus):
 
 @pytest.mark.fault(50)
 def test_sparse_embedding_gradients(bus):
-    """the gradient over all rows of the table, stored or not"""
+    """The gradient of all rows of the table, including rows that are not stored."""
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
     recording = RecordingBackend()
     watched = Watched(bus, model)
@@ -425,7 +425,7 @@ def test_sparse_embedding_gradients(bus):
 
 @pytest.mark.fault(59)
 def test_parameters_replaced_between_steps(bus, model):
-    """the new ones, from the next step on"""
+    """The new parameters, from the next step on."""
     watched = Watched(bus, model)
     backward(model)
     sgd(model).step()
@@ -440,7 +440,7 @@ def test_parameters_replaced_between_steps(bus, model):
 
 @pytest.mark.fault(59)
 def test_a_module_replaced_between_epochs(bus, model):
-    """the new one, from the next epoch on"""
+    """The new module, from the next epoch on."""
     watched = Watched(bus, model)
     for _ in range(2):
         backward(model)
@@ -454,7 +454,7 @@ def test_a_module_replaced_between_epochs(bus, model):
 
 
 def test_weights_edited_between_steps(bus, model):
-    """updates of the optimizer alone; the edit shows in the next weights"""
+    """Only the updates of the optimizer; the next weights contain the edit."""
     watched = Watched(bus, model)
     optimizer = sgd(model)
     for _ in range(2):
@@ -470,7 +470,7 @@ def test_weights_edited_between_steps(bus, model):
 
 
 def test_training_in_evaluation_mode(bus, model):
-    """steps and parameters; forwards from the second step on, since the first has shown that they count"""
+    """Steps and parameters; forwards from the second step on, because the first step shows that they count."""
     model.eval()
     watched = Watched(bus, model)
     optimizer = sgd(model)
@@ -513,7 +513,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_wraps_another(bus, model):
-    """one step each, and updates as the outer one makes them"""
+    """One step per call of the outer optimizer, with its updates."""
     watched = Watched(bus, model)
     optimizer, expected = Lookahead(sgd(model)), []
     for _ in range(4):
@@ -531,7 +531,7 @@ def test_an_optimizer_that_wraps_another(bus, model):
 
 
 def test_an_optimizer_made_of_several(bus, model):
-    """one step each, if it owns what they own or owns nothing"""
+    """One step per call, if it owns the parameters of its optimizers or none."""
 
     class Several(torch.optim.Optimizer):
         def __init__(self, optimizers, parameters):
@@ -605,7 +605,7 @@ def evaluated_run(bus, evaluate):
 
 
 def test_evaluate_leaves_every_bit_of_training_as_found():
-    """another pass under its own name; training goes on bit for bit as without it"""
+    """Another pass under its own name; training stays bit-identical."""
     same(evaluated_run(MessageBus(), False), evaluated_run(MessageBus(), True))
 
 
@@ -657,7 +657,7 @@ def test_evaluate_needs_to_know_the_model(bus):
 
 
 def test_a_subscriber_that_needs_the_model_can_evaluate_it(bus, model):
-    """a subscriber with ``needs_model`` evaluates at a batch's end, inside its compute"""
+    """A subscriber with ``needs_model`` runs the model in ``compute``, at the end of a step."""
 
     class Evaluating(Subscriber):
         needs_model = True
@@ -685,7 +685,7 @@ def test_a_subscriber_that_needs_the_model_can_evaluate_it(bus, model):
 
 @pytest.mark.parametrize("way", ["wrapper", "call", "count"])
 def test_epochs(bus, model, way):
-    """epoch_finished after the last step, by the loader's wrapper, by a call, or by the number of steps"""
+    """``epoch_finished`` after the last step: by ``exporter.epoch(batches)``, by a call, or by the number of steps."""
     events = []
     optimizer = sgd(model)
     with Exporter(message_bus=bus, on_error="raise") as exporter:
@@ -734,7 +734,7 @@ def test_steps_per_epoch_is_checked(bus, steps):
 
 @pytest.mark.fault(90)
 def test_a_resumed_run_goes_on_counting(bus, model):
-    """steps and epochs from where the checkpoint left them"""
+    """Steps and epochs continue from the checkpoint."""
     watched = Watched(bus, model)
     for _ in range(2):
         backward(model)
@@ -814,7 +814,7 @@ def accumulating_step(model, optimizer, loss_of):
 
 
 def test_micro_batches_before_a_closure(bus, model):
-    """those before ``step(closure)`` and the closure's own are one step, as long as their gradients are kept"""
+    """One step with the micro-batches before ``step(closure)`` and those of the closure, if their gradients are kept."""
     exporter, norms = watched_norms(bus, model)
     optimizer, expected = sgd(model), []
     for _ in range(2):
@@ -825,7 +825,7 @@ def test_micro_batches_before_a_closure(bus, model):
 
 
 def test_gradients_thrown_away_before_a_closure(bus, model):
-    """what was seen before them is forgotten: sharpness-aware steps climb with one gradient and go down with the closure's"""
+    """Only the closure's evaluation: sharpness-aware optimizers discard the first gradient and step with the second."""
     exporter, norms = watched_norms(bus, model)
     x = BATCHES[0]
     backward(model)
@@ -849,7 +849,7 @@ def test_gradients_thrown_away_before_a_closure(bus, model):
 
 
 def test_a_method_that_calls_the_parts(bus):
-    """as with a forward; where the first optimizer's closure shows that steps begin before it, from the second step on"""
+    """As with a forward; if the first step runs inside a closure, forwards count from the second step on."""
     model = Parts()
     exporter, norms = watched_norms(bus, model)
     optimizer, expected = sgd(model), []
@@ -861,7 +861,7 @@ def test_a_method_that_calls_the_parts(bus):
 
 
 def test_closures_that_call_a_method(bus):
-    """the last evaluation of each step, though no root is called"""
+    """The last evaluation of each step, although no root is called."""
     model = Parts()
     exporter, norms = watched_norms(bus, model)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
@@ -882,7 +882,7 @@ def test_closures_that_call_a_method(bus):
 
 
 def test_a_compiled_method(bus):
-    """what its graph looks at, from the second step on"""
+    """The values of its graph, from the second step on."""
     model = Parts()
     exporter, norms = watched_norms(bus, model)
     optimizer, training_step, expected = sgd(model), torch.compile(model.training_step, backend="eager"), []
@@ -935,7 +935,7 @@ class Outputs:
 
 
 def test_an_interrupted_forward(bus):
-    """everything from the next forward on; an interrupted one counts for nothing"""
+    """All values from the next forward on; the interrupted forward does not count."""
 
     class Interrupting(nn.Module):
         interrupts = False
@@ -964,7 +964,7 @@ def test_an_interrupted_forward(bus):
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("order", ["before", "between"])
 def test_gradients_thrown_away(bus, order, set_to_none):
-    """the step's own forwards alone, wherever ``zero_grad()`` stands: before the forward, or between forward and backward"""
+    """Only the step's own forwards, if ``zero_grad()`` stands before the forward or between forward and backward."""
     torch.manual_seed(2)
     generator, discriminator = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizers = sgd(generator), sgd(discriminator)
@@ -990,7 +990,7 @@ def test_gradients_thrown_away(bus, order, set_to_none):
 
 
 def test_a_scaler_skips_between_forward_and_backward(bus, model):
-    """no value of the skipped step in the next one, also where ``zero_grad()`` stands between forward and backward"""
+    """The next step has no value of the skipped step, also if ``zero_grad()`` stands between forward and backward."""
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
     exporter, norms = recorded(bus, model)
@@ -1006,7 +1006,7 @@ def test_a_scaler_skips_between_forward_and_backward(bus, model):
 
 
 def test_clipping_between_micro_batches(bus, model):
-    """all micro-batches: gradients that were changed, but are still there, are used"""
+    """All micro-batches: gradients that were changed but not cleared are used."""
     optimizer = sgd(model)
     exporter, norms = recorded(bus, model)
     seen = Outputs(model[0])
@@ -1021,7 +1021,7 @@ def test_clipping_between_micro_batches(bus, model):
 
 @pytest.mark.parametrize("way", ["two", "backward"])
 def test_weights_are_recorded_once(bus, model, way):
-    """each weight once a step, the first included, with two optimizers and with optimizers that step in backward"""
+    """Each weight once per step, also with two optimizers and with optimizers that step in the backward pass."""
     exporter, norms = recorded(bus, model, ("weights", "biases"))
     expected = {0: model[0].weight.norm().item(), 2: model[2].weight.norm().item()}
     if way == "two":
@@ -1041,7 +1041,7 @@ def test_weights_are_recorded_once(bus, model, way):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_two_optimizers_of_the_same_parameters(bus, model, together):
-    """one step if both step after one forward, with the sum of their updates; one step each if a forward comes between"""
+    """One step with the sum of the updates, if both step after one forward; with a forward between them, one step each."""
     watched = Watched(bus, model, kinds=("weight_updates", "weight_gradients"))
     optimizers = [sgd(model), torch.optim.Adam(model.parameters(), lr=0.01)]
     changes = []
@@ -1076,7 +1076,7 @@ class Headed(nn.Module):
     ids=["filter", "depth0", "depth1"],
 )
 def test_observed_modules_without_trained_parameters(bus, options, names):
-    """the steps of the added model, whatever part of it is observed"""
+    """The steps of the added model, for any observed part of it."""
     model = Headed()
     exporter, norms = recorded(bus, model, **options)
     optimizer = sgd(model)
@@ -1092,7 +1092,7 @@ def test_observed_modules_without_trained_parameters(bus, options, names):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_frozen_backbone_under_a_trained_head(bus, whole, caplog):
-    """the steps of the head's optimizer, for the backbone alone and with the model set"""
+    """The steps of the head's optimizer, if only the backbone is added, and if the model is set."""
     model = Headed()
     model.backbone.requires_grad_(False)
     exporter, norms = recorded(bus, model.backbone)
@@ -1110,7 +1110,7 @@ def test_a_frozen_backbone_under_a_trained_head(bus, whole, caplog):
 
 
 def test_gradients_by_autograd_grad(bus, model):
-    """layer gradients as of a backward, where gradients of the parameters are computed by ``torch.autograd.grad``"""
+    """Layer gradients, as in a backward pass, if ``torch.autograd.grad`` computes the gradients of the parameters."""
     optimizer = sgd(model)
     exporter, norms = recorded(bus, model)
     seen, expected = Outputs(model[0]), {}
@@ -1127,7 +1127,7 @@ def test_gradients_by_autograd_grad(bus, model):
 
 
 def test_a_penalty_on_gradients_of_parameters(bus, model):
-    """layer gradients of the backward, not those of the ``torch.autograd.grad`` before it"""
+    """Layer gradients of the backward pass, without those of the preceding ``torch.autograd.grad``."""
     optimizer = sgd(model)
     exporter, norms = recorded(bus, model)
     seen = Outputs(model[2])
@@ -1144,7 +1144,7 @@ def test_a_penalty_on_gradients_of_parameters(bus, model):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("only", [True, False], ids=["inside alone is trained", "all is trained"])
 def test_layer_gradients_around_a_checkpoint(bus, use_reentrant, only):
-    """inside and outside the checkpoint, also if only modules inside are trained (LoRA with gradient checkpointing)"""
+    """Layer gradients inside and outside the checkpoint, also if only modules inside it are trained (LoRA)."""
 
     class Checkpointing(nn.Module):
         def __init__(self):
@@ -1183,7 +1183,7 @@ def test_layer_gradients_around_a_checkpoint(bus, use_reentrant, only):
 
 
 def test_the_root_in_a_reentrant_checkpoint(bus, model):
-    """its recomputation, which is the forward that has gradients"""
+    """The recomputed forward, because it is the one with gradients."""
     optimizer = sgd(model)
     exporter, norms = recorded(bus, model)
     for _ in range(2):
@@ -1199,7 +1199,7 @@ def test_the_root_in_a_reentrant_checkpoint(bus, model):
 
 
 def test_another_thread_calls_the_model(bus, model):
-    """the training thread's forwards alone: a thread that only evaluates disturbs nothing"""
+    """Only the forwards of the training thread; a thread that evaluates does not disturb them."""
     optimizer = sgd(model)
     exporter, norms = recorded(bus, model)
     seen, expected, stop = Outputs(model[0]), {}, threading.Event()
@@ -1227,7 +1227,7 @@ def test_another_thread_calls_the_model(bus, model):
 
 
 def test_trainings_in_two_threads():
-    """each with an exporter and a bus of its own, all steps of both"""
+    """All steps of both threads, each with its own exporter and bus."""
 
     def train(found, ready):
         model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -1254,7 +1254,7 @@ def test_trainings_in_two_threads():
 
 @pytest.mark.parametrize("position", ["before", "after", "none"])
 def test_a_forward_without_a_backward(bus, model, position):
-    """the forwards that a backward goes through, not one in training mode that only looks at something"""
+    """Only forwards with a backward pass; other forwards in training mode do not count."""
     optimizer = sgd(model)
     exporter, norms = recorded(bus, model)
     if position == "before":
@@ -1271,7 +1271,7 @@ def test_a_forward_without_a_backward(bus, model, position):
 
 @pytest.mark.parametrize("used", ["first", "both"])
 def test_a_module_that_returns_views_of_each_other(bus, used):
-    """the gradients of those outputs that the loss uses; none is invented for the others"""
+    """The gradients of the outputs that the loss uses, and no others."""
 
     class Views(nn.Module):
         def __init__(self):
@@ -1300,7 +1300,7 @@ def test_a_module_that_returns_views_of_each_other(bus, used):
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("weight", [None, [1.0, 5.0]], ids=["plain", "class weights"])
 def test_the_loss_of_micro_batches(bus, model, reduction, weight):
-    """the loss of all micro-batches together: a weighted mean for means, the sum for sums"""
+    """The loss of all micro-batches: a weighted mean of means, or the sum of sums."""
     weight = None if weight is None else torch.tensor(weight)
     loss = nn.CrossEntropyLoss(weight=weight, reduction=reduction, ignore_index=-1)
     recording = RecordingBackend()
@@ -1321,7 +1321,7 @@ def test_the_loss_of_micro_batches(bus, model, reduction, weight):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_updates_of_half_precision_weights(bus, dtype):
-    """the difference in float32, which half precision cannot hold"""
+    """The difference in float32."""
     model = nn.Linear(64, 64).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.37)
     exporter, norms = recorded(bus, model, ("weight_updates",))
@@ -1335,8 +1335,7 @@ def test_updates_of_half_precision_weights(bus, dtype):
 
 @pytest.mark.parametrize("loop", ["plain", "accumulated", "scaled", "lightning-like closure"])
 def test_gradients_before_clipping(bus, model, loop):
-    """``weight_gradients_unclipped`` as the last backward leaves them, without the scaler's factor; the first step
-    only if one scaler exists"""
+    """``weight_gradients_unclipped`` as the last backward pass left them, unscaled; the first step only if one scaler exists."""
     optimizer = sgd(model)
     exporter, norms = recorded(bus, model, ("weight_gradients", "weight_gradients_unclipped"))
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=loop == "scaled")

@@ -162,30 +162,30 @@ def lightning_loop(
 @pytest.mark.parametrize("whole", [False, True], ids=["network", "module"])
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}], ids=repr)
 def test_lightning(whole, options):
-    """the ``LightningModule`` or the network inside, before ``Trainer.fit``; validation is not part of it"""
+    """The ``LightningModule`` or the inner network, added before ``Trainer.fit``; validation is not included."""
     check(lightning_loop(whole, **options), "net.0" if whole else "0")
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["network", "module"])
 def test_lightning_accumulation(whole):
-    """all batches of a step; of a ``LightningModule`` that has no forward, from the second step on"""
+    """All batches of a step; for a ``LightningModule`` without ``forward``, from the second step on."""
     check(lightning_loop(whole, accumulate_grad_batches=3), "net.0" if whole else "0", missing=int(whole))
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["network", "module"])
 def test_lightning_closures(whole):
-    """the last evaluation of each step"""
+    """The last evaluation of each step."""
     check(lightning_loop(whole, torch.optim.LBFGS), "net.0" if whole else "0", last=True)
 
 
 def test_lightning_manual_optimization():
-    """as a loop of one's own"""
+    """As in a handwritten loop."""
     check(lightning_loop(False, automatic=False), "0")
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_fabric(first):
-    """the model, before or after ``Fabric.setup``"""
+    """The model, added before or after ``Fabric.setup``."""
     import lightning
 
     def train(watch: Callable[..., None]) -> nn.Module:
@@ -207,7 +207,7 @@ def test_fabric(first):
 
 
 def test_transformers_trainer(tmp_path):
-    """the model, before ``train()``; the loss is computed inside, where no module shows it"""
+    """The model, added before ``train()``; the loss is computed inside the model, not by a loss module."""
     import transformers
 
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -237,7 +237,7 @@ def test_transformers_trainer(tmp_path):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_accelerate(first):
-    """the model, before or after ``prepare``; accumulation and clipping as ever"""
+    """The model, added before or after ``prepare``; accumulation and clipping work as in other loops."""
     import accelerate
 
     def train(watch: Callable[..., None]) -> nn.Module:
@@ -263,7 +263,7 @@ def test_accelerate(first):
 
 
 def test_ignite():
-    """the model that the engine's update function trains"""
+    """The model that the engine's update function trains."""
     from ignite.engine import create_supervised_trainer
 
     def train(watch: Callable[..., None]) -> nn.Module:
@@ -278,7 +278,7 @@ def test_ignite():
 
 
 def test_skorch():
-    """``net.module_`` after ``net.initialize()``, with ``net.criterion_`` as the loss, then ``partial_fit``"""
+    """``net.module_`` after ``net.initialize()``, with ``net.criterion_`` as the loss, then ``partial_fit``."""
     from skorch import NeuralNetClassifier
 
     inputs, labels = data().tensors
