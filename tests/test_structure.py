@@ -396,3 +396,15 @@ def test_forbidden_calls_are_found(code, violation, tmp_path):
 def test_allowed_calls_are_not_found(code, tmp_path):
     (tmp_path / "module.py").write_text(code)
     assert not list(violations(tmp_path / "module.py"))
+
+
+@each([path.with_suffix(".pyi") for path in PACKAGED if path.with_suffix(".pyi").exists()])
+def test_stubs_declare_the_names_of_their_module(path):
+    exports = [
+        ast.literal_eval(node.value)
+        for file in (path, path.with_suffix(".py"))
+        for node in tree(file).body
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "__all__"
+    ]
+    assert len(exports) == 2
+    assert exports[0] == exports[1]
