@@ -78,8 +78,8 @@ def over_modules(rounds: int) -> dict[str, float]:
 
 
 def over_sizes(rounds: int) -> dict[str, dict[str, float]]:
-    """Print and return what each set of statistics of one tensor costs, as multiples of its ``sum()``, compiled and eager."""
-    print("\n| elements | sum (µs) | " + " | ".join(f"{name}, compiled / eager" for name in FIELDS) + " |")
+    """Print and return what each set of statistics of one tensor costs, as multiples of its ``sum()``, native and eager."""
+    print("\n| elements | sum (µs) | " + " | ".join(f"{name}, native / eager" for name in FIELDS) + " |")
     print("|---" * (len(FIELDS) + 2) + "|")
     curves: dict[str, dict[str, float]] = {f"{name}, {kernel}": {} for name in FIELDS for kernel in KERNELS}
     for size in SIZES:

@@ -29,7 +29,7 @@ def draw_sizes(curves: dict[str, dict[str, float]]) -> Figure:
     for name, curve in curves.items():
         statistics, kernel = name.rsplit(", ", 1)
         colour = colours.setdefault(statistics, f"C{len(colours)}")
-        label = statistics if kernel == "compiled" else None
+        label = statistics if kernel == "native" else None
         axes.loglog(list(map(int, curve)), list(curve.values()), "-" if label else "--", color=colour, label=label)
     axes.set(xlabel="elements of a float32 tensor", ylabel="cost in multiples of its sum()")
     axes.grid(alpha=0.3)
