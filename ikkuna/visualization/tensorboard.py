@@ -23,7 +23,7 @@ from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
 from ikkuna.visualization.names import heatmap_tag, matrix_tag, overview_tag, series_tag, text_tag
-from ikkuna.visualization.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue
+from ikkuna.visualization.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue, import_renderer
 from ikkuna.visualization.pictures.redraw_thread import Drawable, RedrawThread
 
 __all__ = ["STATISTICS", "TensorBoardBackend", "overview"]
@@ -63,7 +63,7 @@ class TensorBoardBackend(FileBackend):
         self._entries: list[bytes] = []
         self._started = self._closed = False
         self._matrices = MatrixQueue()
-        self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL)
+        self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL, import_renderer)
         self._order = ModuleOrder()
 
     def _format(self) -> EventFormat:
@@ -123,12 +123,12 @@ class TensorBoardBackend(FileBackend):
         return super().flush(None if deadline is None else max(deadline - time.monotonic(), 0.0)) and drawn
 
     def close(self, timeout: float | None = 2.0) -> bool:
-        """Draw all images, write everything to the disk, and release the file; drawing takes at most half of `timeout`."""
+        """Draw all images for at most three quarters of `timeout`, write everything to the disk, and release the file."""
         begin = time.monotonic()
         if self._writer is not None and not self._closed:
             for group in self._groups.values():
                 group.heatmap.finish()
-            if late := self._thread.close(None if timeout is None else timeout / 2):
+            if late := self._thread.close(None if timeout is None else 0.75 * timeout):
                 log.warning(
                     "not finished drawing: %s. The event file lacks the latest of these images.", ", ".join(late)
                 )

@@ -17,6 +17,7 @@ from ikkuna.visualization.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
 from ikkuna.visualization.pictures.matrix_picture import draw_heatmap, scaled
 from ikkuna.visualization.pictures.png import encode_png
 from ikkuna.visualization.tensorboard import TensorBoardBackend
+from tests.plugins.children import answer_of
 
 
 def cells(values, known=None, names=None):
@@ -253,3 +254,24 @@ def test_what_is_no_module_is_in_no_overview(tmp_path):
 def test_a_table_of_scalars_and_nothing():
     assert "weight scalar" in module_table([ModuleEntry("a", "X", (("weight", ()),))])
     assert module_table([]).endswith("0 modules, 0 parameters.")
+
+
+def test_matplotlib_is_imported_by_the_drawing_thread_before_it_is_needed(tmp_path):
+    code = """
+        import json, sys, threading, time
+        from pathlib import Path
+        from ikkuna.visualization import get_backend
+        from ikkuna.visualization.backend import Series
+        backend = get_backend("tb")
+        backend.open(Path("run"))
+        for step in range(2):
+            for name in "ab":
+                backend.add_scalar(Series("x", name), 1.0, step)
+            backend.commit(step)
+        before = "matplotlib" in sys.modules
+        deadline = time.monotonic() + 60
+        while backend._thread._prepare is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        print(json.dumps([before, backend.close(60), "matplotlib.figure" in sys.modules]))
+    """
+    assert answer_of(code, cwd=tmp_path) == [False, True, True]

@@ -8,10 +8,16 @@ from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.pictures.heatmap import Heatmap, HeatmapView
 
-__all__ = ["HeatmapImage", "MatrixImage", "MatrixQueue"]
+__all__ = ["HeatmapImage", "MatrixImage", "MatrixQueue", "import_renderer"]
 
 Write = Callable[[str, bytes, int], int]
 """Queues an image: takes its tag, PNG and step; returns the number of the block in the file."""
+
+
+def import_renderer() -> None:
+    """Import what draws the images; called in the drawing thread, because importing matplotlib takes half a second."""
+    import ikkuna.visualization.pictures.matrix_picture
+    import ikkuna.visualization.pictures.png  # noqa: F401
 
 
 class HeatmapImage:
@@ -32,7 +38,7 @@ class HeatmapImage:
         In seconds.
     """
 
-    def __init__(self, name: str, order: ModuleOrder, write: Write, interval: float = 15.0) -> None:
+    def __init__(self, name: str, order: ModuleOrder, write: Write, interval: float = 5.0) -> None:
         self.name = name
         self._order = order
         self._write = write
@@ -59,7 +65,6 @@ class HeatmapImage:
 
     def draw(self) -> None:
         """Draw the values and write the image."""
-        # Imported here, by the drawing thread: importing matplotlib takes half a second.
         from ikkuna.visualization.pictures.matrix_picture import draw_heatmap
         from ikkuna.visualization.pictures.png import encode_png
 

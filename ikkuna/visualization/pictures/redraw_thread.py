@@ -1,5 +1,6 @@
 """Draws changed pictures in a thread, at a pace that does not slow training."""
 
+import contextlib
 import threading
 import time
 import weakref
@@ -73,11 +74,19 @@ class RedrawThread:
         Returns the pictures.
     interval : float
         In seconds.
+    prepare : callable
+        Called in the thread before the first round, such as an import that takes long.
     """
 
-    def __init__(self, drawables: Callable[[], Iterable[Drawable]], interval: float) -> None:
+    def __init__(
+        self,
+        drawables: Callable[[], Iterable[Drawable]],
+        interval: float,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> None:
         self._drawables = drawables
         self._interval = interval
+        self._prepare: Callable[[], object] | None = prepare
         self._rounds = _Rounds()
         self._thread: threading.Thread | None = None
         self._failures = FailureCounter()
@@ -128,6 +137,10 @@ class RedrawThread:
 
     def draw(self) -> float:
         """Draw all changed pictures, and return the seconds to wait before the next round."""
+        prepare, self._prepare = self._prepare, None
+        if prepare is not None:
+            with contextlib.suppress(Exception):  # the drawings fail too, and say why
+                prepare()
         begin, wanted = time.monotonic(), self._rounds.requested
         for drawable in self._drawables():
             if drawable.changed and self._rounds.has_time() and not self.has_given_up(drawable.name):
