@@ -4,7 +4,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class ErrorGuard:
             raise error
         self.errors += 1
         if FailureCounter.is_logged(self.errors):
-            _log_error("ikkuna failed in %s (training is not affected)", where, exc_info=error)
+            log.error("ikkuna failed in %s (training is not affected)", where, exc_info=error)
 
     def _report(self, registered: Registered, stage: str, error: Exception) -> None:
         if self.on_error == "raise":
@@ -113,7 +113,7 @@ class ErrorGuard:
         self.errors += 1
         count = registered.failures.add(stage)
         if FailureCounter.is_logged(count):
-            _log_error("subscriber %s failed in %s", registered.label, stage, exc_info=error)
+            log.error("subscriber %s failed in %s", registered.label, stage, exc_info=error)
         is_exhausted = self.on_error == "disable" and registered.failures.is_exhausted(stage)
         if is_exhausted or isinstance(error, torch.OutOfMemoryError):
             last = traceback.format_exception_only(error)[-1]  # str(error) may fail as well
@@ -124,9 +124,4 @@ class ErrorGuard:
             return
         registered.disabled = True
         self.disabled.append(type(registered.subscriber).__name__)
-        _log_error("subscriber %s disabled after %s", registered.label, reason)
-
-
-def _log_error(message: str, *arguments: Any, exc_info: BaseException | None = None) -> None:
-    with suppress(Exception):  # a log handler of the user may raise
-        log.error(message, *arguments, exc_info=exc_info)
+        log.error("subscriber %s disabled after %s", registered.label, reason)
