@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Leaves", "batch_sizes", "detached", "leaves", "received", "with_batch_sizes"]
+__all__ = ["Leaves", "batch_sizes", "leaves", "received", "with_batch_sizes"]
 
 _DEPTH = 8
 
@@ -80,11 +80,6 @@ def with_batch_sizes(tensor: Tensor, sizes: Tensor | None) -> Tensor:
         tensor = tensor.detach()
         tensor.batch_sizes = sizes  # type: ignore[attr-defined]
     return tensor
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, with its batch sizes if it has some."""
-    return with_batch_sizes(tensor.detach(), getattr(tensor, "batch_sizes", None))
 
 
 def received(args: Any, outputs: Leaves) -> Leaves:

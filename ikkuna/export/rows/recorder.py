@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ikkuna.distributed.dtensor import full_tensor, is_distributed, local_shard
 from ikkuna.export.bus.error_guard import ErrorGuard
-from ikkuna.export.hooks.nested_tensors import detached
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
@@ -118,7 +117,7 @@ class Recorder:
                 kernels.add(tensor, task.fields, rows.part(part).host.address(self._index.row(site, path)))
             elif has_numbers(tensor):
                 self._receive_any(
-                    _Target(rows, rows.part(part), self._index.row(site, path), task), detached(tensor), weight
+                    _Target(rows, rows.part(part), self._index.row(site, path), task), _detached(tensor), weight
                 )
             else:
                 self.unreadable += 1
@@ -249,3 +248,11 @@ def _measure(subscriber: Subscriber, message: Any) -> Tensor | None:
     if result is not None and not isinstance(result, Tensor):
         raise TypeError(f"measure must return a Tensor or None, got {type(result).__name__}")
     return result
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph; the data of a packed sequence keeps its attribute ``batch_sizes``."""
+    plain = tensor.detach()
+    if (sizes := getattr(tensor, "batch_sizes", None)) is not None:
+        plain.batch_sizes = sizes  # type: ignore[attr-defined]
+    return plain
