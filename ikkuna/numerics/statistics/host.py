@@ -135,9 +135,9 @@ class HostStatistics:
             self.address(int(rows[-1]))
             known = self.values[rows, 0] > 0
             self.values[rows[~known]] = other.values[rows[~known]]
-            both = rows[known]
-            with np.errstate(all="ignore"):
-                self.values[both] = merge_rows(np.stack([self.values[both], other.values[both]]))
+            if len(both := rows[known]):
+                with np.errstate(all="ignore"):
+                    self.values[both] = merge_rows(np.stack([self.values[both], other.values[both]]))
         merge_codes(self.codes, other.codes)
 
     def clear(self, rows: list[int] | None = None) -> None:
