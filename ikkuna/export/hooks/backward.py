@@ -69,15 +69,16 @@ class BackwardHooks:
 
     def reach(self, forward: Forward) -> int:
         """Report that the running backward has reached a forward; return the part to which gradients are recorded, or -1."""
-        running = self._current()
-        if running.kind is Backward.PASSES_BY:
+        running = self._running.get(torch._C._current_graph_task_id()) or self._current()
+        kind = running.kind
+        if kind is Backward.PASSES_BY:
             return -1
         if forward not in running.forwards:
             running.forwards.append(forward)
-            if running.kind is not Backward.CHECKPOINTED:
-                captured = running.kind is Backward.CAPTURES
+            if kind is not Backward.CHECKPOINTED:
+                captured = kind is Backward.CAPTURES
                 self.context.apply(self.context.tracker.backward_reached(forward, captured))
-        return forward.part if running.kind is Backward.ACCUMULATES else forward.provisional_part
+        return forward.part if kind is Backward.ACCUMULATES else forward.provisional_part
 
     def reach_latest(self) -> int | None:
         """Report that the running backward has reached the forward that it reached last, or else the latest one."""

@@ -11,11 +11,14 @@ from torch.optim import Optimizer
 from ikkuna.distributed.dtensor import distribute_like, is_distributed, local_tensor
 from ikkuna.export.hooks.call_stack import running_optimizers
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.modules import NamedParameter
 
 __all__ = ["OptimizerHooks"]
+
+_PLANS = 64
 
 
 class OptimizerHooks:
@@ -50,7 +53,8 @@ class OptimizerHooks:
         self.skipped_updates = 0
         self.began: list[Callable[[Optimizer], None]] = []
         self._before: dict[int, tuple[Site, NamedParameter, Tensor]] = {}
-        self._recorded: set[tuple[str, int]] = set()
+        self._recorded: dict[str, set[int]] = {}
+        self._sites: dict[tuple[Plan, str], tuple[tuple[NamedParameter, ...], dict[int, Site]]] = {}
         self._by_hand = False
 
     # -- hooks ----------------------------------------------------------------------------------------------------
@@ -77,7 +81,7 @@ class OptimizerHooks:
         if not context.recorder.plan.parameters:
             return
         observed = parameters.of(optimizer)
-        self._record_weights(parameters.all if len(self._recorded) == 0 else observed)
+        self._record_weights(parameters.all if not self._recorded else observed)
         if not closure:
             self._record_gradients(observed, getattr(optimizer, "grad_scale", None))
         self._copy(observed)
@@ -188,13 +192,28 @@ class OptimizerHooks:
         self, weights: str, biases: str, parameters: Iterable[NamedParameter]
     ) -> Iterator[tuple[Site, NamedParameter]]:
         """Yield the parameters of which a kind is wanted and was not recorded in this step."""
-        for named in parameters:
-            kind = biases if named.is_bias else weights
-            site = self.context.sites(kind, named.module)
-            key = kind, id(named.parameter)
-            if key not in self._recorded and self.context.recorder.wants(site):
-                self._recorded.add(key)
+        recorded = self._recorded.setdefault(weights, set())
+        wanted = self._wanted_sites(weights, biases)
+        for named in parameters if wanted else ():
+            key = id(named.parameter)
+            if key not in recorded and (site := wanted.get(key)) is not None:
+                recorded.add(key)
                 yield site, named
+
+    def _wanted_sites(self, weights: str, biases: str) -> dict[int, Site]:
+        """Return the sites of the parameters of which a kind is wanted, by the parameter's id."""
+        context = self.context
+        plan, everything = context.recorder.plan, context.parameters.all
+        known = self._sites.get((plan, weights))
+        if known is None or known[0] is not everything:
+            if len(self._sites) > _PLANS:
+                self._sites.clear()
+            sites = ((named, context.sites(biases if named.is_bias else weights, named.module)) for named in everything)
+            found = {
+                id(named.parameter): site for named, site in sites if plan.task(site.kind, site.module) is not None
+            }
+            known = self._sites[plan, weights] = everything, found
+        return known[1]
 
 
 def _unused(name: str, taken: Iterable[str]) -> str:

@@ -1,13 +1,13 @@
 """Statistics of tensors on the host: rows of one table, filled by the C++ kernels, or by numpy without a compiler."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.elements import flatten, readable
+from ikkuna.numerics.elements import CHUNK, flatten, readable
 from ikkuna.numerics.statistics.eager import measure_eagerly
 from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
 from ikkuna.numerics.statistics.native import Library, library
@@ -98,19 +98,25 @@ class HostStatistics:
             stored, implied_zeros = x, 0
         elif (read := readable(x)) is not None:
             stored, implied_zeros = flatten(read[0]), read[1]
+            if stored.numel() <= CHUNK:
+                stored = stored.contiguous()  # an expanded tensor
             kernels = kernels if kernels is not None and kernels.accepts(stored) else None
         else:
             return False
         if kernels is not None and not implied_zeros and weight == 1 and not fields <= _COUNTED:
             kernels.add(stored, fields, self.address(row))
         elif x.numel():
-            self._merge(row, (_measure(stored, fields, kernels), row_of(0.0, implied_zeros)), float(weight))
+            measured = _measure(stored, fields, kernels)
+            self._merge(row, (measured, row_of(0.0, implied_zeros)) if implied_zeros else (measured,), float(weight))
         if not fields.isdisjoint(HISTOGRAMS):
             add_codes(self.codes.setdefault(row, {}), x, fields, generator, native=self.kernels is not None)
         return True
 
-    def _merge(self, row: int, parts: Iterable[Values], weight: float) -> None:
+    def _merge(self, row: int, parts: Sequence[Values], weight: float) -> None:
         self.address(row)
+        if len(parts) == 1 and weight == 1 and not self.values[row, 0]:
+            self.values[row] = parts[0]
+            return
         with np.errstate(all="ignore"):
             self.values[row] = merge_rows(np.stack([self.values[row], *(repeat_rows(part, weight) for part in parts)]))
 
