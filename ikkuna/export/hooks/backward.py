@@ -99,7 +99,8 @@ class BackwardHooks:
             self.context.apply(self.context.tracker.gradients_cleared())
         before = parameters.gradient_state() if kind is Backward.CHECKPOINTED else None
         running = self._running[task] = _Running(kind, before)
-        Variable._execution_engine.queue_callback(partial(_backward_ended, weakref.ref(self), task, True))
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        Variable._execution_engine.queue_callback(partial(_backward_ended, weakref.ref(self), task, is_distributed))
         return running
 
     def backward_ended(self, task: int) -> None:
@@ -126,7 +127,7 @@ class BackwardHooks:
 
 
 def _backward_ended(reference: "weakref.ref[BackwardHooks]", task: int, again: bool) -> None:
-    """Call ``backward_ended`` behind the callbacks that others have queued during the backward."""
+    """Call ``backward_ended``; with `again` after the callbacks that others have queued during the backward."""
     if (hooks := reference()) is None:
         return
     context = hooks.context

@@ -101,7 +101,8 @@ class OptimizerHooks:
             observed = parameters.of(optimizer)
             if tracker.in_closure:
                 self._record_gradients(observed)
-            self._record_updates([named for named in observed if not parameters.is_shared(named)])
+            shared = parameters.shared
+            self._record_updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
             self._record_states(optimizer, observed)
         if context.recorder.rows is not None:
             context.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -78,11 +78,15 @@ class TrackedParameters:
         self._holders: list[nn.Module] = []
         self._by_id: dict[int, NamedParameter] = {}
         self._of_model: dict[int, nn.Parameter] = {}
+        self._spread: list[tuple[int, nn.Parameter]] = []  # neighbours are far from each other in the model
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._next = count(1)
         self._has_searched = False
         self._has_stepped: set[int] = set()
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+        self._observed: weakref.WeakKeyDictionary[Optimizer, tuple[frozenset[int], list[NamedParameter]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._owners: _Owners | None = None
         self._noted: GradientState | None = None
         self._gradients_are_held = False
@@ -96,7 +100,11 @@ class TrackedParameters:
         self._by_id = {id(named.parameter): named for named in self.all}
         self._holders = list({id(m): m for root in self._roots for m in root.modules()}.values())
         self._of_model = {id(p): p for p in (*self._held(), *(named.parameter for named in self.all))}
+        every = list(self._of_model.items())
+        stride = max(len(every) // _SENTINELS, 1)
+        self._spread = [item for first in range(stride) for item in every[first::stride]]
         self._owned.clear()
+        self._observed.clear()
         self._owners = self._noted = None
 
     def _held(self) -> list[nn.Parameter]:
@@ -140,7 +148,10 @@ class TrackedParameters:
     def of(self, optimizer: Optimizer) -> list[NamedParameter]:
         """Return the observed parameters that an optimizer owns."""
         owned = self.owned_ids(optimizer)
-        return [named for named in self.all if id(named.parameter) in owned]
+        known = self._observed.get(optimizer)
+        if known is None or known[0] is not owned:
+            known = self._observed[optimizer] = owned, [n for n in self.all if id(n.parameter) in owned]
+        return known[1]
 
     def owners(self, stepped: Optimizer) -> "_Owners":
         """Return the living optimizers that own parameters of the model; `stepped` has just stepped.
@@ -150,9 +161,10 @@ class TrackedParameters:
         self._has_stepped.add(self.number(stepped))
         return self._known_owners()
 
-    def is_shared(self, named: NamedParameter) -> bool:
-        """Whether several optimizers own a parameter."""
-        return id(named.parameter) in self._known_owners().shared
+    @property
+    def shared(self) -> frozenset[int]:
+        """Ids of the parameters that several optimizers own."""
+        return self._known_owners().shared
 
     def _known_owners(self) -> "_Owners":
         if not self._has_searched:
@@ -196,10 +208,9 @@ class TrackedParameters:
 
     def note_gradients(self) -> None:
         """Remember a few gradients at the end of a backward, so that it can be seen later that they were cleared."""
-        with_gradient = [key for key, p in self._of_model.items() if p.grad is not None]
-        chosen = with_gradient[:: max(len(with_gradient) // _SENTINELS, 1)]
-        self._noted = {key: _state(self._of_model[key].grad) for key in chosen}
-        self._gradients_are_held = not chosen and any(map(holds_gradients, self._roots))
+        with_gradient = ((key, p.grad) for key, p in self._spread if p.grad is not None)
+        self._noted = {key: _state(grad) for key, grad in islice(with_gradient, _SENTINELS)}
+        self._gradients_are_held = not self._noted and any(map(holds_gradients, self._roots))
 
     def forget_gradients(self) -> None:
         """Forget what `note_gradients` has remembered, at the end of a step."""

@@ -139,11 +139,12 @@ class HostStatistics:
         rows = np.flatnonzero(other.values[:, 0])
         if len(rows):
             self.address(int(rows[-1]))
+            values = other.values[rows]
             known = self.values[rows, 0] > 0
-            self.values[rows[~known]] = other.values[rows[~known]]
-            if len(both := rows[known]):
+            if known.any():
                 with np.errstate(all="ignore"):
-                    self.values[both] = merge_rows(np.stack([self.values[both], other.values[both]]))
+                    values[known] = merge_rows(np.stack([self.values[rows[known]], values[known]]))
+            self.values[rows] = values
         merge_codes(self.codes, other.codes)
 
     def clear(self, rows: list[int] | None = None) -> None:
