@@ -92,7 +92,7 @@ class Script:
         depth = getattr(self, "depth", None)
         self.depth = None
         self.apply(tracker.forward_begins(0, mode != "eval", mode != "nograd", depth=depth, running=self.running))
-        self.note(name, tracker.recording(0))
+        self.note(name, tracker.calls(0)[0])
         if ends:
             tracker.forward_ends(0)
 
@@ -255,10 +255,10 @@ def test_the_first_step_of_an_epoch_announces_it():
 def test_threads_do_not_share_a_call_stack():
     tracker = StepTracker()
     tracker.forward_begins(1)
-    outer = tracker.recording(1)
+    (outer,) = tracker.calls(1)
     assert tracker.forward_begins(2, gradients=False) == ()
-    assert tracker.recording(2) is None
-    assert tracker.recording(1) is outer
+    assert tracker.calls(2) == [None]
+    assert tracker.calls(1) == [outer]
     assert tracker.forward_ends(2) is None
     assert tracker.forward_ends(1) is outer
     tracker.backward_reached(outer)
@@ -276,7 +276,7 @@ def test_compiled_forwards_are_reached_from_the_last_to_the_first():
     assert latest is script.tracker.latest
     script.tracker.backward_reached(latest)
     assert script.tracker.latest_compiled is not latest
-    assert script.tracker.depth(0) == 0
+    assert not script.tracker.calls(0)
 
 
 def test_gradients_that_autograd_grad_returned_are_dropped_by_a_backward_alone():

@@ -74,10 +74,8 @@ class CompiledHooks:
             self._record_gradient(site, tensor, path, role)
         elif not in_backward():
             thread = get_ident()
-            if self.context.tracker.depth(thread):
-                forward = self.context.tracker.recording(thread)
-            else:
-                forward = self._forward.part_called(thread, True)
+            calls = self.context.tracker.calls(thread)
+            forward = calls[0] if calls else self._forward.part_called(thread, True)
             if forward is not None and self.context.recorder.rows is not None:
                 self.context.recorder.receive(site, tensor, path, part=forward.part)
 

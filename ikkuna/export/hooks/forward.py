@@ -67,9 +67,10 @@ class ForwardHooks:
             return
         self.root_was_called(False)
         # the count includes this call
-        depth = count_running_calls(context.model.callable) - 1 if tracker.depth(thread) else None
+        depth = count_running_calls(context.model.callable) - 1 if tracker.calls(thread) else None
         self.forward_begins(thread, module.training, torch.is_grad_enabled(), depth)
-        if tracker.depth(thread) == 1 and (forward := tracker.recording(thread)) is not None:
+        calls = tracker.calls(thread)
+        if len(calls) == 1 and (forward := calls[0]) is not None:
             self._record_all("input_data", leaves((args, kwargs) if kwargs else args), forward)
 
     def forward_begins(
@@ -78,7 +79,7 @@ class ForwardHooks:
         """Report the beginning of a forward to the tracker."""
         context = self.context
         tracker = context.tracker
-        if depth == 0 or not tracker.depth(thread):
+        if depth == 0 or not tracker.calls(thread):
             self._report_cleared(training, gradients)
         decisions = tracker.forward_begins(
             thread, training, gradients, depth=depth, running=self._running(), is_compiled=is_compiled
@@ -115,7 +116,7 @@ class ForwardHooks:
     def root_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Handle the end of a root's call; `output` is ``None`` if the call has raised."""
         context = self.context
-        if context.is_off or not context.tracker.depth(thread := get_ident()):
+        if context.is_off or not context.tracker.calls(thread := get_ident()):
             return
         if in_backward() and not in_reentrant_checkpoint():
             return
@@ -140,8 +141,8 @@ class ForwardHooks:
         if context.is_off:
             return
         tracker, thread = context.tracker, get_ident()
-        if tracker.depth(thread):
-            forward, is_recomputed = tracker.recording(thread), False
+        if calls := tracker.calls(thread):
+            forward, is_recomputed = calls[0], False
         elif in_backward():
             forward, is_recomputed = tracker.latest, True
         else:

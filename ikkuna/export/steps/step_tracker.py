@@ -1,6 +1,6 @@
 """A state machine that says which optimizer step the training loop is in, and which forwards belong to it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
@@ -229,15 +229,10 @@ class StepTracker:
 
     # -- calls of the model ---------------------------------------------------------------------------------------
 
-    def depth(self, thread: int) -> int:
-        """Return the number of running calls of roots on a thread."""
+    def calls(self, thread: int) -> Sequence[Forward | None]:
+        """Return the forward of each running call of a root on a thread; ``None`` for a call that does not count."""
         known = self._threads.get(thread)
-        return len(known.calls) if known is not None else 0
-
-    def recording(self, thread: int) -> Forward | None:
-        """Return the forward that runs on a thread, or ``None`` if its measurements do not count."""
-        known = self._threads.get(thread)
-        return known.calls[0] if known is not None and known.calls else None
+        return known.calls if known is not None else ()
 
     def last_forward(self, thread: int) -> Forward | None:
         """Return the running forward of a thread or else its last one; ``None`` if it does not count."""
