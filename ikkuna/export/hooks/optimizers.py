@@ -1,5 +1,6 @@
 """Observes parameters around the steps of optimizers: weights, gradients, updates, optimizer states and learning rates."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
@@ -18,7 +19,8 @@ from ikkuna.modules import NamedParameter
 
 __all__ = ["OptimizerHooks"]
 
-_PLANS = 64
+_Sites = tuple[tuple[NamedParameter, ...], dict[int, Site]]
+"""All observed parameters, and the sites of those of which a kind is wanted."""
 
 
 class OptimizerHooks:
@@ -54,7 +56,7 @@ class OptimizerHooks:
         self.began: list[Callable[[Optimizer], None]] = []
         self._before: dict[int, tuple[Site, NamedParameter, Tensor]] = {}
         self._recorded: dict[str, set[int]] = {}
-        self._sites: dict[tuple[Plan, str], tuple[tuple[NamedParameter, ...], dict[int, Site]]] = {}
+        self._sites: weakref.WeakKeyDictionary[Plan, dict[str, _Sites]] = weakref.WeakKeyDictionary()
         self._by_hand = False
 
     # -- hooks ----------------------------------------------------------------------------------------------------
@@ -205,15 +207,14 @@ class OptimizerHooks:
         """Return the sites of the parameters of which a kind is wanted, by the parameter's id."""
         context = self.context
         plan, everything = context.recorder.plan, context.parameters.all
-        known = self._sites.get((plan, weights))
+        of_plan = self._sites.setdefault(plan, {})
+        known = of_plan.get(weights)
         if known is None or known[0] is not everything:
-            if len(self._sites) > _PLANS:
-                self._sites.clear()
             sites = ((named, context.sites(biases if named.is_bias else weights, named.module)) for named in everything)
             found = {
                 id(named.parameter): site for named, site in sites if plan.task(site.kind, site.module) is not None
             }
-            known = self._sites[plan, weights] = everything, found
+            known = of_plan[weights] = everything, found
         return known[1]
 
 
