@@ -74,4 +74,5 @@ class Finished:
                     record = replace(record, finite_only=True)
                 is_plain = data is None and record is shared
                 own = message if is_plain else site.message(rows.stamp, path, data, record)
-                call(registered, "compute", registered.deliver, own)
+                compute = registered.deliver if registered.subscription.is_joined else subscriber.compute
+                call(registered, "compute", compute, own)

@@ -24,6 +24,7 @@ from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_r
 __all__ = ["RankMerge", "Rows"]
 
 _NO_FIELDS = frozenset[str]()
+_NO_ROWS = empty_rows(0)
 _N, _NANS, _INFS, _MEAN = (COLUMN[name] for name in ("n", "nans", "infs", "mean"))
 
 _Pending = tuple[dict[Any, Any], Any, Tensor]
@@ -76,7 +77,7 @@ class Rows:
 
     def __init__(self, stamp: Stamp, plan: Plan, index: RowIndex, pool: PartPool) -> None:
         self.stamp, self.plan, self.index = stamp, plan, index
-        self.values = empty_rows(0)
+        self.values = _NO_ROWS
         self.codes: dict[int, dict[str, Any]] = {}
         self.measured: dict[int, dict[Registered, Any]] = {}
         self.together: dict[Registered, Any] = {}

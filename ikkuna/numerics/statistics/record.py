@@ -204,7 +204,7 @@ class Record:
         return Record(**{k: v * times if k in scale and v is not None else v for k, v in values.items()})
 
 
-def record_of(row: Values | list[float], fields: frozenset[str]) -> Record:
+def record_of(row: Values, fields: frozenset[str]) -> Record:
     """Return the `fields` of a row of a table, see `ikkuna.numerics.statistics.table`.
 
     If a sum or a power of finite elements exceeds float64, the mean or moment is infinite.
@@ -215,7 +215,7 @@ def record_of(row: Values | list[float], fields: frozenset[str]) -> Record:
     >>> record.n, record.infs, record.l1, record.zeros
     (3, 1, 5.0, None)
     """
-    values: list[Any] = row if isinstance(row, list) else row.tolist()
+    values: list[Any] = row.tolist()
     n, k = values[0], values[0] - values[1] - values[2]
     if not n:
         values[10] = values[11] = math.nan
