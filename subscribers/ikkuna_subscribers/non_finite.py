@@ -82,7 +82,7 @@ class NonFiniteSubscriber(PlotSubscriber):
         """Return the position of the tensor in its step if it is not finite, else infinity."""
         if (finite := all_finite(message.data)) is None:
             return None
-        if not self._seen or self._seen[-1][0] is not message.stamp:
+        if not self._seen or self._seen[-1][0] != message.stamp:
             self._seen.append((message.stamp, []))
         events = self._seen[-1][1]
         events.append(message.carrying(None))
@@ -117,7 +117,7 @@ class NonFiniteSubscriber(PlotSubscriber):
             if seen.global_step > stamp.global_step:
                 break
             del self._seen[0]
-            if seen is stamp:
+            if seen == stamp:
                 events = found
         return events
 
