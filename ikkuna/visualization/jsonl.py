@@ -120,7 +120,7 @@ def _list_with_numbers(items: list[Any]) -> list[Any]:
 def _entry(line: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line, object_hook=_with_numbers)
-    except ValueError:
+    except (ValueError, KeyError, TypeError, RecursionError):  # RecursionError: nested too deeply
         return None
     return entry if isinstance(entry, dict) else None
 

@@ -108,3 +108,27 @@ def test_a_directory_is_read_as_one(tmp_path):
 def test_losses_are_entries(backend):
     block = backend._format().loss(5, 1, 2)
     assert json.loads(block) == {"lost": 5, "first_step": 1, "step": 2}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"a": ' * 100_000,
+        b'{"matrix": {}}',
+        b'{"matrix": {"values": 1}}',
+        b'{"matrix": {"values": [1]}}',
+        b'{"histogram": {"bucket_limits": 3}}',
+        b'{"value": {"value": []}}',
+        b'{"kind": ' + b"1" * 10_000 + b"}",
+        b"\xff\xfe",
+        b"null",
+    ],
+)
+def test_a_hostile_line_is_skipped_or_returned_and_never_raises(tmp_path, line):
+    path = tmp_path / "values.x.jsonl"
+    path.write_bytes(b'{"kind": "a", "value": "NaN"}\n' + line + b'\n{"kind": "b", "value": 1.0}\n')
+    entries = read(path)
+    assert [entry["kind"] for entry in (entries[0], entries[-1])] == ["a", "b"]
+    assert len(entries) in (2, 3)
+    assert math.isnan(entries[0]["value"])

@@ -1,10 +1,13 @@
 """Recovery finds all intact records of a damaged event file, and no others."""
 
+import struct
+
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from ikkuna.errors import ConfigError
 from ikkuna.visualization.backend import Series
+from ikkuna.visualization.files import recovery
 from ikkuna.visualization.files.checksum import masked_crc32c
 from ikkuna.visualization.files.event_file import record
 from ikkuna.visualization.files.recovery import recover, whole_records
@@ -95,3 +98,14 @@ def test_a_length_beyond_the_file_is_not_believed():
         hostile = length.to_bytes(8, "little")
         hostile += masked_crc32c(hostile).to_bytes(4, "little")
         assert list(whole_records(hostile + sound)) == [sound]
+
+
+def test_a_hostile_file_is_read_in_linear_time(monkeypatch):
+    """Every record reaches to the end of the file, and its checksum is wrong."""
+    count = 3000
+    heads = [struct.pack("<Q", 12 * (count - i)) for i in range(count)]
+    data = b"".join(head + struct.pack("<I", masked_crc32c(head)) for head in heads) + bytes(16)
+    read = []
+    monkeypatch.setattr(recovery, "masked_crc32c", lambda payload: read.append(len(payload)) or masked_crc32c(payload))
+    assert list(recovery.whole_records(data)) == []
+    assert sum(read) < 20 * len(data)
