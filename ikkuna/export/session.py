@@ -28,6 +28,7 @@ from ikkuna.export.rows.delivery import Finished
 from ikkuna.export.rows.plan import Demand, Plan
 from ikkuna.export.rows.recorder import Recorder
 from ikkuna.export.steps.step_tracker import (
+    MICRO_PART,
     Abandoned,
     Closed,
     Decision,
@@ -206,6 +207,8 @@ class Session:
             return
         for part in parts:
             rows.drop_part(part)
+        if MICRO_PART in parts:
+            rows.renew_stamp()
         if parameters:
             rows.drop(frozenset((*PARAMETER_KINDS, *self.context.recorder.plan.states)))
             self.optimizers.step_ended()

@@ -16,6 +16,7 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
+    GradientNoiseScaleSubscriber,
     LossSubscriber,
     NormSubscriber,
     Subscriber,
@@ -1367,3 +1368,18 @@ def test_gradients_before_clipping(bus, model, loop):
         if step or ("weight_gradients_unclipped", "0", step) in norms:
             assert norms["weight_gradients_unclipped", "0", step] == pytest.approx(value, rel=1e-5)
         assert norms["weight_gradients", "0", step] < 1.1e-3
+
+
+def test_unclipped_gradients_beside_micro_batches(bus, model):
+    """all micro-batches, also for metrics that keep values from one to the next, such as the noise scale"""
+    recording = RecordingBackend()
+    optimizer = sgd(model)
+    exporter, _ = recorded(bus, model, ("weight_gradients_unclipped",))
+    bus.register_subscriber(GradientNoiseScaleSubscriber(backend=recording))
+    for _ in range(2):
+        optimizer.zero_grad()
+        for x in BATCHES:
+            model(x + torch.randn(2, 3)).pow(2).sum().backward()
+        optimizer.step()
+    exporter.close()
+    assert {step for series, _, step in recording.values if series.kind == "gradient_noise_scale"} == {0, 1}

@@ -126,10 +126,12 @@ def test_a_merged_part_is_empty_and_may_be_filled_again(case, summing):
     assert summing.values == [4.0]
 
 
-def test_a_dropped_part_is_forgotten_and_renews_the_stamp(case, summing):
+def test_a_dropped_part_is_forgotten_and_its_stamp_can_be_renewed(case, summing):
     case.see([7.0], part=2)
     stamp = case.recorder.rows.stamp
     case.recorder.rows.drop_part(2)
+    assert case.recorder.rows.stamp is stamp
+    case.recorder.rows.renew_stamp()
     assert case.recorder.rows.stamp == stamp
     assert case.recorder.rows.stamp is not stamp
     case.see([1.0], part=2)

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import distribute_like, local_tensor
 from ikkuna.export.hooks.context import HookContext
-from ikkuna.export.steps.step_tracker import UNCLIPPED_PART, Restarted
+from ikkuna.export.steps.step_tracker import UNCLIPPED_PART
 
 __all__ = ["UnclippedGradientHooks"]
 
@@ -36,7 +36,7 @@ class UnclippedGradientHooks:
         recorder = context.recorder
         if not recorder.plan.unclipped_gradients:
             return
-        context.apply((Restarted((UNCLIPPED_PART,)),))
+        recorder.drop_part(UNCLIPPED_PART)
         if not self._is_known and any(scaler._scale is not None for scaler in self._all_scalers()):
             return
         scaler = self._scaler() if self._scaler is not None else None
@@ -56,7 +56,7 @@ class UnclippedGradientHooks:
         handling = (scaler for scaler in self._all_scalers() if _handles(scaler, optimizer))
         scaler = next(handling, None)
         if scaler is not None and (self._scaler is None or self._scaler() is not scaler):
-            self.context.apply((Restarted((UNCLIPPED_PART,)),))  # recorded without its scale
+            self.context.recorder.drop_part(UNCLIPPED_PART)  # recorded without its scale
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self._is_known = True
 

@@ -88,6 +88,11 @@ class Recorder:
         rows.close(parts)
         return rows
 
+    def drop_part(self, part: int) -> None:
+        """Forget the measurements of a part of the open step."""
+        if self.rows is not None:
+            self.rows.drop_part(part)
+
     def wants(self, site: Site) -> bool:
         """Return whether a tensor of this site would be measured now."""
         return self.rows is not None and self.plan.task(site.kind, site.module) is not None

@@ -106,7 +106,7 @@ class Rows:
 
     def drop(self, kinds: frozenset[str]) -> None:
         """Forget the measurements of some kinds."""
-        self._renew_stamp()
+        self.renew_stamp()
         rows = list(self.index.rows_of(kinds))
         for part in self._parts.values():
             part.clear(rows)
@@ -114,11 +114,10 @@ class Rows:
 
     def drop_part(self, number: int) -> None:
         """Forget the measurements of a part."""
-        self._renew_stamp()
         if (part := self._parts.get(number)) is not None:
             part.clear()
 
-    def _renew_stamp(self) -> None:
+    def renew_stamp(self) -> None:
         """Replace the stamp by an equal one; subscribers that keep values of a step notice the restart by its identity."""
         self.stamp = replace(self.stamp)
 
@@ -141,7 +140,12 @@ class Rows:
     def close(self, parts: Iterable[int] = ()) -> None:
         """Merge some parts into part 0, drop the others, and start one copy to the host per device."""
         for number in parts:
-            self.merge_part(number, 0)
+            if 0 in self._parts:
+                self.merge_part(number, 0)
+            elif number in self._parts:
+                self._parts[0] = self._parts.pop(number)
+        if not (self._parts or self._flags):
+            return
         whole = self.part(0)
         self.measured, self.together = whole.measured, whole.together
         self.shards, self.reductions = whole.shards, whole.reductions
