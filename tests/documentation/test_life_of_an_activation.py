@@ -30,13 +30,13 @@ def life(monkeypatch):
 
 def test_the_way_of_the_activation_is_short(calls):
     handled = list(chain(*way(calls).values()))
-    assert len(files(handled)) <= 35
-    assert len(handled) <= 108
+    assert len(files(handled)) <= 34
+    assert len(handled) <= 100
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 55
-    assert len(calls) <= 300
+    assert len(files(calls)) <= 51
+    assert len(calls) <= 270
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

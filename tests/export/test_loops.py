@@ -1336,7 +1336,7 @@ def test_updates_of_half_precision_weights(bus, dtype):
 
 @pytest.mark.parametrize("loop", ["plain", "accumulated", "scaled", "lightning-like closure"])
 def test_gradients_before_clipping(bus, model, loop):
-    """``weight_gradients_unclipped`` as the last backward pass left them, unscaled; not in the first step if a gradient scaler is used."""
+    """``weight_gradients_unclipped`` as the last backward left them, unscaled; with a gradient scaler from the second step on."""
     optimizer = sgd(model)
     exporter, norms = recorded(bus, model, ("weight_gradients", "weight_gradients_unclipped"))
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=loop == "scaled")
