@@ -39,6 +39,7 @@ class UnclippedGradientHooks:
         recorder.drop_part(UNCLIPPED_PART)
         if not self._is_known and any(scaler._scale is not None for scaler in self._all_scalers()):
             return
+        context.parameters.refresh()
         scaler = self._scaler() if self._scaler is not None else None
         scale = None if scaler is None else scaler._scale
         for named in context.parameters.all:
