@@ -27,17 +27,9 @@ from ikkuna.export.ranks.exchange import Exchange
 from ikkuna.export.rows.delivery import Finished
 from ikkuna.export.rows.plan import Demand, Plan
 from ikkuna.export.rows.recorder import Recorder
-from ikkuna.export.steps.step_tracker import (
-    MICRO_PART,
-    Abandoned,
-    Closed,
-    Decision,
-    EpochFinished,
-    Merged,
-    Opened,
-    Restarted,
-    State,
-)
+from ikkuna.export.steps.decisions import Abandoned, Closed, Decision, EpochFinished, Merged, Opened, Restarted
+from ikkuna.export.steps.forward import MICRO_PART
+from ikkuna.export.steps.step_tracker import State
 from ikkuna.logger import log
 from ikkuna.modules import class_name
 

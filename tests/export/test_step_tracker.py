@@ -29,18 +29,9 @@ from hypothesis import strategies as st
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Stamp
-from ikkuna.export.steps.step_tracker import (
-    FIRST_PART,
-    MAX_PENDING,
-    Abandoned,
-    Closed,
-    EpochFinished,
-    Merged,
-    Opened,
-    Restarted,
-    State,
-    StepTracker,
-)
+from ikkuna.export.steps.decisions import Abandoned, Closed, EpochFinished, Merged, Opened, Restarted
+from ikkuna.export.steps.forward import FIRST_PART
+from ikkuna.export.steps.step_tracker import MAX_PENDING, State, StepTracker
 
 ALL = {7, 8}  # the parameters of the model
 

@@ -12,7 +12,7 @@ from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.hook import Hook
 from ikkuna.export.hooks.nested_tensors import Leaves
 from ikkuna.export.model.parameters import Backward, GradientState
-from ikkuna.export.steps.step_tracker import Forward
+from ikkuna.export.steps.forward import Forward
 
 __all__ = ["BackwardHooks"]
 

@@ -8,7 +8,8 @@ from ikkuna.export.hooks.graph_operators import Sites
 from ikkuna.export.model.parameters import TrackedParameters
 from ikkuna.export.model.watched_model import WatchedModel
 from ikkuna.export.rows.recorder import Recorder
-from ikkuna.export.steps.step_tracker import Decision, StepTracker
+from ikkuna.export.steps.decisions import Decision
+from ikkuna.export.steps.step_tracker import StepTracker
 from ikkuna.export.steps.stopwatch import Stopwatch
 
 __all__ = ["HookContext"]

@@ -15,7 +15,8 @@ from ikkuna.export.hooks.in_graph import ModuleSites
 from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
 from ikkuna.export.hooks.loss_weight import loss_weight
 from ikkuna.export.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
-from ikkuna.export.steps.step_tracker import Forward, State
+from ikkuna.export.steps.forward import Forward
+from ikkuna.export.steps.step_tracker import State
 from ikkuna.logger import log
 
 __all__ = ["ForwardHooks"]

@@ -11,7 +11,7 @@ from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.hook import Hook
 from ikkuna.export.hooks.nested_tensors import Leaves, with_batch_sizes
 from ikkuna.export.rows.site import Site
-from ikkuna.export.steps.step_tracker import Forward
+from ikkuna.export.steps.forward import Forward
 
 __all__ = ["LayerGradientHooks"]
 

@@ -8,7 +8,7 @@ from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.hook import Hook
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.rows.site import Site
-from ikkuna.export.steps.step_tracker import MICRO_PART
+from ikkuna.export.steps.forward import MICRO_PART
 
 __all__ = ["MicroGradientHooks"]
 

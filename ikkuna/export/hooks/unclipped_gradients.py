@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import distribute_like, local_tensor
 from ikkuna.export.hooks.context import HookContext
-from ikkuna.export.steps.step_tracker import UNCLIPPED_PART
+from ikkuna.export.steps.forward import UNCLIPPED_PART
 
 __all__ = ["UnclippedGradientHooks"]
 

@@ -2,34 +2,27 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages.stamp import TRAINING, Stamp
+from ikkuna.export.steps.decisions import Abandoned, Closed, Decision, EpochFinished, Merged, Opened, Restarted
+from ikkuna.export.steps.forward import (
+    EARLIER_PART,
+    FIRST_PART,
+    MICRO_PART,
+    STEP_PART,
+    UNCLIPPED_PART,
+    Forward,
+    Reach,
+)
 
-__all__ = [
-    "FIRST_PART",
-    "MICRO_PART",
-    "UNCLIPPED_PART",
-    "Abandoned",
-    "Closed",
-    "Decision",
-    "EpochFinished",
-    "Forward",
-    "Merged",
-    "Opened",
-    "Reach",
-    "Restarted",
-    "State",
-    "StepTracker",
-]
+__all__ = ["MAX_PENDING", "State", "StepTracker"]
 
-STEP_PART, UNCLIPPED_PART, EARLIER_PART, MICRO_PART, FIRST_PART = 0, 1, 2, 3, 4
-"""Parts of the recorder: parameters; gradients before clipping; earlier micro-batches; gradients of micro-batches; forwards."""
-
-_GRADIENT_PARTS = (UNCLIPPED_PART, MICRO_PART)
 MAX_PENDING = 16
 """Forwards that are kept apart while no backward has reached them; beyond that the oldest two share a part."""
+
+_GRADIENT_PARTS = (UNCLIPPED_PART, MICRO_PART)
 
 
 class State(Enum):
@@ -39,105 +32,6 @@ class State(Enum):
     OPEN = "forwards are recorded, and no optimizer has stepped"
     STEPPING = "the step of an optimizer is running"
     STEPPED = "an optimizer has stepped, and others may follow"
-
-
-class Reach(IntEnum):
-    """What the gradients of a forward were used for."""
-
-    NONE = 0
-    CAPTURED = 1
-    """``torch.autograd.grad`` returned gradients of parameters."""
-    ACCUMULATED = 2
-    """A backward added to the gradients of parameters."""
-
-
-@dataclass(slots=True, eq=False)
-class Forward:
-    """An outermost call of the model.
-
-    Parameters
-    ----------
-    part : int
-        Part of the recorder that holds its measurements; the next number holds gradients of a backward that may not count.
-        -1 after the forward was discarded.
-    reach : Reach
-        What its gradients were used for.
-    is_compiled : bool
-        Whether it ran in a compiled graph.
-    is_of_parts : bool
-        Whether it consists of calls of modules outside any root.
-    """
-
-    part: int
-    reach: Reach = Reach.NONE
-    is_compiled: bool = False
-    is_of_parts: bool = False
-
-    @property
-    def provisional_part(self) -> int:
-        """The part that holds gradients of a backward that may not count."""
-        return self.part + 1 if self.part >= 0 else -1
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A step begins; `starts_epoch` if it is the first of its epoch."""
-
-    stamp: Stamp
-    starts_epoch: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """Measurements of one part now belong to another part."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """The measurements of some parts belong to no step; `parameters` if those of the parameters do not either."""
-
-    parts: tuple[int, ...]
-    parameters: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """A step is over.
-
-    Parameters
-    ----------
-    stamp : Stamp
-        Of the step.
-    skipped : bool
-        Whether no optimizer has stepped; the next step gets the same number.
-    parts : tuple of int
-        Parts that belong to the step; all others are discarded, except `carried`.
-    carried : tuple of int
-        Parts that belong to the step that opens next.
-    """
-
-    stamp: Stamp
-    skipped: bool = False
-    parts: tuple[int, ...] = ()
-    carried: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """The open step ends without a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpochFinished:
-    """An epoch is over; `stamp` is that of its last step."""
-
-    stamp: Stamp
-
-
-Decision = Opened | Merged | Restarted | Closed | Abandoned | EpochFinished
 
 
 @dataclass(slots=True)
