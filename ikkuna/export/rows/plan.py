@@ -107,14 +107,20 @@ class Demand:
     def __init__(self) -> None:
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._known: tuple[Registered, ...] = ()
+        self._last: tuple[Stamp, Plan] | None = None
 
     def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
         """Return the plan of the step `stamp`."""
         subscriptions = tuple(subscriptions)
-        if subscriptions != self._known:
-            self._known, self._plans = subscriptions, {}
+        if subscriptions is not self._known and subscriptions != self._known:
+            self._known, self._plans, self._last = subscriptions, {}, None
+        if (
+            self._last is not None and self._last[0] == stamp
+        ):  # a step is planned when the one before ends, and when it begins
+            return self._last[1]
         sampling = tuple(s for s in subscriptions if s.samples(stamp))
         key = tuple(map(id, sampling))
         if key not in self._plans:
             self._plans[key] = Plan(sampling)
+        self._last = stamp, self._plans[key]
         return self._plans[key]

@@ -216,6 +216,8 @@ class Rows:
 
     def measured_rows(self) -> list[int]:
         """Return the numbers of the rows that have measurements."""
+        if not len(self.values):
+            return sorted(self.measured)
         rows: list[int] = np.flatnonzero(self.values[:, _N]).tolist()
         return sorted({*rows, *self.measured}) if self.measured else rows
 
