@@ -9,6 +9,7 @@ from torch import nn
 import ikkuna
 from ikkuna.errors import ConfigTypeError, PluginError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
 from ikkuna.export.steps.stopwatch import Stopwatch
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from tests.zoo import CASES, Loop
@@ -94,3 +95,15 @@ def test_watch_leaves_nothing_behind_when_it_fails():
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert torch.equal(model(torch.zeros(1, 2)), model.bias.detach()[None])
+
+
+def test_health_after_close_is_that_at_the_end(tmp_path):
+    loop = Loop(CASES["mlp"])
+    with Exporter(message_bus=MessageBus(log_dir=tmp_path)) as exporter:
+        exporter.add_modules(loop.model)
+        exporter.message_bus.register_subscriber(NormSubscriber("weights"))
+        loop.run(3)
+    health = exporter.health()
+    assert (health.acked_step, health.steps, health.dropped) == (2, 3, 0)
+    assert list(health.seconds) == ["NormSubscriber(weights)"]
+    assert health == exporter.health()
