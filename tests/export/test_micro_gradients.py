@@ -138,3 +138,28 @@ def test_frozen_parameters_and_evaluations_bring_none(bus):
         ("bias_micro_gradients", "2"),
         ("weight_micro_gradients", "2"),
     ]
+
+
+def test_a_repeated_evaluation_has_a_fresh_stamp(bus):
+    """Metrics that keep values from one micro-batch to the next forget them if the stamp is equal, but another object."""
+    model = two_layers()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    stamps = []
+    exporter = Exporter(message_bus=bus, on_error="raise")
+    exporter.add_modules(model)
+    keep = CallbackSubscriber("weight_micro_gradients", lambda m: stamps.append(m.stamp), modules="0", backend="null")
+    bus.register_subscriber(keep)
+
+    def closure():
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(torch.ones(1, 3)).pow(2).sum().backward()
+        return torch.zeros(())
+
+    optimizer.step(closure)
+    exporter.close()
+    first, second, third, *_ = stamps
+    assert len(stamps) >= 4
+    assert first is second
+    assert second == third
+    assert second is not third
