@@ -132,6 +132,7 @@ class Session:
         """Handle a change of what subscribers want."""
         wishes = Plan(tuple(r for r in self.bus.registered if not r.disabled))
         self.optimizers.wants_rates = self.bus.is_wanted("batch_finished")
+        self.context.wants_steps = any(map(self.bus.is_wanted, ("batch_started", "batch_finished")))
         if self._modules.prepare(wishes, self._next_plan()):
             log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
             torch.compiler.reset()

@@ -53,7 +53,12 @@ class BackwardHooks:
         self._running: dict[int, _Running] = {}
 
     def arm(self, outputs: Leaves, forward: Forward) -> None:
-        """Register hooks on the outputs of a forward that report a backward."""
+        """Register hooks on the outputs of a forward that report a backward.
+
+        If nothing is measured, and no subscriber wants to know whether steps are skipped, it does not matter which forwards count.
+        """
+        if not (self.context.recorder.plan.takes_data or self.context.wants_steps):
+            return
         hook = Hook(self, BackwardHooks.output_reached, forward)
         for _, tensor in outputs[:_MOST_OUTPUTS]:
             if tensor.requires_grad and not tensor.is_leaf:

@@ -41,6 +41,8 @@ class HookContext:
         Number of ranks over which gradients are averaged.
     is_paused : bool
         Whether the user has suspended recording.
+    wants_steps : bool
+        Whether a subscriber wants to know when steps begin or end.
     """
 
     recorder: Recorder
@@ -53,6 +55,7 @@ class HookContext:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     replicas: int = 1
     is_paused: bool = False
+    wants_steps: bool = False
 
     @property
     def is_off(self) -> bool:

@@ -72,7 +72,7 @@ class ForwardHooks:
         self.forward_begins(thread, module.training, torch.is_grad_enabled(), depth)
         calls = tracker.calls(thread)
         if len(calls) == 1 and (forward := calls[0]) is not None:
-            self._record_all("input_data", leaves((args, kwargs) if kwargs else args), forward)
+            self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
 
     def forward_begins(
         self, thread: int, training: bool, gradients: bool, depth: int | None = None, is_compiled: bool = False
@@ -123,15 +123,14 @@ class ForwardHooks:
             return
         if (forward := context.tracker.forward_ends(thread)) is None:
             return
-        outputs = leaves(output)
-        self._record_all("network_output", outputs, forward)
+        self._record_all("network_output", output, forward)
         if torch.is_grad_enabled():
-            self._backward.arm(outputs, forward)
+            self._backward.arm(leaves(output), forward)
 
-    def _record_all(self, kind: str, tensors: Leaves, forward: Forward) -> None:
+    def _record_all(self, kind: str, value: Any, forward: Forward) -> None:
         recorder, site = self.context.recorder, self.context.sites(kind)
         if recorder.wants(site):
-            for path, tensor in tensors:
+            for path, tensor in leaves(value):
                 recorder.receive(site, tensor, path, part=forward.part)
 
     # -- modules --------------------------------------------------------------------------------------------------

@@ -48,7 +48,13 @@ class Task:
 
 
 class Plan:
-    """Everything that is measured at one step; it depends only on the subscribers that sample the step."""
+    """Everything that is measured at one step; it depends only on the subscribers that sample the step.
+
+    Attributes
+    ----------
+    takes_data : bool
+        Whether any tensor is measured, rather than events and results alone.
+    """
 
     def __init__(self, subscriptions: tuple[Registered, ...]) -> None:
         self.subscriptions = subscriptions
@@ -59,13 +65,10 @@ class Plan:
         self.forward = bool(kinds & set(FORWARD_KINDS))
         self.states = tuple(sorted(kind for kind in kinds if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
+        is_data = (is_built_in(kind) and kind not in EVENT_KINDS for kind in kinds)
+        self.takes_data = bool(self.together) or any(is_data)
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
         self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
-
-    @property
-    def takes_data(self) -> bool:
-        """Whether any tensor is measured, rather than events and results alone."""
-        return bool(self.together) or any(is_built_in(kind) and kind not in EVENT_KINDS for kind in self.kinds)
 
     @property
     def is_in_graph(self) -> bool:
