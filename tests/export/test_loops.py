@@ -1383,3 +1383,20 @@ def test_unclipped_gradients_beside_micro_batches(bus, model):
         optimizer.step()
     exporter.close()
     assert {step for series, _, step in recording.values if series.kind == "gradient_noise_scale"} == {0, 1}
+
+
+def test_a_weight_that_changes_its_shape(bus, model):
+    """the new shape from the next step on; no autograd node of the old one is kept, which would make the backward raise"""
+    exporter, norms = recorded(bus, model, ("layer_gradients", "weight_gradients", "weight_micro_gradients"))
+    for step in range(3):
+        optimizer = sgd(model)
+        optimizer.zero_grad()
+        backward(model)
+        expected = model[2].weight.grad.norm().item()
+        optimizer.step()
+        assert norms["weight_gradients", "2", step] == pytest.approx(expected, rel=1e-6)
+        model[2].weight.data = torch.randn(3 + step, 4)
+        model[2].bias.data = torch.randn(3 + step)
+        model[2].weight.grad = model[2].bias.grad = None
+    exporter.close()
+    assert {step for kind, name, step in norms if (kind, name) == ("weight_micro_gradients", "2")} == {0, 1, 2}
