@@ -1400,3 +1400,21 @@ def test_a_weight_that_changes_its_shape(bus, model):
         model[2].weight.grad = model[2].bias.grad = None
     exporter.close()
     assert {step for kind, name, step in norms if (kind, name) == ("weight_micro_gradients", "2")} == {0, 1, 2}
+
+
+def test_a_pass_after_a_skipped_step(bus, model):
+    """the pass under its own name, and the skipped step afterwards"""
+    recording, skipped = RecordingBackend(), []
+    exporter, _ = recorded(bus, model)
+    bus.register_subscriber(NormSubscriber("network_output", tag="testing", backend=recording))
+    bus.register_subscriber(CallbackSubscriber("batch_finished", lambda m: skipped.append(m.skipped), backend="null"))
+    optimizer = sgd(model)
+    backward(model)  # a gradient scaler makes no step of it
+    optimizer.zero_grad()
+    exporter.evaluate([torch.ones(2, 3), torch.zeros(2, 3)])
+    expected = joint([model(torch.ones(2, 3)), model(torch.zeros(2, 3))])
+    backward(model)
+    optimizer.step()
+    exporter.close()
+    assert [value for _, value, _ in recording.values] == pytest.approx([expected], rel=1e-6)
+    assert skipped == [True, False]

@@ -11,6 +11,7 @@ from torch.autograd import Variable
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.hook import Hook
 from ikkuna.export.hooks.nested_tensors import Leaves
+from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.model.parameters import Backward, GradientState
 from ikkuna.export.steps.forward import Forward
 
@@ -99,14 +100,20 @@ class BackwardHooks:
     def _begin(self, task: int) -> _Running:
         parameters = self.context.parameters
         kind = parameters.backward_kind()
-        if kind is Backward.ACCUMULATES and parameters.gradients_cleared():
-            parameters.forget_gradients()
-            self.context.apply(self.context.tracker.gradients_cleared())
+        if kind is Backward.ACCUMULATES:
+            self.report_cleared()
         before = parameters.gradient_state() if kind is Backward.CHECKPOINTED else None
         running = self._running[task] = _Running(kind, before)
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         Variable._execution_engine.queue_callback(partial(_backward_ended, weakref.ref(self), task, is_distributed))
         return running
+
+    def report_cleared(self) -> None:
+        """Report gradients that were cleared since the last backward; during another pass the open step waits."""
+        context = self.context
+        if context.tracker.pass_name == TRAINING and context.parameters.gradients_cleared():
+            context.parameters.forget_gradients()
+            context.apply(context.tracker.gradients_cleared())
 
     def backward_ended(self, task: int) -> None:
         """Handle the end of a backward, after data-parallel wrappers have reduced the gradients."""

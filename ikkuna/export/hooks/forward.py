@@ -103,10 +103,8 @@ class ForwardHooks:
             )
 
     def _report_cleared(self, training: bool, gradients: bool) -> None:
-        context = self.context
-        if context.tracker.counts(training, gradients) and context.parameters.gradients_cleared():
-            context.parameters.forget_gradients()
-            context.apply(context.tracker.gradients_cleared())
+        if self.context.tracker.counts(training, gradients):
+            self._backward.report_cleared()
 
     def _running(self) -> list[int]:
         """Return the numbers of the optimizers that step on this thread."""

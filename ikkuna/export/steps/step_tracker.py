@@ -65,7 +65,7 @@ class StepTracker:
     A step opens with an outermost call of the model in training mode with gradients, or with an optimizer's step.
     It closes when every optimizer that owns parameters of the model has stepped, at the latest at the next forward.
     A forward belongs to a step if its gradients were there when the step's optimizers used them: forwards without a backward,
-    forwards whose gradients were cleared, and all but the last evaluation of a closure belong to none.
+    and forwards whose gradients were cleared, as a closure does before each evaluation, belong to none.
 
     If all forwards of a step ran in evaluation mode, forwards in evaluation mode count from the next step on,
     until a step has one in training mode.  If a model is never called as a whole, calls of its parts count as its forwards
@@ -330,10 +330,6 @@ class StepTracker:
     def in_closure(self) -> bool:
         """Whether an optimizer is stepping that evaluates the model itself."""
         return any(running.has_closure for running in self._running.values())
-
-    def has_stepped(self, optimizer: int) -> bool:
-        """Whether an optimizer has stepped in the open step."""
-        return optimizer in self._stepped
 
     def optimizer_begins(
         self, optimizer: int, owned: Collection[int], *, closure: bool = False, running: Collection[int] = ()
