@@ -189,6 +189,11 @@ TENSORS = {
         "tensors that are too large to count in single precision or to copy",
         "counts are exact; an update that does not fit into memory is skipped and counted in ``health().skipped``",
     ),
+    219: Fault(
+        "a trainable parameter that no optimizer has, or that no backward reaches",
+        "its gradients are published like all others; a warning names it once, after 100 steps if it never has a gradient",
+        "a layer that is used once in 100 steps is not reported",
+    ),
 }
 
 FILES = {

@@ -336,4 +336,5 @@ class Session:
         self.apply(self.context.tracker.finish())
         if for_good:
             self._forward.warn_of_missing_steps()
+            self.optimizers.untrained.finish()
         self._modules.remove(everything=True)

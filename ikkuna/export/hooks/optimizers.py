@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ikkuna.distributed.dtensor import distribute_like, is_distributed, local_tensor
 from ikkuna.export.hooks.call_stack import running_optimizers
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.model.untrained import UntrainedParameters
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import State
@@ -30,6 +31,7 @@ class OptimizerHooks:
     accumulated, unscaled, clipped and reduced; with a closure after the step, which has computed them.
     An update is the difference of the weights around the step, without what the user changes between steps.
     If several optimizers step with one parameter, its update is the sum of theirs.
+    Gradients of parameters that no optimizer has are recorded with those of the first optimizer that steps.
 
     Parameters
     ----------
@@ -46,6 +48,8 @@ class OptimizerHooks:
         Called with each optimizer whose step counts.
     skipped_updates : int
         Number of updates that were not recorded because there was no memory for a copy of the weights.
+    untrained : UntrainedParameters
+        Logs which trainable parameters are not trained.
     """
 
     def __init__(self, context: HookContext) -> None:
@@ -54,6 +58,7 @@ class OptimizerHooks:
         self.wants_rates = False
         self.skipped_updates = 0
         self.began: list[Callable[[Optimizer], None]] = []
+        self.untrained = UntrainedParameters()
         self._before: dict[int, tuple[Site, NamedParameter, Tensor]] = {}
         self._recorded: dict[str, set[int]] = {}
         self._sites: weakref.WeakKeyDictionary[Plan, dict[str, _Sites]] = weakref.WeakKeyDictionary()
@@ -80,12 +85,16 @@ class OptimizerHooks:
             call(optimizer)
         if self.wants_rates:
             self._note_rates(optimizer)
+        unowned = parameters.unowned
+        if not closure:
+            self.untrained.note_gradients(parameters.all, unowned)
         if not context.recorder.plan.parameters:
             return
         observed = parameters.of(optimizer)
         self._record_weights(parameters.all if not self._recorded else observed)
         if not closure:
             self._record_gradients(observed, getattr(optimizer, "grad_scale", None))
+            self._record_gradients(unowned)
         self._copy(observed)
 
     def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -99,10 +108,13 @@ class OptimizerHooks:
             if parameters.owned_ids(optimizer):
                 context.apply(tracker.optimizer_ends(number))
             return
+        if tracker.in_closure:
+            self.untrained.note_gradients(parameters.all, parameters.unowned)
         if context.recorder.plan.parameters:
             observed = parameters.of(optimizer)
             if tracker.in_closure:
                 self._record_gradients(observed)
+                self._record_gradients(parameters.unowned)
             shared = parameters.shared
             self._record_updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
             self._record_states(optimizer, observed)
@@ -131,6 +143,7 @@ class OptimizerHooks:
     def before_close(self) -> None:
         """Record the updates of parameters that several optimizers own."""
         self._record_updates([named for _, named, _ in self._before.values()])
+        self.untrained.step_ended()
 
     def step_ended(self) -> None:
         """Forget everything about the step."""

@@ -51,12 +51,15 @@ class _Owners:
         Ids of the parameters that several of them own.
     covered : bool
         Whether they own everything that can be trained.
+    unowned : tuple of NamedParameter
+        The observed parameters that none of them owns.
     """
 
     known: int
     numbers: frozenset[int]
     shared: frozenset[int]
     covered: bool
+    unowned: tuple[NamedParameter, ...]
 
 
 class TrackedParameters:
@@ -166,6 +169,11 @@ class TrackedParameters:
         """Ids of the parameters that several optimizers own."""
         return self._known_owners().shared
 
+    @property
+    def unowned(self) -> tuple[NamedParameter, ...]:
+        """The observed parameters that no optimizer owns."""
+        return self._known_owners().unowned
+
     def _known_owners(self) -> "_Owners":
         if not self._has_searched:
             self._has_searched = True
@@ -192,9 +200,9 @@ class TrackedParameters:
             shared |= seen & owned
             seen |= owned
         covered = seen.issuperset(id(p) for p in self._trainable())
-        return _Owners(
-            len(self._numbers), frozenset(number for number, _ in by_group.values()), frozenset(shared), covered
-        )
+        unowned = tuple(named for named in self.all if id(named.parameter) not in seen)
+        numbers = frozenset(number for number, _ in by_group.values())
+        return _Owners(len(self._numbers), numbers, frozenset(shared), covered, unowned)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
