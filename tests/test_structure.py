@@ -33,6 +33,9 @@ LAYERS = {
     "netdict": ("errors", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
     "monitor": ("errors", "modules", "numerics", "netdict"),
     "running": ("errors", "arrays", "numerics"),
+    "diagnosis": (
+        *("errors", "failures", "logger", "plugins", "modules", "undisturbed", "arrays", "numerics", "probe"),
+    ),
     "export": (
         *("errors", "failures", "logger", "plugins", "modules", "undisturbed", "numerics", "distributed"),
         "visualization",

@@ -1,0 +1,65 @@
+"""A mistake that a rule or a check has found."""
+
+from dataclasses import dataclass
+
+from ikkuna.errors import ConfigError, unknown_name
+
+__all__ = ["SEVERITIES", "Finding"]
+
+SEVERITIES = ("info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One mistake: where it is, since when, the figure that shows it, and what to try.
+
+    Parameters
+    ----------
+    rule : str
+        Name of the rule or check.
+    severity : {'info', 'warning', 'error'}
+        ``error``: training cannot work as intended; ``warning``: it probably does not; ``info``: a fact.
+    message : str
+        What is wrong, in a sentence.
+    module : str, optional
+        Name of the module; ``None`` if the finding is about the network.
+    kind : str, optional
+        The kind of the figure, such as ``weights_norm2``.
+    step : int, optional
+        The first step at which it was seen; ``None`` before the first step.
+    value : float, optional
+        The figure that exceeds its threshold.
+    advice : str
+        What to try.
+    evidence : tuple of (object, float)
+        The series behind the figure: pairs of a step or a module name, and a value.
+
+    Raises
+    ------
+    ConfigError
+        If the severity is unknown.
+
+    Examples
+    --------
+    >>> print(Finding("dead_units", "warning", "97% of the units are dead.", "fc1", step=30, value=0.97))
+    warning: dead_units in fc1 at step 30: 97% of the units are dead.
+    """
+
+    rule: str
+    severity: str
+    message: str
+    module: str | None = None
+    kind: str | None = None
+    step: int | None = None
+    value: float | None = None
+    advice: str = ""
+    evidence: tuple[tuple[int | str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.severity not in SEVERITIES:
+            raise ConfigError(unknown_name("severity", self.severity, SEVERITIES))
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        since = "" if self.step is None else f" at step {self.step}"
+        return f"{self.severity}: {self.rule}{place}{since}: {self.message}"
