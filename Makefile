@@ -10,13 +10,18 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+# Models of other projects, for the slow tests only; they must not replace what is installed.
+.venv/installed-slow: requirements-slow.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-slow.txt
+	touch $@
+
 demo: .venv/installed
 	$(BIN)/python examples/digits.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q
 
-test-slow: .venv/installed
+test-slow: .venv/installed-slow
 	$(BIN)/python -m pytest -q -m slow
 
 test-gpu: .venv/installed
