@@ -1,8 +1,9 @@
 """The logger of the library."""
 
-import contextlib
 import logging
 from typing import Any
+
+from ikkuna.signal_handlers import suppressed
 
 __all__ = ["log"]
 
@@ -22,7 +23,7 @@ class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a record; its source is the caller of :meth:`warning`, :meth:`error` and so on."""
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        with contextlib.suppress(Exception):
+        with suppressed(Exception):
             super().log(level, msg, *args, **kwargs)
 
 

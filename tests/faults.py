@@ -107,7 +107,10 @@ PLUGINS = {
         "a metric that fails sometimes",
         "failures are counted and logged; a success resets the count of failures in a row",
     ),
-    31: Fault("Ctrl-C and ``sys.exit`` in a metric", "they are raised; every other exception is caught"),
+    31: Fault(
+        "Ctrl-C and ``sys.exit`` in a metric",
+        "they are raised; every other exception of the metric is caught, also ``GeneratorExit`` and ``CancelledError``",
+    ),
     32: Fault("a metric that runs out of device memory", "it is disabled at once"),
     33: Fault(
         "metrics that depend on each other in a circle",
@@ -264,12 +267,21 @@ ENDINGS = {
     ),
 }
 
+THREADS = {
+    303: Fault(
+        "an exception of a signal handler, such as a time limit, in the code of a metric or of ikkuna",
+        "it is raised to the user; any other exception of a metric is caught, also if it is no ``Exception``",
+        "signals are not blocked during hooks, because another thread would receive them and Python would run the handler nevertheless",
+    ),
+}
+
 SECTIONS = {
     "arguments": ARGUMENTS,
     "plugins": PLUGINS,
     "tensors": TENSORS,
     "files": FILES,
     "endings": ENDINGS,
+    "threads": THREADS,
 }
 
 FAULTS = {number: fault for section in SECTIONS.values() for number, fault in section.items()}

@@ -20,7 +20,8 @@ PACKAGED = [path for path in (*CORE, *METRICS) if "build" not in path.parts]
 LAYERS = {
     "errors": (),
     "failures": (),
-    "logger": (),
+    "signal_handlers": (),
+    "logger": ("signal_handlers",),
     "undisturbed": (),
     "modules": ("errors",),
     "plugins": ("errors", "logger"),
@@ -28,7 +29,7 @@ LAYERS = {
     "numerics": ("errors", "logger"),
     "probe": ("errors", "modules", "undisturbed", "arrays", "numerics"),
     "plot": ("errors", "modules", "arrays", "numerics", "probe"),
-    "visualization": ("errors", "failures", "logger", "plugins", "numerics", "plot"),
+    "visualization": ("errors", "failures", "signal_handlers", "logger", "plugins", "numerics", "plot"),
     "distributed": ("errors", "numerics"),
     "netdict": ("errors", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
     "monitor": ("errors", "modules", "numerics", "netdict"),
@@ -37,8 +38,8 @@ LAYERS = {
         *("errors", "failures", "logger", "plugins", "modules", "undisturbed", "arrays", "numerics", "probe"),
     ),
     "export": (
-        *("errors", "failures", "logger", "plugins", "modules", "undisturbed", "numerics", "distributed"),
-        "visualization",
+        *("errors", "failures", "signal_handlers", "logger", "plugins", "modules", "undisturbed", "numerics"),
+        *("distributed", "visualization"),
     ),
 }
 # The rooms of ikkuna.export: each imports only rooms that stand before it.

@@ -65,7 +65,7 @@ def singular_values(weight: Tensor) -> Tensor:
     scale = wide.abs().amax()
     try:
         values = torch.linalg.svdvals(wide / scale) * scale if scale > 0 else wide.new_zeros(min(w.shape))
-    except RuntimeError:  # LinAlgError is a RuntimeError: no convergence
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # no convergence; torch documents this class
         return undefined.to(w.device)
     noise = max(w.shape) * torch.finfo(torch.float64).eps * values[0]
     return torch.where(values > noise, values, 0.0)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
+from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.module_table import ModuleEntry
 
@@ -55,7 +56,8 @@ class GuardedBackend:
         try:
             if self.stores:  # otherwise there is no need to create the directory
                 self.backend.open_later(directory)
-        except Exception as error:
+        except BaseException as error:
+            raise_users_exception(error)
             self.disable(f"cannot be opened, its values are lost: {error}")
         else:
             self._call("describe", self._modules)
@@ -120,20 +122,23 @@ class GuardedBackend:
         try:
             value = getattr(self.backend, name)
             return None if value is None else operator.index(value)
-        except Exception:
+        except BaseException as error:
+            raise_users_exception(error)
             return None
 
     def _succeeds(self, method: str, timeout: float | None) -> bool:
         try:
             return bool(getattr(self.backend, method)(timeout))
-        except Exception:
+        except BaseException as error:
+            raise_users_exception(error)
             log.exception("backend %s failed in %s()", self._name, method)
             return False
 
     def _call(self, method: str, *arguments: Any) -> bool:
         try:
             getattr(self.backend, method)(*arguments)
-        except Exception:
+        except BaseException as error:
+            raise_users_exception(error)
             self._count_failure(method)
             return False
         self._failures.reset(method)

@@ -10,6 +10,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.plot.figure import NotebookFigure
+from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
@@ -196,7 +197,8 @@ class MPLBackend(Backend):
         try:
             image.display = NotebookDisplay(image.picture)
             self._failures.reset()
-        except Exception:
+        except Exception as error:
+            raise_users_exception(error)
             if self._failures.is_logged(self._failures.add()):
                 log.exception("pictures cannot be displayed in this notebook; they are files in the run's directory")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
+from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.backend import Backend, Series, get_backend
 from ikkuna.visualization.files.run_directory import check_log_dir, log_path, make_run_directory
 from ikkuna.visualization.guarded_backend import GuardedBackend
@@ -109,6 +110,7 @@ class Run:
         try:
             guarded = self._guarded(backend, get_backend(backend))
         except Exception as error:
+            raise_users_exception(error)
             guarded = self._guarded(backend, NullBackend())
             guarded.disable(f"cannot be created, its values are lost: {error}")
         return self._backends.setdefault(_key(backend), guarded)
@@ -183,6 +185,7 @@ def _method(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]
     try:
         return "add_scalar", (series, float(value), step)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise_users_exception(error)
         what = f"{series.kind!r} shows a number, a histogram, a matrix or a text, got {type(value).__name__}"
         raise ConfigTypeError(what) from error
 

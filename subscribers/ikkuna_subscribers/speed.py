@@ -82,7 +82,7 @@ def resident_peak() -> float:
     >>> resident_peak() > 1e6
     True
     """
-    with suppress(OSError, StopIteration):
+    with suppress(FileNotFoundError, PermissionError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
     try:

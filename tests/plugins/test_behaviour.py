@@ -1,5 +1,6 @@
 """Training and the other subscribers continue, whatever the code of one subscriber does."""
 
+import asyncio
 import logging
 
 import pytest
@@ -259,7 +260,7 @@ def test_rows_that_cannot_be_merged_are_failures_of_their_subscriber(training, c
 
 
 @pytest.mark.fault(31)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_exceptions_that_end_the_process_are_not_caught(training, where, error):
     def leave():
         raise error
@@ -269,8 +270,18 @@ def test_exceptions_that_end_the_process_are_not_caught(training, where, error):
         training.run()
 
 
-@pytest.mark.fault(31)
-@pytest.mark.parametrize("error", [MemoryError, RecursionError, StopIteration, AssertionError])
+class OwnBaseException(BaseException):
+    """An exception that is no ``Exception``."""
+
+
+@pytest.mark.fault(31, 303)
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(MemoryError, RecursionError, StopIteration, AssertionError),
+        *(GeneratorExit, asyncio.CancelledError, OwnBaseException),
+    ],
+)
 def test_other_errors_do_not_reach_training(training, where, error):
     def fail():
         raise error

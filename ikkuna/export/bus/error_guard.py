@@ -13,6 +13,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
+from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["ON_ERROR", "ErrorGuard", "ThreadState"]
 
@@ -78,13 +79,16 @@ class ErrorGuard:
         self.on_error = on_error
 
     def call(self, registered: Registered, stage: str, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Return ``function(argument)``, a call of a subscriber's code; count and log an error and return ``None``."""
+        """Return ``function(argument)``, a call of a subscriber's code; count and log an error and return ``None``.
+
+        Exceptions of the user's signal handlers are raised, and so are `KeyboardInterrupt` and `SystemExit`.
+        """
         thread = self.thread
         before, thread.subscriber_is_running = thread.subscriber_is_running, True
         began = time.perf_counter()
         try:
             result = function(argument)
-        except Exception as error:
+        except BaseException as error:
             self._report(registered, stage, error)
             return None
         finally:
@@ -100,16 +104,20 @@ class ErrorGuard:
         self._disable(registered, reason)
 
     def report_internal(self, where: str, error: BaseException) -> None:
-        """Count and log an error of ikkuna's own code."""
-        if self.on_error == "raise":
-            raise error
+        """Count and log an error of ikkuna's own code; raise an exception that belongs to the user."""
+        self._raise(error)
         self.errors += 1
         if FailureCounter.is_logged(self.errors):
             log.error("ikkuna failed in %s (training is not affected)", where, exc_info=error)
 
-    def _report(self, registered: Registered, stage: str, error: Exception) -> None:
+    def _raise(self, error: BaseException) -> None:
+        """Raise the exception if it belongs to the user, or if every exception is to be raised."""
+        raise_users_exception(error)
         if self.on_error == "raise":
             raise error
+
+    def _report(self, registered: Registered, stage: str, error: BaseException) -> None:
+        self._raise(error)
         self.errors += 1
         count = registered.failures.add(stage)
         if FailureCounter.is_logged(count):

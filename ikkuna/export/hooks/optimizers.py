@@ -17,6 +17,7 @@ from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.modules import NamedParameter
+from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["OptimizerHooks"]
 
@@ -199,7 +200,8 @@ class OptimizerHooks:
                 continue
             try:
                 copy = local_tensor(named.parameter.detach()).clone()
-            except RuntimeError:  # out of memory: the update is not recorded, and training goes on
+            except RuntimeError as error:  # out of memory: the update is not recorded, and training goes on
+                raise_users_exception(error)
                 self.skipped_updates += 1
             else:
                 self._before[id(named.parameter)] = site, named, copy

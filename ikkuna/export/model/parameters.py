@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ikkuna.distributed.dtensor import holds_gradients, is_distributed
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule, NamedParameter, parameters_of
+from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["Backward", "GradientState", "TrackedParameters"]
 
@@ -246,7 +247,8 @@ class TrackedParameters:
             try:
                 if node is None or torch._C._will_engine_execute_node(node):
                     return Backward.ACCUMULATES
-            except RuntimeError:  # torch refuses the question for a parameter that autograd.grad() was called for
+            except RuntimeError as error:  # torch refuses the question for a parameter of torch.autograd.grad
+                raise_users_exception(error)
                 return Backward.CAPTURES
         return Backward.CHECKPOINTED if _has_checkpoint() else Backward.PASSES_BY
 

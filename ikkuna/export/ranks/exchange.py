@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from torch import nn
 
@@ -22,6 +21,7 @@ from ikkuna.export.rows.rows import Rows
 from ikkuna.export.rows.site import Site
 from ikkuna.logger import log
 from ikkuna.numerics.statistics.table import empty_rows
+from ikkuna.signal_handlers import raise_users_exception, suppressed
 
 __all__ = ["Exchange"]
 
@@ -121,6 +121,7 @@ class Exchange:
             self._agreement, group = rendezvous.agree(world, signature_of(self._bus.registered))
             self._group = min((model_parallel_group(root, world.rank) for root in self._roots()), default=world.rank)
         except Exception as error:
+            raise_users_exception(error)
             self._go_alone(f"the rendezvous failed: {error}")
             return
         if group is None:
@@ -158,6 +159,7 @@ class Exchange:
                     raise TimeoutError("the other ranks did not send their measurements in time")
                 self._unpack(step, payloads)
         except Exception as error:
+            raise_users_exception(error)
             self._disconnect(error)
         return True
 
@@ -200,14 +202,14 @@ class Exchange:
         self._end_gather()
         missing: list[int] = []
         if self._agreement is not None and self._world is not None and self._deadline is None:
-            with suppress(Exception):  # the rank that died may have kept the store
+            with suppressed(Exception):  # the rank that died may have kept the store
                 missing = rendezvous.missing_ranks(self._agreement.store, self._world)
         who = f"rank {', '.join(map(str, missing))} does not answer; " if missing else ""
         self._go_alone(f"{who}{error}")
 
     def _go_alone(self, reason: str) -> None:
         rank = self._world.rank if self._world is not None else 0
-        with suppress(Exception):  # a logging handler may fail
+        with suppressed(Exception):  # a logging handler may fail
             log.error("training on several ranks: %s. From here on values are those of rank %d alone", reason, rank)
         if any(map(is_run_together, self._roots())):
             for registered in self._bus.registered:

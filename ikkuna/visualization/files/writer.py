@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ikkuna.logger import log
+from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.files.append_file import AppendFile
 from ikkuna.visualization.files.block_queue import BlockQueue, QueuedBlock
 
@@ -226,7 +227,8 @@ class FileWriter:
         thread = threading.Thread(target=self._run, name="ikkuna-writer", daemon=True)
         try:
             thread.start()
-        except RuntimeError:
+        except RuntimeError as error:
+            raise_users_exception(error)
             while (job := self._job()) is not None:
                 self._attempt(job)
         else:
@@ -273,6 +275,7 @@ class FileWriter:
         try:
             job()
         except Exception as error:
+            raise_users_exception(error)
             self._fail(error)
 
     def _write(self) -> None:

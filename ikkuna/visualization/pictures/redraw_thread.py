@@ -1,6 +1,5 @@
 """Draws changed pictures in a thread, at a pace that does not slow training."""
 
-import contextlib
 import threading
 import time
 import weakref
@@ -9,6 +8,7 @@ from typing import Protocol
 
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
+from ikkuna.signal_handlers import raise_users_exception, suppressed
 
 __all__ = ["Drawable", "RedrawThread"]
 
@@ -100,7 +100,8 @@ class RedrawThread:
         thread = threading.Thread(target=_work, args=(reference, rounds), name="ikkuna-pictures", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no thread can be started: close() draws
+        except RuntimeError as error:  # no thread can be started: close() draws
+            raise_users_exception(error)
             return
         self._thread = thread
 
@@ -139,7 +140,7 @@ class RedrawThread:
         """Draw all changed pictures, and return the seconds to wait before the next round."""
         prepare, self._prepare = self._prepare, None
         if prepare is not None:
-            with contextlib.suppress(Exception):  # the drawings fail too, and say why
+            with suppressed(Exception):  # the drawings fail too, and say why
                 prepare()
         begin, wanted = time.monotonic(), self._rounds.requested
         for drawable in self._drawables():
@@ -154,7 +155,8 @@ class RedrawThread:
         name = drawable.name
         try:
             drawable.draw()
-        except Exception:
+        except Exception as error:
+            raise_users_exception(error)
             count = self._failures.add(name)
             if count == 1:
                 log.exception("the picture %s cannot be drawn", name)

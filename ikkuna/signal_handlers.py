@@ -1,0 +1,90 @@
+"""Recognises the exceptions that belong to the user although they are raised while ikkuna's code runs.
+
+Python runs a signal handler between two instructions of whatever function runs on the main thread.
+Its exception, such as that of a time limit or of a dead worker process, then appears to come from that function.
+"""
+
+import contextlib
+import functools
+import inspect
+import signal
+from collections.abc import Iterator
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+__all__ = ["raise_users_exception", "suppressed", "users_exception"]
+
+
+def users_exception(error: BaseException) -> BaseException | None:
+    """Return the exception that must be raised to the user, if `error` is one or was caused by one; otherwise ``None``.
+
+    These are `KeyboardInterrupt`, `SystemExit`, and every exception that was raised in a signal handler.
+
+    Examples
+    --------
+    >>> users_exception(KeyboardInterrupt())
+    KeyboardInterrupt()
+    >>> users_exception(ValueError("a metric failed")) is None
+    True
+    """
+    found: BaseException | None = error
+    for _ in range(100):  # exceptions can cause each other in a circle
+        if found is None or isinstance(found, KeyboardInterrupt | SystemExit) or _is_of_handler(found.__traceback__):
+            return found
+        found = found.__cause__
+    return None
+
+
+def raise_users_exception(error: BaseException) -> None:
+    """Raise the exception that belongs to the user, see :func:`users_exception`; do nothing if there is none.
+
+    Every ``except`` clause for a wide class of exceptions begins with this call if its code may run on the main thread.
+    """
+    if (users := users_exception(error)) is not None:
+        raise users
+
+
+def _is_of_handler(traceback: TracebackType | None) -> bool:
+    """Return whether a traceback goes through a signal handler."""
+    if traceback is None or (traceback := traceback.tb_next) is None:  # the first frame is that which catches the error
+        return False
+    installed = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while traceback is not None:
+        frame = traceback.tb_frame
+        # A handler that replaces itself before it raises is no longer installed, and one may delete its arguments.
+        if frame.f_code in installed or _received_its_caller(frame):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _code(handler: Any) -> CodeType | None:
+    """Return the code of a handler; ``None`` if it is not written in Python."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    function = getattr(handler, "__func__", handler)
+    code = getattr(function, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _received_its_caller(frame: FrameType) -> bool:
+    """Return whether a function was called with the frame that it interrupted, as only signal handlers are."""
+    arguments = inspect.getargvalues(frame)
+    values = [arguments.locals.get(name) for name in arguments.args]
+    values += arguments.locals.get(arguments.varargs, ()) if arguments.varargs else ()
+    return frame.f_back is not None and any(value is frame.f_back for value in values)
+
+
+@contextlib.contextmanager
+def suppressed(*types: type[BaseException]) -> Iterator[None]:
+    """Suppress exceptions of some types in the body, except those that belong to the user.
+
+    Examples
+    --------
+    >>> with suppressed(OSError):
+    ...     raise TimeoutError
+    """
+    try:
+        yield
+    except types as error:
+        raise_users_exception(error)
