@@ -192,6 +192,10 @@ TENSORS = {
         "tensors that are too large to count in single precision or to copy",
         "counts are exact; an update that does not fit into memory is skipped and counted in ``health().skipped``",
     ),
+    212: Fault(
+        "a histogram of data with a NaN or an infinity, or of a lazy negative",
+        "it lies between the extrema of the finite elements; a lazy negative is counted with its sign",
+    ),
     219: Fault(
         "a trainable parameter that no optimizer has, or that no backward reaches",
         "its gradients are published like all others; a warning names it once, after 100 steps if it never has a gradient",

@@ -77,11 +77,15 @@ def known_statistic(name: str) -> str:
     return canonical
 
 
+_NAN = math.nan
+_NOTHING = Record(0, _NAN, 0.0, 0.0, 0.0, _NAN, _NAN, _NAN, _NAN, 0.0, 0.0, 0, 0, 0)
+
+
 def record_of(tensors: Iterable[Tensor], fields: Iterable[str]) -> Record:
     """Return the :class:`~ikkuna.numerics.statistics.Record` of all elements of `tensors`."""
     wanted = closure(fields)
     records = [record for tensor in tensors if (record := measure(tensor, wanted)) is not None and record.n]
-    return merge(*records) if records else Record(0, math.nan, 0.0, 0.0, 0.0, math.nan, math.nan, 0.0, 0.0, 0, 0, 0)
+    return merge(*records) if records else _NOTHING
 
 
 def statistics_of(record: Record, names: Sequence[str], correction: int = 1) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "in_memory_order", "is_plain", "readable"]
+__all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "in_memory_order", "is_plain", "readable", "stored"]
 
 CHUNK = 131_072
 """The number of elements that stay in the cache during several reductions."""
@@ -71,6 +71,17 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
     elif x.element_size() == 1:
         x = x.float()
     return x, implied
+
+
+def stored(x: Tensor) -> Tensor:
+    """Return `x` with its elements in memory; a lazy negative and a lazy zero are copied.
+
+    Examples
+    --------
+    >>> stored(torch.tensor([1 + 2j]).conj().imag).is_neg()
+    False
+    """
+    return x.clone() if x.is_neg() or x._is_zerotensor() else x
 
 
 def all_finite(x: Tensor) -> Tensor | None:

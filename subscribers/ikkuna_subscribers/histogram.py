@@ -53,7 +53,7 @@ class HistogramSubscriber(PlotSubscriber):
         super().__init__(kind, subsample=subsample, **options)
         self.bins = bins
         self.exact = exact
-        self.fields = ("codes" if exact else "sampled_codes", "min", "max")
+        self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max")
 
     def compute(self, message: ModuleMessage) -> None:
         """Show the histogram."""

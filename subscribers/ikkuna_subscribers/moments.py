@@ -35,12 +35,12 @@ class MomentsSubscriber(SharedStatisticSubscriber):
     ('activations_skewness', 'activations_kurtosis')
     """
 
-    fields = ("m4", "min", "max")
+    fields = ("m4", "finite_min", "finite_max")
     accepts_finite_only = True
     results = ("skewness", "kurtosis")
 
     def values(self, record: Record) -> tuple[Any, Any]:
         """Return both moments."""
         # The mean of equal numbers can have a rounding error, whose powers would be taken for moments.
-        constant = record.min == record.max
+        constant = record.finite_min == record.finite_max
         return np.where(constant, math.nan, record.skewness), np.where(constant, math.nan, record.kurtosis)

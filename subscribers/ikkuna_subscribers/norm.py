@@ -18,7 +18,7 @@ _SHARED = {  # order → fields, and the property of `Record` that is the norm
     0: (("zeros",), "l0_norm"),
     1: (("l1",), "l1_norm"),
     2: (("sumsq",), "l2_norm"),
-    math.inf: (("min", "max", "infs"), "linf_norm"),
+    math.inf: (("min", "max", "finite_min", "finite_max"), "linf_norm"),
 }
 
 
@@ -66,10 +66,7 @@ class NormSubscriber(SharedStatisticSubscriber):
         self.results = (f"norm{p:g}",)
         super().__init__(kind, finite_only=finite_only, **options)
         self.p = p
-        if p == math.inf:
-            self.merge = "max"
-        if p < math.inf or not finite_only:  # shared extrema include infinite elements
-            self.fields, self._property = _SHARED.get(p, ((), ""))
+        self.fields, self._property = _SHARED.get(p, ((), ""))
 
     @property
     def measures(self) -> bool:
@@ -77,14 +74,11 @@ class NormSubscriber(SharedStatisticSubscriber):
         return not self.fields
 
     def measure(self, message: Any) -> Tensor | None:
-        r"""Return :math:`\sum |x_i|^p`, in float64; for p = ∞ the largest finite magnitude, or minus infinity."""
+        r"""Return :math:`\sum |x_i|^p`, in float64."""
         read = readable(message.data)
         if read is None or not message.data.numel():
             return None
         x = flatten(read[0]).double().abs()
-        if self.p == math.inf:
-            largest = torch.where(torch.isfinite(x), x, -math.inf).amax() if x.numel() else x.new_tensor(-math.inf)
-            return (largest.clamp(min=0.0) if read[1] else largest).reshape(1)
         if self.finite_only:
             x = torch.where(torch.isfinite(x), x, 0)
         total = x.pow(self.p).sum()
@@ -100,7 +94,5 @@ class NormSubscriber(SharedStatisticSubscriber):
             super().compute(message)
         elif isinstance(message.data, float):  # a result of another subscriber
             self.emit(message, abs(message.data))
-        elif self.p == math.inf:
-            self.emit(message, message.data[0] if message.data[0] >= 0 else math.nan)
         else:
             self.emit(message, message.data[0] ** (1 / self.p))

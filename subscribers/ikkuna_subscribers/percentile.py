@@ -66,7 +66,7 @@ class PercentileSubscriber(SharedStatisticSubscriber):
         self.results = [f"percentile_{q:g}" for q in self.percentiles]
         super().__init__(kind, **options)
         self.exact = exact
-        self.fields = ("codes" if exact else "sampled_codes", "min", "max")
+        self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max")
 
     def values(self, record: Record) -> list[float]:
         """Return the percentiles."""

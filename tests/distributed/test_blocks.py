@@ -137,8 +137,8 @@ def test_elements_that_are_not_finite_are_counted():
 
 
 def test_counts_are_exact_where_floats_are_not():
-    big = np.array([[2**52 + 1.0, 0, 0, 2**52 + 1.0, *[0.0] * 8]])
-    small = np.array([[1.0, 0, 0, 1.0, *[0.0] * 8]])
+    big = np.array([[2**52 + 1.0, 0, 0, 2**52 + 1.0, *[0.0] * 10]])
+    small = np.array([[1.0, 0, 0, 1.0, *[0.0] * 10]])
     record = record_of(merge_rows(np.stack([big, small]))[0], EVERYTHING)
     assert (record.n, record.zeros) == (2**52 + 2, 2**52 + 2)
 

@@ -73,7 +73,7 @@ def test_values_of_many_tensors_at_once_equal_those_of_each(make):
     def column(name):
         return np.array([getattr(record, name) for record in RECORDS])
 
-    names = ("mean", "count", "min", "max", "skewness", "kurtosis", "sparsity")
+    names = ("mean", "count", "min", "max", "finite_min", "finite_max", "skewness", "kurtosis", "sparsity")
     norms = ("l0_norm", "l1_norm", "l2_norm", "linf_norm")
     table = SimpleNamespace(**{name: column(name) for name in (*names, *norms)})
     table.variance = lambda correction: np.array([record.variance(correction) for record in RECORDS])
@@ -85,5 +85,5 @@ def test_values_of_many_tensors_at_once_equal_those_of_each(make):
 def test_equal_numbers_have_no_moments_however_their_mean_is_rounded():
     metric = subscriber.MomentsSubscriber("weights")
     assert all(
-        math.isnan(value) for value in metric.values(Record(3, 0.1, 1e-34, 1e-51, 1e-68, 0.1, 0.1, nans=0, infs=0))
+        math.isnan(value) for value in metric.values(Record(3, 0.1, 1e-34, 1e-51, 1e-68, *[0.1] * 4, nans=0, infs=0))
     )

@@ -12,6 +12,8 @@ from hypothesis.extra import numpy as hnp
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics.float_code import bin_edges, codes, sample
 from ikkuna.numerics.statistics.histogram import Histogram
+from ikkuna.numerics.statistics.host import measure
+from ikkuna.numerics.statistics.record import closure, merge
 
 FLOATS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 ANY = hnp.arrays(np.float32, st.integers(0, 60), elements=st.floats(width=32))
@@ -40,6 +42,35 @@ def test_special_numbers_have_their_known_codes():
     assert codes(x).nonzero().flatten().tolist() == [7, 1031, 2047, 2048, 3064, 4088, 4092]
     h = Histogram.of(x)
     assert (h.n, h.nans, h.infs, h.zeros) == (8, 1, 2, 2)
+
+
+@pytest.mark.fault(212)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "sampled"])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_histogram_lies_between_the_extrema_of_its_finite_elements(odd, exact):
+    """Without them it lay between the edges of the outermost bins, 96 and 320."""
+    name = "codes" if exact else "sampled_codes"
+    x = torch.tensor([100.0, 200.0, 300.0, odd])
+    for record in (
+        measure(x, closure([name, "finite_min", "finite_max"])),
+        merge(*(measure(part, closure([name, "finite_min", "finite_max"])) for part in x.split(1))),
+    ):
+        buckets = Histogram.of_record(record, exact).tensorboard_buckets(2)
+        assert (buckets.min, buckets.max, buckets.num) == (100.0, 300.0, 3)
+        assert buckets.bucket_limits == [200.0, 300.0]
+    assert Histogram.of(x).tensorboard_buckets(2).bucket_limits == [200.0, 300.0]
+
+
+@pytest.mark.fault(212)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "numpy"])
+def test_a_lazy_negative_is_counted_with_its_sign(dtype, native):
+    """The imaginary part of a conjugate shares the memory of the number, and has a bit that negates it."""
+    x = torch.tensor([1 + 2j, 3 - 4j, 5 + 0.5j], dtype=dtype).conj().imag
+    assert x.is_neg()
+    assert torch.equal(codes(x, native=native), codes(torch.tensor([-2.0, 4.0, -0.5])))
+    record = measure(x, closure(["codes", "finite_min", "finite_max"]), native=native)
+    assert Histogram.of_record(record, exact=True).quantile([0.0, 1.0]).tolist() == [-2.0, 4.0]
 
 
 @given(ANY, st.integers(1, 7))

@@ -74,6 +74,8 @@ def reference(x):
         "m4": (d**4).sum(),
         "min": x.min() if len(x) else math.nan,
         "max": x.max() if len(x) else math.nan,
+        "finite_min": finite.min() if len(finite) else math.nan,
+        "finite_max": finite.max() if len(finite) else math.nan,
         "l1": abs(finite).sum(),
         "sumsq": (finite**2).sum(),
         "zeros": (x == 0).sum(),
@@ -372,7 +374,7 @@ def test_many_calls_merge_to_the_statistics_of_all_elements(name):
     for part in x.split([1, 2, 30] + [1] * 100 + [len(x) - 133]):
         assert statistics.add(3, part, ALL)
     got, want = statistics.record(3, ALL), measure(x, ALL)
-    for field in ("n", "zeros", "nans", "infs", "min", "max"):
+    for field in ("n", "zeros", "nans", "infs", "min", "max", "finite_min", "finite_max"):
         assert getattr(got, field) == getattr(want, field), field
     d = x.double() - x.double().mean()
     for field, power in (("center", 1), ("m2", 2), ("m3", 3), ("m4", 4)):

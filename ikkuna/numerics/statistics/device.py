@@ -104,6 +104,9 @@ class DeviceStatistics:
                 found["m4"] = (power * power).sum()
         if "min" in fields or "max" in fields:
             found["min"], found["max"] = torch.aminmax(x)
+        if "finite_min" in fields or "finite_max" in fields:
+            found["finite_min"] = torch.where(finite, x, torch.inf).amin()
+            found["finite_max"] = torch.where(finite, x, -torch.inf).amax()
         return torch.stack([found.get(name, self._empty[i]) for i, name in enumerate(COLUMNS)])
 
     def add_difference(self, row: int, x: Tensor, y: Tensor, fields: frozenset[str]) -> bool:

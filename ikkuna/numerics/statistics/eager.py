@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ikkuna.numerics.elements import CHUNK
+from ikkuna.numerics.elements import CHUNK, stored
 from ikkuna.numerics.statistics.record import closure
 from ikkuna.numerics.statistics.table import COLUMNS, EMPTY, Values, merge_rows
 
@@ -25,6 +25,7 @@ _LONG, _PIECE = 1 << 20, 1 << 10
 _WIDE = frozenset((torch.float32, torch.float64))
 _SQUARES = closure(("sumsq",))
 _MOMENTS = frozenset(("mean", "m2", "m3", "m4"))
+_EXTREMA = frozenset(("min", "max", "finite_min", "finite_max"))
 
 _Array = NDArray[Any]
 _Found = dict[str, float]
@@ -54,9 +55,7 @@ def measure_eagerly(flat: Tensor, fields: frozenset[str]) -> Values:
 def _as_array(x: Tensor) -> _Array:
     if x.dtype not in _WIDE:
         x = x.float()
-    if x.is_neg() or x._is_zerotensor():
-        x = x.clone()
-    return x.numpy()
+    return stored(x).numpy()
 
 
 def _measure(x: _Array, fields: frozenset[str]) -> _Found:
@@ -69,8 +68,9 @@ def _measure(x: _Array, fields: frozenset[str]) -> _Found:
 def _sums(x: _Array, fields: frozenset[str], is_finite: bool = False) -> _Found | None:
     """Return the statistics computed in the precision of `x`; ``None`` if powers exceed it or elements may not be finite."""
     found = _EMPTY | {"n": float(len(x))}
-    if "min" in fields or "max" in fields:
+    if not fields.isdisjoint(_EXTREMA):
         found["min"], found["max"] = float(np.minimum.reduce(x)), float(np.maximum.reduce(x))
+        found["finite_min"], found["finite_max"] = found["min"], found["max"]
     if "nans" not in fields:
         return found
     squares = _dots(x, x)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import CHUNK, flatten, readable
+from ikkuna.numerics.elements import CHUNK, flatten, readable, stored
 from ikkuna.numerics.statistics.native import Library, library
 
 __all__ = ["SAMPLE", "add_codes", "bin_edges", "codes", "half_size", "merge_codes", "sample", "sampled_codes"]
@@ -191,6 +191,7 @@ def half_size(m: int) -> int:
 
 def _leading_bits(x: Tensor, m: int) -> Tensor:
     """Return sign, exponent and `m` mantissa bits as an integer: the magnitude, less K for a negative number."""
+    x = stored(x)
     if x.dtype is torch.bfloat16:
         return x.view(torch.int16).int() >> (7 - m)
     return x.float().view(torch.int32) >> (23 - m)  # this shift keeps the sign

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import readable
+from ikkuna.numerics.elements import all_finite, readable
 from ikkuna.numerics.statistics.float_code import bin_edges, codes, half_size
 from ikkuna.numerics.statistics.record import Record
 
@@ -59,7 +59,7 @@ class Histogram:
     zeros : int, optional
         Number of elements equal to 0; if it is unknown, magnitudes below 1.5e-39 (for m = 3) count as 0.
     min, max : float, optional
-        Extrema, which make the outermost bins exact.
+        Extrema of the finite elements, which make the outermost bins exact.
 
     Examples
     --------
@@ -88,8 +88,10 @@ class Histogram:
         if read is None or not read[0].numel():
             return cls(counts, int(counts.sum()))
         values, implied = read
-        low, high = (v.item() for v in torch.aminmax(values))
-        bounds = (min(low, 0.0), max(high, 0.0)) if implied else (low, high)
+        finite = values if bool(all_finite(values)) else values[torch.isfinite(values)]
+        bounds = tuple(v.item() for v in torch.aminmax(finite)) if finite.numel() else (math.inf, -math.inf)
+        if implied:
+            bounds = min(bounds[0], 0.0), max(bounds[1], 0.0)
         return cls(counts, values.numel() - int(torch.count_nonzero(values)) + implied, *bounds)
 
     @classmethod
@@ -100,7 +102,9 @@ class Histogram:
             raise ConfigError(
                 f"the field {'codes' if exact else 'sampled_codes'!r} was not measured; name it in `fields`"
             )
-        return cls(counts, record.zeros if exact else None, record.min, record.max)
+        low = record.min if record.finite_min is None else record.finite_min
+        high = record.max if record.finite_max is None else record.finite_max
+        return cls(counts, record.zeros if exact else None, low, high)
 
     @property
     def m(self) -> int:
@@ -257,13 +261,14 @@ class Histogram:
         self, held: NDArray[np.intp], cumulative: NDArray[np.int64], rank: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         low, high = self._bounds(held)
+        outermost = low[0], high[-1]
         index = cumulative.searchsorted(rank, side="right")
         low, high, count = low[index], high[index], self.counts[held[index]]
         inside = (rank - cumulative[index] + count + 0.5) / count
         with np.errstate(invalid="ignore"):
             value: NDArray[np.float64] = np.where(low == high, low, low + inside * (high - low))
-        for known, end in zip(self._extrema(), (0, cumulative[-1] - 1), strict=True):
-            if known is not None:
+        for known, end, bound in zip(self._extrema(), (0, cumulative[-1] - 1), outermost, strict=True):
+            if known is not None and math.isfinite(bound):
                 value[rank == end] = known
         return value
 

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.statistics.table import COLUMNS, EMPTY, Values, merge_rows
+from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, EMPTY, Values, merge_rows
 
 __all__ = ["FIELDS", "HISTOGRAMS", "Record", "closure", "merge", "record_of"]
 
-FIELDS = ("n", "mean", "m2", "m3", "m4", "min", "max", "l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes")
+FIELDS = (
+    *("n", "mean", "m2", "m3", "m4", "min", "max", "finite_min", "finite_max"),
+    *("l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes"),
+)
 """Every statistic a :class:`Record` can hold; a subscriber names those it needs in its ``fields``."""
 
 HISTOGRAMS = frozenset(("codes", "sampled_codes"))
@@ -25,7 +28,7 @@ HISTOGRAMS = frozenset(("codes", "sampled_codes"))
 
 _ATTRIBUTE = {"mean": "center"}
 _NEEDS = {"mean": (), "m2": ("mean",), "m3": ("mean", "m2"), "m4": ("mean", "m2", "m3")}
-_SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs"))
+_SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs", "finite_min", "finite_max"))
 
 
 def closure(fields: Iterable[str]) -> frozenset[str]:
@@ -71,6 +74,8 @@ class Record:
         Sums :math:`\sum (x_i - \bar x)^p`.
     min, max : float
         Extrema, infinities included; NaN if an element is NaN.
+    finite_min, finite_max : float
+        Extrema of the finite elements; NaN if there is none.
     l1 : float
         :math:`\sum |x_i|`
     sumsq : float
@@ -104,6 +109,8 @@ class Record:
     m4: float | None = None
     min: float | None = None
     max: float | None = None
+    finite_min: float | None = None
+    finite_max: float | None = None
     l1: float | None = None
     sumsq: float | None = None
     zeros: int | None = None
@@ -117,10 +124,11 @@ class Record:
     @classmethod
     def of(cls, value: float) -> "Record":
         """Return the record of one number, with every moment known."""
-        if not math.isfinite(value):
-            nan, inf = int(math.isnan(value)), int(math.isinf(value))
-            return cls(1, 0.0, 0.0, 0.0, 0.0, value, value, 0.0, 0.0, 0, nan, inf)
-        return cls(1, value, 0.0, 0.0, 0.0, value, value, abs(value), value * value, int(value == 0), 0, 0)
+        x = value
+        if not math.isfinite(x):
+            nan, inf = int(math.isnan(x)), int(math.isinf(x))
+            return cls(1, 0.0, 0.0, 0.0, 0.0, x, x, math.nan, math.nan, 0.0, 0.0, 0, nan, inf)
+        return cls(1, x, 0.0, 0.0, 0.0, x, x, x, x, abs(x), x * x, int(x == 0), 0, 0)
 
     def _known(self, value: float | None, field: str) -> float:
         if value is None:
@@ -180,9 +188,11 @@ class Record:
 
     @property
     def linf_norm(self) -> float:
-        """Largest magnitude; NaN for no element."""
+        """Largest magnitude; NaN for no element.  With `finite_only` that of the finite elements."""
         if not self.n:
             return math.nan
+        if self.finite_only:
+            return max(-self._known(self.finite_min, "finite_min"), self._known(self.finite_max, "finite_max"))
         return max(-self._known(self.min, "min"), self._known(self.max, "max"))
 
     @property
@@ -211,7 +221,7 @@ def record_of(row: Values, fields: frozenset[str]) -> Record:
 
     Examples
     --------
-    >>> record = record_of(np.array([3.0, 0, 1, 0, 5, 0, 0, 0, 0, 0, 0, 0]), frozenset(("n", "l1", "nans", "infs")))
+    >>> record = record_of(np.array([3.0, 0, 1, 0, 5, *[0] * 9]), frozenset(("n", "l1", "nans", "infs")))
     >>> record.n, record.infs, record.l1, record.zeros
     (3, 1, 5.0, None)
     """
@@ -224,11 +234,12 @@ def record_of(row: Values, fields: frozenset[str]) -> Record:
     ) != total:  # one of them is NaN, or they have infinite terms
         values[6:10] = [math.inf if value != value else value for value in values[6:10]]
     if not k:
-        values[6] = math.nan
+        values[6] = values[12] = values[13] = math.nan
     for i in _unwanted(fields):
         values[i] = None
-    _, nans, infs, zeros, l1, sumsq, mean, m2, m3, m4, low, high = values
-    return Record(int(n), mean, m2, m3, m4, low, high, l1, sumsq, _whole(zeros), _whole(nans), _whole(infs))
+    _, nans, infs, zeros, l1, sumsq, mean, m2, m3, m4, low, high, finite_low, finite_high = values
+    counts = _whole(zeros), _whole(nans), _whole(infs)
+    return Record(int(n), mean, m2, m3, m4, low, high, finite_low, finite_high, l1, sumsq, *counts)
 
 
 @cache
@@ -249,7 +260,7 @@ def merge(*records: Record) -> Record:
     if len(some) < 2:
         return some[0] if some else records[0] if records else Record()
     columns = tuple(name for name in COLUMNS if all(getattr(r, _ATTRIBUTE.get(name, name)) is not None for r in some))
-    rows = [[getattr(record, _ATTRIBUTE.get(name, name)) for name in columns] for record in some]
+    rows = [[_column(record, name) for name in columns] for record in some]
     row = EMPTY.copy()
     with np.errstate(all="ignore"):
         row[[COLUMNS.index(name) for name in columns]] = merge_rows(np.array(rows, np.float64), columns)
@@ -259,3 +270,9 @@ def merge(*records: Record) -> Record:
             setattr(merged, name, sum(getattr(record, name) for record in some))
     merged.finite_only = some[0].finite_only
     return merged
+
+
+def _column(record: Record, name: str) -> Any:
+    """Return what a row has in a column; a record without finite elements has NaN as their extrema."""
+    value = getattr(record, _ATTRIBUTE.get(name, name))
+    return EMPTY[COLUMN[name]] if name in ("finite_min", "finite_max") and math.isnan(value) else value

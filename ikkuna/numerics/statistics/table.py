@@ -15,7 +15,22 @@ __all__ = ["COLUMN", "COLUMNS", "EMPTY", "Values", "empty_rows", "merge_rows", "
 Values = NDArray[np.float64]
 A = TypeVar("A", Values, Tensor)
 
-COLUMNS = ("n", "nans", "infs", "zeros", "l1", "sumsq", "mean", "m2", "m3", "m4", "min", "max")
+COLUMNS = (
+    "n",
+    "nans",
+    "infs",
+    "zeros",
+    "l1",
+    "sumsq",
+    "mean",
+    "m2",
+    "m3",
+    "m4",
+    "min",
+    "max",
+    "finite_min",
+    "finite_max",
+)
 """The columns of a row, all of them float64; sums and moments are those of the finite elements.
 
 The C++ kernels write their structure ``Record`` in this order.
@@ -24,11 +39,12 @@ The C++ kernels write their structure ``Record`` in this order.
 COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 """The index of each column."""
 
-EMPTY: Values = np.array([*[0.0] * 10, np.inf, -np.inf])
+EMPTY: Values = np.array([*[0.0] * 10, *[np.inf, -np.inf] * 2])
 """The row of no elements."""
 
 _SUMS = COLUMNS[:6]
 _MOMENTS = COLUMNS[6:10]
+_EXTREMA = frozenset(COLUMNS[10:])
 _REPEATED = np.array([name in _SUMS or name in ("m2", "m3", "m4") for name in COLUMNS])
 
 
@@ -43,13 +59,13 @@ def row_of(value: float, n: float = 1) -> Values:
     Examples
     --------
     >>> row_of(-2.0, 3).tolist()
-    [3.0, 0.0, 0.0, 0.0, 6.0, 12.0, -2.0, 0.0, 0.0, 0.0, -2.0, -2.0]
+    [3.0, 0.0, 0.0, 0.0, 6.0, 12.0, -2.0, 0.0, 0.0, 0.0, -2.0, -2.0, -2.0, -2.0]
     """
     if not n:
         return EMPTY
     if not math.isfinite(value):
-        return np.array([n, n * math.isnan(value), n * math.isinf(value), *[0.0] * 7, value, value])
-    return np.array([n, 0, 0, n * (value == 0), n * abs(value), n * value * value, value, 0, 0, 0, value, value])
+        return np.array([n, n * math.isnan(value), n * math.isinf(value), *[0.0] * 7, value, value, np.inf, -np.inf])
+    return np.array([n, 0, 0, n * (value == 0), n * abs(value), n * value * value, value, 0, 0, 0, *[value] * 4])
 
 
 def merge_rows(values: A, columns: tuple[str, ...] = COLUMNS, counts: Any = True) -> A:
@@ -85,10 +101,9 @@ def merge_rows(values: A, columns: tuple[str, ...] = COLUMNS, counts: Any = True
         finite = found["n"] - found.get("nans", 0.0) - found.get("infs", 0.0)
         moments = [found[name] for name in _MOMENTS if name in found]
         merged |= zip(_MOMENTS, merge_moments(xp.where(seen, finite, 0.0), *moments), strict=False)
-    if "min" in found:
-        merged["min"] = xp.amin(xp.where(seen, found["min"], xp.inf), 0)
-    if "max" in found:
-        merged["max"] = xp.amax(xp.where(seen, found["max"], -xp.inf), 0)
+    for name in found.keys() & _EXTREMA:
+        pick, worst = (xp.amin, xp.inf) if name.endswith("min") else (xp.amax, -xp.inf)
+        merged[name] = pick(xp.where(seen, found[name], worst), 0)
     return cast(A, xp.stack([merged[name] for name in columns], -1))
 
 

@@ -21,7 +21,8 @@ enum Wanted { LINEAR = 1, SECOND = 2, HIGHER = 4, EXTREMES = 8 };
 // A row of the table; `table.py` has the same order of columns.
 struct Record {
     double n = 0, nans = 0, infs = 0, zeros = 0, l1 = 0, sumsq = 0, mean = 0, m2 = 0, m3 = 0, m4 = 0;
-    double min = std::numeric_limits<double>::infinity(), max = -std::numeric_limits<double>::infinity();
+    double min = std::numeric_limits<double>::infinity(), max = -min;
+    double finite_min = min, finite_max = max;
 
     double finite() const { return n - nans - infs; }
 
@@ -30,6 +31,8 @@ struct Record {
         n += b.n, nans += b.nans, infs += b.infs, zeros += b.zeros, l1 += b.l1, sumsq += b.sumsq;
         min = b.min < min ? b.min : min;
         max = b.max > max ? b.max : max;
+        finite_min = b.finite_min < finite_min ? b.finite_min : finite_min;
+        finite_max = b.finite_max > finite_max ? b.finite_max : finite_max;
     }
 
     void merge_moments(const Record &b, int wanted) {
@@ -132,7 +135,7 @@ Record read_as(const T *x, int n, int wanted) {
             high = v > high ? v : high;
         }
     }
-    row.min = low, row.max = high;
+    row.min = row.finite_min = low, row.max = row.finite_max = high;
     if (wanted & (SECOND | HIGHER)) read_again<A>(x, n, wanted, row);
     return row;
 }
