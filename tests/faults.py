@@ -187,7 +187,10 @@ TENSORS = {
         "weights that are computed from other parameters",
         "the parameters are read; the attribute is not read, because this can run code that changes training",
     ),
-    59: Fault("a parameter or a module that is replaced", "the new one is observed, from the next step or epoch on"),
+    59: Fault(
+        "a parameter that is replaced, tied, resized or removed",
+        "the new one is observed from the next sampled step on",
+    ),
     60: Fault(
         "tensors that are too large to count in single precision or to copy",
         "counts are exact; an update that does not fit into memory is skipped and counted in ``health().skipped``",
@@ -279,10 +282,23 @@ THREADS = {
     ),
 }
 
+MODELS = {
+    211: Fault(
+        "a layer that is replaced, added, removed, pruned or given an adapter while the model is observed",
+        "the modules are found again at the next sampled step, pass or epoch: the removed layer is no longer published, the new one is "
+        "published under its name, and a warning is logged once; in a compiled model one step later",
+    ),
+    315: Fault(
+        "layers that no longer match ``module_filter`` after they were replaced, or a filter that raises in training",
+        "nothing is observed there, and the warning names the removed modules; no error reaches the loop",
+    ),
+}
+
 SECTIONS = {
     "arguments": ARGUMENTS,
     "plugins": PLUGINS,
     "tensors": TENSORS,
+    "models": MODELS,
     "files": FILES,
     "endings": ENDINGS,
     "threads": THREADS,

@@ -1,6 +1,6 @@
 """Distributed tensors: the shard of a DTensor on this rank, and what a model shares with other ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ __all__ = [
     "local_shard",
     "local_tensor",
     "model_parallel_group",
+    "sharded_parameters",
 ]
 
 _ORIGIN = 1 << 32
@@ -125,6 +126,22 @@ def holds_gradients(root: nn.Module) -> bool:
         for group in _fsdp_groups(root)
         for parameter in group.fsdp_params
     )
+
+
+def sharded_parameters(roots: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Return the shards of the parameters that FSDP has gathered, by the ids of the gathered parameters.
+
+    FSDP puts a gathered parameter into its module for a forward or backward, and frees its storage afterwards.
+    """
+    gathered = ("_unsharded_param", "_sharded_post_forward_param")
+    return {
+        id(whole): parameter.sharded_param
+        for root in roots
+        for group in _fsdp_groups(root)
+        for parameter in group.fsdp_params
+        for name in gathered
+        if (whole := getattr(parameter, name, None)) is not None
+    }
 
 
 def is_run_together(root: nn.Module) -> bool:

@@ -92,7 +92,7 @@ class Session:
         self._native = native
         self._demand = Demand()
         self._interrupted: Recorder | None = None
-        self._warned_of_loss = False
+        self._warned_of_loss = self._warned_of_change = False
         self.steps = 0
 
     @property
@@ -127,6 +127,34 @@ class Session:
         self.context.parameters.track(model.modules, model.callable)
         self.install()
         self.demand_changed()
+
+    def _follow(self, inside_step: bool = False) -> None:
+        """Observe the modules and parameters that the user has put in place of others since they were added.
+
+        The hooks of a compiled model cannot change inside a step, because its graph runs then.
+        """
+        context = self.context
+        try:
+            if context.parameters.modules_have_changed() and not (inside_step and context.model.is_compiled):
+                self._follow_modules()
+            else:
+                context.parameters.refresh()
+        except Exception as error:  # of the user's filter of modules, for example
+            context.error_guard.report_internal("finding the modules that were replaced", error)
+
+    def _follow_modules(self) -> None:
+        context, model = self.context, self.context.model
+        try:
+            change = model.follow(self._taken())
+        finally:
+            context.parameters.track(model.modules, model.callable)
+        if not change.names:  # a wrapper was put around a module
+            return
+        self._modules.forget(change.names)
+        self.demand_changed()
+        if not self._warned_of_change:
+            self._warned_of_change = True
+            log.warning("the model has changed since it was added: %s", change)
 
     def demand_changed(self) -> None:
         """Handle a change of what subscribers want."""
@@ -175,9 +203,8 @@ class Session:
             self.bus.post(NetworkMessage(stamp, "batch_started"))
         if recorder.rows is None:
             self._record(stamp)
-        plan = recorder.plan
-        if plan.parameters or plan.micro_gradients or self.context.replicas > 1:
-            self.context.parameters.refresh()
+        if recorder.plan.takes_data:
+            self._follow(inside_step=True)
         self._micro_gradients.step_opened()
         self.optimizers.step_opened()
         self._install_modules()
@@ -235,6 +262,8 @@ class Session:
         if self._modules.is_found_compiled():
             self.demand_changed()
         plan = self._next_plan()
+        if plan.takes_data and self.context.model.is_compiled:
+            self._follow()
         self._modules.keep_for(plan)
         self._modules.set_sampled(plan)
         if self.context.tracker.is_rootless:
@@ -267,9 +296,7 @@ class Session:
 
     def _finish_epoch(self, stamp: Stamp) -> None:
         self.bus.post(NetworkMessage(stamp, "epoch_finished"))
-        if self.context.model.has_changed():
-            log.info("modules were replaced; the new ones are observed")
-            self._observe(self.context.model.roots.all)
+        self._follow()
         self.bus.drain(wait=self.exchange.must_wait(None))
 
     # -- other passes ---------------------------------------------------------------------------------------------
@@ -286,6 +313,7 @@ class Session:
         self._modules.remove()
         self._interrupted, context.recorder = context.recorder, Recorder(self.bus.error_guard, self._native)
         self._record(context.tracker.pass_stamp(name))
+        self._follow()
         self._install_modules()
         self._modules.set_sampled_pass(context.recorder.plan)
 

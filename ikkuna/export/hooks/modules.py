@@ -140,6 +140,13 @@ class ModuleHooks:
         if not plan.forward or plan is not self._installed_for:
             self.remove()
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove the hooks of modules that are not observed any more."""
+        self._installed_for = None
+        for name in names:
+            if (known := self._hooks.pop(name, None)) is not None:
+                known[1]()
+
     def remove(self, everything: bool = False) -> None:
         """Remove hooks; without `everything` those stay that a compiled graph contains."""
         self._installed_for = None

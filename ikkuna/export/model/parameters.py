@@ -3,16 +3,17 @@
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count, islice
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ikkuna.distributed.dtensor import holds_gradients, is_distributed
+from ikkuna.distributed.dtensor import holds_gradients, is_distributed, sharded_parameters
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule, NamedParameter, parameters_of
 from ikkuna.signal_handlers import raise_users_exception
@@ -24,6 +25,9 @@ _AUTOGRAD_KEYS = tuple(
     getattr(torch._C.DispatchKey, name)
     for name in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")
 )
+
+_Contents = list[tuple[dict[str, Any], tuple[Any, ...]]]
+"""The ``_modules`` or ``_parameters`` of modules, and their values at one time, kept alive so that no new object gets their ids."""
 
 GradientState = dict[int, tuple[int, int] | None]
 """Identity and version of the gradient of each parameter, by the parameter's id; ``None`` without a gradient."""
@@ -79,8 +83,8 @@ class TrackedParameters:
         self.all: tuple[NamedParameter, ...] = ()
         self._modules: tuple[NamedModule, ...] = ()
         self._roots: tuple[nn.Module, ...] = ()
-        self._holders: list[nn.Module] = []
-        self._by_id: dict[int, NamedParameter] = {}
+        self._children: _Contents = []
+        self._held: _Contents = []
         self._of_model: dict[int, nn.Parameter] = {}
         self._spread: list[tuple[int, nn.Parameter]] = []  # neighbours are far from each other in the model
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -100,29 +104,49 @@ class TrackedParameters:
     def track(self, modules: Iterable[NamedModule], roots: Iterable[nn.Module]) -> None:
         """Track the parameters of `roots`, and observe those of `modules`."""
         self._modules, self._roots = tuple(modules), tuple(roots)
-        self.all = parameters_of(self._modules)
-        self._by_id = {id(named.parameter): named for named in self.all}
-        self._holders = list({id(m): m for root in self._roots for m in root.modules()}.values())
-        self._of_model = {id(p): p for p in (*self._held(), *(named.parameter for named in self.all))}
-        every = list(self._of_model.items())
+        holders = self._note_contents()
+        self._set_tracked(*self._resolve(holders))
+
+    def modules_have_changed(self) -> bool:
+        """Return whether the user has added, removed or replaced modules of the model since its parameters were tracked."""
+        return _have_changed(self._children)
+
+    def refresh(self) -> None:
+        """Find the parameters again if the user has replaced some, as ``load_state_dict(assign=True)`` and ``fully_shard`` do."""
+        if not _have_changed(self._held):
+            return
+        observed, of_model = self._resolve(self._note_contents())
+        # FSDP gathers and frees the parameters at every step; they stay the same
+        if of_model.keys() != self._of_model.keys() or _names(observed) != _names(self.all):
+            log.info("parameters were replaced; the new ones are observed")
+            self._set_tracked(observed, of_model)
+
+    def _note_contents(self) -> list[nn.Module]:
+        """Store what the modules hold now, and return the modules."""
+        inside = (module for root in self._roots for module in root.modules())
+        holders = list({id(m): m for m in (*inside, *(named.module for named in self._modules))}.values())
+        self._children = [(module._modules, tuple(module._modules.values())) for module in holders]
+        self._held = [(module._parameters, tuple(module._parameters.values())) for module in holders]
+        return holders
+
+    def _resolve(self, holders: Iterable[nn.Module]) -> tuple[tuple[NamedParameter, ...], dict[int, nn.Parameter]]:
+        """Return the observed parameters and all parameters of the model; those that FSDP has gathered are its shards."""
+        shards = sharded_parameters(self._roots)
+        observed = parameters_of(self._modules)
+        if shards:
+            observed = tuple(replace(n, parameter=shards.get(id(n.parameter), n.parameter)) for n in observed)
+        held = (p for module in holders for p in module._parameters.values() if p is not None)
+        everything = (*(shards.get(id(p), p) for p in held), *(named.parameter for named in observed))
+        return observed, {id(p): p for p in everything}
+
+    def _set_tracked(self, observed: tuple[NamedParameter, ...], of_model: dict[int, nn.Parameter]) -> None:
+        self.all, self._of_model = observed, of_model
+        every = list(of_model.items())
         stride = max(len(every) // _SENTINELS, 1)
         self._spread = [item for first in range(stride) for item in every[first::stride]]
         self._owned.clear()
         self._observed.clear()
         self._owners = self._noted = None
-
-    def _held(self) -> list[nn.Parameter]:
-        return [p for module in self._holders for p in module._parameters.values() if p is not None]
-
-    def refresh(self) -> None:
-        """Find the parameters again if the user has replaced some, as ``load_state_dict(assign=True)`` does."""
-        unknown = [p for p in self._held() if id(p) not in self._of_model]
-        if not unknown:
-            return
-        if any(map(is_distributed, self._of_model.values())) and not any(map(is_distributed, unknown)):
-            return  # FSDP has gathered the sharded parameters for a forward
-        log.info("parameters were replaced; the new ones are observed")
-        self.track(self._modules, self._roots)
 
     def _trainable(self) -> Iterator[nn.Parameter]:
         return (p for p in self._of_model.values() if p.requires_grad)
@@ -287,6 +311,16 @@ def _has_checkpoint() -> bool:
             return True
         waiting += [following for following, _ in node.next_functions]
     return False
+
+
+def _have_changed(contents: _Contents) -> bool:
+    """Whether a value of one of the dictionaries was added, removed or replaced by another object."""
+    # a comparison of tuples would call __eq__ of tensors and of the user's modules
+    return any(len(values) != len(known) or not all(map(is_, values.values(), known)) for values, known in contents)
+
+
+def _names(parameters: Iterable[NamedParameter]) -> list[tuple[str, bool, int]]:
+    return [(named.name, named.is_bias, id(named.parameter)) for named in parameters]
 
 
 def _state(grad: Tensor | None) -> tuple[int, int] | None:

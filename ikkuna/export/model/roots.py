@@ -1,7 +1,9 @@
 """The modules that were added to an exporter, and the names of the modules below them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from torch import jit, nn
@@ -83,24 +85,44 @@ class Roots:
         ConfigError
             If a name is among `taken`, or the filter matches nothing.
         """
-        inside = {} if self.model is None else {id(module): name for name, module in named_modules(self.model) if name}
-        found: dict[int, NamedModule] = {}
-        own: set[str] = set()
+        modules = self._numbered([self._walk(root) for root in roots])
+        if known := next((named.name for named in modules if named.name in taken), None):
+            raise ConfigError(
+                f"another exporter on this bus observes a module {known!r} already; "
+                "add this one as a pair ('a name', module)"
+            )
+        return modules
+
+    def find(self, roots: Iterable[Root], taken: frozenset[str] = frozenset()) -> tuple[NamedModule, ...]:
+        """Return the observed modules below `roots`, which may have changed since they were added.
+
+        A module whose name is among `taken` gets a number behind it; nothing is observed below a root where the filter matches nothing.
+        """
+        found: list[tuple[NamedModule, ...]] = []
         for root in roots:
-            names = inside if root.name is None else {}
-            for named in walk(root.module, root.name, self.depth, self.module_filter, root.recursive):
-                if id(named.module) not in found:
-                    renamed = _renamed(named, names.get(id(named.module), named.name), own, taken)
-                    found[id(named.module)] = renamed
-                    own.add(renamed.name)
-        return tuple(found.values())
+            with suppress(ConfigError):
+                found.append(self._walk(root))
+        return self._numbered(found, taken)
 
+    def _walk(self, root: Root) -> tuple[NamedModule, ...]:
+        """Return the observed modules below a root, under their names in the whole model if the root has no name."""
+        modules = walk(root.module, root.name, self.depth, self.module_filter, root.recursive)
+        if root.name is not None or self.model is None:
+            return modules
+        inside = {id(module): name for name, module in named_modules(self.model) if name}
+        return tuple(replace(named, name=inside.get(id(named.module), named.name)) for named in modules)
 
-def _renamed(named: NamedModule, name: str, own: set[str], taken: frozenset[str]) -> NamedModule:
-    if name in taken:
-        raise ConfigError(
-            f"another exporter on this bus observes a module {name!r} already; add this one as a pair ('a name', module)"
-        )
-    if name in own:
-        name = next(numbered for i in range(1, len(own) + 2) if (numbered := f"{name}_{i}") not in own)
-    return NamedModule(name, named.module, named.aliases)
+    def _numbered(
+        self, found: Iterable[Iterable[NamedModule]], taken: frozenset[str] = frozenset()
+    ) -> tuple[NamedModule, ...]:
+        """Return each module once; a name that is used already, or is among `taken`, gets a number behind it."""
+        modules: dict[int, NamedModule] = {}
+        used = set(taken)
+        for named in (named for modules_of_root in found for named in modules_of_root):
+            if id(named.module) not in modules:
+                name = named.name
+                if name in used:
+                    name = next(free for i in count(1) if (free := f"{named.name}_{i}") not in used)
+                modules[id(named.module)] = replace(named, name=name)
+                used.add(name)
+        return tuple(modules.values())

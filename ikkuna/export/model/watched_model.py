@@ -1,12 +1,61 @@
 """The model that an exporter observes."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.modules import NamedModule, class_name, unwrap
 
-__all__ = ["WatchedModel"]
+__all__ = ["ModuleChange", "WatchedModel"]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleChange:
+    """The difference between the modules that were observed before and those that are observed now.
+
+    Parameters
+    ----------
+    replaced, added, removed : tuple of str
+        The names of modules.
+
+    Examples
+    --------
+    >>> fc, head = NamedModule("fc", nn.Linear(2, 2)), NamedModule("head", nn.Linear(2, 2))
+    >>> print(ModuleChange.between((fc, head), (NamedModule("fc", nn.Linear(2, 2)),)))
+    replaced fc; removed head
+    """
+
+    replaced: tuple[str, ...]
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    @classmethod
+    def between(cls, before: Iterable[NamedModule], now: Iterable[NamedModule]) -> "ModuleChange":
+        """Return the difference between two sets of modules, which are compared by name and identity."""
+        old, new = ({named.name: named.module for named in modules} for modules in (before, now))
+        return cls(
+            tuple(name for name in old if name in new and new[name] is not old[name]),
+            tuple(name for name in new if name not in old),
+            tuple(name for name in old if name not in new),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names."""
+        return self.replaced + self.added + self.removed
+
+    def __str__(self) -> str:
+        parts = (("replaced", self.replaced), ("added", self.added), ("removed", self.removed))
+        return "; ".join(f"{what} {_listed(names)}" for what, names in parts if names)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 class WatchedModel:
@@ -66,7 +115,11 @@ class WatchedModel:
         self.modules = self.roots.resolve(roots, taken)
         self.roots.all = roots
 
-    def has_changed(self) -> bool:
-        """Whether the user has replaced modules below the roots."""
-        found = {id(named.module) for named in self.roots.resolve(self.roots.all)}
-        return found != {id(named.module) for named in self.modules}
+    def follow(self, taken: frozenset[str]) -> "ModuleChange":
+        """Observe the modules that are below the roots now; return the difference to those that were observed before.
+
+        A new module whose name is among `taken` gets a number behind it.
+        If the filter matches none of the modules any more, none is observed.
+        """
+        before, self.modules = self.modules, self.roots.find(self.roots.all, taken)
+        return ModuleChange.between(before, self.modules)
