@@ -7,11 +7,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ikkuna.numerics.elements import has_numbers
+
 __all__ = [
     "ShardPosition",
     "completed",
     "data_parallel_size",
     "distribute_like",
+    "divided",
     "full_tensor",
     "holds_gradients",
     "is_distributed",
@@ -104,6 +107,12 @@ def distribute_like(local: Tensor, x: Tensor) -> Tensor:
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     return cast(Tensor, made)
+
+
+def divided(x: Tensor, divisor: Tensor | int) -> Tensor:
+    """Return ``x / divisor``, distributed like `x`; a tensor without numbers is returned as it is."""
+    local = local_tensor(x)
+    return distribute_like(local / divisor, x) if has_numbers(local) else x
 
 
 def data_parallel_size(root: nn.Module) -> int:

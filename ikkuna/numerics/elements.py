@@ -1,16 +1,31 @@
 """Access to the numbers of tensors of every dtype and layout."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["CHUNK", "all_finite", "flatten", "has_numbers", "in_memory_order", "is_plain", "readable", "stored"]
+__all__ = [
+    "CHUNK",
+    "all_finite",
+    "flatten",
+    "has_numbers",
+    "has_storage",
+    "in_memory_order",
+    "is_plain",
+    "readable",
+    "stored",
+]
 
 CHUNK = 131_072
 """The number of elements that stay in the cache during several reductions."""
 
 
 def has_numbers(x: Tensor) -> bool:
-    """Return whether `x` has numbers that can be read; a meta, fake, nested or functorch-wrapped tensor has none.
+    """Return whether `x` has numbers that can be read.
+
+    A meta, fake, nested or functorch-wrapped tensor has none, nor has a tensor whose storage was freed (see :func:`has_storage`).
 
     Examples
     --------
@@ -22,7 +37,54 @@ def has_numbers(x: Tensor) -> bool:
         or x.is_nested
         or type(x).__name__ == "FakeTensor"
         or torch._C._functorch.is_functorch_wrapped_tensor(x)
-    )
+    ) and has_storage(x)
+
+
+def has_storage(x: Tensor) -> bool:
+    """Return whether the storage of `x` is large enough for its elements; of a sparse tensor or a wrapper, those of its parts.
+
+    torch reads beyond the end of a storage that was shrunk after the tensor was created, as sharded training does
+    to free memory.
+
+    Examples
+    --------
+    >>> x = torch.ones(4)
+    >>> resized = x.untyped_storage().resize_(8)
+    >>> has_storage(x), has_storage(x[:2])
+    (False, True)
+    """
+    if x.layout is not torch.strided:
+        try:
+            return all(map(has_storage, _parts(x)))
+        except RuntimeError:  # torch does not return a part that lies beyond its storage
+            return False
+    if not x.numel():
+        return True
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if (last + 1) * x.element_size() > x.untyped_storage().nbytes() * _PER_BYTE.get(x.dtype, 1):
+        return False
+    return type(x) is Tensor or all(map(has_storage, _wrapped(x)))
+
+
+_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """Return the tensors that a sparse tensor consists of."""
+    if x.layout is torch.sparse_coo:
+        return [x._indices(), x._values()]
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    return []
+
+
+def _wrapped(x: Any) -> list[Tensor]:
+    """Return the tensors inside a wrapper; other tensors have none."""
+    if not is_traceable_wrapper_subclass(x):
+        return []
+    return [inner for name in x.__tensor_flatten__()[0] if isinstance(inner := getattr(x, name), Tensor)]
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -5,6 +5,7 @@ from threading import get_ident
 
 from torch import Tensor
 
+from ikkuna.distributed.dtensor import divided
 from ikkuna.export.hooks.backward import BackwardHooks
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.forward import ForwardHooks
@@ -85,7 +86,7 @@ class CompiledHooks:
         if part is None or context.recorder.rows is None or (role and not self._is_first(site, path, role)):
             return
         if context.replicas > 1:
-            grad = grad / context.replicas
+            grad = divided(grad, context.replicas)
         context.recorder.receive(site, grad, path, part=part)
 
     def _is_first(self, site: Site, path: str, role: int) -> bool:

@@ -18,6 +18,7 @@ from ikkuna.export.hooks.nested_tensors import Leaves, batch_sizes, leaves, rece
 from ikkuna.export.steps.forward import Forward
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.logger import log
+from ikkuna.numerics.elements import has_numbers
 
 __all__ = ["ForwardHooks"]
 
@@ -193,6 +194,7 @@ class ForwardHooks:
         if labels is not None:
             recorder.receive(context.sites("input_labels"), labels, "", part=part)
         if recorder.wants(loss := context.sites("loss")):
-            weight = loss_weight(module, output, seen.get("network_output"), labels)
+            is_readable = labels is None or has_numbers(labels)
+            weight = loss_weight(module, output, seen.get("network_output"), labels) if is_readable else None
             recorder.receive(loss, output, "", weight, part=part)
         recorder.receive_together(seen, part=part)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ikkuna.distributed.dtensor import divided
 from ikkuna.export.hooks.backward import BackwardHooks
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.hook import Hook
@@ -68,7 +69,7 @@ class LayerGradientHooks:
             return
         part = self._backward.reach(forward)
         if context.replicas > 1:
-            grad = grad / context.replicas  # the loss is the mean of the ranks' losses
+            grad = divided(grad, context.replicas)  # the loss is the mean of the ranks' losses
         recorder.receive(site, with_batch_sizes(grad, sizes), path, part=part)
 
     def step_ended(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ikkuna.distributed.dtensor import distribute_like, is_distributed, local_tensor
+from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed, local_tensor
 from ikkuna.export.hooks.call_stack import running_optimizers
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.model.untrained import UntrainedParameters
@@ -17,6 +17,7 @@ from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.modules import NamedParameter
+from ikkuna.numerics.elements import has_numbers
 from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["OptimizerHooks"]
@@ -48,7 +49,7 @@ class OptimizerHooks:
     began : list of callable
         Called with each optimizer whose step counts.
     skipped_updates : int
-        Number of updates that were not recorded because there was no memory for a copy of the weights.
+        Number of updates that were not recorded because the weights were freed, or there was no memory for a copy.
     untrained : UntrainedParameters
         Logs which trainable parameters are not trained.
     """
@@ -169,7 +170,7 @@ class OptimizerHooks:
         for site, named in self._wanted("weight_gradients", "bias_gradients", parameters):
             if (grad := named.parameter.grad) is not None:
                 if scale is not None:
-                    grad = distribute_like(local_tensor(grad) / scale, grad)
+                    grad = divided(grad, scale)
                 self.context.recorder.receive(site, grad, named.path)
 
     def _record_updates(self, parameters: Iterable[NamedParameter]) -> None:
@@ -178,8 +179,7 @@ class OptimizerHooks:
             if (found := self._before.pop(id(named.parameter), None)) is None:
                 continue
             site, _, before = found
-            if is_distributed(named.parameter):
-                after = local_tensor(named.parameter.detach())
+            if is_distributed(named.parameter) and has_numbers(after := local_tensor(named.parameter.detach())):
                 wide = torch.promote_types(after.dtype, torch.float32)
                 difference = distribute_like(after.to(wide) - before.to(wide), named.parameter)
                 recorder.receive(site, difference, named.path)
@@ -199,9 +199,11 @@ class OptimizerHooks:
             if not named.parameter.requires_grad:
                 continue
             try:
-                copy = local_tensor(named.parameter.detach()).clone()
+                copy = self.context.recorder.copy(local_tensor(named.parameter.detach()))
             except RuntimeError as error:  # out of memory: the update is not recorded, and training goes on
                 raise_users_exception(error)
+                copy = None
+            if copy is None:
                 self.skipped_updates += 1
             else:
                 self._before[id(named.parameter)] = site, named, copy

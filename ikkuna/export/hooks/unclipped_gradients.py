@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch.optim import Optimizer
 
-from ikkuna.distributed.dtensor import distribute_like, local_tensor
+from ikkuna.distributed.dtensor import divided
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.steps.forward import UNCLIPPED_PART
 
@@ -47,7 +47,7 @@ class UnclippedGradientHooks:
             site = context.sites(kind, named.module)
             if (grad := named.parameter.grad) is not None and recorder.wants(site):
                 if scale is not None:
-                    grad = distribute_like(local_tensor(grad) / scale, grad)
+                    grad = divided(grad, scale)
                 recorder.receive(site, grad, named.path, part=UNCLIPPED_PART)
 
     def optimizer_began(self, optimizer: Optimizer) -> None:

@@ -129,6 +129,11 @@ class Recorder:
         except Exception as error:
             self.error_guard.report_internal(f"measuring {site}", error)
 
+    def copy(self, tensor: Tensor) -> Tensor | None:
+        """Return a copy of a tensor; ``None`` if it has no numbers."""
+        is_read = (self.kernels is not None and self.kernels.accepts(tensor)) or has_numbers(tensor)
+        return tensor.clone() if is_read else None
+
     def receive_difference(self, site: Site, after: Tensor, before: Tensor, path: str, part: int = 0) -> None:
         """Measure ``after - before``, computed in at least float32; `before` may be overwritten."""
         if self.rows is None or (task := self.plan.task(site.kind, site.module)) is None:
@@ -138,6 +143,8 @@ class Recorder:
             if task.is_plain and kernels is not None and kernels.accepts_difference(after, before):
                 address = self.rows.part(part).host.address(self._index.row(site, path))
                 kernels.add_difference(after, before, task.fields, address)
+            elif not has_numbers(after):
+                self.unreadable += 1
             elif (wide := torch.promote_types(before.dtype, torch.float32)) is before.dtype:
                 self.receive(site, torch.sub(after.detach(), before, out=before), path, part=part)
             else:
@@ -159,7 +166,7 @@ class Recorder:
 
     def _receive_shard(self, target: "_Target", tensor: Tensor, weight: _Weight) -> None:
         """Measure this rank's shard of a distributed tensor."""
-        if (found := local_shard(tensor, self.is_agreed)) is None:
+        if (found := local_shard(tensor, self.is_agreed)) is None or not has_numbers(found[0]):
             self.unreadable += 1
             return
         local, position = found

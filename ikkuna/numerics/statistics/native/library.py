@@ -27,6 +27,8 @@ _SQUARES = closure(("sumsq",))
 _SUMMED = frozenset(("mean", "m2", "m3", "m4", "l1", "zeros"))
 _PART = 1 << 19
 _PLAIN = frozenset((Tensor, nn.Parameter))
+_STRIDED = torch.strided
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 _Kernel = Callable[..., None]
 
@@ -65,17 +67,21 @@ class Library:
 
     @staticmethod
     def accepts(x: Tensor) -> bool:
-        """Return whether a kernel can read the elements of `x` from memory; it cannot for wrappers, lazy negatives and lazy zeros."""
+        """Return whether a kernel can read the elements of `x` from memory.
+
+        It cannot for wrappers, lazy negatives, lazy zeros, and tensors whose storage was shrunk or freed.
+        """
         return (
             type(x) in _PLAIN
             and x.dtype in DTYPES
             and x.is_cpu
-            and x.layout is torch.strided
+            and x.layout is _STRIDED
             and not x.is_nested
-            and (x.is_contiguous() or in_memory_order(x).is_contiguous())  # ``channels_last``, for example
             and not x.is_neg()
-            and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+            and not _is_functorch_wrapped(x)
             and x.data_ptr() != 0  # a tensor without elements has no address
+            and x.nbytes + x.storage_offset() * x.itemsize <= x.untyped_storage().nbytes()
+            and (x.is_contiguous() or in_memory_order(x).is_contiguous())  # ``channels_last``, for example
         )
 
     def measure(self, x: Tensor, fields: frozenset[str]) -> Values:
