@@ -287,6 +287,11 @@ THREADS = {
 }
 
 MODELS = {
+    202: Fault(
+        "a model that is given to ``fully_shard`` after it was added, before or after its first step",
+        "its shards are found at the next sampled step, and the values are those of one process; parameters that FSDP has gathered, "
+        "and whose storage it frees, are never read, so that there are no gradients of micro-batches",
+    ),
     211: Fault(
         "a layer that is replaced, added, removed, pruned or given an adapter while the model is observed",
         "the modules are found again at the next sampled step, pass or epoch: the removed layer is no longer published, the new one is "

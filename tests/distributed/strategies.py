@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from tests.distributed import loops
 from tests.distributed.loops import data, local, network, published_of
 
@@ -48,6 +49,51 @@ def fsdp_after(rank, size):
     with loops.watching(model, loss, loops.every_metric()) as (_, published):
         fully_shard(model)
         loops.steps(model, loss, loops.sgd(model), *local(*data(), rank, size))
+    return published
+
+
+def fsdp_blocks_after(rank, size):
+    """The model is added before its blocks are sharded; the metrics include percentiles, which read every element."""
+    return _sharded_while_watched(rank, size)
+
+
+def fsdp_kept_after(rank, size):
+    """As before; the gathered parameters stay until the backward."""
+    return _sharded_while_watched(rank, size, reshard_after_forward=False)
+
+
+def _sharded_while_watched(rank, size, **options):
+    model, loss = network(), nn.CrossEntropyLoss()
+    kinds = (*FORWARD_KINDS, *PARAMETER_KINDS, *MICRO_KINDS)
+    with loops.watching(model, loss, loops.every_metric(kinds)) as (_, published):
+        for module in (model.block, model.last, model):
+            fully_shard(module, **options)
+        loops.steps(model, loss, loops.sgd(model), *local(*data(), rank, size))
+    return published
+
+
+def fsdp_sharded_later(rank, size):
+    """The model is sharded after its first step, which every rank makes with all data."""
+    model, loss = network(), nn.CrossEntropyLoss()
+    inputs, labels = data()
+    with loops.watching(model, loss, loops.every_metric()) as (exporter, published):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loops.steps(model, loss, optimizer, inputs[:1], labels[:1])
+        for module in (model.block, model.last, model):
+            fully_shard(module, reshard_after_forward=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loops.steps(model, loss, optimizer, *local(inputs[1:], labels[1:], rank, size))
+        health = exporter.health()
+    return published, (health.errors, health.skipped)
+
+
+def fsdp_by_hand(rank, size):
+    """No optimizer of torch steps, so that parameters are read while FSDP has gathered them."""
+    model, loss = network(), nn.CrossEntropyLoss()
+    with loops.watching(model, loss, loops.every_metric()) as (exporter, published):
+        for module in (model.block, model.last, model):
+            fully_shard(module)
+        loops.steps_by_hand(model, loss, exporter, *local(*data(), rank, size))
     return published
 
 

@@ -12,7 +12,18 @@ from tests.distributed.launch import launch
 
 SAME_AS_ONE = ("ddp", "fsdp", "fsdp_after", "tp", "tp_sequence")
 ON_FOUR = ("ddp", "fsdp", "hsdp", "tp", "tp_and_data")
-ALSO = ("ddp_uneven", "fsdp_mixed", "ddp_no_sync", "fsdp_accumulated", "untouched_ddp", "untouched_fsdp")
+SHARDED_WHILE_WATCHED = ("fsdp_blocks_after", "fsdp_kept_after")
+ALSO = (
+    "fsdp_by_hand",
+    "fsdp_sharded_later",
+    *SHARDED_WHILE_WATCHED,
+    "ddp_uneven",
+    "fsdp_mixed",
+    "ddp_no_sync",
+    "fsdp_accumulated",
+    "untouched_ddp",
+    "untouched_fsdp",
+)
 
 
 def run(names, size, directory):
@@ -57,6 +68,38 @@ def test_two_ranks_publish_what_one_process_does(two, one, strategy):
     for outcome in two:
         assert not differences(outcome[strategy], one)
         assert not outcome.logs[strategy]
+
+
+@pytest.mark.fault(202)
+@pytest.mark.parametrize("strategy", SHARDED_WHILE_WATCHED)
+def test_a_model_that_is_sharded_after_it_was_added(two, one, strategy):
+    for outcome in two:
+        assert not differences(outcome[strategy], one)
+        assert not outcome.logs[strategy]
+
+
+@pytest.mark.fault(202)
+def test_a_model_that_is_sharded_after_its_first_step(two):
+    def train(model, loss, _, inputs, labels):
+        for part in (slice(0, 1), slice(1, None)):
+            loops.steps(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), inputs[part], labels[part])
+
+    expected = loops.published_of(loops.network(), *loops.data(), optimizer=lambda model: None, train=train)
+    for outcome in two:
+        published, faults = outcome["fsdp_sharded_later"]
+        later, expected_later = ({k: v for k, v in found.items() if k[2] > 0} for found in (published, expected))
+        assert not differences(later, expected_later)
+        assert {key for key in expected if key not in published} == set()
+        assert faults == (0, 0)
+
+
+@pytest.mark.fault(202)
+def test_parameters_that_fsdp_has_gathered_and_freed_are_never_read(two):
+    model, loss = loops.network(), nn.CrossEntropyLoss()
+    with loops.watching(model, loss, loops.every_metric()) as (exporter, expected):
+        loops.steps_by_hand(model, loss, exporter, *loops.data())
+    for outcome in two:
+        assert not differences(outcome["fsdp_by_hand"], expected)
 
 
 @pytest.mark.parametrize("strategy", ON_FOUR)
