@@ -199,6 +199,10 @@ TENSORS = {
         "a histogram of data with a NaN or an infinity, or of a lazy negative",
         "it lies between the extrema of the finite elements; a lazy negative is counted with its sign",
     ),
+    215: Fault(
+        "quantised weights",
+        "they are dequantised if the tensor offers it; packed bytes are left out, counted once in ``health().skipped`` and logged once",
+    ),
     219: Fault(
         "a trainable parameter that no optimizer has, or that no backward reaches",
         "its gradients are published like all others; a warning names it once, after 100 steps if it never has a gradient",

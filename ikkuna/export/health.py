@@ -26,7 +26,8 @@ class Health:
     disabled : tuple of str
         Class names of the disabled subscribers.
     skipped : int
-        Number of tensors without readable elements, and of updates for which memory was missing.
+        Number of series whose tensors cannot be read, such as packed weights that cannot be dequantised,
+        and of updates for which memory was missing.
     overhead : float
         Time that ikkuna spent on the training thread divided by the rest of the time, from the second step on.
     seconds : dict of str to float

@@ -97,8 +97,8 @@ class Session:
 
     @property
     def skipped(self) -> int:
-        """Number of tensors that could not be read, and of updates for which there was no memory."""
-        return self.optimizers.skipped_updates + self.context.recorder.unreadable
+        """Number of series that could not be read, and of updates for which there was no memory."""
+        return self.optimizers.skipped_updates + len(self.context.recorder.unreadable)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class Session:
         if (rows := context.recorder.close()) is not None:
             self.exchange.take(rows, plan)
             self.bus.post(Finished(rows, None))
-        self._interrupted.unreadable += context.recorder.unreadable
+        self._interrupted.unreadable |= context.recorder.unreadable
         context.recorder, self._interrupted = self._interrupted, None
         context.tracker.pass_ends()
         is_open = context.tracker.state is not State.IDLE

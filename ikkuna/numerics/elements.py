@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ikkuna.numerics.quantized import dequantized, is_special
+
 __all__ = [
     "CHUNK",
     "all_finite",
@@ -115,17 +117,20 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
 
     The result of a sparse tensor is its coalesced values, of a complex tensor its magnitudes.
     Quantised tensors are dequantised; integers and booleans become float64, fp8 becomes float32.
-    The result is ``None`` if there are no numbers, see :func:`has_numbers`.
+    The result is ``None`` if there are no numbers, see :func:`has_numbers`, or if a quantised tensor does not offer them.
     """
     if not has_numbers(x):
         return None
+    if x.is_quantized or is_special(x):
+        numbers = dequantized(x)
+        if numbers is None:
+            return None
+        x = numbers
     implied = 0
     if x.layout is not torch.strided:
         total = x.numel()
         x = x.coalesce().values() if x.layout is torch.sparse_coo else _values(x)
         implied = total - x.numel()
-    if x.is_quantized:
-        x = x.dequantize()
     if x.is_complex():
         x = x.abs()
     if not x.is_floating_point():

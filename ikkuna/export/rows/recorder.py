@@ -14,13 +14,14 @@ from ikkuna.export.messages.message import Message, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.rows.part import Part, PartPool
 from ikkuna.export.rows.plan import NOTHING, Plan, Task
-from ikkuna.export.rows.row_index import RowIndex
+from ikkuna.export.rows.row_index import Key, RowIndex
 from ikkuna.export.rows.rows import Rows
 from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.logger import log
 from ikkuna.numerics.elements import has_numbers
+from ikkuna.numerics.quantized import dequantized, is_special
 from ikkuna.numerics.statistics.native import library
 
 __all__ = ["Recorder"]
@@ -46,8 +47,8 @@ class Recorder:
         What is measured in the open step.
     rows : Rows or None
         The measurements of the open step.
-    unreadable : int
-        Number of tensors that have no numbers to read.
+    unreadable : set of Key
+        The site and path of tensors that have no numbers to read.
     is_agreed : bool
         Whether the other ranks take the same steps, so that collectives are safe.
     """
@@ -57,7 +58,7 @@ class Recorder:
         self.kernels = library() if native else None
         self.plan = NOTHING
         self.rows: Rows | None = None
-        self.unreadable = 0
+        self.unreadable: set[Key] = set()
         self.is_agreed = False
         self._index = RowIndex()
         self._pool = PartPool(error_guard, native)
@@ -120,12 +121,12 @@ class Recorder:
         try:
             if task.is_plain and weight is None and kernels is not None and kernels.accepts(tensor):
                 kernels.add(tensor, task.fields, rows.part(part).host.address(self._index.row(site, path)))
-            elif has_numbers(tensor):
-                self._receive_any(
-                    _Target(rows, rows.part(part), self._index.row(site, path), task), _detached(tensor), weight
-                )
+            elif (numbers := _numbers(tensor)) is not None:
+                target = _Target(rows, rows.part(part), self._index.row(site, path), task)
+                if not self._receive_any(target, numbers, weight):
+                    self._leave_out(site, path)
             else:
-                self.unreadable += 1
+                self._leave_out(site, path)
         except Exception as error:
             self.error_guard.report_internal(f"measuring {site}", error)
 
@@ -144,7 +145,7 @@ class Recorder:
                 address = self.rows.part(part).host.address(self._index.row(site, path))
                 kernels.add_difference(after, before, task.fields, address)
             elif not has_numbers(after):
-                self.unreadable += 1
+                self._leave_out(site, path)
             elif (wide := torch.promote_types(before.dtype, torch.float32)) is before.dtype:
                 self.receive(site, torch.sub(after.detach(), before, out=before), path, part=part)
             else:
@@ -152,34 +153,43 @@ class Recorder:
         except Exception as error:
             self.error_guard.report_internal(f"measuring {site}", error)
 
-    def _receive_any(self, target: "_Target", tensor: Tensor, weight: _Weight) -> None:
+    def _leave_out(self, site: Site, path: str) -> None:
+        """Count a series without numbers, and log the first one."""
+        if not self.unreadable:
+            log.warning(
+                "%s is left out: its tensors have no numbers to read; health().skipped counts such series", site
+            )
+        self.unreadable.add((site, path))
+
+    def _receive_any(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:
+        """Measure a tensor; return whether it has numbers."""
         task = target.task
         if weight is not None:
             target.part.reductions[target.row] = "sum" if isinstance(weight, str) else "mean"
         if type(tensor) is not Tensor and is_distributed(tensor):
-            self._receive_shard(target, tensor, weight)
-            return
-        if task.fields:
-            self._measure_fields(target, tensor, weight)
+            return self._receive_shard(target, tensor, weight)
+        if task.fields and not self._measure_fields(target, tensor, weight):
+            return False
         if task.measurers:
             self._measure_all(target, task.measurers, tensor)
+        return True
 
-    def _receive_shard(self, target: "_Target", tensor: Tensor, weight: _Weight) -> None:
+    def _receive_shard(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:
         """Measure this rank's shard of a distributed tensor."""
         if (found := local_shard(tensor, self.is_agreed)) is None or not has_numbers(found[0]):
-            self.unreadable += 1
-            return
+            return False
         local, position = found
         if position is not None:
             target.part.shards[target.row] = position
-        if target.task.fields:
-            self._measure_fields(target, local, weight)
+        if target.task.fields and not self._measure_fields(target, local, weight):
+            return False
         is_shard = position is not None and position.is_shard
         for registered in target.task.measurers:
             if is_shard and registered.subscriber.needs_whole:
                 self._measure_full(target, registered, tensor)
             else:
                 self._measure_all(target, (registered,), local)
+        return True
 
     def _measure_full(self, target: "_Target", registered: Registered, tensor: Tensor) -> None:
         """Measure a tensor of which a shard is not enough: NaN, unless its shards may be gathered."""
@@ -199,12 +209,16 @@ class Recorder:
         if result is not None:
             target.part.add_measured(target.row, registered, result)
 
-    def _measure_fields(self, target: "_Target", tensor: Tensor, weight: _Weight) -> None:
+    def _measure_fields(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:
         fields = target.task.fields
         repeats = 1 if weight is None or isinstance(weight, str) else weight
         generator = self._generator(tensor.device) if "sampled_codes" in fields else None
-        if not target.part.statistics(tensor).add(target.row, tensor, fields, repeats, generator):
-            self.unreadable += 1
+        try:
+            return target.part.statistics(tensor).add(target.row, tensor, fields, repeats, generator)
+        except Exception:
+            if type(tensor) is Tensor:
+                raise
+            return False  # a subclass without the operators to read it
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """Return our own source of randomness on a device."""
@@ -260,6 +274,16 @@ def _measure(subscriber: Subscriber, message: Any) -> Tensor | None:
     if result is not None and not isinstance(result, Tensor):
         raise TypeError(f"measure must return a Tensor or None, got {type(result).__name__}")
     return result
+
+
+def _numbers(tensor: Tensor) -> Tensor | None:
+    """Return the numbers of a tensor without a graph; ``None`` if it has none."""
+    if not has_numbers(tensor):
+        return None
+    if tensor.is_quantized or (is_special(tensor) and not is_distributed(tensor)):
+        found = dequantized(tensor)
+        return None if found is None else _detached(found)
+    return _detached(tensor)
 
 
 def _detached(tensor: Tensor) -> Tensor:
