@@ -1,4 +1,4 @@
-"""Models of timm, diffusers, PEFT and PyTorch Geometric."""
+"""Models of timm, diffusers, PEFT, PyTorch Geometric, torchao and bitsandbytes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -116,6 +116,44 @@ def _adapted(kind: str = "LoraConfig", checkpointed: bool | None = None, **optio
 _LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
 
 
+# -- quantised weights ------------------------------------------------------------------------------------------------
+
+
+def _torchao() -> nn.Module:
+    """Return a language model whose linear layers are frozen in eight bits."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = _llama()
+    quantize_(model.model, Int8WeightOnlyConfig())
+    for module in model.model.modules():
+        if isinstance(module, nn.Linear):
+            module.requires_grad_(False)
+    return model
+
+
+class _Embedded(nn.Module):
+    """A network whose inner layers have four bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import bitsandbytes
+
+        self.first = nn.Linear(16, 64)
+        self.inner = bitsandbytes.nn.Linear4bit(64, 64, quant_type="nf4", compute_dtype=torch.float32)
+        self.last = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.inner(self.first(x))))
+
+
+def _four_bits() -> nn.Module:
+    return _Embedded().to("cpu")
+
+
+def _vectors() -> Batch:
+    return {"x": torch.randn(5, 16)}
+
+
 # -- graphs ---------------------------------------------------------------------------------------------------------
 
 
@@ -169,5 +207,7 @@ OTHER_MODELS: dict[str, RealModel] = {
     "GAT": _graph_network("GAT"),
     "GraphSAGE": _graph_network("GraphSAGE"),
     "GIN": _graph_network("GIN"),
+    "torchao": RealModel(_torchao, tokens(), needs=("torchao",)),
+    "bitsandbytes": RealModel(_four_bits, _vectors, needs=("bitsandbytes",)),
 }
 """By name."""

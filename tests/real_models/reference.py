@@ -70,11 +70,14 @@ class Reference:
     ----------
     seen : dict
         An `Observation` for each kind, series and step.
+    unreadable : int
+        Number of nested tensors, of which ikkuna reads no numbers.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.seen: dict[Key, Observation] = {}
         self.step = 0
+        self.unreadable = 0
         self._model = model
         self._optimizer = optimizer
         self._before: dict[str, Tensor] = {}
@@ -142,6 +145,9 @@ class Reference:
             yield "bias" if is_bias else "weight", series, name, parameter
 
     def _add(self, kind: str, series: str, tensor: Tensor) -> None:
+        if tensor.is_nested:
+            self.unreadable += 1
+            return
         wide = _wide(tensor)
         if wide.numel():
             self.seen.setdefault((kind, series, self.step), Observation()).parts.append(wide)
