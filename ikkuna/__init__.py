@@ -2,14 +2,18 @@
 
 from typing import Any
 
-__all__ = ["watch"]
+__all__ = ["preflight", "watch"]
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "watch":  # imported when asked for, since it imports torch
+    if name == "watch":  # these are imported when asked for, since they import torch
         from ikkuna.export.watch import watch
 
         return watch
+    if name == "preflight":
+        from ikkuna.diagnosis.preflight import preflight
+
+        return preflight
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

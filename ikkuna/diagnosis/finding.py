@@ -1,6 +1,7 @@
 """A mistake that a rule or a check has found."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ikkuna.errors import ConfigError, unknown_name
 
@@ -33,6 +34,10 @@ class Finding:
         What to try.
     evidence : tuple of (object, float)
         The series behind the figure: pairs of a step or a module name, and a value.
+    modules : tuple of str
+        Every module in which the rule found the mistake, if there are several.
+    consequences : tuple of str
+        Other rules whose findings this one explains.
 
     Raises
     ------
@@ -54,6 +59,8 @@ class Finding:
     value: float | None = None
     advice: str = ""
     evidence: tuple[tuple[int | str, float], ...] = ()
+    modules: tuple[str, ...] = ()
+    consequences: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
@@ -63,3 +70,7 @@ class Finding:
         place = f" in {self.module}" if self.module else ""
         since = "" if self.step is None else f" at step {self.step}"
         return f"{self.severity}: {self.rule}{place}{since}: {self.message}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict of plain values."""
+        return asdict(self)

@@ -52,7 +52,7 @@ def test_the_blocks_of_a_page_run_one_after_another(path, namespace):
 
 def test_all_blocks_are_found():
     """Without blocks, every test of blocks would pass."""
-    assert len(blocks(ROOT / "README.md")) == 5
+    assert len(blocks(ROOT / "README.md")) == 6
     assert len(blocks(SITE / "quick_start.rst")) == 6
     line, code = blocks(SITE / "quick_start.rst")[0]
     assert (SITE / "quick_start.rst").read_text().splitlines()[line].strip() == code.splitlines()[0] == "import torch"

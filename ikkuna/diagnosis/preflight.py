@@ -1,0 +1,109 @@
+"""Find mistakes before the first training step."""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ikkuna.diagnosis.finding import Finding
+from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.preflight_checks.batch import split_batch
+from ikkuna.diagnosis.preflight_checks.causes import without_consequences
+from ikkuna.diagnosis.preflight_checks.check import Check
+from ikkuna.diagnosis.preflight_checks.checks import CHECKS
+from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
+from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.errors import ConfigTypeError
+
+__all__ = ["preflight"]
+
+_log = logging.getLogger(__name__)
+
+
+def preflight(
+    model: nn.Module,
+    batch: Any = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    causal: bool | None = None,
+) -> Findings:
+    """Check a model, a batch, a loss and an optimizer before training, and return what is wrong.
+
+    The checks run the model a few times and leave it as it was: parameters, buffers, gradients, modes, hooks and random
+    states are the same afterwards, also if a check or the model raises.  The optimizer is not used.
+    Attributes that ``forward()`` sets on the model, such as a counter of calls, are not restored.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, in the state in which training begins.
+    batch : object
+        One batch of the training data: a tensor, ``(inputs, labels)``, ``(input, input, …, labels)``, or a dictionary
+        of named inputs.  Tensors are copied to the device of the model.  Without it, only checks that need no pass run.
+    loss : callable, optional
+        Called with the output and the labels.  Without it, a model with named inputs must return its loss.
+    optimizer : torch.optim.Optimizer or iterable of torch.optim.Optimizer, optional
+        Every optimizer of the model.
+    causal : bool, optional
+        Whether an output may depend only on inputs of the same and earlier positions (second axis).  By default the
+        model is causal if the labels are the next inputs.
+
+    Returns
+    -------
+    Findings
+        The findings, the most severe first; ``print()`` shows a table.  Its attribute ``skipped`` names the checks that
+        could not judge, with the reasons.
+
+    Raises
+    ------
+    ConfigTypeError
+        If an argument has a wrong type, for example a data loader in place of a batch.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3), nn.Softmax(-1))
+    >>> batch = torch.randn(8, 4), torch.randint(3, (8,))
+    >>> optimizer = torch.optim.Adam(model[2].parameters())
+    >>> [finding.rule for finding in preflight(model, batch, nn.CrossEntropyLoss(), optimizer)]
+    ['not_in_optimizer', 'softmax_twice']
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise ConfigTypeError(f"loss must be a function of output and labels, got {type(loss).__name__}")
+    split = None if batch is None else split_batch(batch, loss is not None)
+    trial = Trial(model, split, loss, _optimizers(optimizer), causal)
+    found: list[Finding] = []
+    judged: list[str] = []
+    skipped: dict[str, str] = {}
+    for check in CHECKS:
+        try:
+            found += _run(check, trial)
+            judged.append(check.__name__)
+        except CannotJudgeError as reason:
+            skipped[check.__name__] = str(reason)
+    return Findings(without_consequences(found), judged, skipped)
+
+
+def _run(check: Check, trial: Trial) -> list[Finding]:
+    try:
+        return list(check(trial))
+    except CannotJudgeError:
+        raise
+    except Exception as error:
+        _log.debug("the check %s failed", check.__name__, exc_info=True)
+        text = str(error).strip().splitlines() or [""]
+        raise CannotJudgeError(f"the check raised {type(error).__name__}: {text[0]}"[:200]) from error
+
+
+def _optimizers(optimizer: Any) -> tuple[Any, ...]:
+    if optimizer is None:
+        return ()
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in several:
+        if not hasattr(each, "param_groups"):
+            raise ConfigTypeError(f"optimizer must be a torch.optim.Optimizer, got {type(each).__name__}")
+    return tuple(several)

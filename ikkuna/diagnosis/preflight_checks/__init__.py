@@ -1,0 +1,1 @@
+"""The checks before the first step, and the passes that they read."""

@@ -1,0 +1,101 @@
+"""The scores and labels of a classification, in one layout."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["Classification", "arranged_scores"]
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Scores and labels of each prediction.
+
+    Parameters
+    ----------
+    scores : Tensor of shape (prediction, class)
+        Outputs of the model.
+    labels : Tensor of shape (prediction,)
+        Indices of classes.
+    """
+
+    scores: Tensor
+    labels: Tensor
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return self.scores.shape[1]
+
+    @property
+    def counted(self) -> "Classification":
+        """The predictions whose label is the index of a class."""
+        known = (self.labels >= 0) & (self.labels < self.classes)
+        return Classification(self.scores[known], self.labels[known])
+
+    @property
+    def cross_entropy(self) -> float:
+        """Mean cross-entropy; NaN without predictions."""
+        if not len(self.labels):
+            return math.nan
+        return float(functional.cross_entropy(self.scores.float(), self.labels.long()))
+
+    @property
+    def negative_score(self) -> float:
+        """Mean of the negative score of the label, as ``nll_loss`` computes it; NaN without predictions."""
+        if not len(self.labels):
+            return math.nan
+        return float(functional.nll_loss(self.scores.float(), self.labels.long()))
+
+    @property
+    def are_probabilities(self) -> bool:
+        """Whether the scores of each prediction are at least 0 and have the sum 1."""
+        scores = self.scores.float()
+        return bool((scores >= 0).all() and ((scores.sum(1) - 1).abs() < 1e-3).all())
+
+    @property
+    def are_log_probabilities(self) -> bool:
+        """Whether the exponentials of the scores of each prediction have the sum 1."""
+        return bool((self.scores.float().logsumexp(1).abs() < 1e-3).all())
+
+    def shifted(self, batch: int) -> "Classification":
+        """Return the predictions of the next label of each of `batch` sequences."""
+        scores = self.scores.view(batch, -1, self.classes)[:, :-1].flatten(0, 1)
+        return Classification(scores, self.labels.view(batch, -1)[:, 1:].flatten())
+
+
+def arranged_scores(output: Tensor, labels: object, class_axis_last: bool = False) -> Classification | None:
+    """Return `output` and `labels` as a classification, or ``None`` if they have other shapes or dtypes.
+
+    Parameters
+    ----------
+    output : Tensor
+        (sample, class), (sample, class, …), (sample, …, class) or (sample · position, class).
+    labels : Tensor
+        Integers without the axis of classes.
+    class_axis_last : bool
+        Prefer the last axis if the shapes allow two axes of classes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> arranged_scores(torch.zeros(2, 3, 5), torch.zeros(2, 5, dtype=torch.long)).classes
+    3
+    >>> round(arranged_scores(torch.zeros(2, 4), torch.tensor([0, 3])).cross_entropy, 4)
+    1.3863
+    """
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not output.is_floating_point():
+        return None
+    if output.ndim < 2 or not labels.ndim or not labels.numel():
+        return None
+    layouts = {
+        1: output.shape[:1] + output.shape[2:] == labels.shape,
+        output.ndim - 1: output.shape[:-1] == labels.shape or (output.ndim == 2 and len(output) == labels.numel()),
+    }
+    axes = [axis for axis, fits in layouts.items() if fits and output.shape[axis] > 1]
+    if not axes:
+        return None
+    scores = output.detach().movedim(axes[-1 if class_axis_last else 0], -1).flatten(0, -2)
+    return Classification(scores, labels.detach().flatten())

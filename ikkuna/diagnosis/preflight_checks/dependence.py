@@ -1,0 +1,169 @@
+"""Checks of what the output depends on: its input, other samples, later positions."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ikkuna.diagnosis.finding import Finding
+from ikkuna.diagnosis.preflight_checks.batch import Batch, by_sample, sample_axis
+from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
+from ikkuna.diagnosis.preflight_checks.forward_record import share_between_samples
+from ikkuna.diagnosis.preflight_checks.perturbed import perturbed_output
+from ikkuna.diagnosis.preflight_checks.signal import _require_different_samples
+from ikkuna.diagnosis.preflight_checks.trial import Trial
+
+__all__ = ["batch_leak", "ignores_input", "time_leak"]
+
+_EPSILONS = 100  # a kernel may round differently for other data in the batch
+_SAME = 1e-10  # of the energy: rounding in float32
+
+
+def ignores_input(trial: Trial) -> Iterator[Finding]:
+    """Find an output that is the same for different inputs, also with other parameters than the initial ones."""
+    _require_different_samples(trial)
+    if _differs(trial, trial.evaluated):
+        return
+    if not _differs(trial, perturbed_output(trial, trial.model.parameters())):
+        message = "The output is the same for all samples, whatever their inputs are."
+        advice = "check that forward() uses its input, and that nothing multiplies it by 0"
+        yield Finding("ignores_input", "error", message, advice=advice)
+
+
+def _differs(trial: Trial, output: Tensor) -> bool:
+    if by_sample(output, trial.batch.size) is None:
+        raise CannotJudgeError("the output has no axis of samples")
+    share = share_between_samples(output, trial.batch.size)
+    return share > _SAME
+
+
+def batch_leak(trial: Trial) -> Iterator[Finding]:
+    """Find an output of a sample, in evaluation mode, that changes with the other samples of the batch."""
+    _require_different_samples(trial)
+    _require_samples(trial)
+    difference = _change_by_others(trial, 0)
+    if difference and _has_time_first(trial):
+        difference = min(difference, _change_by_others(trial, 1))
+    if difference:
+        message = f"In evaluation mode the output of a sample depends on other samples of the batch (relative change {difference:.1g})."
+        advice = "look for a reduction, softmax, normalisation or reshape over the axis of samples"
+        yield Finding("batch_leak", "error", message, value=difference, advice=advice)
+
+
+def _require_samples(trial: Trial) -> None:
+    size = trial.batch.size
+    for number, tensor in enumerate(trial.batch.tensors):
+        if sample_axis(tensor, size) is None or (number and tensor.shape[:2] == (size, size)):
+            raise CannotJudgeError("the inputs have no common axis of samples")
+    norms = [m for m in trial.first_step.record.called if isinstance(m, _BatchNorm)]
+    if any(not norm.track_running_stats for norm in norms):
+        raise CannotJudgeError("the model has batch norms without running statistics, which mix samples on purpose")
+
+
+def _has_time_first(trial: Trial) -> bool:
+    return any(getattr(module, "batch_first", True) is False for module in trial.names)
+
+
+def _change_by_others(trial: Trial, preferred: int) -> float:
+    """Return the relative change of the output of sample 0 when all samples become copies of it; 0 if none."""
+    size = trial.batch.size
+
+    def copies(tensor: Tensor) -> Tensor:
+        fits = tensor.ndim > preferred and tensor.shape[preferred] == size
+        axis = preferred if fits else sample_axis(tensor, size)
+        return tensor if axis is None else tensor.narrow(axis, 0, 1).expand_as(tensor).clone()
+
+    before, after = trial.evaluated, trial.evaluate(trial.batch.map(copies))[0]
+    layouts = [(by_sample(before, size, axis), by_sample(after, size, axis)) for axis in range(preferred + 1)]
+    changes = [
+        _relative_change(a[0], b[0], before)
+        for a, b in layouts
+        if a is not None and b is not None and a.shape == b.shape
+    ]
+    if not changes:
+        raise CannotJudgeError("the output has no axis of samples")
+    return min(changes)
+
+
+def _relative_change(a: Tensor, b: Tensor, scale_of: Tensor) -> float:
+    scale = float(scale_of.abs().max())
+    difference = float((a - b).abs().max()) if a.numel() else 0.0
+    if not math.isfinite(difference) or not math.isfinite(scale):
+        raise CannotJudgeError("the output is not finite")
+    return difference / scale if difference > _EPSILONS * torch.finfo(a.dtype).eps * scale else 0.0
+
+
+def time_leak(trial: Trial) -> Iterator[Finding]:
+    """Find a model of sequences whose output at a position changes with later inputs, which are its labels."""
+    tokens, axis = _sequence(trial)
+    length = tokens.shape[axis]
+    start = length // 2
+    changed = _other_tail(tokens, axis, start)
+    replaced = trial.batch.map(lambda tensor: changed if torch.equal(tensor, tokens) else tensor, labels=False)
+    before, after = (_by_position(output, tokens, axis) for output in (trial.evaluated, trial.evaluate(replaced)[0]))
+    difference = _relative_change(before[:, :start], after[:, :start], before)
+    if difference:
+        message = f"The output at a position depends on later positions (relative change {difference:.1g}), which it should predict."
+        advice = "use a causal mask, or shift the inputs"
+        yield Finding("time_leak", "error", message, value=difference, advice=advice)
+
+
+def _sequence(trial: Trial) -> tuple[Tensor, int]:
+    """Return the sequence of inputs and its axis of time, if the model is to predict the next elements."""
+    batch = trial.batch
+    tokens = batch.inputs.get("input_ids") if isinstance(batch.inputs, dict) else batch.tensors[0]
+    if trial.causal is False:
+        raise CannotJudgeError("the model is not causal")
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+        raise CannotJudgeError("the inputs are no sequences")
+    axis = 1 if trial.causal else _predicted_axis(trial, batch, tokens)
+    if axis is None:
+        raise CannotJudgeError("the labels are not the next inputs; pass causal=True if the model is causal")
+    if tokens.shape[axis] < 2:
+        raise CannotJudgeError("the sequences have fewer than two elements")
+    return tokens, axis
+
+
+def _predicted_axis(trial: Trial, batch: Batch, tokens: Tensor) -> int | None:
+    labels = batch.labels
+    if not isinstance(labels, Tensor) or labels.numel() != tokens.numel():
+        return None
+    labels = labels.view(tokens.shape)
+    if batch.loss_inside:
+        known = labels >= 0
+        named = "ForCausalLM" in type(trial.model).__name__ or type(trial.model).__name__.startswith("GPT2LMHead")
+        encoder = getattr(getattr(trial.model, "config", None), "is_encoder_decoder", False)
+        return 1 if named and not encoder and bool((labels == tokens)[known].all()) else None
+    shifted = partial(_is_shifted, labels, tokens)
+    return next((axis for axis in (1, 0) if tokens.shape[axis] > 2 and shifted(axis)), None)
+
+
+def _is_shifted(labels: Tensor, tokens: Tensor, axis: int) -> bool:
+    length = tokens.shape[axis] - 1
+    return torch.equal(labels.narrow(axis, 0, length), tokens.narrow(axis, 1, length))
+
+
+def _other_tail(tokens: Tensor, axis: int, start: int) -> Tensor:
+    """Return `tokens` with other elements from position `start` on, taken from the sequences themselves."""
+    length = tokens.shape[axis]
+    tail = tokens.narrow(axis, start, length - start)
+    for other in (tail.roll(1, 1 - axis), tail.flip(axis), tokens.narrow(axis, 0, 1).expand_as(tail)):
+        if not torch.equal(other, tail):
+            return torch.cat([tokens.narrow(axis, 0, start), other], axis)
+    raise CannotJudgeError("all elements of the sequences are equal")
+
+
+def _by_position(output: Tensor, tokens: Tensor, axis: int) -> Tensor:
+    """Return the output as (sample, time, …)."""
+    samples, length = tokens.shape[1 - axis], tokens.shape[axis]
+    if output.shape[:2] == tokens.shape[:2]:
+        return output.transpose(0, 1) if axis == 0 else output
+    if output.ndim == 2 and output.shape[0] == samples * length:
+        flat = output.view(*tokens.shape[:2], -1)
+        return flat.transpose(0, 1) if axis == 0 else flat
+    if output.ndim == 3 and axis == 1 and output.shape[::2] == tokens.shape[:2]:
+        return output.transpose(1, 2)
+    raise CannotJudgeError("the output has no axis of time")

@@ -1,0 +1,171 @@
+"""Checks of the loss: its value, its reduction, and a softmax that is applied twice."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ikkuna.diagnosis.finding import Finding
+from ikkuna.diagnosis.preflight_checks.classification import Classification
+from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
+from ikkuna.diagnosis.preflight_checks.trial import Trial
+
+__all__ = ["loss_at_init", "loss_scale", "softmax_twice"]
+
+_EXCESS = 1.5  # of the loss of a guess; healthy networks stay below 1.1
+_GAP = 1.0  # nats; with two classes the random outputs of a healthy network reach 1.5 times the loss of a guess
+_RELATIVE = 1e-3
+
+
+def loss_at_init(trial: Trial) -> Iterator[Finding]:
+    """Find a cross-entropy before the first update that is far above that of a guess, the logarithm of the classes."""
+    entropy, guess = _cross_entropy(trial)
+    if math.isfinite(entropy) and entropy > _EXCESS * guess and entropy - guess > _GAP:
+        message = f"The cross-entropy of the untrained model is {entropy:.3g}, a guess has {guess:.3g}: it is certain and wrong."
+        advice = "use smaller initial weights in the last layer, and check the scale of the inputs"
+        yield Finding("loss_at_init", "warning", message, value=entropy / guess, advice=advice)
+
+
+def _cross_entropy(trial: Trial) -> tuple[float, float]:
+    """Return the mean cross-entropy of the first step, and that of a guess."""
+    loss, labels = trial.loss_value, trial.batch.labels
+    if (
+        isinstance(trial.loss, nn.BCEWithLogitsLoss)
+        and isinstance(labels, Tensor)
+        and labels.shape == trial.output.shape
+    ):
+        return float(functional.binary_cross_entropy_with_logits(trial.output.float(), labels.float())), math.log(2)
+    task = trial.classification
+    if trial.batch.loss_inside:
+        candidates = [task.counted.cross_entropy]
+        if len(task.labels) % (size := trial.batch.size or 1) == 0 and len(task.labels) > size:
+            candidates.append(task.shifted(size).counted.cross_entropy)
+        if not any(_equal(float(loss.mean()), value) for value in candidates):
+            raise CannotJudgeError("the loss that the model computes is not the cross-entropy of its outputs")
+        return float(loss.mean()), math.log(task.classes)
+    if not _is_cross_entropy(trial, task.counted):
+        raise CannotJudgeError("the loss is not a cross-entropy")
+    return task.counted.cross_entropy, math.log(task.classes)
+
+
+def softmax_twice(trial: Trial) -> Iterator[Finding]:
+    """Find outputs that are already normalised in a way that the loss does itself, and those that lack it."""
+    if trial.loss is None:
+        raise CannotJudgeError("the model computes its loss itself" if trial.batch.loss_inside else "no loss was given")
+    last = trial.first_step.produced_by[:1]
+    _ = trial.loss_value
+    if isinstance(trial.loss, nn.BCEWithLogitsLoss):
+        if last == ("Sigmoid",):
+            yield _softmax_finding(
+                "error",
+                "The loss applies a sigmoid to outputs that have passed one.",
+                "remove the sigmoid of the model",
+            )
+        return
+    task = trial.classification
+    known = task.counted
+    if _is_cross_entropy(trial, known):
+        if task.are_probabilities:
+            text = "The model returns probabilities, and the cross-entropy applies a softmax to them again."
+            yield _softmax_finding("error", text, "remove the softmax of the model")
+        elif task.are_log_probabilities and last == ("LogSoftmax",):
+            text = (
+                "The model returns log-probabilities, and the cross-entropy applies the logarithm of the softmax again."
+            )
+            yield _softmax_finding("info", text, "use NLLLoss, or remove the log-softmax; the loss is the same")
+        elif last and last[0] in ("Relu", "Sigmoid", "Tanh"):
+            text = f"The outputs have passed {last[0].lower()} before the cross-entropy, which limits the scores of classes."
+            yield _softmax_finding("warning", text, "remove the last activation function of the model")
+    elif _is_nll(trial, known) and not task.are_log_probabilities:
+        kind = "probabilities" if task.are_probabilities else "scores without a softmax"
+        text = f"The loss wants log-probabilities, but the model returns {kind}."
+        yield _softmax_finding("error", text, "apply log_softmax to the outputs, or use CrossEntropyLoss")
+
+
+def _softmax_finding(severity: str, message: str, advice: str) -> Finding:
+    return Finding("softmax_twice", severity, message, advice=advice)
+
+
+def _is_cross_entropy(trial: Trial, task: Classification) -> bool:
+    """Return whether the loss applies a softmax: its value fits, and a constant added to all scores changes nothing."""
+    if isinstance(trial.loss, nn.CrossEntropyLoss) or trial.loss is functional.cross_entropy:
+        return True
+    value = float(trial.loss_value.sum())
+    fits = any(_equal(value, task.cross_entropy * factor) for factor in (1, len(task.labels)))
+    return fits and _equal(_shifted_loss(trial), value)
+
+
+def _is_nll(trial: Trial, task: Classification) -> bool:
+    if isinstance(trial.loss, nn.NLLLoss) or trial.loss is functional.nll_loss:
+        return True
+    value = float(trial.loss_value.sum())
+    fits = any(_equal(value, task.negative_score * factor) for factor in (1, len(task.labels)))
+    return fits and not _equal(_shifted_loss(trial), value)
+
+
+def _shifted_loss(trial: Trial) -> float:
+    try:
+        with trial.running(as_training=True):
+            return float(trial.loss_of(trial.output + 1.0, trial.batch.copy().labels).sum())
+    except Exception:
+        return math.nan
+
+
+def loss_scale(trial: Trial) -> Iterator[Finding]:
+    """Find a loss that is a sum over the batch: its value doubles when each sample counts twice."""
+    loss = trial.loss_value
+    if loss.numel() != 1 or not bool(loss.isfinite().all()) or float(loss) == 0:
+        raise CannotJudgeError("the loss is not a finite number")
+    size = trial.batch.size
+    ratio = _ratio_inside(trial) if trial.batch.loss_inside else _ratio_outside(trial)
+    if abs(ratio - 2) < 0.02:
+        standard = type(trial.loss).__module__.startswith("torch.") or _is_standard(trial)
+        message = f"The loss is a sum over the batch, so that gradients grow with the number of samples (here {size})."
+        advice = 'use reduction="mean", or divide the loss by the number of samples'
+        yield Finding("loss_scale", "warning" if standard else "info", message, value=float(loss), advice=advice)
+
+
+def _ratio_outside(trial: Trial) -> float:
+    output, labels = trial.output, trial.batch.labels
+    size = trial.batch.size
+    if not isinstance(labels, Tensor) or size is None or output.ndim < 1 or len(output) % size or len(labels) % size:
+        raise CannotJudgeError("output and labels have no common axis of samples")
+    try:
+        with trial.running(as_training=True):
+            once = float(trial.loss_of(output, labels.clone()))
+            twice = float(trial.loss_of(torch.cat([output, output]), torch.cat([labels, labels])))
+    except Exception as error:
+        raise CannotJudgeError(f"for a batch of twice the size the loss raises {type(error).__name__}") from error
+    return twice / once if once else math.nan
+
+
+def _ratio_inside(trial: Trial) -> float:
+    batch, size = trial.batch, trial.batch.size
+    if any(tensor.ndim and len(tensor) != size for tensor in batch.tensors):
+        raise CannotJudgeError("the inputs have no common axis of samples")
+    _, once = trial.evaluate(batch)
+    _, twice = trial.evaluate(batch.map(lambda tensor: torch.cat([tensor, tensor]) if tensor.ndim else tensor))
+    if once is None or twice is None or float(once) == 0:
+        raise CannotJudgeError("the model returned no loss in evaluation mode")
+    return float(twice) / float(once)
+
+
+def _is_standard(trial: Trial) -> bool:
+    """Return whether the value is the sum of a usual loss."""
+    output, labels = trial.output, trial.batch.labels
+    value = float(trial.loss_value)
+    try:
+        task = trial.classification.counted
+        sums = (task.cross_entropy * len(task.labels), task.negative_score * len(task.labels))
+        return any(_equal(value, each) for each in sums)
+    except CannotJudgeError:
+        if not isinstance(labels, Tensor) or output.shape != labels.shape:
+            return False
+    difference = output.float() - labels.float()
+    return _equal(value, float(difference.square().sum())) or _equal(value, float(difference.abs().sum()))
+
+
+def _equal(a: float, b: float) -> bool:
+    return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= _RELATIVE * max(abs(a), abs(b), 1e-6)

@@ -1,0 +1,152 @@
+"""Checks of activations and gradients by depth at the first step."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ikkuna.diagnosis.finding import Finding
+from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
+from ikkuna.diagnosis.preflight_checks.forward_record import CallRecord, share_between_samples, widened
+from ikkuna.diagnosis.preflight_checks.names import counted
+from ikkuna.diagnosis.preflight_checks.trial import Trial
+
+__all__ = ["dead_units", "gradient_scale", "identical_units", "signal_lost", "signal_scale"]
+
+_LARGEST_RMS = 30.0  # healthy layers stay below 5
+_LOST = 1e-7  # healthy networks stay above 2e-5
+_SAME_INPUTS = 1e-6
+_NOTHING = 1e-10  # of the energy: what rounding in float32 leaves, with a margin
+_DEAD = 0.9
+_FEW_UNITS = 10
+_VANISHED, _EXPLODED = 1e-5, 1e4  # healthy networks stay between 1e-3 and 130
+
+
+def signal_scale(trial: Trial) -> Iterator[Finding]:
+    """Find the first layer with weights whose output is far larger than the inputs of the network."""
+    largest = max([1.0, *(rms for _, rms in _input_scales(trial))])
+    scales = [(call.name, call.rms) for call in _weighted(trial) if call.finite]
+    exploded = next(((name, rms) for name, rms in scales if rms > _LARGEST_RMS * largest), None)
+    if exploded:
+        message = f"The outputs of {exploded[0]} have a root mean square of {exploded[1]:.3g} before training."
+        advice = "use smaller initial weights (kaiming, xavier), or a normalisation"
+        yield Finding(
+            "signal_scale", "warning", message, exploded[0], value=exploded[1], advice=advice, evidence=tuple(scales)
+        )
+
+
+def _input_scales(trial: Trial) -> list[tuple[int, float]]:
+    tensors = [tensor for tensor in trial.batch.tensors if tensor.is_floating_point() and tensor.numel()]
+    return [(i, float(widened(tensor).square().mean().sqrt())) for i, tensor in enumerate(tensors)]
+
+
+def signal_lost(trial: Trial) -> Iterator[Finding]:
+    """Find the first layer behind which the outputs no longer differ between samples, although the inputs do."""
+    _require_different_samples(trial)
+    share = share_between_samples(trial.output, trial.batch.size)
+    shares = [(call.name, call.between) for call in _weighted(trial) if math.isfinite(call.between)]
+    if not share < _LOST or not shares:
+        return
+    lost = len(shares)
+    while lost and shares[lost - 1][1] < _LOST:
+        lost -= 1
+    if 0 < lost < len(shares):  # a layer that has never seen the input is the matter of ignores_input
+        name, value = shares[lost]
+        message = (
+            f"Behind {name} the outputs hardly differ between samples ({value:.1g} of their energy) before training."
+        )
+        advice = "use larger initial weights, fewer saturating activations, residual connections or a normalisation"
+        severity = "error" if share < _NOTHING else "warning"
+        yield Finding("signal_lost", severity, message, name, value=value, advice=advice, evidence=tuple(shares))
+
+
+def _require_different_samples(trial: Trial) -> None:
+    size = trial.batch.size
+    shares = [share_between_samples(tensor, size) for tensor in trial.batch.tensors]
+    if size is None or size < 2:
+        raise CannotJudgeError("the batch has fewer than two samples")
+    if not any(share > _SAME_INPUTS for share in shares):
+        raise CannotJudgeError("the samples of the batch do not differ")
+
+
+def _weighted(trial: Trial) -> list[CallRecord]:
+    """Return the calls of layers with a weight matrix that is not 0."""
+    calls = trial.first_step.record.calls
+    if not calls:
+        _ = trial.output
+    return [call for call in calls if _has_matrix(call.module)]
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+    return any(bool(p.detach().any()) for p in own) and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def gradient_scale(trial: Trial) -> Iterator[Finding]:
+    """Find gradients that vanish or explode from the last layers to the first ones."""
+    matrices = _matrices(trial)
+    scales = [(name, g.rms) for name in matrices if (g := trial.gradients.get(name)) is not None and g.finite]
+    if len(scales) < 3:
+        raise CannotJudgeError("the model has fewer than three layers with gradients")
+    third = len(scales) // 3
+    early, late = (max(rms for _, rms in part) for part in (scales[:third], scales[-third:]))
+    if not early or not late:
+        return
+    if early < _VANISHED * late:
+        text, advice = "vanish", "use residual connections, a normalisation, or another initialisation"
+    elif early > _EXPLODED * late:
+        text, advice = "explode", "use smaller initial weights, a normalisation, or clip the gradients"
+    else:
+        return
+    name = scales[0][0]
+    message = f"The gradients {text} towards the first layers: {early:.1g} for each weight there, {late:.1g} in the last layers."
+    module = name.rpartition(".")[0] or None
+    yield Finding(
+        "gradient_scale", "warning", message, module, value=early / late, advice=advice, evidence=tuple(scales)
+    )
+
+
+def _matrices(trial: Trial) -> list[str]:
+    """Return the weight matrices in the order in which their modules were called."""
+    called = trial.first_step.record.called
+    order = {name: called[module] for module, name in trial.names.items() if module in called}
+    root = trial.names[next(iter(trial.names))]
+    owners = {name: name.rpartition(".")[0] or root for name in trial.trainable}
+    modules = {name: module for module, name in trial.names.items()}
+    names = [name for name, p in trial.trainable.items() if _is_matrix(p) and owners[name] in order]
+    layers = [name for name in names if not isinstance(modules[owners[name]], nn.Embedding | nn.EmbeddingBag)]
+    return sorted(layers, key=lambda name: order[owners[name]])
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter combines features; positions and class tokens have a first axis of length 1."""
+    return parameter.ndim > 1 and min(parameter.shape[:2]) > 1
+
+
+def dead_units(trial: Trial) -> Iterator[Finding]:
+    """Find the first rectifier with nearly all units at 0 for the whole batch."""
+    _ = trial.output
+    rectifiers = [r for r in trial.first_step.record.rectifiers if r.units >= _FEW_UNITS and not math.isnan(r.dead)]
+    dead = [r for r in rectifiers if r.dead >= _DEAD]
+    if dead:
+        name, share = dead[0].name, dead[0].dead
+        others = f" (and of {counted(len(dead) - 1, 'later rectifier')})" if len(dead) > 1 else ""
+        message = f"{share:.0%} of the units of {name}{others} are 0 for every sample before training."
+        advice = "raise the bias of the layer before, or use other initial weights"
+        evidence = tuple((r.name, r.dead) for r in rectifiers)
+        yield Finding("dead_units", "error", message, name, value=share, advice=advice, evidence=evidence)
+
+
+def identical_units(trial: Trial) -> Iterator[Finding]:
+    """Find layers whose units all have the same weights, so that they stay equal while they train."""
+    trial.require_values()
+    layers = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase)
+    for module, name in trial.names.items():
+        for own, weight in module.named_parameters(recurse=False) if isinstance(module, layers) else ():
+            if weight.ndim < 2 or min(weight.shape[:2]) < 4 or not weight.requires_grad:
+                continue
+            rows = weight.detach()
+            if bool(rows.any()) and torch.equal(rows, rows[:1].expand_as(rows)):
+                message = f"All {len(rows)} units have the same weights ({own}), so they will stay equal."
+                yield Finding("identical_units", "error", message, name, advice="initialise the weights at random")

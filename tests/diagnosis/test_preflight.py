@@ -1,0 +1,767 @@
+"""Each check before the first step finds its planted mistake and nothing else, and leaves the model as it was."""
+
+import copy
+import math
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ikkuna
+from ikkuna.diagnosis.finding import Finding
+from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.preflight_checks.checks import CHECKS
+from ikkuna.errors import ConfigTypeError
+from tests.diagnosis.healthy_models import CASES, LanguageModel, Transformer, images, resnet, stack, tokens, vectors
+from tests.diagnosis.healthy_transformers import CASES as TRANSFORMERS
+
+MISTAKES = {}
+
+
+def mistake(*expected):
+    """Register a function that returns the arguments of a preflight, which must find `expected` and nothing else."""
+
+    def register(function):
+        MISTAKES[function.__name__] = (function, list(expected))
+        return function
+
+    return register
+
+
+def classifier(batch=None, loss=None, optimizer=True, **options):
+    model = stack([20, 64, 64, 10], **options)
+    optimizer = torch.optim.Adam(model.parameters()) if optimizer is True else optimizer
+    return model, vectors() if batch is None else batch, nn.CrossEntropyLoss() if loss is None else loss, optimizer
+
+
+def with_optimizer(model, batch, loss):
+    return model, batch, loss, torch.optim.Adam(model.parameters())
+
+
+# -- the optimizer
+
+
+@mistake(("not_in_optimizer", "error", "2"))
+def one_layer_in_no_optimizer():
+    model, batch, loss, _ = classifier()
+    return model, batch, loss, torch.optim.Adam([*model[0].parameters(), *model[4].parameters()])
+
+
+@mistake(("not_in_optimizer", "error", None))
+def optimizer_of_a_copy():
+    model, batch, loss, optimizer = classifier()
+    return copy.deepcopy(model), batch, loss, optimizer
+
+
+@mistake(("not_in_optimizer", "error", "margin"))
+def trainable_parameter_of_the_loss():
+    class Margin(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output, labels):
+            return functional.cross_entropy(self.scale * output, labels)
+
+    return classifier(loss=Margin())
+
+
+@mistake(("parameter_in_two_groups", "warning", "4"))
+def two_optimizers_of_one_layer():
+    model, batch, loss, optimizer = classifier()
+    return model, batch, loss, [optimizer, torch.optim.SGD(model[4].parameters(), 0.1)]
+
+
+@mistake(("learning_rate_zero", "error", "0"))
+def learning_rate_of_zero_for_a_group():
+    model, batch, loss, _ = classifier()
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2:].parameters()}]
+    return model, batch, loss, torch.optim.Adam(groups)
+
+
+@mistake(("frozen_in_optimizer", "info", "0"))
+def frozen_layer_in_the_optimizer():
+    model, batch, loss, optimizer = classifier()
+    model[0].requires_grad_(False)
+    return model, batch, loss, optimizer
+
+
+# -- the model
+
+
+@mistake(("eval_mode", "warning", None))
+def whole_model_in_evaluation_mode():
+    model, *rest = classifier(dropout=0.1)
+    return model.eval(), *rest
+
+
+@mistake(("eval_mode", "warning", "1.body.0.1"))
+def part_of_the_model_in_evaluation_mode():
+    model = resnet(False)
+    model[1].eval()
+    return with_optimizer(model, images(), nn.CrossEntropyLoss())
+
+
+@mistake(("untied_weights", "error", "head"))
+def tied_weights_that_a_copy_has_separated():
+    model = Transformer(causal=True, norm_first=True, tied=True)
+    model.head = copy.deepcopy(model.head)
+    x = torch.randint(50, (8, 13))
+    return with_optimizer(model, (x[:, :-1], x[:, 1:].flatten()), nn.CrossEntropyLoss())
+
+
+@mistake(("untied_weights", "error", "lm_head"))
+def tied_weights_of_transformers_that_differ():
+    model, batch = TRANSFORMERS["gpt2"]()
+    model.lm_head.weight = nn.Parameter(0.02 * torch.randn_like(model.lm_head.weight))
+    return with_optimizer(model, batch, None)
+
+
+@mistake(("identical_units", "error", "2"))
+def constant_weights():
+    model, *rest = classifier()
+    nn.init.constant_(model[2].weight, 0.01)
+    return model, *rest
+
+
+@mistake(("nonfinite", "error", "2"))
+def parameter_with_nan():
+    model, *rest = classifier()
+    model[2].weight.detach()[0, 0] = math.nan
+    return model, *rest
+
+
+# -- the batch
+
+
+@mistake(("input_scale", "info", None))
+def raw_pixels():
+    x, y = images()
+    return with_optimizer(resnet(False), (x * 60 + 120, y), nn.CrossEntropyLoss())
+
+
+@mistake(("nonfinite", "error", None))
+def input_with_infinity():
+    x, y = vectors()
+    x[3, 3] = math.inf
+    return classifier((x, y))
+
+
+@mistake(("first_step_runs", "error", "embedding"))
+def token_outside_of_the_vocabulary():
+    x, y = tokens()
+    x[0, 0] = 50
+    return with_optimizer(Transformer(), (x, y), nn.CrossEntropyLoss())
+
+
+@mistake(("first_step_runs", "error", "0"))
+def inputs_in_double_precision():
+    x, y = vectors()
+    return classifier((x.double(), y))
+
+
+@mistake(("label_range", "error", None))
+def labels_from_one():
+    x, y = vectors()
+    return classifier((x, (y % 9 + 1).index_fill(0, torch.tensor([0]), 10)))
+
+
+@mistake(("label_range", "error", None))
+def negative_labels_of_a_model_that_computes_its_loss():
+    model, batch = TRANSFORMERS["bert_tags"]()
+    batch["labels"][0, 0] = -1
+    return with_optimizer(model, batch, None)
+
+
+@mistake(("label_dtype", "error", None))
+def labels_as_floats():
+    x, y = vectors()
+    return classifier((x, y.float()))
+
+
+@mistake(("label_dtype", "error", None))
+def labels_as_integers_for_a_regression():
+    model = stack([20, 64, 1])
+    return with_optimizer(model, (torch.randn(32, 20), torch.randint(2, (32, 1))), nn.BCEWithLogitsLoss())
+
+
+@mistake(("label_shape", "error", None))
+def labels_as_a_column():
+    x, y = vectors()
+    return classifier((x, y.unsqueeze(-1)))
+
+
+@mistake(("label_shape", "error", None))
+def broadcast_in_the_squared_error():
+    return with_optimizer(stack([20, 64, 1]), (torch.randn(32, 20), torch.randn(32)), nn.MSELoss())
+
+
+@mistake(("label_shape", "error", None))
+def broadcast_in_a_loss_by_hand():
+    loss = lambda output, labels: (output - labels).square().mean()  # noqa: E731
+    return with_optimizer(stack([20, 64, 1]), (torch.randn(32, 20), torch.randn(32)), loss)
+
+
+# -- the loss
+
+
+@mistake(("softmax_twice", "error", None))
+def softmax_before_cross_entropy():
+    model = nn.Sequential(stack([20, 64, 10]), nn.Softmax(-1))
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("softmax_twice", "error", None))
+def functional_softmax_before_cross_entropy_by_hand():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = stack([20, 64, 10])
+
+        def forward(self, x):
+            return functional.softmax(self.net(x), -1)
+
+    return with_optimizer(Model(), vectors(), lambda output, labels: functional.cross_entropy(output, labels))
+
+
+@mistake(("softmax_twice", "info", None))
+def log_softmax_before_cross_entropy():
+    model = nn.Sequential(stack([20, 64, 10]), nn.LogSoftmax(-1))
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("softmax_twice", "error", None))
+def scores_for_a_loss_of_log_probabilities():
+    return classifier(loss=nn.NLLLoss())
+
+
+@mistake(("softmax_twice", "error", None))
+def sigmoid_twice():
+    model = nn.Sequential(stack([20, 64, 5]), nn.Sigmoid())
+    return with_optimizer(model, (torch.randn(32, 20), torch.rand(32, 5).round()), nn.BCEWithLogitsLoss())
+
+
+@mistake(("softmax_twice", "warning", None))
+def relu_after_the_last_layer():
+    model = nn.Sequential(stack([20, 64, 10]), nn.ReLU())
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("loss_scale", "warning", None))
+def sum_in_place_of_the_mean():
+    return classifier(loss=nn.CrossEntropyLoss(reduction="sum"))
+
+
+@mistake(("loss_scale", "warning", None))
+def sum_of_squares_by_hand():
+    loss = lambda output, labels: (output - labels).square().sum()  # noqa: E731
+    return with_optimizer(stack([20, 64, 3]), (torch.randn(32, 20), torch.randn(32, 3)), loss)
+
+
+@mistake(("first_step_runs", "error", None))
+def loss_of_each_sample():
+    return classifier(loss=nn.CrossEntropyLoss(reduction="none"))
+
+
+@mistake(("loss_at_init", "warning", None))
+def large_weights_in_the_last_layer():
+    model, *rest = classifier()
+    with torch.no_grad():
+        model[4].weight.mul_(30)
+    return model, *rest
+
+
+@mistake(("nonfinite", "error", None))
+def labels_that_are_all_ignored():
+    x, y = vectors()
+    return classifier((x, torch.full_like(y, -100)))
+
+
+# -- signal and gradient
+
+
+@mistake(("dead_units", "error", "1"))
+def biases_far_below_zero():
+    model, *rest = classifier(norm=None)
+    model[0].bias.detach()[:63] = -30.0
+    return model, *rest
+
+
+@mistake(("dead_units", "error", "hidden"))
+def functional_rectifier_with_dead_units():
+    class Hidden(nn.Linear):
+        def forward(self, x):
+            return functional.relu(super().forward(x))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.head = Hidden(20, 64), nn.Linear(64, 10)
+            self.hidden.bias.detach()[:62] = -30.0
+
+        def forward(self, x):
+            return self.head(self.hidden(x))
+
+    return with_optimizer(Model(), vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("signal_lost", "error", "6"))
+def small_weights():
+    model = stack([20, *[64] * 5, 10], nn.Tanh)
+    with torch.no_grad():
+        for layer in model[::2]:
+            layer.weight.mul_(0.1)
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("signal_scale", "warning", "2"))
+def large_weights():
+    model, *rest = classifier()
+    with torch.no_grad():
+        model[2].weight.mul_(200)
+    return model, *rest
+
+
+@mistake(("gradient_scale", "warning", "1"))
+def gradients_that_vanish():
+    class Damped(nn.Module):
+        def forward(self, x):
+            return 0.01 * x + 0.99 * x.detach()
+
+    layers = [part for _ in range(4) for part in (nn.Linear(32, 32), nn.LayerNorm(32), nn.Tanh(), Damped())]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(20, 32), *layers, nn.Linear(32, 10))
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("gradient_scale", "warning", "0"))
+def gradients_that_explode():
+    model = stack([20, *[64] * 16, 10], nn.Tanh)
+    with torch.no_grad():
+        for layer in model[:-1:2]:
+            layer.weight.mul_(30)
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("signal_lost", "error", "11"))
+def sigmoids_of_many_layers():
+    model = nn.Sequential(nn.Flatten(), *stack([20, *[64] * 12, 10], nn.Sigmoid))
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("input_scale", "warning", None))
+def raw_pixels_without_a_normalisation():
+    model = nn.Sequential(nn.Flatten(), stack([192, 64, 10]))
+    x, y = images(size=8)
+    return with_optimizer(model, (x * 60 + 120, y), nn.CrossEntropyLoss())
+
+
+@mistake(("no_gradient", "error", "0"))
+def detached_layer():
+    class Detach(nn.Module):
+        def forward(self, x):
+            return x.detach()
+
+    model, batch, loss, _ = classifier()
+    model.insert(1, Detach())
+    return with_optimizer(model, batch, loss)
+
+
+@mistake(("no_gradient", "error", "inner.1.1"))
+def branch_without_autograd_behind_a_normalisation():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(20), nn.LSTM(20, 20, batch_first=True)) for _ in range(2)
+            )
+            self.other, self.head = nn.Linear(20, 20), nn.Linear(20, 10)
+
+        def forward(self, x):
+            h = x.unsqueeze(1)
+            with torch.no_grad():
+                for layer in self.inner:
+                    h = h + layer(h)[0]
+            return self.head(self.other(x) + h[:, 0])
+
+    return with_optimizer(Model(), vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("no_gradient", "info", "extra"))
+def layer_that_the_loss_does_not_use():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.extra = stack([20, 64, 10]), nn.Linear(20, 5)
+
+        def forward(self, x):
+            return self.head(x), self.extra(x)
+
+    loss = lambda output, labels: functional.cross_entropy(output[0], labels)  # noqa: E731
+    return with_optimizer(Model(), vectors(), loss)
+
+
+@mistake(("no_gradient", "error", None))
+def loss_without_a_gradient():
+    loss = lambda output, labels: functional.cross_entropy(output.detach(), labels)  # noqa: E731
+    return classifier(loss=loss)
+
+
+# -- what the output depends on
+
+
+@mistake(("ignores_input", "error", None))
+def input_multiplied_by_zero():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = stack([20, 64, 10])
+
+        def forward(self, x):
+            return self.net(x * 0)
+
+    return with_optimizer(Model(), vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("batch_leak", "error", None))
+def softmax_over_the_batch():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.value, self.head = nn.Linear(20, 32), nn.Linear(20, 32), nn.Linear(32, 10)
+
+        def forward(self, x):
+            return self.head(self.gate(x).softmax(0) * self.value(x))
+
+    return with_optimizer(Model(), vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("batch_leak", "error", None))
+def reshape_in_place_of_transpose():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.rnn, self.head = nn.Embedding(50, 16), nn.GRU(16, 16), nn.Linear(16, 5)
+
+        def forward(self, x):
+            h = self.embedding(x).reshape(x.shape[1], x.shape[0], -1)  # mixes samples and positions
+            return self.head(self.rnn(h)[0][-1])
+
+    return with_optimizer(Model(), tokens(), nn.CrossEntropyLoss())
+
+
+@mistake(("time_leak", "error", None))
+def language_model_without_a_mask():
+    class Model(Transformer):
+        def forward(self, x):
+            return self.head(self.encoder(self.embedding(x) + self.position)).flatten(0, 1)
+
+    x = torch.randint(50, (8, 13))
+    return with_optimizer(Model(causal=True), (x[:, :-1], x[:, 1:].flatten()), nn.CrossEntropyLoss())
+
+
+@mistake(("time_leak", "error", None))
+def bidirectional_language_model():
+    model = LanguageModel()
+    model.rnn, model.head = nn.LSTM(32, 32, batch_first=True, bidirectional=True), nn.Linear(64, 50)
+    x = torch.randint(50, (8, 13))
+    loss = lambda output, labels: functional.cross_entropy(output.transpose(1, 2), labels)  # noqa: E731
+    return with_optimizer(model, (x[:, :-1], x[:, 1:]), loss)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_and_nothing_else(name):
+    make, expected = MISTAKES[name]
+    found = ikkuna.preflight(*make())
+    assert [(finding.rule, finding.severity, finding.module) for finding in found] == expected, str(found)
+    assert all(finding.message.endswith(".") or finding.rule == "first_step_runs" for finding in found)
+    assert all(finding.advice and not finding.advice.endswith(".") for finding in found)
+
+
+def test_the_page_lists_the_checks():
+    page = (Path(__file__).parents[2] / "sphinx/source/preflight.rst").read_text(encoding="utf-8")
+    assert re.findall(r"^   \* - ``(\w+)``$", page, re.MULTILINE) == [check.__name__ for check in CHECKS]
+
+
+def test_each_check_finds_a_mistake():
+    planted = {rule for _, expected in MISTAKES.values() for rule, *_ in expected}
+    assert planted == {check.__name__ for check in CHECKS}
+
+
+# -- no false alarms
+
+FACTS = {  # true, and no mistake: findings of the severity "info"
+    "resnet_without_normalisation_of_inputs": ["input_scale"],
+    "xlnet": ["no_gradient"],
+    "pegasus": ["frozen_in_optimizer"],
+    "wav2vec2_ctc": ["loss_scale"],
+}
+QUICK = ["mlp", "plain_conv_net", "resnet_small", "lstm", "rnn_with_time_first", "transformer_language_model"]
+QUICK_TRANSFORMERS = ["bert_masked", "gpt2", "t5"]
+
+
+def findings_of_healthy_model(name, seed):
+    torch.manual_seed(seed)
+    if name in TRANSFORMERS and name not in CASES:
+        model, batch = TRANSFORMERS[name]()
+        loss, optimizer = None, None
+    else:
+        model, batch, loss, *options = CASES[name]()
+        optimizer = options[0]["optimizer"] if options else None
+    optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
+    return ikkuna.preflight(model, batch, loss, optimizer)
+
+
+def assert_no_alarm(name, seed):
+    found = findings_of_healthy_model(name, seed)
+    assert all(finding.severity == "info" for finding in found), str(found)
+    assert [finding.rule for finding in found] == FACTS.get(name, []), str(found)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *QUICK_TRANSFORMERS])
+def test_no_finding_for_a_healthy_model(name):
+    assert_no_alarm(name, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", [*CASES, *TRANSFORMERS])
+def test_no_finding_for_any_healthy_model(name, seed):
+    assert_no_alarm(name, seed)
+
+
+# -- nothing changes
+
+
+class Everything(nn.Module):
+    """A model with state of every kind: buffers, dropout, RNNs, frozen and unused parameters, hooks of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.rnn = nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+        self.head, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.head.bias.requires_grad_(False)
+        self.norm.eval()
+        self.fails = ""
+
+    def forward(self, x):
+        x = self.drop(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        x = x.clone().mul_(1 + random.random() * np.random.rand())
+        h = self.spectral(self.rnn(x)[0][:, -1])
+        if self.fails == "forward":
+            raise RuntimeError("on purpose")
+        return self.head(h.detach() if self.fails == "detach" else h)
+
+
+def state(model, *others):
+    owners = [model, *others]
+    modules = [module for owner in owners for module in owner.modules()]
+    parameters = [p for owner in owners for p in owner.parameters()]
+    return {
+        "values": [value.clone() for owner in owners for value in owner.state_dict().values()],
+        "identities": [id(p) for p in parameters] + [id(b) for owner in owners for b in owner.buffers()],
+        "versions": [p._version for p in parameters],
+        "gradients": [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in parameters],
+        "trained": [p.requires_grad for p in parameters],
+        "modes": [module.training for module in modules],
+        "attributes": [sorted(vars(module)) for module in modules],
+        "hooks": [[len(value) for name, value in sorted(vars(m).items()) if name.endswith("_hooks")] for m in modules],
+        "weights of recurrent layers": [[id(w) for w in m._flat_weights] for m in modules if isinstance(m, nn.RNNBase)],
+        "random": (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()),
+        "modes of torch": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+    }
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+
+
+class NoisyLoss(nn.Module):
+    """A loss with state that draws random numbers and changes its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+        self.fails = ""
+
+    def forward(self, output, labels):
+        self.calls += 1
+        if self.fails == "loss":
+            raise RuntimeError("on purpose")
+        return functional.mse_loss(output + torch.rand(()), labels.mul_(0.5) * self.weight)
+
+
+@pytest.mark.parametrize("fails", ["", "forward", "loss", "detach"])
+def test_nothing_changes(fails):
+    model, loss = Everything(), NoisyLoss()
+    model(torch.randn(8, 5, 4)).sum().backward()
+    optimizer = torch.optim.Adam([*model.parameters(), *loss.parameters()])
+    batch = torch.randn(8, 5, 4), torch.randn(8, 2)
+    kept = [tensor.clone() for tensor in batch]
+    before = state(model, loss)
+    model.fails = loss.fails = fails
+    found = ikkuna.preflight(model, batch, loss, optimizer)
+    after = state(model, loss)
+    assert [name for name in before if not same(before[name], after[name])] == []
+    assert all(torch.equal(a, b) for a, b in zip(batch, kept, strict=True))
+    assert not optimizer.state
+    expected = {"forward": "first_step_runs", "loss": "first_step_runs", "detach": "no_gradient"}
+    assert expected.get(fails, "eval_mode") in [finding.rule for finding in found], str(found)
+
+
+def test_nothing_changes_when_a_check_raises(monkeypatch):
+    def broken(trial):
+        with trial.running(as_training=True):
+            trial.model.norm.running_mean.add_(1)
+            torch.rand(3)
+            raise ZeroDivisionError("on purpose")
+        yield
+
+    monkeypatch.setattr("ikkuna.diagnosis.preflight.CHECKS", (broken,))
+    model, batch = Everything(), torch.randn(8, 5, 4)
+    before = state(model)
+    found = ikkuna.preflight(model, batch)
+    after = state(model)
+    assert [name for name in before if not same(before[name], after[name])] == []
+    assert dict(found.skipped) == {"broken": "the check raised ZeroDivisionError: on purpose"}
+
+
+def test_an_interrupt_reaches_the_user_and_nothing_changes():
+    class Interrupted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            self.net(x)
+            raise KeyboardInterrupt
+
+    model, batch = Interrupted(), torch.randn(8, 4)
+    before = state(model)
+    with pytest.raises(KeyboardInterrupt):
+        ikkuna.preflight(model, batch, lambda output: output.sum())
+    assert all(same(before[name], state(model)[name]) for name in before)
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_does_not_step():
+    model = stack([20, 64, 10])
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    before = state(model)
+    assert not ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss(), list(optimizers.values()))
+    assert same(before["values"], state(model)["values"])
+
+
+# -- bad input
+
+
+def test_a_model_on_the_meta_device_is_judged_in_part():
+    with torch.device("meta"):
+        model = stack([20, 64, 10])
+    found = ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss(), torch.optim.Adam(model[0].parameters()))
+    assert [finding.rule for finding in found] == ["not_in_optimizer"]
+    assert found.skipped["no_gradient"] == "the model is on the meta device, where tensors have no values"
+
+
+def test_a_model_with_lazy_parameters_is_judged_in_part():
+    found = ikkuna.preflight(nn.Sequential(nn.LazyLinear(3)), vectors(), nn.CrossEntropyLoss())
+    assert not found
+    assert found.skipped["no_gradient"] == "the model has lazy parameters; call it once before"
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        (None, "no batch was given"),
+        ((torch.zeros(0, 20), torch.zeros(0, dtype=torch.long)), "the batch is empty"),
+        ((), "the batch contains no tensor"),
+        ({}, "the batch contains no tensor"),
+        (("text", torch.zeros(3)), "the batch contains no tensor"),
+    ],
+)
+def test_a_batch_without_data_is_named(batch, reason):
+    model, _, loss, optimizer = classifier()
+    found = ikkuna.preflight(model, batch, loss, optimizer)
+    assert not found
+    assert found.skipped["first_step_runs"] == reason
+    assert "not_in_optimizer" in found.judged
+
+
+def test_an_output_without_tensors_is_named():
+    class Generates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(20, 3)
+
+        def forward(self, x):
+            yield self.net(x)
+
+    found = ikkuna.preflight(Generates(), torch.randn(4, 20), lambda output: next(output).sum())
+    assert found.skipped["ignores_input"] == "the output of the model contains no floating-point tensor"
+    assert not found.errors
+
+
+def test_a_loss_that_returns_no_tensor_is_named():
+    model, batch, _, optimizer = classifier()
+    (finding,) = ikkuna.preflight(model, batch, lambda output, labels: 1.0, optimizer)
+    assert finding.message == "The loss raises TypeError: the loss function returned a float instead of a tensor"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("model",), "model must be a torch.nn.Module, got str"),
+        ((nn.Linear(2, 2), None, 3), "loss must be a function of output and labels, got int"),
+        ((nn.Linear(2, 2), None, None, 3), "optimizer must be a torch.optim.Optimizer, got int"),
+        ((nn.Linear(2, 2), iter([])), "batch must be one batch, got a list_iterator"),
+        ((nn.Linear(2, 2), torch.utils.data.DataLoader([1])), "batch must be one batch, got a DataLoader"),
+    ],
+)
+def test_wrong_types_are_refused(arguments, text):
+    with pytest.raises(ConfigTypeError, match=text):
+        ikkuna.preflight(*arguments)
+
+
+def test_other_forms_of_batches_are_understood():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = stack([20, 32, 10])
+
+        def forward(self, values):
+            return {"scores": self.net(values)}
+
+    x, y = vectors()
+    loss = lambda output, labels: functional.cross_entropy(output["scores"], labels)  # noqa: E731
+    for batch in ({"values": x, "labels": y}, [{"values": x}, y]):
+        found = ikkuna.preflight(Named(), batch, loss)
+        assert not found
+        assert "loss_at_init" in found.judged
+
+
+def test_findings_print_as_a_table():
+    model, batch, loss, _ = classifier()
+    text = str(ikkuna.preflight(model, batch, loss, torch.optim.Adam(model[0].parameters())))
+    assert "error     not_in_optimizer  -       4 trainable parameters in no optimizer: 2.weight, 2.bias" in text
+    assert "Try: pass these parameters to an optimizer" in text
+
+
+def test_findings_are_sorted_by_severity_and_can_be_copied():
+    made = [Finding("a", "info", "A."), Finding("b", "error", "B."), Finding("c", "warning", "C.")]
+    found = copy.deepcopy(Findings(made, ["a"], {"d": "no loss"}))
+    assert [finding.rule for finding in found] == ["b", "c", "a"]
+    assert (found.judged, found.skipped) == (("a",), {"d": "no loss"})
