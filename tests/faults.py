@@ -307,11 +307,25 @@ MODELS = {
     ),
 }
 
+LIBRARY = {
+    308: Fault(
+        "another user who can write to the cache of the native library, to a directory above it, or to the temp directory",
+        "nothing there is used: the library is compiled where others cannot write, or numpy measures",
+        "a sticky directory of root, such as ``/tmp``, is accepted as a parent; a directory that the group can write is not",
+    ),
+    310: Fault(
+        "a cached library that is damaged, foreign, or not a regular file; a compiler that fails, hangs or makes no library",
+        "the library is compiled again and replaced; if the compiler fails, one line is logged, and numpy measures; "
+        "it is tried again after an hour",
+    ),
+}
+
 SECTIONS = {
     "arguments": ARGUMENTS,
     "plugins": PLUGINS,
     "tensors": TENSORS,
     "models": MODELS,
+    "library": LIBRARY,
     "files": FILES,
     "endings": ENDINGS,
     "threads": THREADS,

@@ -1,8 +1,4 @@
-"""The C++ kernels: which tensors they accept, differences, samples, the build, and machines without a compiler."""
-
-import logging
-import os
-import stat
+"""The C++ kernels: which tensors they accept, differences and samples."""
 
 import numpy as np
 import pytest
@@ -18,22 +14,12 @@ from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics import FIELDS, closure, merge, native
 from ikkuna.numerics.statistics.float_code import codes, sampled_codes
 from ikkuna.numerics.statistics.host import measure
-from ikkuna.numerics.statistics.native import build
 from ikkuna.numerics.statistics.record import record_of
 from ikkuna.numerics.statistics.table import empty_rows
 from ikkuna.testing import RecordingBackend
 
 ALL = closure(f for f in FIELDS if "codes" not in f)
 PAIRS = hnp.arrays(np.float32, st.tuples(st.just(2), st.integers(1, 3000)), elements=st.floats(width=32))
-
-
-@pytest.fixture
-def nothing_built(monkeypatch, tmp_path):
-    """An empty cache, and a process that has not loaded the kernels."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
-    yield tmp_path / "ikkuna"
-    native.library.cache_clear()
 
 
 @given(PAIRS)
@@ -146,65 +132,6 @@ def test_the_number_of_threads_does_not_change_the_result():
         torch.set_num_threads(threads)
     assert want.mean == pytest.approx(x.double().mean().item(), rel=1e-14)
     assert want.m2 == pytest.approx(x.double().var(correction=0).item() * len(x), rel=1e-7)
-
-
-def test_a_library_is_built_once_and_found_again(nothing_built):
-    assert native.library() is not None
-    (made,) = nothing_built.iterdir()
-    native.library.cache_clear()
-    before = made.stat().st_mtime_ns
-    assert native.library() is not None
-    assert [path.stat().st_mtime_ns for path in nothing_built.iterdir()] == [before]
-    assert stat.S_IMODE(nothing_built.stat().st_mode) == 0o700
-
-
-def test_without_a_writable_cache_the_library_is_built_for_this_process(nothing_built):
-    nothing_built.write_text("a file where the directory should be")
-    assert native.library() is not None
-
-
-def test_a_directory_of_another_user_is_not_used(nothing_built, monkeypatch):
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert native.library() is not None
-    assert list(nothing_built.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("environment", "reason"),
-    [
-        ({"PATH": "/nowhere"}, "no C\\+\\+ compiler was found"),
-        ({"CXX": "no-such-compiler"}, "found as 'no-such-compiler'"),
-    ],
-)
-def test_without_a_compiler_numpy_measures_and_the_log_says_so_once(
-    nothing_built, monkeypatch, caplog, environment, reason
-):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with caplog.at_level(logging.INFO, logger="ikkuna"):
-        assert native.library() is None
-        assert native.library() is None
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "with numpy" in line
-    with pytest.raises(RuntimeError, match=reason):
-        build._compiler()
-    assert measure(torch.tensor([3.0, 4.0]), closure(["sumsq"])).l2_norm == 5.0
-
-
-def test_a_library_with_wrong_results_is_not_used(nothing_built, monkeypatch, tmp_path):
-    wrong = tmp_path / "kernels.cpp"
-    source = build._SOURCE.read_text()
-    assert "s2 += d * d" in source
-    wrong.write_text(source.replace("s2 += d * d", "s2 += d"))
-    monkeypatch.setattr(build, "_SOURCE", wrong)
-    assert native.library() is None
-
-
-def test_a_failing_compiler_is_not_an_error(nothing_built, monkeypatch, tmp_path):
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("this is not C++")
-    monkeypatch.setattr(build, "_SOURCE", broken)
-    assert native.library() is None
 
 
 @pytest.mark.parametrize("kernels", ["native", "eager"])

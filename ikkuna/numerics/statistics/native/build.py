@@ -1,78 +1,87 @@
 """Compiles the kernels, or finds them in the cache."""
 
+import contextlib
 import hashlib
 import os
 import platform
-import shutil
-import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
 from ikkuna.logger import log
+from ikkuna.numerics.statistics.native.cache import LibraryCache
+from ikkuna.numerics.statistics.native.compiler import Compiler, CompilerError
 from ikkuna.numerics.statistics.native.library import Library
+from ikkuna.numerics.statistics.native.loading import load_from_memory
 
 __all__ = ["library"]
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = (*("-std=c++17", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"), "-shared", "-fPIC")
-_TUNINGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
-_SECONDS = 60.0
 
 
 @cache
 def library() -> Library | None:
     """Return the native kernels; ``None``, after one line in the log, if there is no compiler or the library cannot be loaded.
 
-    The library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source, compiler and processor.
-    If this directory is not writable, the library is built in a temporary directory for this process alone.
+    The library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source, compiler and
+    processor.  It is used only if no other user could have written it and its checksum is right; otherwise it is compiled again.
+    If the directory cannot be used, it is compiled for this process alone.
+    A compiler that fails, or that runs for more than 60 seconds, is tried again after an hour.
     """
     try:
         return _load_or_build()
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()
         log.info("statistics are measured with numpy, which costs more: %s", reason[0] if reason else error)
         return None
 
 
 def _load_or_build() -> Library:
-    compiler = _compiler()
-    name = f"kernels-{_fingerprint(compiler)}.so"
-    for directory in (_cache_directory(), None):
-        try:
-            if directory is None:
-                with tempfile.TemporaryDirectory(prefix="ikkuna-") as own:  # a loaded library needs no file
-                    return Library(_build(compiler, Path(own) / name))
-            return Library(_found_or_built(compiler, directory, name))
-        except OSError as error:
-            failure = error  # the directory is not writable, or mounted without execution
-    raise failure
-
-
-def _found_or_built(compiler: str, directory: Path, name: str) -> Path:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if hasattr(os, "getuid") and directory.stat().st_uid != os.getuid():
-        raise PermissionError(f"{directory} belongs to another user")
-    path = directory / name
-    return path if path.exists() else _build(compiler, path)
-
-
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ikkuna"
-
-
-def _compiler() -> str:
-    asked = os.environ.get("CXX")
-    found = next(filter(None, map(shutil.which, (asked,) if asked else ("c++", "g++", "clang++"))), None)
-    if found is None:
-        raise RuntimeError(f"no C++ compiler was found{f' as {asked!r}' if asked else ''}")
+    compiler, source = Compiler(), _SOURCE.read_bytes()
+    name, cached = _name(compiler, source), LibraryCache(_cache_directory())
+    if (stored := cached.load(name)) is not None:
+        with contextlib.suppress(OSError, RuntimeError):  # compiled for another system, for example
+            return Library(load_from_memory(stored))
+    if (reason := cached.failure(name)) is not None:
+        raise CompilerError(f"{reason} (delete '{cached.directory}' to try again)")
+    try:
+        made = _build(compiler, source, cached.directory)
+        found = _load(made)
+    except RuntimeError as error:
+        cached.store_failure(name, str(error))
+        raise
+    cached.store(name, made)
     return found
 
 
-def _fingerprint(compiler: str) -> str:
+def _load(made: bytes) -> Library:
+    try:
+        return Library(load_from_memory(made))
+    except OSError as error:
+        raise CompilerError(f"the compiled library cannot be loaded: {error}") from error
+
+
+def _build(compiler: Compiler, source: bytes, directory: Path | None) -> bytes:
+    try:
+        return compiler.build(source, Path(tempfile.gettempdir()))
+    except OSError:  # there is no place for temporary files, or others can change it
+        if directory is None:
+            raise
+        return compiler.build(source, directory)
+
+
+def _cache_directory() -> Path | None:
+    """Return the directory of the cache; ``None`` if this user has no home."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    with contextlib.suppress(RuntimeError):
+        return (base if base.is_absolute() else Path.home() / ".cache") / "ikkuna"
+    return None
+
+
+def _name(compiler: Compiler, source: bytes) -> str:
     """Return a name for source, compiler and processor: machines with different processors may share a home directory."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
-    return hashlib.sha256(b"\0".join((_SOURCE.read_bytes(), version, _processor()))).hexdigest()[:20]
+    parts = source, compiler.identity(), _processor()
+    return f"kernels-{hashlib.sha256(b'|'.join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:20]}"
 
 
 def _processor() -> bytes:
@@ -81,16 +90,3 @@ def _processor() -> bytes:
     except OSError:
         return f"{platform.node()} {platform.machine()} {platform.processor()}".encode()
     return b"\n".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))
-
-
-def _build(compiler: str, path: Path) -> Path:
-    """Compile for this processor, or if the compiler does not support that, for any; the file appears complete or not at all."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        made = Path(directory) / path.name
-        for tuning in _TUNINGS:
-            command = [compiler, *_FLAGS, *tuning, "-o", str(made), str(_SOURCE)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-            if done.returncode == 0:
-                os.replace(made, path)
-                return path
-    raise RuntimeError(f"{compiler} failed: {done.stderr.strip()}")

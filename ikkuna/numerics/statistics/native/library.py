@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,19 +40,16 @@ class Library:
 
     Parameters
     ----------
-    path : Path
-        The library.
+    kernels : CDLL
+        The loaded library.
 
     Raises
     ------
-    OSError
-        If it cannot be loaded.
     RuntimeError
-        If its results are wrong.
+        If it lacks a kernel, or if its results are wrong.
     """
 
-    def __init__(self, path: Path) -> None:
-        kernels = ctypes.CDLL(str(path))
+    def __init__(self, kernels: ctypes.CDLL) -> None:
         self._measure = {dtype: _typed(kernels, f"measure_{name}", _MEASURE) for dtype, name in DTYPES.items()}
         self._difference = {
             dtype: _typed(kernels, f"measure_difference_{DTYPES[dtype]}", _DIFFERENCE) for dtype in _SUBTRACTED
@@ -143,7 +139,10 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 
 
 def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> _Kernel:
-    kernel: Any = getattr(kernels, name)
+    try:
+        kernel: Any = getattr(kernels, name)
+    except AttributeError as error:
+        raise RuntimeError(f"the native library has no function {name}") from error
     kernel.argtypes, kernel.restype = arguments, None
     return kernel  # type: ignore[no-any-return]
 
