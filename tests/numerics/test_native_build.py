@@ -45,7 +45,7 @@ __attribute__((constructor)) static void run() {
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """The kernels, and a library of somebody else that creates the file ``$IKKUNA_TEST_MARKER`` when it is loaded."""
+    """The kernels, and a foreign library that creates the file ``$IKKUNA_TEST_MARKER`` when it is loaded."""
     directory = tmp_path_factory.mktemp("libraries")
     foreign = directory / "foreign.so"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-x", "c++", "-", "-o", foreign], input=FOREIGN.encode(), check=True)
