@@ -1,9 +1,8 @@
 """Copies tensors of a device to the host."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -12,38 +11,72 @@ __all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """One non-blocking copy of several tensors of one device to the host: int64 as they are, others as float64.
+    """One non-blocking copy of several tensors of one device to the host.
 
     Parameters
     ----------
     tensors : sequence of Tensors
         They may be changed once the constructor has returned.
+    streams : collection of streams
+        The streams on which the tensors were computed; without any, the current one.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._layout = [(tensor.shape, tensor.dtype is torch.int64) for tensor in tensors]
-        flat = (tensor.reshape(-1) for tensor in tensors)
-        packed = torch.cat([x.view(torch.float64) if x.dtype is torch.int64 else x.double() for x in flat])
-        self._event: torch.cuda.Event | None = None
-        if packed.device.type == "cuda":
-            self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(packed.device))
-        else:
+    def __init__(self, tensors: Sequence[Tensor], streams: Collection[Any] = ()) -> None:
+        self._kept: Sequence[Tensor] = ()
+        self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        device = tensors[0].device
+        module = _module_with_events(device)
+        if module is not None:
+            current = module.current_stream(device)
+            others = [stream for stream in streams if stream != current]
+            for stream in others:
+                current.wait_stream(stream)
+            self._kept = tensors if others else ()  # their memory belongs to streams that do not wait for this copy
+        self._bounds, packed = _pack(tensors)
+        self._event: Any = None
+        if module is None:
             self._packed = packed.cpu()
+            return
+        self._packed = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+        self._packed.copy_(packed, non_blocking=True)
+        self._event = module.Event()
+        self._event.record(current)
 
     def arrived(self) -> bool:
         """Return whether the copy is complete."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Return the tensors as arrays; wait for the copy if necessary."""
+        """Return the tensors as arrays, bfloat16 as float32; wait for the copy if necessary."""
         if self._event is not None:
             self._event.synchronize()
-        arrays, offset = [], 0
-        for shape, is_integer in self._layout:
-            flat = self._packed.numpy()[offset : offset + shape.numel()]
-            arrays.append((flat.view(np.int64) if is_integer else flat).reshape(shape))
-            offset += shape.numel()
+        self._kept = ()
+        groups = {dtype: self._packed[first:last].view(dtype) for dtype, (first, last) in self._bounds.items()}
+        arrays, offsets = [], dict.fromkeys(groups, 0)
+        for shape, dtype in self._shapes:
+            offset, size = offsets[dtype], shape.numel()
+            found = groups[dtype][offset : offset + size].reshape(shape)
+            arrays.append((found.float() if dtype is torch.bfloat16 else found).numpy())
+            offsets[dtype] += size
         return arrays
+
+
+def _pack(tensors: Sequence[Tensor]) -> tuple[dict[torch.dtype, tuple[int, int]], Tensor]:
+    """Return the bytes of tensors in one tensor, those of each dtype together, and where these begin and end."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+    bounds, parts, end = {}, [], 0
+    for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):  # so that each begins at a multiple of its size
+        group = by_dtype[dtype]
+        parts.append((torch.cat(group) if len(group) > 1 else group[0].contiguous()).view(torch.uint8))
+        bounds[dtype] = end, (end := end + parts[-1].numel())
+    return bounds, torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+
+
+def _module_with_events(device: torch.device) -> Any:
+    """Return the module of a device that can copy without waiting; ``None`` if it cannot."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "Event") and hasattr(module, "current_stream") else None

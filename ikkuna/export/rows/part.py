@@ -8,7 +8,7 @@ from torch import Tensor
 from ikkuna.distributed.dtensor import ShardPosition
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.subscriber.registered import Registered
-from ikkuna.numerics.statistics.device import DeviceStatistics
+from ikkuna.numerics.statistics.device import DeviceStatistics, Doubts
 from ikkuna.numerics.statistics.host import HostStatistics
 
 __all__ = ["Part", "PartPool"]
@@ -30,6 +30,8 @@ class Part:
         Handles errors in the merge of subscribers' results.
     native : bool
         Whether to use the C++ kernels if they are available.
+    doubts : Doubts
+        Which rows are measured in float64 on a device.
 
     Attributes
     ----------
@@ -47,8 +49,8 @@ class Part:
         By row, how the calls of a loss become one number: ``"mean"`` or ``"sum"``.
     """
 
-    def __init__(self, error_guard: ErrorGuard, native: bool) -> None:
-        self._error_guard = error_guard
+    def __init__(self, error_guard: ErrorGuard, native: bool, doubts: Doubts) -> None:
+        self._error_guard, self._doubts = error_guard, doubts
         self.host = HostStatistics(native)
         self.devices: dict[torch.device, DeviceStatistics] = {}
         self.measured: dict[int, dict[Registered, Tensor]] = {}
@@ -62,7 +64,7 @@ class Part:
 
     def _on(self, device: torch.device) -> DeviceStatistics:
         if (found := self.devices.get(device)) is None:
-            found = self.devices[device] = DeviceStatistics(device)
+            found = self.devices[device] = DeviceStatistics(device, self._doubts)
         return found
 
     def add_measured(self, row: int | None, registered: Registered, value: Tensor) -> None:
@@ -116,11 +118,12 @@ class PartPool:
 
     def __init__(self, error_guard: ErrorGuard, native: bool) -> None:
         self._error_guard, self._native = error_guard, native
+        self._doubts = Doubts()
         self._free: list[Part] = []
 
     def take(self) -> Part:
         """Return an empty part."""
-        return self._free.pop() if self._free else Part(self._error_guard, self._native)
+        return self._free.pop() if self._free else Part(self._error_guard, self._native, self._doubts)
 
     def release(self, parts: Iterable[Part]) -> None:
         """Empty parts, and keep them for later."""

@@ -17,6 +17,7 @@ from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.row_index import Key, RowIndex
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.statistics.device import Taken
 from ikkuna.numerics.statistics.float_code import merge_codes
 from ikkuna.numerics.statistics.record import record_of
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
@@ -89,7 +90,7 @@ class Rows:
         self._pool = pool
         self._parts: dict[int, Part] = {}
         self._flags: dict[int, Any] = {}
-        self._device_rows: list[tuple[list[int], dict[str, Any]]] = []
+        self._taken: list[tuple[Taken, dict[Any, Any]]] = []
         self._device_codes: list[dict[int, dict[str, Any]]] = []
         self._copies: list[tuple[list[_Pending], HostCopy]] = []
 
@@ -154,12 +155,10 @@ class Rows:
         pending: list[_Pending] = [(self._flags, i, flag) for i, flag in self._flags.items()]
         holders: list[dict[Any, Any]] = [self.together, *self.measured.values(), *codes.values()]
         for statistics in whole.devices.values():
-            numbers, rows, codes = statistics.take()
+            taken, codes = statistics.take()
             self._device_codes.append(codes)
-            holders += codes.values()
-            if rows is not None:
-                self._device_rows.append((numbers, {"values": rows}))
-                holders.append(self._device_rows[-1][1])
+            self._taken.append((taken, taken.tensors))
+            holders += (taken.tensors, *codes.values())
         pending += [(holder, key, value) for holder in holders for key, value in holder.items()]
         self._start_copies(pending)
         self._pool.release(self._parts.values())
@@ -187,13 +186,14 @@ class Rows:
         for group, copy in self._copies:
             for (holder, key, _), array in zip(group, copy.arrays(), strict=True):
                 holder[key] = array
-        for numbers, holder in self._device_rows:
+        for taken, arrays in self._taken:
+            numbers, values = taken.rows(arrays)
             with np.errstate(all="ignore"):
-                self.values[numbers] = merge_rows(np.stack([self.values[numbers], holder["values"]]))
+                self.values[numbers] = merge_rows(np.stack([self.values[numbers], values]))
         for codes in self._device_codes:
             merge_codes(self.codes, codes)
         self.skipped = self.skipped or any(bool(flag.any()) for flag in self._flags.values())
-        self._copies, self._device_rows, self._device_codes, self._flags = [], [], [], {}
+        self._copies, self._taken, self._device_codes, self._flags = [], [], [], {}
 
     def complete(self) -> None:
         """Merge the measurements of all ranks, and the calls of a loss, waiting if necessary."""
@@ -208,10 +208,10 @@ class Rows:
 
     def discard(self) -> int:
         """Forget all measurements; return how many there were."""
-        numbers = {row for device in self._device_rows for row in device[0]}
+        numbers = {row for taken, _ in self._taken for row in taken.numbers}
         count = len(numbers.union(self.measured_rows())) + len(self.together)
         self.values, self.measured, self.together = self.values[:0], {}, {}
-        self._copies, self._device_rows, self._device_codes, self.reductions = [], [], [], {}
+        self._copies, self._taken, self._device_codes, self.reductions = [], [], [], {}
         return count
 
     def measured_rows(self) -> list[int]:

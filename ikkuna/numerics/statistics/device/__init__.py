@@ -1,0 +1,6 @@
+"""Statistics of tensors on accelerators: computed there, copied to the host once, never waited for."""
+
+from ikkuna.numerics.statistics.device.doubts import Doubts
+from ikkuna.numerics.statistics.device.statistics import DeviceStatistics, Taken
+
+__all__ = ["DeviceStatistics", "Doubts", "Taken"]

@@ -1,0 +1,93 @@
+r"""Statistics of tensors on a device with torch's reductions in float32: at most one launch for each of norm, moments, zeros, extrema.
+
+A reduction returns a 0-d tensor, and nothing of the tensor's size is allocated, except for the moments of half precision,
+which `torch.var_mean` would round to half precision.  Data that need float64 are recognised on the host, see `Doubts`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values
+
+__all__ = ["accepts", "decode", "reduce", "split"]
+
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_HIGHER = frozenset(("m3", "m4"))
+_MOMENTS = frozenset(("mean", "m2"))
+_CHUNK = 1 << 24  # elements that float32 can count; as many in float32 take 64 MiB
+
+
+def accepts(x: Tensor, fields: frozenset[str]) -> bool:
+    """Return whether `reduce` can compute the `fields` of `x`."""
+    return x.dtype in _DTYPES and x.layout is torch.strided and fields.isdisjoint(_HIGHER) and not x.is_nested
+
+
+def split(x: Tensor, fields: frozenset[str]) -> Sequence[Tensor]:
+    """Return the parts of `x` that are reduced separately."""
+    must_be_short = "zeros" in fields or (x.dtype is not torch.float32 and not fields.isdisjoint(_MOMENTS))
+    return x.reshape(-1).split(_CHUNK) if must_be_short and x.numel() > _CHUNK else (x,)
+
+
+def reduce(x: Tensor, fields: frozenset[str]) -> list[Tensor]:
+    """Return the reductions of `x` that `decode` makes a row of: 0-d tensors on its device, extrema in its dtype."""
+    found: list[Tensor] = []
+    if _takes_norm(fields):
+        found.append(torch.linalg.vector_norm(x, dtype=torch.float32))
+    if "l1" in fields:
+        found.append(torch.linalg.vector_norm(x, 1, dtype=torch.float32))
+    if "zeros" in fields:
+        found.append(torch.linalg.vector_norm(x, 0, dtype=torch.float32))
+    if not fields.isdisjoint(_MOMENTS):
+        found += torch.var_mean(x.float(), correction=0)
+    if not fields.isdisjoint(_EXTREMA):
+        found += torch.aminmax(x)
+    return found
+
+
+def decode(values: Sequence[float], n: int, fields: frozenset[str]) -> Values:
+    """Return the row of `n` elements with these reductions.
+
+    If one of them is not finite, one element counts as NaN or infinite; how many there are is measured from the next step on.
+
+    Examples
+    --------
+    >>> fields = frozenset(("n", "nans", "infs", "sumsq", "zeros"))
+    >>> row = decode([x.item() for x in reduce(torch.tensor([3.0, 0.0, -4.0]), fields)], 3, fields)
+    >>> row[COLUMN["sumsq"]].item(), row[COLUMN["zeros"]].item()
+    (25.0, 1.0)
+    """
+    row, found = EMPTY.copy(), iter(values)
+    row[0] = n
+    checked = 0.0
+    if _takes_norm(fields):
+        norm = next(found)
+        checked += norm
+        row[COLUMN["sumsq"]] = norm * norm
+    if "l1" in fields:
+        row[COLUMN["l1"]] = next(found)
+        checked += row[COLUMN["l1"]]
+    if "zeros" in fields:
+        row[COLUMN["zeros"]] = n - next(found)
+    if not fields.isdisjoint(_MOMENTS):
+        variance, mean = next(found), next(found)
+        checked += variance
+        row[COLUMN["mean"]], row[COLUMN["m2"]] = mean, variance * n
+    if not fields.isdisjoint(_EXTREMA):
+        low, high = next(found), next(found)
+        row[COLUMN["min"]], row[COLUMN["max"]] = low, high
+        checked += low + high
+        if math.isfinite(low + high):
+            row[COLUMN["finite_min"]], row[COLUMN["finite_max"]] = low, high
+    if not math.isfinite(checked):
+        row[COLUMN["nans" if math.isnan(checked) else "infs"]] = 1
+    return row
+
+
+def _takes_norm(fields: frozenset[str]) -> bool:
+    """Return whether the norm is needed, if only to see that all elements are finite."""
+    if "sumsq" in fields:
+        return True
+    return "nans" in fields and "l1" not in fields and fields.isdisjoint(_MOMENTS)

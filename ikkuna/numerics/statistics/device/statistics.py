@@ -1,0 +1,226 @@
+"""Rows of statistics of tensors on a device, computed there without waiting for it."""
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ikkuna.numerics.elements import flatten, has_numbers, readable
+from ikkuna.numerics.statistics.device import operators
+from ikkuna.numerics.statistics.device.doubts import Doubts
+from ikkuna.numerics.statistics.device.exact import measure_exactly
+from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
+from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
+from ikkuna.numerics.statistics.table import EMPTY, Values, merge_rows, repeat_rows, row_of
+
+__all__ = ["DeviceStatistics", "Taken"]
+
+_MOST_EXACT = 256  # rows of float64 that wait to be merged
+
+
+class _Reduced(NamedTuple):
+    """The reductions of one tensor.
+
+    Parameters
+    ----------
+    row : int
+        The row that they belong to.
+    n : int
+        Number of elements.
+    fields : frozenset of str
+        What was measured.
+    results : list of Tensor
+        See `operators.reduce`.
+    """
+
+    row: int
+    n: int
+    fields: frozenset[str]
+    results: list[Tensor]
+
+
+class Taken:
+    """What a step has measured on a device.
+
+    Parameters
+    ----------
+    exact : list of (int, frozenset, Tensor)
+        Rows measured in float64: their numbers, fields and values.
+    reduced : list of _Reduced
+        Rows measured in float32.
+    doubts : Doubts
+        Learns which rows float32 is not enough for.
+
+    Attributes
+    ----------
+    tensors : dict
+        The tensors to copy to the host.
+    numbers : set of int
+        The rows that were measured.
+    """
+
+    def __init__(self, exact: list[Any], reduced: list[_Reduced], doubts: Doubts) -> None:
+        self._exact, self._reduced, self._doubts = exact, reduced, doubts
+        self.numbers = {row for row, *_ in exact}.union(measured.row for measured in reduced)
+        self.tensors: dict[Any, Tensor] = {}
+        if exact:
+            self.tensors["exact"] = torch.stack([values for _, _, values in exact])
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for measured in reduced:
+            for result in measured.results:
+                by_dtype.setdefault(result.dtype, []).append(result)
+        self.tensors |= {dtype: torch.stack(results) for dtype, results in by_dtype.items()}
+        self._dtypes = [[result.dtype for result in measured.results] for measured in reduced]
+        for measured in reduced:
+            measured.results.clear()
+
+    def rows(self, arrays: dict[Any, NDArray[Any]]) -> tuple[list[int], Values]:
+        """Return the numbers of the measured rows, each once, and their values ``(rows, columns)``.
+
+        Parameters
+        ----------
+        arrays : dict
+            The copies of `tensors`.
+        """
+        found: dict[int, list[Values]] = {}
+        for (row, fields, _), values in zip(self._exact, arrays.get("exact", ()), strict=True):
+            self._doubts.note(row, values, fields, is_exact=True)
+            found.setdefault(row, []).append(values)
+        results = {dtype: iter(array.tolist()) for dtype, array in arrays.items() if dtype != "exact"}
+        for (row, n, fields, _), dtypes in zip(self._reduced, self._dtypes, strict=True):
+            values = operators.decode([next(results[dtype]) for dtype in dtypes], n, fields)
+            self._doubts.note(row, values, fields, is_exact=False)
+            found.setdefault(row, []).append(values)
+        with np.errstate(all="ignore"):
+            merged = [merge_rows(np.stack(parts)) if len(parts) > 1 else parts[0] for parts in found.values()]
+        return list(found), np.stack(merged) if merged else np.empty((0, len(EMPTY)))
+
+
+class DeviceStatistics:
+    """A row of statistics for each number that a caller gives, and histograms beside it, on one device.
+
+    `HostStatistics` has the same methods.  Only `record` waits for the device.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device of the tensors.
+    doubts : Doubts, optional
+        Which rows are measured in float64.
+
+    Attributes
+    ----------
+    codes : dict
+        Histograms by row and field.
+
+    Examples
+    --------
+    >>> from ikkuna.numerics.statistics import closure
+    >>> statistics, fields = DeviceStatistics(torch.device("cpu")), closure(["m2", "max"])
+    >>> for x in (torch.tensor([1.0, 2.0]), torch.tensor([6.0])):
+    ...     added = statistics.add(0, x, fields)
+    >>> record = statistics.record(0, fields)
+    >>> record.mean, record.variance(), record.max
+    (3.0, 4.666666666666667, 6.0)
+    """
+
+    def __init__(self, device: torch.device, doubts: Doubts | None = None) -> None:
+        self.device = device
+        self.codes: dict[int, dict[str, Tensor]] = {}
+        self._doubts = Doubts() if doubts is None else doubts
+        self._exact: list[tuple[int, frozenset[str], Tensor]] = []
+        self._reduced: list[_Reduced] = []
+
+    def add(
+        self,
+        row: int,
+        x: Tensor,
+        fields: frozenset[str],
+        weight: float | Tensor = 1,
+        generator: torch.Generator | None = None,
+    ) -> bool:
+        """Add the statistics of the elements of `x` to a row; parameters are those of `HostStatistics.add`."""
+        if not has_numbers(x):
+            return False
+        is_weighted = isinstance(weight, Tensor) or weight != 1
+        if not x.numel():
+            pass
+        elif operators.accepts(x, fields) and not is_weighted and row not in self._doubts:
+            for part in operators.split(x, fields):
+                self._reduced.append(_Reduced(row, part.numel(), fields, operators.reduce(part, fields)))
+        else:
+            self._add_exactly(row, x, fields, weight if is_weighted else 1)
+        if not fields.isdisjoint(HISTOGRAMS):
+            add_codes(self.codes.setdefault(row, {}), x, fields, generator)
+        return True
+
+    def _add_exactly(self, row: int, x: Tensor, fields: frozenset[str], weight: float | Tensor) -> None:
+        read = readable(x)
+        assert read is not None, "has_numbers() has seen numbers"
+        stored, implied_zeros = flatten(read[0]), read[1]
+        rows = [measure_exactly(stored, fields)] if stored.numel() else []
+        if implied_zeros:
+            rows.append(torch.from_numpy(row_of(0.0, implied_zeros)).to(x.device, non_blocking=True))
+        if isinstance(weight, Tensor) or weight != 1:
+            rows = [repeat_rows(values, weight) for values in rows]
+        self._exact += ((row, fields, values) for values in rows)
+        if len(self._exact) > _MOST_EXACT:
+            self._exact = _merged(self._exact)
+
+    def add_difference(self, row: int, x: Tensor, y: Tensor, fields: frozenset[str]) -> bool:
+        """Add the statistics of ``x - y``, computed in at least float32, to a row; return whether these tensors have numbers."""
+        return self.add(row, x.to(torch.promote_types(x.dtype, torch.float32)) - y, fields)
+
+    def record(self, row: int, fields: frozenset[str]) -> Record:
+        """Return the `fields` of a row; this waits for the device."""
+        exact = [found for found in self._exact if found[0] == row]
+        reduced = [found._replace(results=list(found.results)) for found in self._reduced if found.row == row]
+        taken = Taken(exact, reduced, self._doubts)
+        _, values = taken.rows({name: tensor.cpu().double().numpy() for name, tensor in taken.tensors.items()})
+        record = record_of(values[0] if len(values) else EMPTY, fields)
+        for name, counts in self.codes.get(row, {}).items():
+            setattr(record, name, counts.cpu().numpy())
+        return record
+
+    def merge(self, other: "DeviceStatistics") -> None:
+        """Add the rows of `other`, and leave it as it is."""
+        self._exact += other._exact
+        self._reduced += (found._replace(results=list(found.results)) for found in other._reduced)
+        merge_codes(self.codes, other.codes)
+
+    def clear(self, rows: Iterable[int] | None = None) -> None:
+        """Empty some rows, or all."""
+        if rows is None:
+            self._exact, self._reduced, self.codes = [], [], {}
+            return
+        dropped = set(rows)
+        self._exact = [found for found in self._exact if found[0] not in dropped]
+        self._reduced = [found for found in self._reduced if found.row not in dropped]
+        for row in dropped:
+            self.codes.pop(row, None)
+
+    def take(self) -> tuple[Taken, dict[int, dict[str, Tensor]]]:
+        """Return everything that was measured, and the histograms; empty all rows."""
+        taken, codes = Taken(self._exact, self._reduced, self._doubts), self.codes
+        self._exact, self._reduced, self.codes = [], [], {}
+        return taken, codes
+
+
+def _merged(exact: Sequence[tuple[int, frozenset[str], Tensor]]) -> list[tuple[int, frozenset[str], Tensor]]:
+    """Merge the values of each row and set of fields, in one operation for all that have equally many."""
+    by_row: dict[tuple[int, frozenset[str]], list[Tensor]] = {}
+    for row, fields, values in exact:
+        by_row.setdefault((row, fields), []).append(values)
+    by_count: dict[int, list[tuple[int, frozenset[str]]]] = {}
+    for key, values in by_row.items():
+        by_count.setdefault(len(values), []).append(key)
+    found = []
+    for count, keys in by_count.items():
+        stacked = torch.stack([values for key in keys for values in by_row[key]])
+        rows = merge_rows(stacked.unflatten(0, (len(keys), count)).transpose(0, 1)) if count > 1 else stacked
+        found += [(*key, values) for key, values in zip(keys, islice(rows, len(keys)), strict=True)]
+    return found

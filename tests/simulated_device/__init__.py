@@ -1,0 +1,21 @@
+"""A simulated accelerator, the device ``"sim"``: it runs models without a GPU, and counts what a GPU would have to do.
+
+The device uses the dispatch key that torch reserves for other accelerators (PrivateUse1), so its tensors are plain `torch.Tensor`
+objects with torch's own autograd, views and version counters, and backward runs in a thread of its own, as on CUDA.
+A storage of the device has an address that the host cannot read, and refers to a host storage; kernels are those of the CPU.
+
+- `recorded` lists launches, bytes, copies and synchronisations.
+- A copy to pinned memory with ``non_blocking=True`` fills it with NaN; the data arrive when the host has waited, or has asked an event
+  `transfers.LATENCY` times.  New device memory is NaN as well.
+- A kernel that reads what another stream has written, without having waited for it, raises an error.
+- `memory.limit` bounds the memory of the device.
+
+Time, the caching allocator, CUDA graphs and sparse tensors are not simulated.
+"""
+
+from tests.simulated_device.device import install
+from tests.simulated_device.log import Entry, recorded
+from tests.simulated_device.storage import memory, memory_of
+from tests.simulated_device.streams import Event, Stream
+
+__all__ = ["Entry", "Event", "Stream", "install", "memory", "memory_of", "recorded"]

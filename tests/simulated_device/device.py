@@ -1,0 +1,214 @@
+"""Operators of the simulated device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map
+
+from tests.simulated_device import streams
+from tests.simulated_device.cuda import MIXES_DEVICES, bytes_of, converted_bytes, launches_of, waits
+from tests.simulated_device.log import write
+from tests.simulated_device.storage import allocate, is_simulated, memory, memory_of
+
+__all__ = ["install", "pinned_memory"]
+
+_aten = torch.ops.aten
+_HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_libraries: list[torch.library.Library] = []  # a registration lives as long as its library
+
+
+def install() -> None:
+    """Register the device as ``torch.device("sim")`` and ``torch.sim``; a second call does nothing."""
+    if _libraries:
+        return
+    torch.utils.backend_registration._setup_privateuseone_for_python_backend("sim", backend_module=_module())
+    everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    _libraries.extend((everything, aten))
+    everything.fallback(_run, "PrivateUse1")
+    for name, kernel in {**_composites(), **_KERNELS}.items():
+        aten.impl(name.removeprefix("aten::"), kernel, "PrivateUse1")
+
+
+def _module() -> ModuleType:
+    """Return ``torch.sim``, which has the functions of ``torch.cuda`` that are used."""
+    module: Any = ModuleType("torch.sim")
+    module.Event, module.Stream, module.stream = streams.Event, streams.Stream, streams.stream
+    module.current_stream, module.default_stream = streams.current_stream, lambda device=None: streams._default
+    module.synchronize = lambda device=None: streams.wait("synchronize")
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.device_count, module.current_device = lambda: 1, lambda: 0
+    module.manual_seed = module.manual_seed_all = module.set_device = lambda number: None  # numbers are drawn on the host
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    return module  # type: ignore[no-any-return]
+
+
+def _composites() -> dict[str, Callable[..., Any]]:
+    """Return kernels of the operators that torch would compose of others on this device, but not on CUDA."""
+    kernels: dict[str, Callable[..., Any]] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
+        is_list = name.startswith("aten::_foreach_") and not name.endswith("out")
+        is_composite = has("CPU") and (has("CompositeExplicitAutograd") or has("CompositeImplicitAutograd"))
+        if is_list or name.startswith("aten::") and is_composite:
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            kernels[name] = partial(_run, getattr(getattr(_aten, packet), overload or "default"))
+    return kernels
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator: a view on the shapes alone, others with the host's kernel on the memory of the tensors."""
+    schema, name = op._schema, op._schema.name.removeprefix("aten::")
+    if name in ("set_", "is_set_to") or any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
+        return op.redispatch(_HOST, *args, **kwargs)
+    if name not in MIXES_DEVICES and any(_is_on_host(x) for x in tree_iter((args, kwargs))):
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found sim:0 and cpu")
+    lowered: dict[int, tuple[Tensor, Tensor]] = {}  # by id, memory and its tensor
+
+    def lower(x: Any) -> Any:
+        if is_simulated(x):
+            host = memory_of(x)
+            lowered[id(host)] = host, x
+            return host
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    given = _with_tensors(schema, tree_map(lower, args))
+    named = {key: tree_map(lower, x) for key, x in kwargs.items() if key != "pin_memory"}
+    every = {**dict(zip((a.name for a in schema.arguments), given, strict=False)), **named}
+    outputs = {id(x) for a in schema.arguments if a.is_out for x in tree_iter(every.get(a.name))}
+    read = [host for key, (host, _) in lowered.items() if key not in outputs]
+    for key, (_, x) in lowered.items():
+        if key not in outputs:
+            streams.require_finished(x)
+    result = op(*given, **named)
+    for host, x in lowered.values():
+        if host.untyped_storage().nbytes() != x.untyped_storage().nbytes() or host.shape != x.shape:
+            allocate(host, x)  # an output was too small
+    changed = [every[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write and a.name in every]
+    written = result if schema.returns else changed
+    converted = converted_bytes(name, read, written)
+    memory.peak = max(memory.peak, memory.used + converted)
+    launches = launches_of(name, given) + bool(converted)
+    write("launch", name, bytes_of(read) + converted, bytes_of(written) + converted, launches)
+    streams.current_stream().kernels += 1
+    if waits(name, given):
+        streams.wait(name)
+
+    def lift(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return lowered[id(x)][1] if id(x) in lowered else allocate(x)
+
+    lifted = tree_map(lift, result)
+    for x in tree_iter((lifted, [lowered[id(x)][1] for x in tree_iter(changed) if id(x) in lowered])):
+        if is_simulated(x):
+            streams.note_written(x)
+    return lifted
+
+
+def _is_on_host(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and not is_simulated(x)
+
+
+def _with_tensors(schema: Any, args: Any) -> list[Any]:
+    """Return arguments with 0-d tensors in place of numbers where the operator takes tensors."""
+    like = next((x for x in tree_iter(args) if isinstance(x, Tensor) and x.is_floating_point()), None)
+
+    def as_tensor(x: Any) -> Tensor:
+        return torch.tensor(x, dtype=like.dtype if like is not None and isinstance(x, float) else None)
+
+    needed = [str(a.type) == "Tensor" for a in schema.arguments]
+    return [as_tensor(x) if n and isinstance(x, bool | int | float | complex) else x for x, n in zip(args, needed, strict=False)]
+
+
+def _empty(size: Any, *stride: Any, dtype: Any = None, memory_format: Any = None, **kwargs: Any) -> Tensor:
+    if stride:
+        host = torch.empty_strided(size, *stride, dtype=dtype, device="cpu")
+    else:
+        host = torch.empty(size, dtype=dtype, memory_format=memory_format, device="cpu")
+    host.untyped_storage().fill_(0xFF)
+    return allocate(host)
+
+
+def _resize(x: Tensor, size: Any, **options: Any) -> Tensor:
+    return allocate(memory_of(x).clone().resize_(size), x)
+
+
+def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy within the device, to it, or from it."""
+    if is_simulated(source):
+        streams.require_finished(source)
+    if is_simulated(target):
+        within = is_simulated(source)
+        memory_of(target).copy_(memory_of(source) if within else source)
+        write("launch" if within else "h2d", "copy_", bytes_of(source), bytes_of(target), int(within))
+        streams.current_stream().kernels += 1
+        streams.note_written(target)
+        if not (within or (non_blocking and source.is_pinned())):
+            streams.wait("copy to the device")
+        return target
+    if source.dtype != target.dtype or not source.is_contiguous():
+        write("launch", "copy_", bytes_of(source), source.numel() * target.element_size(), 1)  # CUDA converts first
+    write("d2h", "copy_", source.numel() * target.element_size(), bytes_of(target))
+    if non_blocking and target.is_pinned():
+        streams.copy_later(source, target)
+        return target
+    streams.wait("copy to the host")
+    return target.copy_(memory_of(source))
+
+
+def _item(x: Tensor) -> Any:
+    write("d2h", "item", x.element_size(), x.element_size())
+    streams.wait("item")
+    return memory_of(x).item()
+
+
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> Any:
+    transposed, groups = args[3], args[-2]
+    bias_shape = [weight.shape[1] * groups if transposed else weight.shape[0]]
+    return _run(_aten.convolution_backward.default, grad, x, weight, bias_shape, *args)
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "empty.memory_format": _empty,
+    "empty_strided": _empty,
+    "_copy_from": _copy,
+    "_local_scalar_dense": _item,
+    "resize_": _resize,
+    "record_stream": lambda x, stream: None,
+    "convolution_overrideable": partial(_run, _aten.convolution.default),
+    "convolution_backward_overrideable": _convolution_backward,
+}
+
+
+@contextmanager
+def pinned_memory() -> Iterator[None]:
+    """Let torch allocate pinned memory, generators and events for the device, which only C++ can provide otherwise."""
+    empty, generator = torch.empty, torch.Generator
+    saved = Tensor.pin_memory, Tensor.is_pinned
+
+    def pinning(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        x = empty(*args, **options)
+        if pin_memory:
+            x.untyped_storage().is_pinned_by_sim = True
+        return x
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return generator("cpu" if torch.device(device).type == "sim" else device)
+
+    torch.empty, torch.Generator = pinning, Generator  # type: ignore[assignment,misc]
+    Tensor.pin_memory = lambda x, device=None: pinning(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)  # type: ignore[method-assign]
+    Tensor.is_pinned = lambda x, device=None: x.is_cpu and hasattr(x.untyped_storage(), "is_pinned_by_sim")  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.empty, torch.Generator = empty, generator  # type: ignore[misc]
+        Tensor.pin_memory, Tensor.is_pinned = saved  # type: ignore[method-assign]
