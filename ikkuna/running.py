@@ -96,12 +96,12 @@ class RunningMoments:
         if n < 0:
             raise ConfigError(f"the size of a group must not be negative, got {n}")
         if n > 0:
-            state = observe(torch.full((1,), float(mean), dtype=torch.float64), None)
+            state = observe(torch.full((1,), float(mean), dtype=torch.float64, device="cpu"), None)
             state["total"], state["squares"], state["count"] = (
-                torch.tensor(float(n), dtype=torch.float64) for _ in range(3)
+                torch.tensor(float(n), dtype=torch.float64, device="cpu") for _ in range(3)
             )
             spread = (n - correction) * float(std) ** 2 if n > 1 else 0.0
-            state["m2"] = torch.tensor(spread, dtype=torch.float64)
+            state["m2"] = torch.tensor(spread, dtype=torch.float64, device="cpu")
             moments._state = state
         return moments
 
@@ -150,7 +150,7 @@ class RunningMoments:
         return value if self.per_element else value.item()
 
     def _read(self, key: str, default: float = math.nan) -> Tensor:
-        return torch.tensor(default, dtype=torch.float64) if self._state is None else self._state[key]
+        return torch.tensor(default, dtype=torch.float64, device="cpu") if self._state is None else self._state[key]
 
     @property
     def n(self) -> Any:

@@ -1,10 +1,11 @@
-"""Fixtures of all tests: a new bus, a seed, and a check that no global hook is left."""
+"""Fixtures of all tests: a new bus, a seed, a device, and a check that no global hook is left."""
 
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
 from ikkuna.export.messages import MessageBus
+from tests import simulated_device
 
 
 @pytest.fixture
@@ -16,5 +17,30 @@ def bus() -> MessageBus:
 def leaves_no_global_hooks():
     torch.manual_seed(0)
     yield
-    assert not torch_optimizer._global_optimizer_pre_hooks, "a test left an exporter open"
-    assert not torch_optimizer._global_optimizer_post_hooks
+    left = [*torch_optimizer._global_optimizer_pre_hooks, *torch_optimizer._global_optimizer_post_hooks]
+    torch_optimizer._global_optimizer_pre_hooks.clear()
+    torch_optimizer._global_optimizer_post_hooks.clear()
+    assert not left, "a test left an exporter open"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="device of the networks: cpu, sim (simulated accelerator) or cuda")
+
+
+def pytest_configure(config):
+    """Put all tensors that tests make on the device of the option ``--device``."""
+    name = config.getoption("--device")
+    if name == "sim":
+        simulated_device.install()
+        simulated_device.provide_pinned_memory()
+    if name != "cpu":
+        torch.set_default_device(name)
+
+
+def pytest_collection_modifyitems(config, items):
+    """On another device, run only tests with the marker ``devices``, except those that need the host."""
+    if config.getoption("--device") == "cpu":
+        return
+    chosen = [item for item in items if item.get_closest_marker("devices") and not item.get_closest_marker("host")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen

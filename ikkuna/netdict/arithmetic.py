@@ -83,7 +83,9 @@ class Arithmetic(Mapping[str, Any]):
 
     def sqrt(self) -> Self:
         """Return the square roots."""
-        return self._combine(0, lambda a, _: a.sqrt() if isinstance(a, Tensor) else _float(torch.tensor(a).sqrt()))
+        return self._combine(
+            0, lambda a, _: a.sqrt() if isinstance(a, Tensor) else _float(torch.tensor(a, device="cpu").sqrt())
+        )
 
     def sign(self) -> Self:
         """Return -1, 0 or 1 for every element."""
@@ -98,7 +100,7 @@ def _divide(a: Any, b: Any) -> Any:
     """Return the quotient of floating-point division, also for a number divided by zero."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return a / b
-    return _float(torch.tensor(a, dtype=torch.float64) / b)
+    return _float(torch.tensor(a, dtype=torch.float64, device="cpu") / b)
 
 
 def _float(value: Tensor) -> float:

@@ -100,5 +100,5 @@ def _plain(value: Any) -> Tensor:
     """Return a contiguous tensor that shares no memory with another one, as the format requires."""
     if not isinstance(value, Tensor):
         dtype = torch.int64 if isinstance(value, int) else torch.float64
-        return torch.tensor(value, dtype=dtype)
+        return torch.tensor(value, dtype=dtype, device="cpu")
     return value.detach().clone(memory_format=torch.contiguous_format)

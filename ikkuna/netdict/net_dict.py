@@ -113,7 +113,9 @@ class NetDict(Arithmetic):
 
     def tensors(self) -> list[Tensor]:
         """Return the values as tensors; numbers become float64 tensors."""
-        return [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for v in self.values()]
+        return [
+            v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64, device="cpu") for v in self.values()
+        ]
 
     def _layerwise(self, compute: Callable[["NetDict"], float]) -> "NetDict":
         values = {name: compute(NetDict({name: value}, copy=False)) for name, value in self.items()}

@@ -50,7 +50,7 @@ def unit_counters(activations: Tensor, channel_axis: int | None = None) -> Tenso
     dense = activations.detach().to_dense() if activations.layout is not torch.strided else activations.detach()
     read = readable(dense)
     if read is None or not dense.ndim or not dense.numel():
-        return torch.zeros(3, 0, dtype=torch.float64)
+        return torch.zeros(3, 0, dtype=torch.float64, device="cpu")
     axis = channel_axis if channel_axis is not None else (-1 if dense.ndim <= 3 else 1)
     by_unit = read[0].movedim(axis, 0).flatten(1) if dense.ndim > 1 else read[0].reshape(-1, 1)
     finite = by_unit.isfinite()
@@ -198,7 +198,7 @@ def count_saturated(x: Tensor, function: str, slope: float = 0.05, of: str = "ou
     threshold = saturation_threshold(function, slope, of)
     read = readable(x.detach())
     if read is None:
-        return torch.zeros(2, dtype=torch.int64)
+        return torch.zeros(2, dtype=torch.int64, device="cpu")
     values, implied_zeros = read
     middle = 0.5 if function == "sigmoid" and of == "output" else 0.0
     # The threshold has no exact value in narrow dtypes, so these are compared in float32.

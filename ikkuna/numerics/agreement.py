@@ -45,7 +45,7 @@ def gradient_snr(mean: Tensor, m2: Tensor, count: int, reduction: str = "mean") 
     variance = m2.detach().double() / (count - 1 if count > 1 else math.nan)
     ratio = torch.where(variance > 0, mean.detach().double().square() / variance, torch.nan)
     if not ratio.numel():
-        return torch.tensor(torch.nan, dtype=torch.float64)
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     value = ratio.nanmean() if reduction == "mean" else ratio.nanmedian()
     return torch.where(torch.isfinite(variance).all(), value, torch.nan)
 
@@ -77,7 +77,7 @@ def adam_snr(exp_avg: Tensor, exp_avg_sq: Tensor, step: float, betas: tuple[floa
     1.0
     """
     if step < 1 or not exp_avg.numel():
-        return torch.tensor(torch.nan, dtype=torch.float64)
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     m = exp_avg.detach().double().abs() / (1 - betas[0] ** step)
     v = exp_avg_sq.detach().double() / (1 - betas[1] ** step)
     return torch.where(v > 0, m / v.sqrt(), torch.nan).nanmean()

@@ -106,7 +106,7 @@ def angle(a: Tensor, b: Tensor) -> Tensor:
 def _squared_sums(a: Tensor, b: Tensor, length_a: Tensor, length_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the squared norms of the difference and the sum of the directions of `a` and `b`."""
     reads = [readable(t.detach().to_dense() if t.layout is not torch.strided else t.detach()) for t in (a, b)]
-    x, y = (read[0].reshape(-1) if read else torch.zeros(1) for read in reads)
+    x, y = (read[0].reshape(-1) if read else torch.zeros(1, device="cpu") for read in reads)
     size = CHUNK if x.device.type == "cpu" else 1 << 22
     minus, plus = [], []
     for left, right in zip(torch.split(x, size), torch.split(y.to(x.device), size), strict=True):
@@ -164,7 +164,7 @@ def count_moved(weight: Tensor, update: Tensor, dtype: torch.dtype = torch.bfloa
     dense = [t.detach().to_dense() if t.layout is not torch.strided else t.detach() for t in (weight, update)]
     reads = [readable(t) for t in dense]
     if reads[0] is None or reads[1] is None or weight.shape != update.shape:
-        return torch.zeros(2, dtype=torch.int64)
+        return torch.zeros(2, dtype=torch.int64, device="cpu")
     w, u = reads[0][0].to(dtype), reads[1][0]
     after = (w.double() + u).to(dtype)
     asked = u != 0

@@ -43,7 +43,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     if a is b:
         return squared_norm(a)
     if a.shape != b.shape or a.is_meta or b.is_meta:
-        return torch.tensor(torch.nan, dtype=torch.float64)
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     return _sum_of_products(a, b, subtract=False)
 
 
@@ -56,7 +56,7 @@ def squared_norm(a: Tensor) -> Tensor:
     25.0
     """
     if (read := readable(a.detach())) is None:
-        return torch.tensor(torch.nan, dtype=torch.float64)
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     flat = flatten(read[0])
     return _add((_product(chunk, chunk) for chunk in _chunks(flat)), flat)
 
@@ -81,7 +81,7 @@ def squared_distance(a: Tensor, b: Tensor) -> Tensor:
     25.0
     """
     if a.shape != b.shape or a.is_meta or b.is_meta:
-        return torch.tensor(torch.nan, dtype=torch.float64)
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     return _sum_of_products(a, b, subtract=True)
 
 
@@ -97,7 +97,7 @@ def _sum_of_products(a: Tensor, b: Tensor, subtract: bool) -> Tensor:
 def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as flat tensors with equal order of elements."""
     reads = [readable(t.detach().to_dense() if t.layout is not torch.strided else t.detach()) for t in (a, b)]
-    left, right = (read[0] if read else torch.empty(0) for read in reads)
+    left, right = (read[0] if read else torch.empty(0, device="cpu") for read in reads)
     right = right.to(left.device)
     if left.stride() == right.stride():
         return flatten(left), flatten(right)

@@ -153,7 +153,7 @@ def noise_scale_from_moments(gradient: Tensor, covariance: Tensor, hessian: Tens
     (66.0, 65.0)
     """
     g, s = gradient.double().reshape(-1), covariance.double()
-    h = torch.eye(g.numel(), dtype=torch.float64) if hessian is None else hessian.double()
+    h = torch.eye(g.numel(), dtype=torch.float64, device="cpu") if hessian is None else hessian.double()
     return NoiseScale(float(g @ h @ g), float(torch.trace(h @ s)))
 
 

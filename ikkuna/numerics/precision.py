@@ -124,7 +124,7 @@ def count_losses(x: Tensor, name: str, scale: float = 1.0) -> Tensor:
     form = _format(name)
     read = readable(x.detach())
     if read is None:
-        return torch.zeros(5, dtype=torch.int64)
+        return torch.zeros(5, dtype=torch.int64, device="cpu")
     values, implied_zeros = read
     flat = flatten(values)
     chunks = torch.split(flat, CHUNK) if flat.device.type == "cpu" and flat.numel() else (flat,)
@@ -147,7 +147,7 @@ def _count_chunk(x: Tensor, form: FloatFormat, scale: float) -> Tensor:
 
 
 def _count(mask: Any) -> Tensor:
-    return torch.count_nonzero(mask) if isinstance(mask, Tensor) else torch.tensor(np.count_nonzero(mask))
+    return torch.count_nonzero(mask) if isinstance(mask, Tensor) else torch.tensor(np.count_nonzero(mask), device="cpu")
 
 
 def _representable(threshold: float, dtype: torch.dtype) -> float:

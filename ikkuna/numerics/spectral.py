@@ -85,8 +85,12 @@ def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) 
         raise ConfigError(f"spectral_norm needs at least 1 iteration, got {iterations!r}")
     w = as_matrix(weight)
     if not w.numel() or w.is_meta:
-        nan = torch.tensor(torch.nan, dtype=w.dtype)
-        return nan, nan.clone(), torch.full((w.shape[0],), w.shape[0] ** -0.5 if w.shape[0] else 0.0, dtype=w.dtype)
+        nan = torch.tensor(torch.nan, dtype=w.dtype, device="cpu")
+        return (
+            nan,
+            nan.clone(),
+            torch.full((w.shape[0],), w.shape[0] ** -0.5 if w.shape[0] else 0.0, dtype=w.dtype, device="cpu"),
+        )
     if u is None or u.shape != w.shape[:1] or u.device != w.device:
         u = _golub_kahan(w)
     u = before = u.to(w.dtype)
@@ -210,7 +214,7 @@ def conv_operator_norm(weight: Tensor, size: int | tuple[int, ...], groups: int 
         )
     kernel = weight.detach().double()
     if not kernel.numel() or kernel.is_meta or not kernel.isfinite().all():
-        return torch.tensor(torch.nan, dtype=torch.float64)
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     for axis, n in enumerate(sizes, start=2):
         kernel = _wrap(kernel, axis, n)
     transformed = torch.fft.rfftn(kernel, s=sizes, dim=tuple(range(2, kernel.ndim)))

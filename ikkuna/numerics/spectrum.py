@@ -55,7 +55,7 @@ def singular_values(weight: Tensor) -> Tensor:
     tensor([5., 0.], dtype=torch.float64)
     """
     w = as_matrix(weight)
-    undefined = torch.full((min(w.shape),), torch.nan, dtype=torch.float64)
+    undefined = torch.full((min(w.shape),), torch.nan, dtype=torch.float64, device="cpu")
     # A factorisation raises an error for a NaN, or ignores it in a triangle that it does not read.
     if w.is_meta or not w.isfinite().all():
         return undefined
@@ -87,7 +87,7 @@ def rank_tolerance(weight: Tensor) -> float:
 def _scaled(sigma: Tensor) -> Tensor:
     """Return `sigma` divided by its largest value; NaN for an empty or zero spectrum, or one with a NaN."""
     if not sigma.numel():
-        return torch.full((1,), torch.nan, dtype=torch.float64)
+        return torch.full((1,), torch.nan, dtype=torch.float64, device="cpu")
     largest = sigma.amax()
     return sigma / torch.where(largest > 0, largest, torch.nan)
 
@@ -128,7 +128,7 @@ def numerical_rank(sigma: Tensor, tolerance: float = 0.0) -> Tensor:
     2.0
     """
     if not sigma.numel():
-        return torch.tensor(torch.nan, dtype=torch.float64)
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     largest = sigma.amax()
     return torch.where(largest.isnan(), torch.nan, (sigma > tolerance * largest).sum().double())
 

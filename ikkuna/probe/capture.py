@@ -86,7 +86,7 @@ class Call:
         if self.packed is None:
             return value
         _, lengths = pad_packed_sequence(self.packed)
-        inside = torch.arange(value.shape[1])[None, :] < lengths[:, None]
+        inside = torch.arange(value.shape[1], device="cpu")[None, :] < lengths[:, None]
         return torch.where(inside[..., None].to(value.device), value, pad)
 
 

@@ -34,7 +34,7 @@ class Sequences:
             self.unbatched = data.ndim == 2
             batched = data.unsqueeze(1) if self.unbatched else data
             self.data = batched.transpose(0, 1) if batch_first and not self.unbatched else batched
-            self.lengths = torch.full((self.data.shape[1],), self.data.shape[0])
+            self.lengths = torch.full((self.data.shape[1],), self.data.shape[0], device="cpu")
 
     def restore(self, output: Tensor) -> Any:
         """Return `output`: (time, batch, channel) in the layout of the input."""
@@ -170,5 +170,5 @@ def _initial(rnn: nn.RNNBase, index: int, hx: Any, sequences: Sequences) -> Stat
 
 def _reversal(lengths: Tensor, steps: int) -> Tensor:
     """Return the time index to read at each time and sequence if every sequence is reversed within its length."""
-    t = torch.arange(steps)[:, None]
+    t = torch.arange(steps, device="cpu")[:, None]
     return torch.where(t < lengths[None, :], lengths[None, :] - 1 - t, t)

@@ -53,14 +53,15 @@ def small_model() -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") / 2)
     return model
 
 
 def _small_batch() -> Batch:
     """Return inputs (8, 4) and labels (8,) for the small model."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+    inputs = torch.randn(8, 4, generator=generator, device="cpu")
+    return inputs, torch.randint(0, 3, (8,), generator=generator, device="cpu")
 
 
 def train(
@@ -75,7 +76,8 @@ def train(
     The subscribers are registered in order on `bus`, by default a new one; their errors are raised.
     Without subscribers no exporter is created.
     """
-    inputs, labels = batch if batch is not None else _small_batch()
+    device = next((parameter.device for parameter in model.parameters()), None)
+    inputs, labels = (x.to(device) for x in (batch if batch is not None else _small_batch()))
     loss_function = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     exporter = None

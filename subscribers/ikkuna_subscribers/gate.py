@@ -76,7 +76,7 @@ class GateSubscriber(PlotSubscriber):
 
     def unknown(self, message: Any) -> Tensor:
         """Return a row of NaN, one for each gate."""
-        return torch.full((len(self._layers.gates(message.module, message.path)),), math.nan)
+        return torch.full((len(self._layers.gates(message.module, message.path)),), math.nan, device="cpu")
 
     def compute(self, message: ModuleMessage) -> None:
         """Emit the norm of each gate."""

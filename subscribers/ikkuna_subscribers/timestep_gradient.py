@@ -142,7 +142,7 @@ def _timesteps_of_rows(sizes: Tensor) -> tuple[Tensor, Tensor]:
     >>> forward.tolist(), backward.tolist()
     ([0, 0, 1, 2], [0, 2, 1, 2])
     """
-    forward = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    sequence = torch.arange(len(forward)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-    lengths = (sizes > torch.arange(int(sizes[0])).unsqueeze(1)).sum(1)
+    forward = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), sizes)
+    sequence = torch.arange(len(forward), device="cpu") - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    lengths = (sizes > torch.arange(int(sizes[0]), device="cpu").unsqueeze(1)).sum(1)
     return forward, forward + len(sizes) - lengths[sequence]

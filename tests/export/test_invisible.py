@@ -19,7 +19,7 @@ def same(a, b, path="state"):
     assert type(a) is type(b), path
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype, path
-        assert a.numpy().tobytes() == b.numpy().tobytes(), path
+        assert a.cpu().numpy().tobytes() == b.cpu().numpy().tobytes(), path
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), path
         for key in a:

@@ -1,13 +1,13 @@
 """Operators of the simulated device."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_iter, tree_map
 
 from tests.simulated_device import streams
@@ -15,7 +15,7 @@ from tests.simulated_device.cuda import MIXES_DEVICES, bytes_of, converted_bytes
 from tests.simulated_device.log import write
 from tests.simulated_device.storage import allocate, is_simulated, memory, memory_of
 
-__all__ = ["install", "pinned_memory"]
+__all__ = ["install", "provide_pinned_memory"]
 
 _aten = torch.ops.aten
 _HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -43,7 +43,9 @@ def _module() -> ModuleType:
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.device_count, module.current_device = lambda: 1, lambda: 0
-    module.manual_seed = module.manual_seed_all = module.set_device = lambda number: None  # numbers are drawn on the host
+    module.manual_seed = module.manual_seed_all = module.set_device = lambda number: (
+        None
+    )  # numbers are drawn on the host
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
@@ -57,10 +59,44 @@ def _composites() -> dict[str, Callable[..., Any]]:
         has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, name)
         is_list = name.startswith("aten::_foreach_") and not name.endswith("out")
         is_composite = has("CPU") and (has("CompositeExplicitAutograd") or has("CompositeImplicitAutograd"))
-        if is_list or name.startswith("aten::") and is_composite:
+        if is_list or (name.startswith("aten::") and is_composite):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             kernels[name] = partial(_run, getattr(getattr(_aten, packet), overload or "default"))
     return kernels
+
+
+class _Lowered:
+    """The arguments of an operator with the memory of device tensors in their place."""
+
+    def __init__(self, schema: Any, args: Any, kwargs: Any) -> None:
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id, memory and its tensor
+        self.args = _with_tensors(schema, tree_map(self._lower, args))
+        self.kwargs = {key: tree_map(self._lower, x) for key, x in kwargs.items() if key != "pin_memory"}
+        every = {**dict(zip((a.name for a in schema.arguments), self.args, strict=False)), **self.kwargs}
+        outputs = {id(x) for a in schema.arguments if a.is_out for x in tree_iter(every.get(a.name))}
+        self.inputs = [pair for key, pair in self._tensors.items() if key not in outputs]
+        self.changed = [
+            every[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write and a.name in every
+        ]
+
+    def _lower(self, x: Any) -> Any:
+        if is_simulated(x):
+            host = memory_of(x)
+            self._tensors[id(host)] = host, x
+            return host
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    def resize(self) -> None:
+        """Give outputs that were too small the memory that the kernel has allocated for them."""
+        for host, x in self._tensors.values():
+            if host.untyped_storage().nbytes() != x.untyped_storage().nbytes() or host.shape != x.shape:
+                allocate(host, x)
+
+    def lift(self, x: Any) -> Any:
+        """Return the device tensor of a result."""
+        if not isinstance(x, Tensor):
+            return x
+        return self._tensors[id(x)][1] if id(x) in self._tensors else allocate(x)
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,44 +106,22 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op.redispatch(_HOST, *args, **kwargs)
     if name not in MIXES_DEVICES and any(_is_on_host(x) for x in tree_iter((args, kwargs))):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found sim:0 and cpu")
-    lowered: dict[int, tuple[Tensor, Tensor]] = {}  # by id, memory and its tensor
-
-    def lower(x: Any) -> Any:
-        if is_simulated(x):
-            host = memory_of(x)
-            lowered[id(host)] = host, x
-            return host
-        return torch.device("cpu") if isinstance(x, torch.device) else x
-
-    given = _with_tensors(schema, tree_map(lower, args))
-    named = {key: tree_map(lower, x) for key, x in kwargs.items() if key != "pin_memory"}
-    every = {**dict(zip((a.name for a in schema.arguments), given, strict=False)), **named}
-    outputs = {id(x) for a in schema.arguments if a.is_out for x in tree_iter(every.get(a.name))}
-    read = [host for key, (host, _) in lowered.items() if key not in outputs]
-    for key, (_, x) in lowered.items():
-        if key not in outputs:
-            streams.require_finished(x)
-    result = op(*given, **named)
-    for host, x in lowered.values():
-        if host.untyped_storage().nbytes() != x.untyped_storage().nbytes() or host.shape != x.shape:
-            allocate(host, x)  # an output was too small
-    changed = [every[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write and a.name in every]
-    written = result if schema.returns else changed
+    lowered = _Lowered(schema, args, kwargs)
+    for _, x in lowered.inputs:
+        streams.require_finished(x)
+    result = op(*lowered.args, **lowered.kwargs)
+    lowered.resize()
+    written = result if schema.returns else lowered.changed
+    read = [host for host, _ in lowered.inputs]
     converted = converted_bytes(name, read, written)
     memory.peak = max(memory.peak, memory.used + converted)
-    launches = launches_of(name, given) + bool(converted)
+    launches = launches_of(name, lowered.args) + bool(converted)
     write("launch", name, bytes_of(read) + converted, bytes_of(written) + converted, launches)
     streams.current_stream().kernels += 1
-    if waits(name, given):
+    if waits(name, lowered.args):
         streams.wait(name)
-
-    def lift(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return lowered[id(x)][1] if id(x) in lowered else allocate(x)
-
-    lifted = tree_map(lift, result)
-    for x in tree_iter((lifted, [lowered[id(x)][1] for x in tree_iter(changed) if id(x) in lowered])):
+    lifted = tree_map(lowered.lift, result)
+    for x in tree_iter((lifted, [lowered.lift(x) for x in tree_iter(lowered.changed) if isinstance(x, Tensor)])):
         if is_simulated(x):
             streams.note_written(x)
     return lifted
@@ -125,7 +139,10 @@ def _with_tensors(schema: Any, args: Any) -> list[Any]:
         return torch.tensor(x, dtype=like.dtype if like is not None and isinstance(x, float) else None)
 
     needed = [str(a.type) == "Tensor" for a in schema.arguments]
-    return [as_tensor(x) if n and isinstance(x, bool | int | float | complex) else x for x, n in zip(args, needed, strict=False)]
+    return [
+        as_tensor(x) if n and isinstance(x, bool | int | float | complex) else x
+        for x, n in zip(args, needed, strict=False)
+    ]
 
 
 def _empty(size: Any, *stride: Any, dtype: Any = None, memory_format: Any = None, **kwargs: Any) -> Tensor:
@@ -188,11 +205,10 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def pinned_memory() -> Iterator[None]:
-    """Let torch allocate pinned memory, generators and events for the device, which only C++ can provide otherwise."""
+def provide_pinned_memory() -> None:
+    """Let torch provide pinned memory and generators of the device, which only C++ can add otherwise; this lasts."""
+    _device_constructors()  # cached: the functions that follow the default device, before one of them is replaced
     empty, generator = torch.empty, torch.Generator
-    saved = Tensor.pin_memory, Tensor.is_pinned
 
     def pinning(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         x = empty(*args, **options)
@@ -200,15 +216,14 @@ def pinned_memory() -> Iterator[None]:
             x.untyped_storage().is_pinned_by_sim = True
         return x
 
-    class Generator(torch.Generator):
+    class Meta(type(generator)):
+        def __instancecheck__(cls, x: Any) -> bool:
+            return isinstance(x, generator)
+
+    class Generator(generator, metaclass=Meta):
         def __new__(cls, device: Any = "cpu") -> Any:
             return generator("cpu" if torch.device(device).type == "sim" else device)
 
     torch.empty, torch.Generator = pinning, Generator  # type: ignore[assignment,misc]
     Tensor.pin_memory = lambda x, device=None: pinning(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)  # type: ignore[method-assign]
     Tensor.is_pinned = lambda x, device=None: x.is_cpu and hasattr(x.untyped_storage(), "is_pinned_by_sim")  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.empty, torch.Generator = empty, generator  # type: ignore[misc]
-        Tensor.pin_memory, Tensor.is_pinned = saved  # type: ignore[method-assign]

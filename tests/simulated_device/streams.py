@@ -13,7 +13,17 @@ from torch import Tensor
 from tests.simulated_device.log import write
 from tests.simulated_device.storage import memory_of
 
-__all__ = ["LATENCY", "Event", "Stream", "copy_later", "current_stream", "note_written", "require_finished", "stream", "wait"]
+__all__ = [
+    "LATENCY",
+    "Event",
+    "Stream",
+    "copy_later",
+    "current_stream",
+    "note_written",
+    "require_finished",
+    "stream",
+    "wait",
+]
 
 LATENCY = 2
 """How often an event must be asked until it is over; ``math.inf`` if it is over only after a wait."""

@@ -37,7 +37,7 @@ class HostCopy:
         if module is None:
             self._packed = packed.cpu()
             return
-        self._packed = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+        self._packed = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._packed.copy_(packed, non_blocking=True)
         self._event = module.Event()
         self._event.record(current)

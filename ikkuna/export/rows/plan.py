@@ -14,7 +14,7 @@ from ikkuna.export.messages.kinds import (
 )
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.subscriber.registered import Registered
-from ikkuna.numerics.statistics import HISTOGRAMS, closure
+from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, closure
 
 __all__ = ["NOTHING", "Demand", "Plan", "Task"]
 
@@ -97,6 +97,8 @@ class Plan:
         if asked and kind == "loss":
             asked.add("mean")  # the losses of micro-batches are merged by their means
         fields = closure(asked) if asked else frozenset[str]()
+        if not asked.isdisjoint(("nans", "infs")):
+            fields |= {EXACT_COUNTS}
         return Task(fields, tuple(wanting), tuple(s for s in wanting if s.subscriber.measures))
 
 

@@ -217,7 +217,7 @@ class Subscriber(metaclass=_RegisteringType):
 
     def unknown(self, message: Any) -> Tensor:
         """Return the row of a tensor of which this rank holds only a part: NaN for each published kind."""
-        return torch.full((max(len(self.publishes), 1),), torch.nan)
+        return torch.full((max(len(self.publishes), 1),), torch.nan, device="cpu")
 
     @abstractmethod
     def compute(self, message: Any) -> None:

@@ -171,6 +171,6 @@ def hutchinson_trace(
     if samples < 1 or size < 1:
         return Trace(math.nan, math.nan, 0)
     signs = (random_signs(size, own, dtype, device) for _ in range(samples))
-    forms = torch.tensor([(z.double() @ matvec(z).double()).item() for z in signs], dtype=torch.float64)
+    forms = torch.tensor([(z.double() @ matvec(z).double()).item() for z in signs], dtype=torch.float64, device="cpu")
     spread = forms.std().item() / math.sqrt(samples) if samples > 1 else math.nan
     return Trace(forms.mean().item(), spread, samples)

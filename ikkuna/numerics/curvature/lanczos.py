@@ -83,7 +83,7 @@ def lanczos(
     [-3.0, 0.5, 1.0, 2.0, 5.0]
     """
     count = min(steps, size)
-    empty = torch.zeros(0, dtype=torch.float64)
+    empty = torch.zeros(0, dtype=torch.float64, device="cpu")
     if count < 1:
         return Ritz(empty, empty, empty)
     basis = torch.empty(count + 1, size, dtype=dtype, device=device)  # each vector is computed in its row
@@ -99,7 +99,7 @@ def lanczos(
         length = _orthogonalise(image, basis[: j + 1])
         beside.append(length if math.isfinite(diagonal[-1]) else math.nan)
         if not math.isfinite(beside[-1]):
-            nan = torch.full((1,), torch.nan, dtype=torch.float64)
+            nan = torch.full((1,), torch.nan, dtype=torch.float64, device="cpu")
             return Ritz(nan, nan, nan)
         scale = max(abs(a) for a in diagonal + beside)
         exhausted = beside[-1] <= 100 * torch.finfo(dtype).eps * scale
@@ -131,8 +131,10 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _ritz(diagonal: list[float], beside: list[float]) -> Ritz:
-    off = torch.tensor(beside[:-1], dtype=torch.float64)
-    tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
+    off = torch.tensor(beside[:-1], dtype=torch.float64, device="cpu")
+    tridiagonal = (
+        torch.diag(torch.tensor(diagonal, dtype=torch.float64, device="cpu")) + torch.diag(off, 1) + torch.diag(off, -1)
+    )
     values, vectors = torch.linalg.eigh(tridiagonal)
     return Ritz(values, beside[-1] * vectors[-1].abs(), vectors[0].square())
 
@@ -155,9 +157,9 @@ class Density(NamedTuple):
         if not len(self.nodes) or not self.nodes.isfinite().all():
             return self.nodes[:0], self.nodes[:0]
         low, high = self.nodes.min().item(), self.nodes.max().item()
-        edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
+        edges = torch.linspace(low, high, bins + 1, dtype=torch.float64, device="cpu")
         place = torch.bucketize(self.nodes, edges[1:-1].contiguous(), right=True)
-        return torch.zeros(bins, dtype=torch.float64).index_add_(0, place, self.weights), edges
+        return torch.zeros(bins, dtype=torch.float64, device="cpu").index_add_(0, place, self.weights), edges
 
 
 def spectral_density(
@@ -215,6 +217,6 @@ def spectral_density(
     """
     own = _own(generator)
     found = [lanczos(matvec, size, steps, own, dtype, device) for _ in range(probes)]
-    empty = torch.zeros(0, dtype=torch.float64)
+    empty = torch.zeros(0, dtype=torch.float64, device="cpu")
     nodes = torch.cat([empty, *(ritz.values for ritz in found)])
     return Density(nodes, torch.cat([empty, *(ritz.weights / probes for ritz in found)]))

@@ -262,7 +262,7 @@ def chance_level(p: int, q: int, n: int) -> Chance:
         return Chance(1.0, 1.0, 1.0)
     low, high = ((math.sqrt(a * (1 - b)) + s * math.sqrt(b * (1 - a))) ** 2 for s in (-1, 1))
     certain = max(0.0, (a + b - 1) / a)  # this share of the correlations is exactly 1
-    angle = (torch.arange(20_000, dtype=torch.float64) + 0.5) * (math.pi / 20_000)
+    angle = (torch.arange(20_000, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / 20_000)
     half, value = (high - low) / 2, (high + low) / 2 + (high - low) / 2 * angle.cos()
     density = (half * angle.sin()) ** 2 / (value * (1 - value))
     mean = (density * value.sqrt()).sum() / density.sum()

@@ -229,7 +229,7 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = True) -> Tensor:
     if x.shape[0] != y.shape[0]:
         raise ConfigError(f"representations need equal numbers of rows, got {len(x)} and {len(y)}")
     if x.shape[0] < 2:
-        return torch.tensor(torch.nan, dtype=torch.float64)
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     x, y = centred(x), centred(y)
     wide = x.shape[0] < x.shape[1] + y.shape[1]
     if wide:

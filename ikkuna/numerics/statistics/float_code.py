@@ -64,7 +64,7 @@ def codes(x: Tensor, m: int = 3, *, native: bool = True) -> Tensor:
     """
     half = half_size(m)
     found = _numbers(x.detach(), native)
-    return torch.zeros(2 * half, dtype=torch.int64) if found is None else _count(*found, m)
+    return torch.zeros(2 * half, dtype=torch.int64, device="cpu") if found is None else _count(*found, m)
 
 
 def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 3, *, native: bool = True) -> Tensor:
@@ -94,7 +94,7 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 
     half = half_size(m)
     found = _numbers(x.detach(), native)
     if found is None:
-        return torch.zeros(2 * half, dtype=torch.int64)
+        return torch.zeros(2 * half, dtype=torch.int64, device="cpu")
     flat, implied_zeros, kernels = found
     if flat.numel() <= (SAMPLE if kernels is None else _WORTH_SAMPLING):
         return _count(*found, m)
@@ -102,8 +102,8 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 
         drawn = _count_with_operators(sample(flat, generator), m)
         counts = (drawn.double() * (flat.numel() / SAMPLE)).round().long()
     else:
-        counts = torch.empty(2 * half, dtype=torch.int64)
-        seed = int(torch.randint(2**32, (), generator=generator).item()) if generator else 0
+        counts = torch.empty(2 * half, dtype=torch.int64, device="cpu")
+        seed = int(torch.randint(2**32, (), generator=generator, device="cpu").item()) if generator else 0
         kernels.sampled_codes(flat, m, counts, seed)
     if implied_zeros:
         counts[half] += implied_zeros
@@ -150,7 +150,7 @@ def _count(flat: Tensor, implied_zeros: int, kernels: Library | None, m: int) ->
     if kernels is None:
         counts = _count_with_operators(flat, m)
     else:
-        counts = torch.empty(2 * half_size(m), dtype=torch.int64)
+        counts = torch.empty(2 * half_size(m), dtype=torch.int64, device="cpu")
         kernels.codes(flat, m, counts)
     if implied_zeros:
         counts[half_size(m)] += implied_zeros
@@ -242,7 +242,7 @@ def sample(x: Tensor, generator: torch.Generator | None = None, size: int = SAMP
     """
     read = readable(x.detach())
     if read is None:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     flat = flatten(read[0])
     if flat.numel() <= size:
         return flat

@@ -15,7 +15,7 @@ import numpy as np
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, EMPTY, Values, merge_rows
 
-__all__ = ["FIELDS", "HISTOGRAMS", "Record", "closure", "merge", "record_of"]
+__all__ = ["EXACT_COUNTS", "FIELDS", "HISTOGRAMS", "Record", "closure", "merge", "record_of"]
 
 FIELDS = (
     *("n", "mean", "m2", "m3", "m4", "min", "max", "finite_min", "finite_max"),
@@ -28,13 +28,16 @@ HISTOGRAMS = frozenset(("codes", "sampled_codes"))
 
 _ATTRIBUTE = {"mean": "center"}
 _NEEDS = {"mean": (), "m2": ("mean",), "m3": ("mean", "m2"), "m4": ("mean", "m2", "m3")}
+EXACT_COUNTS = "exact_counts"
+"""Stands beside fields: how many elements are not finite is wanted, rather than whether there are any."""
+
 _SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs", "finite_min", "finite_max"))
 
 
 def closure(fields: Iterable[str]) -> frozenset[str]:
     """Return `fields` with those they are computed from, and ``n``.
 
-    A sum over elements needs the number of elements that are not finite, so ``nans`` and ``infs`` are added.
+    A sum over elements needs to know whether all are finite, so ``nans`` and ``infs`` are added.
 
     Raises
     ------

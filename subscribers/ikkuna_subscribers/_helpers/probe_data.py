@@ -83,5 +83,5 @@ class ProbeData:
         generator = torch.Generator().manual_seed(self._seed)
         order = list(range(self._size))
         if self._size < len(self._dataset):
-            order = torch.randperm(len(self._dataset), generator=generator)[: self._size].tolist()
+            order = torch.randperm(len(self._dataset), generator=generator, device="cpu")[: self._size].tolist()
         return DataLoader(Subset(self._dataset, order), self._batch_size, generator=generator)

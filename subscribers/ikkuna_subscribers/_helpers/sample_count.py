@@ -29,7 +29,7 @@ class SampleCount:
     def measure(self, message: NetworkMessage) -> Tensor | None:
         """Return the row of one call: the number of samples, and 1."""
         x: Tensor = message.data
-        return torch.tensor([x.shape[0], 1], dtype=torch.float64) if x.ndim else None
+        return torch.tensor([x.shape[0], 1], dtype=torch.float64, device="cpu") if x.ndim else None
 
     def add(self, message: NetworkMessage) -> None:
         """Store the merged row of the first tensor of a step; rows of further tensors are ignored."""

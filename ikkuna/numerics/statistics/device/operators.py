@@ -1,7 +1,8 @@
 r"""Statistics of tensors on a device with torch's reductions in float32: at most one launch for each of norm, moments, zeros, extrema.
 
-A reduction returns a 0-d tensor, and nothing of the tensor's size is allocated, except for the moments of half precision,
-which `torch.var_mean` would round to half precision.  Data that need float64 are recognised on the host, see `Doubts`.
+A reduction returns a 0-d tensor, and nothing of the tensor's size is allocated, with two exceptions: the moments of half precision,
+which `torch.var_mean` would round to half precision, and exact counts of elements that are not finite.
+Data that need float64 are recognised on the host, see `Doubts`.
 """
 
 import math
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ikkuna.numerics.statistics.record import EXACT_COUNTS
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values
 
 __all__ = ["accepts", "decode", "reduce", "split"]
@@ -17,6 +19,7 @@ __all__ = ["accepts", "decode", "reduce", "split"]
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _HIGHER = frozenset(("m3", "m4"))
 _MOMENTS = frozenset(("mean", "m2"))
+_SCREENING = _MOMENTS | _EXTREMA | {"l1", EXACT_COUNTS}  # what shows whether all elements are finite
 _CHUNK = 1 << 24  # elements that float32 can count; as many in float32 take 64 MiB
 
 
@@ -27,7 +30,9 @@ def accepts(x: Tensor, fields: frozenset[str]) -> bool:
 
 def split(x: Tensor, fields: frozenset[str]) -> Sequence[Tensor]:
     """Return the parts of `x` that are reduced separately."""
-    must_be_short = "zeros" in fields or (x.dtype is not torch.float32 and not fields.isdisjoint(_MOMENTS))
+    must_be_short = not fields.isdisjoint(("zeros", EXACT_COUNTS)) or (
+        x.dtype is not torch.float32 and not fields.isdisjoint(_MOMENTS)
+    )
     return x.reshape(-1).split(_CHUNK) if must_be_short and x.numel() > _CHUNK else (x,)
 
 
@@ -35,11 +40,13 @@ def reduce(x: Tensor, fields: frozenset[str]) -> list[Tensor]:
     """Return the reductions of `x` that `decode` makes a row of: 0-d tensors on its device, extrema in its dtype."""
     found: list[Tensor] = []
     if _takes_norm(fields):
-        found.append(torch.linalg.vector_norm(x, dtype=torch.float32))
+        found.append(_norm(x, 2))
     if "l1" in fields:
-        found.append(torch.linalg.vector_norm(x, 1, dtype=torch.float32))
+        found.append(_norm(x, 1))
     if "zeros" in fields:
-        found.append(torch.linalg.vector_norm(x, 0, dtype=torch.float32))
+        found.append(_norm(x, 0))
+    if EXACT_COUNTS in fields:
+        found += ((x != x).sum(dtype=torch.float32), _norm(x - x, 0))  # NaN, and NaN or Inf
     if not fields.isdisjoint(_MOMENTS):
         found += torch.var_mean(x.float(), correction=0)
     if not fields.isdisjoint(_EXTREMA):
@@ -50,7 +57,8 @@ def reduce(x: Tensor, fields: frozenset[str]) -> list[Tensor]:
 def decode(values: Sequence[float], n: int, fields: frozenset[str]) -> Values:
     """Return the row of `n` elements with these reductions.
 
-    If one of them is not finite, one element counts as NaN or infinite; how many there are is measured from the next step on.
+    If one of them is not finite and there are no exact counts, one element counts as NaN or infinite.
+    How many there are is measured from the next step on.
 
     Examples
     --------
@@ -71,6 +79,9 @@ def decode(values: Sequence[float], n: int, fields: frozenset[str]) -> Values:
         checked += row[COLUMN["l1"]]
     if "zeros" in fields:
         row[COLUMN["zeros"]] = n - next(found)
+    if EXACT_COUNTS in fields:
+        nans, nonfinite = next(found), next(found)
+        row[COLUMN["nans"]], row[COLUMN["infs"]] = nans, nonfinite - nans
     if not fields.isdisjoint(_MOMENTS):
         variance, mean = next(found), next(found)
         checked += variance
@@ -81,13 +92,19 @@ def decode(values: Sequence[float], n: int, fields: frozenset[str]) -> Values:
         checked += low + high
         if math.isfinite(low + high):
             row[COLUMN["finite_min"]], row[COLUMN["finite_max"]] = low, high
-    if not math.isfinite(checked):
+    if not math.isfinite(checked) and EXACT_COUNTS not in fields:
         row[COLUMN["nans" if math.isnan(checked) else "infs"]] = 1
     return row
+
+
+def _norm(x: Tensor, order: int) -> Tensor:
+    """Return a norm in float32; accelerators add in a tree, so that it is right to about 1e-7 for any number of elements."""
+    norm: Tensor = torch.linalg.vector_norm(x, order, dtype=torch.float32)
+    return norm
 
 
 def _takes_norm(fields: frozenset[str]) -> bool:
     """Return whether the norm is needed, if only to see that all elements are finite."""
     if "sumsq" in fields:
         return True
-    return "nans" in fields and "l1" not in fields and fields.isdisjoint(_MOMENTS)
+    return "nans" in fields and fields.isdisjoint(_SCREENING)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.numerics.elements import in_memory_order
-from ikkuna.numerics.statistics.record import closure
+from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, empty_rows
 
 __all__ = ["DTYPES", "Library"]
@@ -57,7 +57,7 @@ class Library:
         self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
         self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
         self._merge = _typed(kernels, "merge_records", _MERGE)
-        row = self.measure(torch.tensor([1.0, -3.0]), frozenset(("n", "l1", "m2")))
+        row = self.measure(torch.tensor([1.0, -3.0], device="cpu"), frozenset(("n", "l1", "m2")))
         if [row[COLUMN[name]] for name in ("n", "l1", "mean", "m2")] != [2, 4, -1, 8]:
             raise RuntimeError("the native kernels compute wrong results")
 
@@ -149,6 +149,7 @@ def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> _Kern
 
 @cache
 def _flags(fields: frozenset[str]) -> int:
+    fields -= {EXACT_COUNTS}  # the kernels always count
     if fields <= _SQUARES:
         return 0
     if fields.isdisjoint(_SUMMED):
