@@ -38,9 +38,15 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """On another device, run only tests with the marker ``devices``, except those that need the host."""
-    if config.getoption("--device") == "cpu":
-        return
-    chosen = [item for item in items if item.get_closest_marker("devices") and not item.get_closest_marker("host")]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    """On another device than the host, run only tests with the marker ``devices`` or ``simulated``."""
+    device = config.getoption("--device")
+
+    def runs(item):
+        has = item.get_closest_marker
+        if device == "cpu":
+            return not has("simulated")
+        return (device == "sim" and has("simulated")) or (has("devices") and not has("host"))
+
+    chosen = [item for item in items if runs(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = chosen

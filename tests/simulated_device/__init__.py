@@ -13,9 +13,10 @@ A storage of the device has an address that the host cannot read, and refers to 
 Time, the caching allocator, CUDA graphs and sparse tensors are not simulated.
 """
 
+from tests.simulated_device import streams
 from tests.simulated_device.device import install, provide_pinned_memory
 from tests.simulated_device.log import Entry, recorded
 from tests.simulated_device.storage import memory, memory_of
 from tests.simulated_device.streams import Event, Stream
 
-__all__ = ["Entry", "Event", "Stream", "install", "memory", "memory_of", "provide_pinned_memory", "recorded"]
+__all__ = ["Entry", "Event", "Stream", "install", "memory", "memory_of", "provide_pinned_memory", "recorded", "streams"]

@@ -19,6 +19,7 @@ __all__ = ["accepts", "decode", "reduce", "split"]
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _HIGHER = frozenset(("m3", "m4"))
 _MOMENTS = frozenset(("mean", "m2"))
+_EXTREMA = frozenset(("min", "max", "finite_min", "finite_max"))
 _SCREENING = _MOMENTS | _EXTREMA | {"l1", EXACT_COUNTS}  # what shows whether all elements are finite
 _CHUNK = 1 << 24  # elements that float32 can count; as many in float32 take 64 MiB
 
