@@ -20,6 +20,7 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --device sim
 
 test-slow: .venv/installed-slow
 	$(BIN)/python -m pytest -q -m slow

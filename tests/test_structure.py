@@ -392,3 +392,19 @@ def test_stubs_declare_the_names_of_their_module(path):
     ]
     assert len(exports) == 2
     assert exports[0] == exports[1]
+
+
+FACTORIES = {
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand"),
+    *("randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=str)
+def test_new_tensors_do_not_follow_the_default_device(path):
+    """With ``torch.set_default_device("cuda")`` a buffer of the host would be on the device, where the kernels cannot read it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES:
+            is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            named = any(keyword.arg == "device" for keyword in node.keywords)
+            assert named or not is_torch, f"line {node.lineno}: torch.{node.func.attr} without device="

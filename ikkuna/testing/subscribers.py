@@ -34,7 +34,7 @@ Make = Callable[..., Subscriber]
 
 def special_tensors() -> dict[str, Tensor]:
     """Return unusual tensors that a metric must handle, by a description of each."""
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), device="cpu")
     with_nan, with_inf = x.clone(), x.clone()
     with_nan[1, 2], with_inf[1, 2], with_inf[3, 0] = torch.nan, torch.inf, -torch.inf
     return {
@@ -138,7 +138,7 @@ def _require_same(a: Any, b: Any, claim: str, where: str = "") -> None:
 
 def _bytes(x: Any) -> bytes:
     if isinstance(x, Tensor):
-        x = torch.empty(0) if x.is_meta else x.to_dense() if x.layout is not torch.strided else x
+        x = torch.empty(0, device="cpu") if x.is_meta else x.to_dense() if x.layout is not torch.strided else x
         x = x.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
     return np.asarray(x).tobytes()
 
@@ -177,7 +177,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
 def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
     """Deliver a tensor as data of every kind, twice as in a step of two micro-batches; return it."""
     # The axis of the classes is the second one, or the only one.
-    labels = torch.zeros(tensor.shape[:1] + tensor.shape[2:] if tensor.ndim > 1 else (), dtype=torch.long)
+    labels = torch.zeros(tensor.shape[:1] + tensor.shape[2:] if tensor.ndim > 1 else (), dtype=torch.long, device="cpu")
     loss = (tensor.abs() if tensor.is_complex() else tensor.to_dense()).float().mean()
     together = dict(zip(MEASURED_TOGETHER, (tensor, labels, loss), strict=True))
     seen = {Site(kind, "first"): tensor for kind in MODULE_KINDS}

@@ -39,7 +39,10 @@ PARAMETERS = [pytest.param(name, marks=pytest.mark.gpu if name == "cuda" else ()
 
 @pytest.fixture(scope="module", autouse=True, params=PARAMETERS)
 def implementation(request):
-    """Run every test of this file with each class.  The host's norms in float32 lose digits, which those of accelerators do not."""
+    """Run every test of this file with each class.
+
+    Norms in float32 lose digits on the host; accelerators add in a tree.
+    """
     global make, steps
     make = MAKERS[request.param]
     steps = 2 if request.param in ("device", "cuda") else 1

@@ -33,7 +33,7 @@ def _reserve(size: int) -> None:
 
 
 def allocate(host: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return a device tensor with the shape, strides and content of `host`, which it keeps; `into` is changed and returned if given."""
+    """Return a device tensor whose memory is `host`; if `into` is given, it gets this memory and is returned."""
     held = host.untyped_storage()
     _reserve(held.nbytes())
     storage = torch._C._construct_storage_from_data_pointer(

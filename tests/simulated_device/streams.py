@@ -37,7 +37,9 @@ class Stream:
 
     Parameters
     ----------
-    device, priority : optional
+    device : Any
+        Ignored.
+    priority : int
         Ignored.
     """
 

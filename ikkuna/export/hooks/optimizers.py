@@ -1,7 +1,7 @@
 """Observes parameters around the steps of optimizers: weights, gradients, updates, optimizer states and learning rates."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -163,18 +163,20 @@ class OptimizerHooks:
             self.rates[name] = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def _record_weights(self, parameters: Iterable[NamedParameter]) -> None:
-        for site, named in self._wanted("weights", "biases", parameters):
-            self.context.recorder.receive(site, named.parameter, named.path)
+        wanted = self._wanted("weights", "biases", parameters)
+        self.context.recorder.receive_all((site, named.parameter, named.path) for site, named in wanted)
 
     def _record_gradients(self, parameters: Iterable[NamedParameter], scale: Tensor | None = None) -> None:
-        for site, named in self._wanted("weight_gradients", "bias_gradients", parameters):
-            if (grad := named.parameter.grad) is not None:
-                if scale is not None:
-                    grad = divided(grad, scale)
-                self.context.recorder.receive(site, grad, named.path)
+        wanted = self._wanted("weight_gradients", "bias_gradients", parameters)
+        self.context.recorder.receive_all(
+            (site, grad if scale is None else divided(grad, scale), named.path)
+            for site, named in wanted
+            if (grad := named.parameter.grad) is not None
+        )
 
     def _record_updates(self, parameters: Iterable[NamedParameter]) -> None:
         recorder = self.context.recorder
+        changed = []
         for named in parameters:
             if (found := self._before.pop(id(named.parameter), None)) is None:
                 continue
@@ -184,7 +186,8 @@ class OptimizerHooks:
                 difference = distribute_like(after.to(wide) - before.to(wide), named.parameter)
                 recorder.receive(site, difference, named.path)
             else:
-                recorder.receive_difference(site, named.parameter, before, named.path)
+                changed.append((site, named.parameter, before, named.path))
+        recorder.receive_differences(changed)
 
     def _record_states(self, optimizer: Optimizer, parameters: Iterable[NamedParameter]) -> None:
         for kind in self.context.recorder.plan.states:
@@ -195,14 +198,13 @@ class OptimizerHooks:
                     self.context.recorder.receive(self.context.sites(kind, named.module), value, named.path)
 
     def _copy(self, parameters: Iterable[NamedParameter]) -> None:
-        for site, named in self._wanted("weight_updates", "bias_updates", parameters):
-            if not named.parameter.requires_grad:
-                continue
-            try:
-                copy = self.context.recorder.copy(local_tensor(named.parameter.detach()))
-            except RuntimeError as error:  # out of memory: the update is not recorded, and training goes on
-                raise_users_exception(error)
-                copy = None
+        wanted = [
+            (site, named)
+            for site, named in self._wanted("weight_updates", "bias_updates", parameters)
+            if named.parameter.requires_grad
+        ]
+        copies = _copied([local_tensor(named.parameter.detach()) for _, named in wanted])
+        for (site, named), copy in zip(wanted, copies, strict=True):
             if copy is None:
                 self.skipped_updates += 1
             else:
@@ -239,3 +241,33 @@ def _unused(name: str, taken: Iterable[str]) -> str:
     """Return `name`, with the first number behind it that makes it differ from those `taken`."""
     numbered = (f"{name}_{i}" for i in count(1))
     return name if name not in taken else next(free for free in numbered if free not in taken)
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return a copy of each tensor; ``None`` where it has no numbers or there is no memory for it.
+
+    The tensors of a device are copied with few launches.
+    """
+    copies = list(_empty_or_cloned(tensors))
+    lists: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, (x, copy) in enumerate(zip(tensors, copies, strict=True)):
+        if copy is not None and not x.is_cpu:
+            lists.setdefault((x.device, x.dtype), []).append(i)
+    for indices in lists.values():
+        targets = [copy for i in indices if (copy := copies[i]) is not None]
+        torch._foreach_copy_(targets, [tensors[i] for i in indices])
+    return copies
+
+
+def _empty_or_cloned(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
+    """Yield a clone of each tensor of the host, and memory for a copy of each tensor of a device."""
+    for x in tensors:
+        try:
+            yield _memory(x) if has_numbers(x) else None
+        except RuntimeError as error:  # out of memory: the update is not recorded, and training goes on
+            raise_users_exception(error)
+            yield None
+
+
+def _memory(x: Tensor) -> Tensor:
+    return x.clone() if x.is_cpu else torch.empty_like(x)

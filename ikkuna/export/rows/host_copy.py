@@ -17,7 +17,7 @@ class HostCopy:
     ----------
     tensors : sequence of Tensors
         They may be changed once the constructor has returned.
-    streams : collection of streams
+    streams : collection of Any
         The streams on which the tensors were computed; without any, the current one.
     """
 

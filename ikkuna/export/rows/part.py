@@ -60,9 +60,10 @@ class Part:
 
     def statistics(self, x: Tensor) -> HostStatistics | DeviceStatistics:
         """Return the statistics to which a tensor is added."""
-        return self.host if x.is_cpu else self._on(x.device)
+        return self.host if x.is_cpu else self.on_device(x.device)
 
-    def _on(self, device: torch.device) -> DeviceStatistics:
+    def on_device(self, device: torch.device) -> DeviceStatistics:
+        """Return the statistics of the tensors of a device."""
         if (found := self.devices.get(device)) is None:
             found = self.devices[device] = DeviceStatistics(device, self._doubts)
         return found
@@ -86,7 +87,7 @@ class Part:
         """Add the measurements of another part, and empty that."""
         self.host.merge(other.host)
         for device, statistics in other.devices.items():
-            self._on(device).merge(statistics)
+            self.on_device(device).merge(statistics)
         for row, results in ((None, other.together), *other.measured.items()):
             for registered, value in results.items():
                 self.add_measured(row, registered, value)

@@ -26,6 +26,7 @@ from ikkuna.numerics.statistics.native import library
 
 __all__ = ["Recorder"]
 
+_WIDE = frozenset((torch.float32, torch.float64))
 _Weight = float | Tensor | str | None
 
 
@@ -130,10 +131,45 @@ class Recorder:
         except Exception as error:
             self.error_guard.report_internal(f"measuring {site}", error)
 
-    def copy(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor; ``None`` if it has no numbers."""
-        is_read = (self.kernels is not None and self.kernels.accepts(tensor)) or has_numbers(tensor)
-        return tensor.clone() if is_read else None
+    def receive_all(self, tensors: Iterable[tuple[Site, Tensor, str]]) -> None:
+        """Measure several tensors, each with its site and the name of the parameter; those of a device together.
+
+        On the host this is `receive` for each of them.
+        """
+        lists: dict[tuple[torch.device, torch.dtype, frozenset[str]], list[tuple[Site, Tensor, str]]] = {}
+        for site, tensor, path in tensors:
+            task = None if tensor.is_cpu else self.plan.task(site.kind, site.module)
+            if task is None or not task.is_plain or is_distributed(tensor) or not has_numbers(tensor):
+                self.receive(site, tensor, path)
+            else:
+                lists.setdefault((tensor.device, tensor.dtype, task.fields), []).append((site, tensor.detach(), path))
+        if (rows := self.rows) is None:
+            return
+        for (_, _, fields), group in lists.items():
+            try:
+                numbers = [self._index.row(site, path) for site, _, path in group]
+                statistics = rows.part(0).on_device(group[0][1].device)
+                statistics.add_all(numbers, [tensor for _, tensor, _ in group], fields)
+            except Exception as error:
+                self.error_guard.report_internal(f"measuring {group[0][0].kind}", error)
+
+    def receive_differences(self, differences: Iterable[tuple[Site, Tensor, Tensor, str]]) -> None:
+        """Measure ``after - before`` of several tensors, given as site, after, before, and name; `before` may be overwritten."""
+        lists: dict[tuple[torch.device, torch.dtype], list[tuple[Site, Tensor, Tensor, str]]] = {}
+        for site, after, before, path in differences:
+            if after.is_cpu or after.dtype not in _WIDE:
+                self.receive_difference(site, after, before, path)
+            else:
+                lists.setdefault((after.device, after.dtype), []).append((site, after.detach(), before, path))
+        for group in lists.values():
+            befores = [before for _, _, before, _ in group]
+            try:
+                torch._foreach_sub_(befores, [after for _, after, _, _ in group])
+                torch._foreach_neg_(befores)
+            except Exception as error:
+                self.error_guard.report_internal("measuring updates", error)
+            else:
+                self.receive_all([(site, before, path) for site, _, before, path in group])
 
     def receive_difference(self, site: Site, after: Tensor, before: Tensor, path: str, part: int = 0) -> None:
         """Measure ``after - before``, computed in at least float32; `before` may be overwritten."""

@@ -40,7 +40,7 @@ class Doubts:
         return row in self._rows
 
     def note(self, row: int, values: Values, fields: frozenset[str], is_exact: bool) -> None:
-        """Take the values of a row into account.
+        """Decide whether float32 is enough for a row with these values.
 
         Parameters
         ----------

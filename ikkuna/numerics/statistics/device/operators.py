@@ -1,4 +1,6 @@
-r"""Statistics of tensors on a device with torch's reductions in float32: at most one launch for each of norm, moments, zeros, extrema.
+r"""Statistics of tensors on a device with torch's reductions in float32.
+
+Norm, moments, zeros and extrema take at most one launch each.
 
 A reduction returns a 0-d tensor, and nothing of the tensor's size is allocated, with two exceptions: the moments of half precision,
 which `torch.var_mean` would round to half precision, and exact counts of elements that are not finite.
@@ -14,19 +16,35 @@ from torch import Tensor
 from ikkuna.numerics.statistics.record import EXACT_COUNTS
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values
 
-__all__ = ["accepts", "decode", "reduce", "split"]
+__all__ = ["accepts", "accepts_list", "decode", "reduce", "reduce_list", "split"]
 
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _HIGHER = frozenset(("m3", "m4"))
 _MOMENTS = frozenset(("mean", "m2"))
 _EXTREMA = frozenset(("min", "max", "finite_min", "finite_max"))
 _SCREENING = _MOMENTS | _EXTREMA | {"l1", EXACT_COUNTS}  # what shows whether all elements are finite
+_LISTED = frozenset(("n", "nans", "infs", "sumsq", "l1"))
 _CHUNK = 1 << 24  # elements that float32 can count; as many in float32 take 64 MiB
 
 
 def accepts(x: Tensor, fields: frozenset[str]) -> bool:
     """Return whether `reduce` can compute the `fields` of `x`."""
     return x.dtype in _DTYPES and x.layout is torch.strided and fields.isdisjoint(_HIGHER) and not x.is_nested
+
+
+def accepts_list(x: Tensor, fields: frozenset[str]) -> bool:
+    """Return whether `reduce_list` can compute the `fields` of `x`."""
+    return accepts(x, fields) and fields <= _LISTED
+
+
+def reduce_list(tensors: list[Tensor], fields: frozenset[str]) -> list[list[Tensor]]:
+    """Return what `reduce` returns of each of several tensors of one dtype, with few launches for all."""
+    columns = []
+    if _takes_norm(fields):
+        columns.append(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+    if "l1" in fields:
+        columns.append(torch._foreach_norm(tensors, 1, dtype=torch.float32))
+    return [list(found) for found in zip(*columns, strict=True)]
 
 
 def split(x: Tensor, fields: frozenset[str]) -> Sequence[Tensor]:

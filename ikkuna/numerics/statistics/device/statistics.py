@@ -158,6 +158,22 @@ class DeviceStatistics:
             add_codes(self.codes.setdefault(row, {}), x, fields, generator)
         return True
 
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], fields: frozenset[str]) -> None:
+        """Add the statistics of several tensors of one dtype, each to its row; norms of all take few launches."""
+        together = [
+            (row, x)
+            for row, x in zip(rows, tensors, strict=True)
+            if operators.accepts_list(x, fields) and row not in self._doubts and x.numel()
+        ]
+        if together:
+            results = operators.reduce_list([x for _, x in together], fields)
+            for (row, x), found in zip(together, results, strict=True):
+                self._reduced.append(_Reduced(row, x.numel(), fields, found))
+        done = {row for row, _ in together}
+        for row, x in zip(rows, tensors, strict=True):
+            if row not in done:
+                self.add(row, x, fields)
+
     def _add_exactly(self, row: int, x: Tensor, fields: frozenset[str], weight: float | Tensor) -> None:
         read = readable(x)
         assert read is not None, "has_numbers() has seen numbers"
@@ -213,8 +229,8 @@ class DeviceStatistics:
 def _merged(exact: Sequence[tuple[int, frozenset[str], Tensor]]) -> list[tuple[int, frozenset[str], Tensor]]:
     """Merge the values of each row and set of fields, in one operation for all that have equally many."""
     by_row: dict[tuple[int, frozenset[str]], list[Tensor]] = {}
-    for row, fields, values in exact:
-        by_row.setdefault((row, fields), []).append(values)
+    for row, fields, value in exact:
+        by_row.setdefault((row, fields), []).append(value)
     by_count: dict[int, list[tuple[int, frozenset[str]]]] = {}
     for key, values in by_row.items():
         by_count.setdefault(len(values), []).append(key)
