@@ -57,7 +57,7 @@ def _noisy(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
     value = parameter.detach()
     if not value.is_floating_point() or not value.numel():
         return value
-    noise = torch.randn(value.shape, generator=generator).to(value)
+    noise = torch.randn(value.shape, generator=generator, device="cpu").to(value)
     return value + noise * value.square().mean().sqrt().clamp(min=0.1)
 
 
