@@ -203,6 +203,10 @@ TENSORS = {
         "quantised weights",
         "they are dequantised if the tensor offers it; packed bytes are left out, counted once in ``health().skipped`` and logged once",
     ),
+    218: Fault(
+        "gradients of a loss that a gradient scaler has multiplied",
+        "they are divided by the scale, in at least float32; the first step with another scaler has no layer gradients",
+    ),
     219: Fault(
         "a trainable parameter that no optimizer has, or that no backward reaches",
         "its gradients are published like all others; a warning names it once, after 100 steps if it never has a gradient",

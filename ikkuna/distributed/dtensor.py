@@ -110,9 +110,16 @@ def distribute_like(local: Tensor, x: Tensor) -> Tensor:
 
 
 def divided(x: Tensor, divisor: Tensor | int) -> Tensor:
-    """Return ``x / divisor``, distributed like `x`; a tensor without numbers is returned as it is."""
+    """Return ``x / divisor``, distributed like `x`; a tensor without numbers is returned as it is.
+
+    The quotient by a tensor has at least float32, because gradients are scaled where half precision cannot represent them.
+    """
     local = local_tensor(x)
-    return distribute_like(local / divisor, x) if has_numbers(local) else x
+    if not has_numbers(local):
+        return x
+    if isinstance(divisor, Tensor):
+        local = local.to(torch.promote_types(local.dtype, torch.float32))
+    return distribute_like(local / divisor, x)
 
 
 def data_parallel_size(root: nn.Module) -> int:

@@ -82,7 +82,6 @@ class Session:
         self._micro_gradients = MicroGradientHooks(context)
         self._unclipped = UnclippedGradientHooks(context)
         self._backward.ended.append(self._unclipped.backward_ended)
-        self.optimizers.began.append(self._unclipped.optimizer_began)
         self._forward = ForwardHooks(context, self._backward, self._gradients)
         self._modules = ModuleHooks(context, self._forward, in_graph)
         self._compiled = CompiledHooks(context, self._forward, self._backward, self._modules)

@@ -4,14 +4,16 @@ import sys
 from collections.abc import Collection, Iterator
 from types import FrameType
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["count_running_calls", "in_reentrant_checkpoint", "running_optimizers"]
+__all__ = ["count_running_calls", "in_reentrant_checkpoint", "running_steps"]
 
 _CALL = nn.Module._call_impl.__code__
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
 _RECOMPUTE = CheckpointFunction.backward.__code__
 
 
@@ -22,23 +24,29 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def running_optimizers() -> list[Optimizer]:
-    """Return the optimizers whose ``step()`` runs on this thread, the innermost first, each as often as it calls itself.
+def running_steps() -> tuple[list[Optimizer], torch.amp.GradScaler | None]:
+    """Return the optimizers whose ``step()`` runs on this thread, and the gradient scaler that calls the outermost of them.
 
+    The innermost optimizer comes first, and each as often as it calls itself.
     A step that raises calls no post hook, but torch's wrapper of it is not on the stack any more.
+    A scaler that is disabled is none.
 
     Examples
     --------
-    >>> running_optimizers()
-    []
+    >>> running_steps()
+    ([], None)
     """
     found: list[Optimizer] = []
+    scaler: torch.amp.GradScaler | None = None
     for frame in _frames():
-        if "wrapper" in frame.f_code.co_name and frame.f_globals is vars(torch_optimizer):
+        code = frame.f_code
+        if "wrapper" in code.co_name and frame.f_globals is vars(torch_optimizer):
             optimizer = frame.f_locals.get("self")
             if isinstance(optimizer, Optimizer):
                 found.append(optimizer)
-    return found
+        elif code is _SCALER_STEP:
+            scaler = frame.f_locals["self"]
+    return found, scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def count_running_calls(modules: Collection[nn.Module]) -> int:

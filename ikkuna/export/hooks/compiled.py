@@ -85,6 +85,8 @@ class CompiledHooks:
         part = self._backward.reach_latest()
         if part is None or context.recorder.rows is None or (role and not self._is_first(site, path, role)):
             return
+        if context.loss_scale.is_used:
+            grad = context.loss_scale.removed_from(grad)
         if context.replicas > 1:
             grad = divided(grad, context.replicas)
         context.recorder.receive(site, grad, path, part=part)

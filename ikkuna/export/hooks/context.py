@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.hooks.graph_operators import Sites
+from ikkuna.export.hooks.loss_scale import LossScale
 from ikkuna.export.model.parameters import TrackedParameters
 from ikkuna.export.model.watched_model import WatchedModel
 from ikkuna.export.rows.recorder import Recorder
@@ -37,6 +38,8 @@ class HookContext:
         The sites of the exporter.
     stopwatch : Stopwatch
         Counts the time that hooks take.
+    loss_scale : LossScale
+        The factor of a gradient scaler.
     replicas : int
         Number of ranks over which gradients are averaged.
     is_paused : bool
@@ -53,6 +56,7 @@ class HookContext:
     parameters: TrackedParameters = field(default_factory=TrackedParameters)
     sites: Sites = field(default_factory=Sites)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    loss_scale: LossScale = field(default_factory=LossScale)
     replicas: int = 1
     is_paused: bool = False
     wants_steps: bool = False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.export.hooks.backward import BackwardHooks
-from ikkuna.export.hooks.call_stack import count_running_calls, in_reentrant_checkpoint, running_optimizers
+from ikkuna.export.hooks.call_stack import count_running_calls, in_reentrant_checkpoint, running_steps
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.hook import in_backward
 from ikkuna.export.hooks.in_graph import ModuleSites
@@ -111,7 +111,7 @@ class ForwardHooks:
         """Return the numbers of the optimizers that step on this thread."""
         if self.context.tracker.state is not State.STEPPING:
             return []
-        return [self.context.parameters.number(optimizer) for optimizer in running_optimizers()]
+        return [self.context.parameters.number(optimizer) for optimizer in running_steps()[0]]
 
     def root_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Handle the end of a root's call; `output` is ``None`` if the call has raised."""

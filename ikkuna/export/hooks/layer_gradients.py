@@ -68,6 +68,8 @@ class LayerGradientHooks:
         if recorder.rows is None or context.is_off:
             return
         part = self._backward.reach(forward)
+        if context.loss_scale.is_used:
+            grad = context.loss_scale.removed_from(grad)
         if context.replicas > 1:
             grad = divided(grad, context.replicas)  # the loss is the mean of the ranks' losses
         recorder.receive(site, with_batch_sizes(grad, sizes), path, part=part)

@@ -1,7 +1,7 @@
 """Observes parameters around the steps of optimizers: weights, gradients, updates, optimizer states and learning rates."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -10,17 +10,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed, local_tensor
-from ikkuna.export.hooks.call_stack import running_optimizers
+from ikkuna.export.hooks.call_stack import running_steps
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.messages.kinds import UNCLIPPED_KINDS
 from ikkuna.export.model.untrained import UntrainedParameters
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import State
+from ikkuna.logger import log
 from ikkuna.modules import NamedParameter
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["OptimizerHooks"]
+
+_SCALED_KINDS = frozenset(("layer_gradients", *UNCLIPPED_KINDS))
+_LOGGED_RESCALED = 3  # a training that begins, or is resumed, with a scaler changes it once
 
 _Sites = tuple[tuple[NamedParameter, ...], dict[int, Site]]
 """All observed parameters, and the sites of those of which a kind is wanted."""
@@ -46,8 +51,6 @@ class OptimizerHooks:
         the second one is numbered: ``decay``, ``decay_1``.
     wants_rates : bool
         Whether a subscriber wants the learning rates.
-    began : list of callable
-        Called with each optimizer whose step counts.
     skipped_updates : int
         Number of updates that were not recorded because the weights were freed, or there was no memory for a copy.
     untrained : UntrainedParameters
@@ -59,12 +62,12 @@ class OptimizerHooks:
         self.rates: dict[str, Any] = {}
         self.wants_rates = False
         self.skipped_updates = 0
-        self.began: list[Callable[[Optimizer], None]] = []
         self.untrained = UntrainedParameters()
         self._before: dict[int, tuple[Site, NamedParameter, Tensor]] = {}
         self._recorded: dict[str, set[int]] = {}
         self._sites: weakref.WeakKeyDictionary[Plan, dict[str, _Sites]] = weakref.WeakKeyDictionary()
         self._by_hand = False
+        self._rescaled = 0
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
@@ -79,16 +82,17 @@ class OptimizerHooks:
             return
         number = parameters.number(optimizer)
         closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
-        outer = [parameters.number(other) for other in running_optimizers()[1:]]
+        running, scaler = running_steps()
+        outer = [parameters.number(other) for other in running[1:]]
         context.apply(tracker.optimizer_begins(number, owned, closure=closure, running=outer))
         if not tracker.is_stepping(number):
             return
-        for call in self.began:
-            call(optimizer)
+        if (scaler is not None or context.loss_scale.is_used) and context.loss_scale.set_scaler(scaler):
+            self._drop_scaled()
         if self.wants_rates:
             self._note_rates(optimizer)
         unowned = parameters.unowned
-        if not closure:
+        if not closure and (unowned or self.untrained.settled is not parameters.all):
             self.untrained.note_gradients(parameters.all, unowned)
         if not context.recorder.plan.parameters:
             return
@@ -96,7 +100,8 @@ class OptimizerHooks:
         self._record_weights(parameters.all if not self._recorded else observed)
         if not closure:
             self._record_gradients(observed, getattr(optimizer, "grad_scale", None))
-            self._record_gradients(unowned)
+            if unowned:
+                self._record_unowned()
         self._copy(observed)
 
     def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,19 +115,19 @@ class OptimizerHooks:
             if parameters.owned_ids(optimizer):
                 context.apply(tracker.optimizer_ends(number))
             return
-        if tracker.in_closure:
-            self.untrained.note_gradients(parameters.all, parameters.unowned)
+        owners = parameters.owners(optimizer)
+        if (owners.unowned or self.untrained.settled is not parameters.all) and tracker.in_closure:
+            self.untrained.note_gradients(parameters.all, owners.unowned)
         if context.recorder.plan.parameters:
             observed = parameters.of(optimizer)
             if tracker.in_closure:
                 self._record_gradients(observed)
-                self._record_gradients(parameters.unowned)
-            shared = parameters.shared
+                self._record_unowned()
+            shared = owners.shared
             self._record_updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
             self._record_states(optimizer, observed)
         if context.recorder.rows is not None:
             context.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
-        owners = parameters.owners(optimizer)
         context.apply(tracker.optimizer_ends(number, owners.numbers, owners.covered))
 
     def step_by_hand(self) -> None:
@@ -145,7 +150,8 @@ class OptimizerHooks:
     def before_close(self) -> None:
         """Record the updates of parameters that several optimizers own."""
         self._record_updates([named for _, named, _ in self._before.values()])
-        self.untrained.step_ended()
+        if self.untrained.settled is None:
+            self.untrained.step_ended()
 
     def step_ended(self) -> None:
         """Forget everything about the step."""
@@ -173,6 +179,25 @@ class OptimizerHooks:
             for site, named in wanted
             if (grad := named.parameter.grad) is not None
         )
+
+    def _record_unowned(self) -> None:
+        """Record the gradients of parameters that no optimizer has, which no gradient scaler has unscaled."""
+        for site, named in self._wanted("weight_gradients", "bias_gradients", self.context.parameters.unowned):
+            if (grad := named.parameter.grad) is not None:
+                self.context.recorder.receive(site, self.context.loss_scale.removed_from(grad), named.path)
+
+    def _drop_scaled(self) -> None:
+        """Forget gradients from which another factor than that of the loss was removed."""
+        recorder = self.context.recorder
+        if recorder.rows is None or recorder.plan.kinds.isdisjoint(_SCALED_KINDS):
+            return
+        recorder.rows.drop(_SCALED_KINDS)
+        self._rescaled += 1
+        if self._rescaled == _LOGGED_RESCALED:
+            log.warning(
+                "another gradient scaler than in the step before calls the optimizer, again: such steps have no %s",
+                " and no ".join(sorted(recorder.plan.kinds & _SCALED_KINDS)),
+            )
 
     def _record_updates(self, parameters: Iterable[NamedParameter]) -> None:
         recorder = self.context.recorder

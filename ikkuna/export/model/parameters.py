@@ -186,13 +186,8 @@ class TrackedParameters:
 
         Several optimizer objects with the same parameter groups are one: wrappers of an optimizer share its groups.
         """
-        self._has_stepped.add(self.number(stepped))
+        self._has_stepped.add(self._numbers[stepped])
         return self._known_owners()
-
-    @property
-    def shared(self) -> frozenset[int]:
-        """Ids of the parameters that several optimizers own."""
-        return self._known_owners().shared
 
     @property
     def unowned(self) -> tuple[NamedParameter, ...]:

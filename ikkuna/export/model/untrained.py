@@ -13,9 +13,16 @@ _NAMED = 5
 
 
 class UntrainedParameters:
-    """Logs once which trainable parameters get gradients and belong to no optimizer, and which never get a gradient."""
+    """Logs once which trainable parameters get gradients and belong to no optimizer, and which never get a gradient.
+
+    Attributes
+    ----------
+    settled : tuple of NamedParameter, optional
+        The observed parameters if each of them has had a gradient; then nothing has to be noted for them.
+    """
 
     def __init__(self) -> None:
+        self.settled: tuple[NamedParameter, ...] | None = None
         self._all: tuple[NamedParameter, ...] = ()
         self._waiting: dict[int, NamedParameter] = {}  # trainable ones that had no gradient so far
         self._frozen: dict[int, NamedParameter] = {}
@@ -36,6 +43,7 @@ class UntrainedParameters:
             self._track(observed)
         if self._waiting:
             self._waiting = {key: named for key, named in self._waiting.items() if named.parameter.grad is None}
+        self.settled = None if self._waiting or self._frozen else observed
         found = {
             id(named.parameter): named
             for named in unowned
