@@ -32,9 +32,10 @@ def preflight(
 ) -> Findings:
     """Check a model, a batch, a loss and an optimizer before training, and return what is wrong.
 
-    The checks run the model a few times and leave it as it was: parameters, buffers, gradients, modes, hooks and random
-    states are the same afterwards, also if a check or the model raises.  The optimizer is not used.
-    Attributes that ``forward()`` sets on the model, such as a counter of calls, are not restored.
+    The checks run the model a few times and leave it as it was: parameters, buffers, gradients, modes, attributes, hooks
+    and random states are the same afterwards, also if a check or the model raises.  The optimizer is not used.
+    While the checks run, a copy of the parameters and their gradients exist.
+    Changes inside a list or dictionary of the user, and changes outside the model, are not restored.
 
     Parameters
     ----------
@@ -79,12 +80,13 @@ def preflight(
     found: list[Finding] = []
     judged: list[str] = []
     skipped: dict[str, str] = {}
-    for check in CHECKS:
-        try:
-            found += _run(check, trial)
-            judged.append(check.__name__)
-        except CannotJudgeError as reason:
-            skipped[check.__name__] = str(reason)
+    with trial.restored():
+        for check in CHECKS:
+            try:
+                found += _run(check, trial)
+                judged.append(check.__name__)
+            except CannotJudgeError as reason:
+                skipped[check.__name__] = str(reason)
     return Findings(without_consequences(found), judged, skipped)
 
 

@@ -337,6 +337,54 @@ def transformer_language_model():
     return model, (x[:, :-1], x[:, 1:].flatten()), nn.CrossEntropyLoss()
 
 
+class TimeFirstLanguageModel(nn.Module):
+    """A language model of (time, sample), as in the examples of torch."""
+
+    def __init__(self, recurrent):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64)
+        self.core = (
+            nn.LSTM(32, 32, 2, dropout=0.2)
+            if recurrent
+            else nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        )
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x):
+        h = self.embedding(x)
+        if isinstance(self.core, nn.LSTM):
+            return self.head(self.core(h)[0]).flatten(0, 1)
+        return self.head(self.core(h, nn.Transformer.generate_square_subsequent_mask(len(x)))).flatten(0, 1)
+
+
+@case
+def lstm_language_model_with_time_first():
+    x = torch.randint(50, (13, 8))
+    return TimeFirstLanguageModel(True), (x[:-1], x[1:].flatten()), nn.CrossEntropyLoss()
+
+
+@case
+def transformer_language_model_with_time_first():
+    x = torch.randint(50, (13, 8))
+    return TimeFirstLanguageModel(False), (x[:-1], x[1:].flatten()), nn.CrossEntropyLoss()
+
+
+@case
+def packed_sequences():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 5)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[1][0][-1])
+
+    lengths = torch.tensor([9, 7, 7, 4, 2, 1])
+    x = nn.utils.rnn.pack_padded_sequence(torch.randn(6, 9, 8), lengths, batch_first=True)
+    return Packed(), (x, torch.randint(5, (6,))), nn.CrossEntropyLoss()
+
+
 @case
 def siamese_network():
     class Siamese(nn.Module):

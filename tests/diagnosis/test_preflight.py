@@ -17,6 +17,10 @@ from ikkuna.diagnosis.finding import Finding
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.preflight_checks.checks import CHECKS
 from ikkuna.errors import ConfigTypeError
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
+from ikkuna.testing import RecordingBackend
 from tests.diagnosis.healthy_models import CASES, LanguageModel, Transformer, images, resnet, stack, tokens, vectors
 from tests.diagnosis.healthy_transformers import CASES as TRANSFORMERS
 
@@ -405,6 +409,12 @@ def layer_that_the_loss_does_not_use():
     return with_optimizer(Model(), vectors(), loss)
 
 
+@mistake(("no_gradient", "error", None), ("frozen_in_optimizer", "info", None))
+def everything_frozen():
+    model, *rest = classifier()
+    return model.requires_grad_(False), *rest
+
+
 @mistake(("no_gradient", "error", None))
 def loss_without_a_gradient():
     loss = lambda output, labels: functional.cross_entropy(output.detach(), labels)  # noqa: E731
@@ -664,6 +674,92 @@ def test_an_optimizer_that_steps_in_the_backward_pass_does_not_step():
     before = state(model)
     assert not ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss(), list(optimizers.values()))
     assert same(before["values"], state(model)["values"])
+
+
+def test_a_model_that_initialises_itself_and_counts_its_calls_stays_new():
+    class ActNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias, self.initialised, self.calls = nn.Parameter(torch.zeros(20)), False, 0
+            self.net = stack([20, 64, 10])
+
+        def forward(self, x):
+            self.calls += 1
+            if not self.initialised:
+                self.bias.detach().copy_(-x.mean(0))
+                self.initialised = True
+                self.register_buffer("cache", x.clone())
+            self.last = self.net(x + self.bias)
+            return self.last
+
+    model = ActNorm()
+    batch, loss, optimizer = vectors(), nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters())
+    before = state(model)
+    assert not ikkuna.preflight(model, batch, loss, optimizer)
+    after = state(model)
+    assert [name for name in before if name != "versions" and not same(before[name], after[name])] == []
+    assert (model.initialised, model.calls, dict(model.named_buffers())) == (False, 0, {})
+
+
+def test_a_few_forwards_suffice():
+    class Counted(LanguageModel):
+        calls = 0
+
+        def forward(self, x):
+            Counted.calls += 1
+            return super().forward(x)
+
+    model, x = Counted(flat=True), torch.randint(50, (8, 13))
+    assert not ikkuna.preflight(model, (x[:, :-1], x[:, 1:].flatten()), nn.CrossEntropyLoss())
+    assert Counted.calls == 4  # first step, evaluation, copies of one sample, another future
+
+
+def test_a_watched_model_gives_the_same_values():
+    def values(checked):
+        torch.manual_seed(0)
+        model, batch, loss, optimizer = classifier(dropout=0.2)
+        backend = RecordingBackend()
+        with Exporter(message_bus=MessageBus("watched")) as exporter:
+            exporter.add_modules(model)
+            exporter.set_loss(loss)
+            for kind in ("activations", "weight_gradients", "weight_updates", "layer_gradients"):
+                exporter.message_bus.register_subscriber(NormSubscriber(kind, backend=backend))
+            for step in range(4):
+                if checked and step in (0, 2):
+                    assert not ikkuna.preflight(model, batch, loss, optimizer)
+                optimizer.zero_grad()
+                loss(model(batch[0]), batch[1]).backward()
+                if checked and step == 3:
+                    ikkuna.preflight(model, batch, loss, optimizer)
+                optimizer.step()
+        return backend.values, [p.detach().clone() for p in model.parameters()]
+
+    (expected, weights), (found, same_weights) = values(False), values(True)
+    assert len(expected) > 50
+    assert [(series.kind, series.name, step, value) for series, value, step in found] == [
+        (series.kind, series.name, step, value) for series, value, step in expected
+    ]
+    assert same(weights, same_weights)
+
+
+def test_a_compiled_model_is_checked_and_not_compiled():
+    model, batch, loss, _ = classifier()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.Adam(compiled.parameters())
+    assert not ikkuna.preflight(compiled, batch, loss, optimizer)
+    model.insert(5, nn.Softmax(-1))
+    (finding,) = ikkuna.preflight(compiled, batch, loss, torch.optim.Adam(compiled.parameters()))
+    assert finding.rule == "softmax_twice"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_are_no_mistake(reentrant):
+    model, batch = TRANSFORMERS["gpt2"]()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    found = ikkuna.preflight(model, batch, None, torch.optim.Adam(model.parameters()))
+    assert not found
+    assert ("no_gradient" in found.skipped) == reentrant
 
 
 # -- bad input

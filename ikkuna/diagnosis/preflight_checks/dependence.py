@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -46,7 +47,8 @@ def batch_leak(trial: Trial) -> Iterator[Finding]:
     _require_samples(trial)
     difference = _change_by_others(trial, 0)
     if difference and _has_time_first(trial):
-        difference = min(difference, _change_by_others(trial, 1))
+        with suppress(CannotJudgeError):  # the second axis is not that of samples either
+            difference = min(difference, _change_by_others(trial, 1))
     if difference:
         message = f"In evaluation mode the output of a sample depends on other samples of the batch (relative change {difference:.1g})."
         advice = "look for a reduction, softmax, normalisation or reshape over the axis of samples"
@@ -69,7 +71,7 @@ def _has_time_first(trial: Trial) -> bool:
 
 def _change_by_others(trial: Trial, preferred: int) -> float:
     """Return the relative change of the output of sample 0 when all samples become copies of it; 0 if none."""
-    size = trial.batch.size
+    size = trial.batch.tensors[0].shape[1] if preferred else trial.batch.size
 
     def copies(tensor: Tensor) -> Tensor:
         fits = tensor.ndim > preferred and tensor.shape[preferred] == size

@@ -21,7 +21,12 @@ def no_gradient(trial: Trial) -> Iterator[Finding]:
     Noise on the parameters of one module at a time, from the last module to the first one, shows which is next to the
     cut.  These passes run only if there are parameters without a gradient.
     """
-    if trial.trainable and trial.first_step.loss is not None and not trial.first_step.has_gradient:
+    if trial.parameters and not trial.trainable:
+        message = "No parameter is trainable."
+        advice = "call requires_grad_(True) on the parameters that should train"
+        yield Finding("no_gradient", "error", message, advice=advice)
+        return
+    if trial.first_step.loss is not None and not trial.first_step.has_gradient:
         message = "The loss has no gradient: something between parameters and loss detaches it."
         advice = "look for no_grad(), detach(), .item(), .data, argmax or numpy between model and loss"
         yield Finding("no_gradient", "error", message, advice=advice)

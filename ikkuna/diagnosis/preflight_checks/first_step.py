@@ -29,8 +29,8 @@ class Stopped:
 
     Parameters
     ----------
-    stage : {'forward', 'labels', 'loss', 'backward'}
-        What ran.
+    stage : {'forward', 'labels', 'loss', 'backward', 'gradient'}
+        What ran; ``'gradient'`` if only these checks cannot compute it, as with reentrant checkpoints.
     module : str, optional
         The innermost module that ran.
     error : Exception
@@ -134,7 +134,7 @@ def summarised(value: Tensor | None) -> Gradient | None:
     if value is None:
         return None
     dense = value.to_dense() if value.layout is not torch.strided else value
-    rms = float(widened(dense).square().mean().sqrt()) if dense.numel() else math.nan
+    rms = float(widened(dense.abs()).square().mean().sqrt()) if dense.numel() else math.nan
     return Gradient(rms, bool(dense.isfinite().all()))
 
 

@@ -20,6 +20,8 @@ _INTEGER = "the loss wants indices of classes"
 def first_step_runs(trial: Trial) -> Iterator[Finding]:
     """Find an exception in forward, loss or backward that no other check explains."""
     stopped = trial.first_step.stopped
+    if stopped is not None and stopped.stage == "gradient":
+        raise CannotJudgeError(stopped.text)
     if stopped is not None:
         if isinstance(stopped.error, IndexOutsideError) and stopped.stage == "forward":
             yield _index_outside(stopped.error)

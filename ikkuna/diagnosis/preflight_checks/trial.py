@@ -27,6 +27,8 @@ from ikkuna.diagnosis.preflight_checks.first_step import (
     summarised,
 )
 from ikkuna.diagnosis.preflight_checks.forward_record import recorded
+from ikkuna.diagnosis.preflight_checks.restored import restored
+from ikkuna.diagnosis.preflight_checks.unobserved import unobserved
 from ikkuna.modules import class_name, named_modules, named_parameters
 from ikkuna.probe.isolation import isolated, without_replica_wrappers
 from ikkuna.probe.loss import run_model
@@ -112,6 +114,22 @@ class Trial:
         if any(tensor.is_meta for tensor in tensors):
             raise CannotJudgeError("the model is on the meta device, where tensors have no values")
 
+    @property
+    def _owners(self) -> list[nn.Module]:
+        """The modules that passes run: the model, and the loss if it is a module."""
+        return [self.model, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore attributes and values of the model and the loss after the body."""
+        try:
+            self.require_values()
+        except CannotJudgeError:  # no pass will run
+            yield
+            return
+        with restored(self._owners):
+            yield
+
     # -- passes
     @contextmanager
     def running(self, *, as_training: bool = False, autograd: bool = False) -> Iterator[None]:
@@ -125,12 +143,12 @@ class Trial:
             Record operations for a backward pass.
         """
         self.require_values()
-        owners = [self.model, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
-        modes = [(module, module.training) for owner in owners for module in owner.modules()]
+        modes = [(module, module.training) for owner in self._owners for module in owner.modules()]
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            for owner in owners[1:]:
+            stack.enter_context(unobserved(self._owners))
+            for owner in self._owners[1:]:
                 stack.enter_context(undisturbed(owner, autograd=True))
             stack.enter_context(isolated(self.model))
             if as_training:
@@ -264,7 +282,8 @@ class Trial:
         try:
             gradients = torch.autograd.grad(loss.reshape(()), parameters, allow_unused=True)
         except Exception as error:
-            step.stopped = Stopped("backward", None, error)
+            stage = "gradient" if "torch.utils.checkpoint" in str(error) else "backward"
+            step.stopped = Stopped(stage, None, error)
             return
         step.gradients = {name: summarised(value) for name, value in zip(names, gradients, strict=True)}
 
