@@ -295,10 +295,19 @@ THREADS = {
 }
 
 MODELS = {
+    201: Fault(
+        "blocks that are compiled one by one (``block.compile(fullgraph=True)``)",
+        "equal blocks share a graph, and a second one for sampled steps: the number of a module is an input of the graph",
+        "a graph for each block would exceed the recompilation limit, which ends training",
+    ),
     202: Fault(
         "a model that is given to ``fully_shard`` after it was added, before or after its first step",
         "its shards are found at the next sampled step, and the values are those of one process; parameters that FSDP has gathered, "
         "and whose storage it frees, are never read, so that there are no gradients of micro-batches",
+    ),
+    209: Fault(
+        "two calls of one module in a compiled model return the same tensor, or receive the same gradient",
+        "both count: each call in a graph has its own number, so the compiler does not merge the operators of two calls",
     ),
     211: Fault(
         "a layer that is replaced, added, removed, pruned or given an adapter while the model is observed",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ikkuna.export.hooks.backward import BackwardHooks
 from ikkuna.export.hooks.call_stack import count_running_calls, in_reentrant_checkpoint, running_steps
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.graph_operators import ObservedSites
 from ikkuna.export.hooks.hook import in_backward
-from ikkuna.export.hooks.in_graph import ModuleSites
 from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
 from ikkuna.export.hooks.loss_weight import loss_weight
 from ikkuna.export.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
@@ -134,7 +134,7 @@ class ForwardHooks:
 
     # -- modules --------------------------------------------------------------------------------------------------
 
-    def module_called(self, sites: ModuleSites, module: nn.Module, args: Any, output: Any) -> None:
+    def module_called(self, sites: ObservedSites, module: nn.Module, args: Any, output: Any) -> None:
         """Record what one call of a module receives and returns, and register hooks for the gradients of its outputs."""
         context = self.context
         if context.is_off:
@@ -169,14 +169,14 @@ class ForwardHooks:
             self._backward.arm(leaves(output), forward)
         return forward
 
-    def _record_call(self, sites: ModuleSites, args: Any, outputs: Leaves, sizes: Tensor | None, part: int) -> None:
+    def _record_call(self, sites: ObservedSites, args: Any, outputs: Leaves, sizes: Tensor | None, part: int) -> None:
         receive = self.context.recorder.receive
         if sites.inputs is not None:
             for path, tensor in received(args, outputs):
                 receive(sites.inputs, tensor, path, part=part)
-        if sites.activations is not None:
+        if sites.outputs is not None:
             for path, tensor in outputs:
-                receive(sites.activations, tensor if path else with_batch_sizes(tensor, sizes), path, part=part)
+                receive(sites.outputs, tensor if path else with_batch_sizes(tensor, sizes), path, part=part)
 
     # -- the loss -------------------------------------------------------------------------------------------------
 

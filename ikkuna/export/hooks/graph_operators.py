@@ -2,21 +2,52 @@
 
 The compiler neither looks into these operators nor removes them.  Their bodies end where the eager hooks end, so a compiled step is
 measured by the same code.  They keep no tensor: the compiler reuses its memory as soon as the operator has returned.
+
+A graph receives the number of a module as a tensor, because it would be compiled again for each module if the number were a constant.
+The number of a call is a constant: the compiler merges operators with equal arguments, such as two calls of one module
+that return the same tensor, or receive the same gradient.
 """
 
 import weakref
-from collections.abc import Iterator
-from typing import Protocol
+from itertools import count
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from ikkuna.export.rows.site import Site
 
-__all__ = ["BASE", "VIEW", "GraphReceiver", "Sites", "observe", "root_called"]
+__all__ = [
+    "BASE",
+    "GRADIENTS",
+    "INPUTS",
+    "OUTPUTS",
+    "VIEW",
+    "GraphReceiver",
+    "ObservedSites",
+    "Sites",
+    "next_call",
+    "observe",
+    "root_called",
+]
 
-VIEW, BASE = 1, 2
-"""A gradient has three slots in a row: that of an output, of an output that is a view, and of the base of that view."""
+INPUTS, OUTPUTS, GRADIENTS, VIEW, BASE = range(5)
+"""What a tensor is to a module: an input, an output, the gradient of an output, of an output that is a view, of the base of that view."""
+
+
+class ObservedSites(NamedTuple):
+    """The sites of one module's tensors, or of the network's; ``None`` if no subscriber wants them.
+
+    Parameters
+    ----------
+    inputs, outputs, gradients : Site or None
+        The sites of what the module receives, of what it returns, and of the gradients with respect to that.
+    """
+
+    inputs: Site | None = None
+    outputs: Site | None = None
+    gradients: Site | None = None
 
 
 class GraphReceiver(Protocol):
@@ -29,28 +60,13 @@ class GraphReceiver(Protocol):
         """Handle the call of a compiled root; never raise."""
 
 
-_SLOTS: dict[
-    int, tuple["weakref.ref[Sites]", Site, int]
-] = {}  # process-wide: a graph outlives the objects it was traced with
-_COUNT = 3
-
-
-def _new_slots() -> Iterator[int]:
-    number = 0
-    while True:
-        yield number
-        number += _COUNT
-
-
-_FIRST_SLOT = _new_slots()
-
-
 class Sites:
-    """The sites of one exporter; each is one object, with three slots."""
+    """The sites of one exporter; each is one object."""
 
     def __init__(self) -> None:
         self._receiver: weakref.ref[GraphReceiver] | None = None
         self._sites: dict[tuple[str, str | None], Site] = {}
+        self._numbers: dict[ObservedSites, Tensor] = {}
 
     @property
     def receiver(self) -> GraphReceiver | None:
@@ -64,49 +80,72 @@ class Sites:
     def __call__(self, kind: str, module: str | None = None) -> Site:
         """Return the site of a kind and module."""
         site = self._sites.get((kind, module))
-        return site if site is not None else self._sites.setdefault((kind, module), self._new(kind, module))
+        return site if site is not None else self._sites.setdefault((kind, module), Site(kind, module))
 
-    def _new(self, kind: str, module: str | None) -> Site:
-        site = Site(kind, module, next(_FIRST_SLOT))
-        slots = range(site.slot, site.slot + _COUNT)
-        reference = weakref.ref(self, lambda _: [_SLOTS.pop(slot, None) for slot in slots])
-        for role, slot in enumerate(slots):
-            _SLOTS[slot] = reference, site, role
-        return site
+    def number(self, observed: ObservedSites) -> Tensor:
+        """Return a tensor with the number by which compiled graphs name the sites of a module."""
+        if (known := self._numbers.get(observed)) is not None:
+            return known
+        number = next(_NEXT_NUMBER)
+        _NUMBERED[number] = weakref.ref(self, lambda _: _NUMBERED.pop(number, None)), observed
+        with torch.inference_mode(False):  # autograd saves the number for the backward
+            self._numbers[observed] = torch.tensor(number, dtype=torch.int64, device="cpu")
+        return self._numbers[observed]
 
 
-def _find(slot: int) -> tuple[GraphReceiver, Site, int] | None:
-    reference, site, role = _SLOTS.get(slot, (None, None, 0))
+# process-wide: a graph outlives the objects it was traced with
+_NUMBERED: dict[int, tuple["weakref.ref[Sites]", ObservedSites]] = {}
+_NEXT_NUMBER = count()
+_CALLS: "weakref.WeakKeyDictionary[TracingContext, count[int]]" = weakref.WeakKeyDictionary()
+
+
+def next_call() -> int:
+    """Return how many calls were traced before into the graph that is being compiled."""
+    return next(_CALLS.setdefault(TracingContext.get(), count()))
+
+
+torch.compiler.assume_constant_result(next_call)  # the compiler calls it while it traces, and inserts the result
+
+
+def _find(number: Tensor) -> tuple[GraphReceiver, ObservedSites] | None:
+    reference, observed = _NUMBERED.get(int(number), (None, None))
     sites = reference() if reference is not None else None
     receiver = sites.receiver if sites is not None else None
-    return None if receiver is None or site is None else (receiver, site, role)
+    return None if receiver is None or observed is None else (receiver, observed)
 
 
-@torch.library.custom_op("ikkuna::observe", mutates_args=())
-def observe(tensor: Tensor, slot: int, path: str) -> None:
-    """Pass a tensor to the receiver of a slot."""
-    if (found := _find(slot)) is not None:
-        receiver, site, role = found
-        receiver.observed(site, tensor.detach(), path, role)
+# torch.library.custom_op would add six Python calls to each call
+torch.library.define("ikkuna::observe", "(Tensor tensor, Tensor number, int role, str path, int call) -> ()")
+torch.library.define("ikkuna::root_called", "(Tensor number, bool counts, int call) -> ()")
 
 
-@torch.library.custom_op("ikkuna::root_called", mutates_args=())
-def root_called(slot: int, counts: bool) -> None:
-    """Report a call of a root to the receiver of a slot; `counts` if it is in training mode with gradients."""
-    if (found := _find(slot)) is not None:
+@torch.library.impl("ikkuna::observe", "CompositeExplicitAutograd")
+def _observe(tensor: Tensor, number: Tensor, role: int, path: str, call: int) -> None:
+    if (found := _find(number)) is not None:
+        receiver, observed = found
+        if (site := observed[min(role, GRADIENTS)]) is not None:
+            receiver.observed(site, tensor.detach(), path, role)
+
+
+@torch.library.impl("ikkuna::root_called", "CompositeExplicitAutograd")
+def _root_called(number: Tensor, counts: bool, call: int) -> None:
+    if (found := _find(number)) is not None:
         found[0].root_called(counts)
 
 
-@observe.register_fake
-def _(tensor: Tensor, slot: int, path: str) -> None:
-    return None
+def _trace_nothing(*args: object) -> None:
+    """Stand for the operators while the compiler traces."""
 
 
-@root_called.register_fake
-def _(slot: int, counts: bool) -> None:
-    return None
+torch.library.register_fake("ikkuna::observe", _trace_nothing)
+torch.library.register_fake("ikkuna::root_called", _trace_nothing)
 
+observe = torch.ops.ikkuna.observe.default
+"""Pass a tensor of the module with a number to the receiver; `call` differs between the operators of a graph."""
+
+root_called = torch.ops.ikkuna.root_called.default
+"""Report a call of a root to the receiver; `counts` if it is in training mode with gradients."""
 
 # An operator that returns nothing is removed as dead code without this mark.
-torch.fx.node.has_side_effect(torch.ops.ikkuna.observe.default)
-torch.fx.node.has_side_effect(torch.ops.ikkuna.root_called.default)
+torch.fx.node.has_side_effect(observe)
+torch.fx.node.has_side_effect(root_called)

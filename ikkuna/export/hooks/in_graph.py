@@ -2,17 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikkuna.export.hooks.graph_operators import BASE, VIEW, observe, root_called
+from ikkuna.export.hooks.graph_operators import (
+    BASE,
+    GRADIENTS,
+    INPUTS,
+    OUTPUTS,
+    VIEW,
+    ObservedSites,
+    next_call,
+    observe,
+    root_called,
+)
 from ikkuna.export.hooks.hook import Hook
 from ikkuna.export.hooks.nested_tensors import leaves, received
-from ikkuna.export.rows.site import Site
 
-__all__ = ["GraphSwitch", "ModuleHook", "ModuleSites", "RootBeginsHook", "RootEndsHook"]
+__all__ = ["GraphSwitch", "ModuleHook", "RootBeginsHook", "RootEndsHook"]
 
 
 @dataclass(slots=True)
@@ -23,59 +32,67 @@ class GraphSwitch:
     ----------
     on : bool
         Whether the next step is sampled.
-    root : int
-        The slot to which a compiled root reports its calls.
-    inputs, outputs : int
-        Slots of what a root receives and returns; -1 if no subscriber wants it.
-    backward : int
-        The slot to which the backward of a compiled root is reported.
+    root : Tensor, optional
+        The number of the network, to which a compiled root reports its calls and backwards.
+    inputs, outputs : bool
+        Whether a subscriber wants what a root receives and returns.
     """
 
     on: bool = False
-    root: int = -1
-    inputs: int = -1
-    outputs: int = -1
-    backward: int = -1
-
-
-class ModuleSites(NamedTuple):
-    """The sites of one module's tensors; ``None`` if no subscriber wants them."""
-
-    inputs: Site | None = None
-    activations: Site | None = None
-    gradients: Site | None = None
+    root: Tensor | None = None
+    inputs: bool = False
+    outputs: bool = False
 
 
 class ModuleHook(Hook):
-    """The forward hook of an observed module."""
+    """The forward hook of an observed module.
 
-    __slots__ = ("sites", "slots", "switch")
+    Parameters
+    ----------
+    owner : object, optional
+        The adapter; see `Hook`.
+    function : callable, optional
+        An unbound method of the adapter, which receives the sites first.
+    sites : ObservedSites
+        The sites of the module.
+    number : Tensor, optional
+        The number of the sites in compiled graphs.
+    switch : GraphSwitch, optional
+        ``None`` if compiled models are not measured in their graphs.
+    """
+
+    __slots__ = ("number", "switch", "wants")
 
     def __init__(
         self,
         owner: Any = None,
         function: Callable[..., object] | None = None,
-        sites: ModuleSites | None = None,
+        sites: ObservedSites | None = None,
+        number: Tensor | None = None,
         switch: GraphSwitch | None = None,
     ) -> None:
-        self.sites = sites or ModuleSites()
-        self.slots = tuple(None if site is None else site.slot for site in self.sites)
-        super().__init__(owner, function, self.sites)
+        sites = sites or ObservedSites()
+        super().__init__(owner, function, sites)
+        self.wants = tuple(site is not None for site in sites)
+        self.number = number
         self.switch = switch
 
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that observe what the module receives and returns, and the gradient."""
-        if torch.is_grad_enabled() and self.switch is not None and self.switch.on and not torch.compiler.is_exporting():
-            inputs, activations, gradients = self.slots
+        # the switch is read last, so that a graph without gradients does not depend on it
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting() or (number := self.number) is None:
+            return
+        if self.switch is not None and self.switch.on:
+            inputs, activations, gradients = self.wants
             outputs = leaves(args[2])
-            if inputs is not None:
+            if inputs:
                 for path, tensor in received(args[1], outputs):
-                    observe(tensor.detach(), inputs, path)
+                    observe(tensor.detach(), number, INPUTS, path, next_call())
             for path, tensor in outputs:
-                if activations is not None:
-                    observe(tensor.detach(), activations, path)
-                if gradients is not None and tensor.requires_grad:
-                    _register_in_graph(tensor, gradients, path)
+                if activations:
+                    observe(tensor.detach(), number, OUTPUTS, path, next_call())
+                if gradients and tensor.requires_grad:
+                    _register_in_graph(tensor, number, path)
 
 
 class RootBeginsHook(Hook):
@@ -92,12 +109,13 @@ class RootBeginsHook(Hook):
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that report the call and observe what the root receives."""
         switch = self.switch
-        if switch is not None and not torch.compiler.is_exporting():
-            counts = args[0].training and torch.is_grad_enabled()
-            root_called(switch.root, counts)
-            if switch.on and counts and switch.inputs >= 0:
-                for path, tensor in leaves((args[1], args[2]) if args[2] else args[1]):
-                    observe(tensor.detach(), switch.inputs, path)
+        if switch is None or (root := switch.root) is None or torch.compiler.is_exporting():
+            return
+        counts = args[0].training and torch.is_grad_enabled()
+        root_called(root, counts, next_call())
+        if counts and switch.on and switch.inputs:
+            for path, tensor in leaves((args[1], args[2]) if args[2] else args[1]):
+                observe(tensor.detach(), root, INPUTS, path, next_call())
 
 
 class RootEndsHook(RootBeginsHook):
@@ -108,28 +126,32 @@ class RootEndsHook(RootBeginsHook):
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that observe what the root returns, and report a backward through it."""
         switch = self.switch
-        if switch is not None and not torch.compiler.is_exporting():
-            counts = args[0].training and torch.is_grad_enabled()
-            if switch.on and counts:
-                outputs = leaves(args[2])
+        if switch is None or (root := switch.root) is None or torch.compiler.is_exporting():
+            return
+        if args[0].training and torch.is_grad_enabled() and switch.on:
+            outputs = leaves(args[2])
+            if switch.outputs:
                 for path, tensor in outputs:
-                    if switch.outputs >= 0:
-                        observe(tensor.detach(), switch.outputs, path)
-                    if switch.backward >= 0 and tensor.requires_grad:
-                        _report_backward(tensor, switch.backward)
-                        break
+                    observe(tensor.detach(), root, OUTPUTS, path, next_call())
+            for _, tensor in outputs:
+                if tensor.requires_grad:
+                    _report_gradient(tensor, root, GRADIENTS, "")
+                    break
 
 
-def _report_backward(output: Tensor, slot: int) -> None:
-    output.register_hook(lambda grad: observe(grad.detach(), slot, ""))
+def _report_gradient(tensor: Tensor, number: Tensor, role: int, path: str) -> None:
+    call = next_call()
+    tensor.register_hook(lambda grad: observe(grad.detach(), number, role, path, call))
 
 
-def _register_in_graph(output: Tensor, slot: int, path: str) -> None:
+def _register_in_graph(output: Tensor, number: Tensor, path: str) -> None:
     """Add operators that observe the gradient of `output`, or of its base if an in-place operation follows on a view."""
     base = output._base
     if base is None or not base.requires_grad or base.numel() != output.numel():
-        output.register_hook(lambda grad: observe(grad.detach(), slot, path))
+        _report_gradient(output, number, GRADIENTS, path)
         return
-    size, stride = output.size(), output.stride()
-    output.register_hook(lambda grad: observe(grad.detach(), slot + VIEW, path))
-    base.register_hook(lambda grad: observe(grad.detach().contiguous().as_strided(size, stride), slot + BASE, path))
+    size, stride, call = output.size(), output.stride(), next_call()
+    _report_gradient(output, number, VIEW, path)
+    base.register_hook(
+        lambda grad: observe(grad.detach().contiguous().as_strided(size, stride), number, BASE, path, call)
+    )

@@ -7,8 +7,9 @@ from torch import nn
 from ikkuna.export.hooks.compiler_stance import CompilerStance
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.forward import ForwardHooks
+from ikkuna.export.hooks.graph_operators import ObservedSites
 from ikkuna.export.hooks.hook import Remove, remove_all, was_compiled
-from ikkuna.export.hooks.in_graph import GraphSwitch, ModuleHook, ModuleSites
+from ikkuna.export.hooks.in_graph import GraphSwitch, ModuleHook
 from ikkuna.export.messages.kinds import FORWARD_KINDS
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.rows.plan import Plan
@@ -50,7 +51,7 @@ class ModuleHooks:
         self._stance = CompilerStance()
         self._traced: set[str] = set()
         self._installed_for: Plan | None = None
-        self._hooks: dict[str, tuple[ModuleSites, Remove]] = {}
+        self._hooks: dict[str, tuple[ObservedSites, Remove]] = {}
         forward.root_was_called = self.settle
 
     def prepare(self, wishes: Plan, next_step: Plan) -> bool:
@@ -67,10 +68,12 @@ class ModuleHooks:
         if switch is None:
             self.set_sampled(next_step)
             return False
-        sites = self._context.sites
-        switch.root, switch.backward = sites("input_data").slot, sites(BACKWARD).slot
+        if switch.root is None:
+            sites = self._context.sites
+            network = ObservedSites(sites("input_data"), sites("network_output"), sites(BACKWARD))
+            switch.root = sites.number(network)
         switch.inputs, switch.outputs = (
-            sites(kind).slot if wishes.task(kind, None) else -1 for kind in ("input_data", "network_output")
+            wishes.task(kind, None) is not None for kind in ("input_data", "network_output")
         )
         self.set_sampled(next_step)
         observed: Iterable[nn.Module] = (*model.callable, *(named.module for named in model.modules))
@@ -117,15 +120,16 @@ class ModuleHooks:
         model, found = self._context.model, False
         for named in model.modules if plan.forward else ():
             known = self._hooks.get(named.name)
-            had = known[0] if known else ModuleSites()
-            sites = ModuleSites(
+            had = known[0] if known else ObservedSites()
+            sites = ObservedSites(
                 *(self._site(plan, kind, named, site) for kind, site in zip(FORWARD_KINDS, had, strict=True))
             )
             if sites == had:
                 continue
             if known:
                 known[1]()
-            hook = ModuleHook(self._forward, ForwardHooks.module_called, sites, self.switch)
+            number = None if self.switch is None else self._context.sites.number(sites)
+            hook = ModuleHook(self._forward, ForwardHooks.module_called, sites, number, self.switch)
             # the hook of a root comes first, because it is registered inside the root's own call
             is_root = any(named.module is root for root in model.callable)
             self._hooks[named.name] = sites, remove_all([named.module.register_forward_hook(hook, prepend=is_root)])

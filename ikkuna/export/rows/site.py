@@ -23,13 +23,10 @@ class Site:
         The kind.
     module : str or None
         Name of the module; ``None`` for the network.
-    slot : int
-        Number of the site in compiled graphs.
     """
 
     kind: str
     module: str | None = None
-    slot: int = -1
 
     def message(self, stamp: Stamp, path: str = "", data: Any = None, record: Record | None = None) -> Message:
         """Return the message of one output or parameter of this site."""
