@@ -267,6 +267,10 @@ FILES = {
         "the number of series is not limited",
     ),
     82: Fault("a system clock that is set back", "the times of values never decrease"),
+    324: Fault(
+        "a link with the name of an unfinished snapshot or picture, which another user has created",
+        "it is not followed: unfinished files have random names, and existing files and links are not opened",
+    ),
 }
 
 ENDINGS = {
@@ -291,6 +295,14 @@ THREADS = {
         "an exception of a signal handler, such as a time limit, in the code of a metric or of ikkuna",
         "it is raised to the user; any other exception of a metric is caught, also if it is no ``Exception``",
         "signals are not blocked during hooks, because another thread would receive them and Python would run the handler nevertheless",
+    ),
+    309: Fault(
+        "a thread that dies while it starts, for want of memory",
+        "nothing waits for it; values wait in memory, and it is started again after a pause",
+    ),
+    326: Fault(
+        "no thread can be started",
+        "training does not wait for the disk, an error is logged once, and values wait in memory; ``flush()`` and ``close()`` write them",
     ),
 }
 

@@ -1,12 +1,13 @@
 """Asynchronous gathering of bytes from all ranks."""
 
-import threading
 from collections import deque
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+
+from ikkuna.background import BackgroundThread
 
 __all__ = ["Gather"]
 
@@ -111,7 +112,7 @@ class Gather:
         """
         held, self._group, self._work = [self._group, self._work], None, None
         if held[1] is not None:
-            threading.Thread(target=held.clear, name="ikkuna-gather-end", daemon=True).start()
+            BackgroundThread(held.clear, "ikkuna-gather-end").start()
 
 
 def _power_of_two(n: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ikkuna.atomic_file import atomic_file, atomic_path
 from ikkuna.errors import SnapshotError
 
 __all__ = ["load", "save"]
@@ -28,20 +29,19 @@ def save(values: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         If safetensors is needed and not installed, or if a value cannot be stored.
     """
     target = Path(path)
-    partial = target.with_name(f"{target.name}.partial")
     tensors = {name: _plain(value) for name, value in values.items()}
     numbers = [name for name, value in values.items() if not isinstance(value, Tensor)]
     try:
         if target.suffix in _TORCH:
-            torch.save({name: value if name in numbers else tensors[name] for name, value in values.items()}, partial)
+            with atomic_file(target) as file:
+                torch.save({name: value if name in numbers else tensors[name] for name, value in values.items()}, file)
         else:
             order = {"names": json.dumps(list(values)), "numbers": json.dumps(numbers)}
-            _safetensors().save_file(tensors, partial, metadata=order)
-        partial.replace(target)
+            safetensors = _safetensors()
+            with atomic_path(target) as partial:
+                safetensors.save_file(tensors, partial, metadata=order)
     except (RuntimeError, TypeError, ValueError) as error:
         raise SnapshotError(f"cannot store the snapshot in {str(target)!r}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The backend that draws pictures: files in the run's directory, and live displays in a notebook."""
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ikkuna.atomic_file import atomic_file
 from ikkuna.errors import ConfigError
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
@@ -228,6 +228,5 @@ def _draw_matrix(view: MatrixView) -> NotebookFigure:
 def _replace(path: Path, data: bytes) -> None:
     """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)  # the directory may have been deleted
-    beside = path.with_name(f".{path.name}")
-    beside.write_bytes(data)
-    os.replace(beside, path)
+    with atomic_file(path) as file:
+        file.write(data)

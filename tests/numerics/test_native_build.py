@@ -20,7 +20,7 @@ import torch
 
 from ikkuna.numerics.statistics import closure, native
 from ikkuna.numerics.statistics.host import measure
-from ikkuna.numerics.statistics.native import build, loading, private_files
+from ikkuna.numerics.statistics.native import build, loading
 from ikkuna.numerics.statistics.native.cache import LibraryCache
 from ikkuna.numerics.statistics.native.compiler import Compiler
 from ikkuna.numerics.statistics.native.library import Library
@@ -523,7 +523,7 @@ def test_a_failed_write_leaves_no_file(world, monkeypatch):
     def broken(source, target):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(private_files.os, "replace", broken)
+    monkeypatch.setattr(os, "replace", broken)
     assert world.library() is not None
     assert list(world.cache.iterdir()) == []
 

@@ -324,6 +324,7 @@ def test_its_thread_ends_with_it(tmp_path):
     closed, forgotten = opened(tmp_path / "a"), opened(tmp_path / "b")
     fill(closed)
     fill(forgotten)
+    assert all(backend._thread._thread.has_begun(30) for backend in (closed, forgotten))
     ours = threads() - before
     assert len(ours) == 2
     assert closed.close(60)

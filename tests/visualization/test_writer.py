@@ -364,19 +364,75 @@ def test_a_directory_that_cannot_be_made_again_is_an_error_like_others(tmp_path,
     assert lines(writer) == expected(0)
 
 
-def test_a_thread_that_cannot_start_is_done_without(tmp_path, plain, monkeypatch):
-    """No thread can be started, as at the end of the interpreter."""
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
 
-    def refuse(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+def die(thread):
+    """End a new thread before it can report that it runs, as the lack of memory does."""
+
+
+STARTS = {"refused": ("start", refuse), "dying": ("_bootstrap", die)}
+
+
+@pytest.fixture(params=STARTS)
+def no_thread(request, monkeypatch):
+    """No thread can be started: the system refuses it, or it dies before it can report that it runs."""
+    name, function = STARTS[request.param]
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, name, function)
+        yield patched
+
+
+@pytest.mark.fault(326, 309)
+def test_without_a_thread_submitting_does_not_wait_for_the_disk(tmp_path, plain, gate, no_thread, caplog):
+    """The gate is closed, so a write in this thread would never end."""
+    writer = FileWriter(tmp_path, plain, capacity=2000, retry_seconds=0.0)
+    submit(writer, range(20))
+    assert writer.acked_step == -1
+    assert writer.dropped > 0
+    gate.set()
+    assert not writer.close()
+    assert writer.dropped < 60
+
+
+@pytest.mark.fault(326)
+def test_without_a_thread_flush_and_close_write(tmp_path, plain, no_thread, caplog):
     writer = FileWriter(tmp_path, plain)
     submit(writer, range(3))
+    assert writer.acked_step == -1
+    assert writer.flush()
     assert writer.acked_step == 2
-    assert writer.flush(0)
-    assert writer.close(0)
     assert lines(writer) == expected(0, 1, 2)
+    submit(writer, [3])
+    assert writer.close()
+    assert lines(writer) == expected(0, 1, 2, 3)
+    assert sum("no thread can be started" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.fault(309, 326)
+def test_a_thread_is_started_when_that_is_possible_again(tmp_path, plain, no_thread, caplog, monkeypatch):
+    monkeypatch.setattr("ikkuna.visualization.files.writer.START_SECONDS", 0.0)
+    writer = FileWriter(tmp_path, plain, retry_seconds=0.0)
+    submit(writer, range(3))
+    no_thread.undo()
+    submit(writer, [3])
+    with writer._changed:
+        assert writer._changed.wait_for(lambda: writer.acked_step == 3, 30)
+    assert writer.close(30)
+    assert lines(writer) == expected(0, 1, 2, 3)
+
+
+def test_a_thread_that_ends_by_an_error_is_replaced(tmp_path, plain, monkeypatch):
+    writer = FileWriter(tmp_path, plain)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "excepthook", lambda arguments: None)
+        patched.setattr(writer, "_attempt", lambda: 1 / 0)
+        submit(writer, [0])
+        assert writer._thread.join(30)
+    submit(writer, [1])
+    assert writer.close(30)
+    assert lines(writer) == expected(0, 1)
 
 
 def test_a_writer_that_cannot_make_its_file_raises_at_once(tmp_path, plain):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from ikkuna.background import START_SECONDS, BackgroundThread
 from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.files.append_file import AppendFile
@@ -91,7 +92,11 @@ class FileWriter:
         self._capacity = capacity
         self._queue = BlockQueue(capacity, file_format.loss)
         self._changed = threading.Condition()  # guards the attributes below; its lock is reentrant, for signal handlers
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
+        self._is_served = False  # whether the thread runs
+        self._is_working = False  # whether some thread does a job
+        self._has_logged_refusal = False
+        self._started_at = self._start_at = 0.0
         self._acked = -1
         self._synced = self._wanted = 0  # numbers of blocks: on the disk, and requested to be
         self._synced_at = time.monotonic()
@@ -180,11 +185,14 @@ class FileWriter:
         """Write everything queued so far to the disk, and return whether that was done.
 
         Return ``False`` after `timeout` seconds, and as soon as the disk reports an error.
+        If no thread can be started, this thread writes, and waits for the disk.
         """
         if not self._ours():
             return False
         with self._changed:
             target, failures = self._request_sync(), self._failures
+        self._work_here(timeout)
+        with self._changed:
             self._changed.wait_for(
                 lambda: self._synced >= target or self._failures > failures or self._finished, timeout
             )
@@ -194,6 +202,7 @@ class FileWriter:
         """Flush, release the file, and return whether no value was lost since it was opened.
 
         Blocks that have not been written after `timeout` seconds are lost.  A second call does nothing.
+        If no thread can be started, this thread writes, and waits for the disk.
         """
         if not self._ours():
             return False
@@ -201,7 +210,9 @@ class FileWriter:
             line = self._queue.end_losses()
             self._closing = True
             target = self._request_sync()
-            if self._thread is None:
+        self._work_here(timeout)
+        with self._changed:
+            if not self._is_served:
                 self._finish()
             self._changed.wait_for(lambda: self._finished, timeout)
             lost = self._queue.abandon()
@@ -215,41 +226,68 @@ class FileWriter:
     def _request_sync(self) -> int:
         """Request that everything queued so far is synchronised; return the number of the last block."""
         self._wanted = max(self._wanted, self._queue.accepted)
-        self._retry_at = 0.0
+        self._retry_at = self._start_at = 0.0
         self._changed.notify_all()
         self._start()
         return self._queue.accepted
 
     def _start(self) -> None:
-        """Start the thread if it is needed and not running; work in this thread if no other one can be started."""
-        if self._thread is not None or self._job() is None:
+        """Start the thread if it is needed and not running; try again after a pause if it does not begin."""
+        if self._is_served or self._finished or self._job() is None:
             return
-        thread = threading.Thread(target=self._run, name="ikkuna-writer", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise_users_exception(error)
-            while (job := self._job()) is not None:
-                self._attempt(job)
-        else:
-            self._thread = thread
+        now, earlier = time.monotonic(), self._thread
+        if earlier is not None and (
+            now < self._start_at or (earlier.may_begin and now < self._started_at + START_SECONDS)
+        ):
+            return
+        self._started_at, self._start_at = now, now + self._retry_seconds
+        self._thread = BackgroundThread(self._run, "ikkuna-writer")
+        is_refused = not self._thread.start() or (earlier is not None and not earlier.has_begun())
+        if is_refused and not self._has_logged_refusal:
+            self._has_logged_refusal = True
+            what = "'%s': no thread can be started; values wait in memory until one can, or until flush() or close()"
+            log.error(what, self._label)
 
     def _run(self) -> None:
-        while (job := self._wait_for_job()) is not None:
-            self._attempt(job)
         with self._changed:
-            self._finish()
+            if self._is_served or self._finished:  # another one was started in the meantime
+                return
+            self._is_served = True
+            self._changed.notify_all()
+        try:
+            while self._wait_for_job():
+                self._attempt()
+            with self._changed:
+                self._finish()
+        finally:
+            with self._changed:
+                self._is_served = False
 
-    def _wait_for_job(self) -> Callable[[], None] | None:
+    def _wait_for_job(self) -> bool:
         with self._changed:
-            while (job := self._job()) is None and not self._closing:
-                self._changed.wait(self._pause())
-            return job
+            while True:
+                found = self._job() is not None
+                if not self._is_working and (found or self._closing):
+                    return found
+                self._changed.wait(None if self._is_working else self._pause())
+
+    def _work_here(self, timeout: float | None) -> None:
+        """If there is work, and no thread can be started, work in this thread."""
+        with self._changed:
+            if self._is_served or self._job() is None:
+                return
+            thread = self._thread
+        deadline = None if timeout is None else time.monotonic() + timeout
+        patience = START_SECONDS if timeout is None else min(timeout, START_SECONDS)
+        if thread is not None and (thread.has_begun(patience) or (thread.may_begin and patience < START_SECONDS)):
+            return
+        while self._attempt() and (deadline is None or time.monotonic() < deadline):
+            pass
 
     def _job(self) -> Callable[[], None] | None:
         """Return the next job that can be done now; ``None`` during the pause after an error."""
         now = time.monotonic()
-        if now < self._retry_at:
+        if now < self._retry_at or self._finished:
             return None
         if self._is_unsafe and self._queue:
             return self._rewrite
@@ -271,12 +309,22 @@ class FileWriter:
             return None
         return max(due - time.monotonic(), 0.0)
 
-    def _attempt(self, job: Callable[[], None]) -> None:
+    def _attempt(self) -> bool:
+        """Do the next job, unless another thread does one; return whether there was one."""
+        with self._changed:
+            if (job := self._job()) is None or self._is_working:
+                return False
+            self._is_working = True
         try:
             job()
         except Exception as error:
             raise_users_exception(error)
             self._fail(error)
+        finally:
+            with self._changed:
+                self._is_working = False
+                self._changed.notify_all()
+        return True
 
     def _write(self) -> None:
         """Write waiting blocks; they stay in the queue until that has succeeded."""

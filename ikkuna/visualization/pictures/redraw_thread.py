@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from ikkuna.background import START_SECONDS, BackgroundThread
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception, suppressed
@@ -88,7 +89,7 @@ class RedrawThread:
         self._interval = interval
         self._prepare: Callable[[], object] | None = prepare
         self._rounds = _Rounds()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._failures = FailureCounter()
 
     def open(self) -> None:
@@ -97,13 +98,9 @@ class RedrawThread:
             return
         rounds = self._rounds
         reference = weakref.ref(self, lambda _: rounds.end())
-        thread = threading.Thread(target=_work, args=(reference, rounds), name="ikkuna-pictures", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no thread can be started: close() draws
-            raise_users_exception(error)
-            return
-        self._thread = thread
+        thread = BackgroundThread(lambda: _work(reference, rounds), "ikkuna-pictures")
+        if thread.start():  # otherwise close() draws
+            self._thread = thread
 
     def flush(self, timeout: float | None = None) -> bool:
         """Draw all changed pictures, and return whether that was done within `timeout` seconds."""
@@ -111,7 +108,7 @@ class RedrawThread:
         with rounds.state:
             rounds.requested = wanted = max(rounds.requested, rounds.done) + 1
             rounds.state.notify_all()
-            if self._thread is not None and not rounds.is_last:
+            if self._thread is not None and self._thread.has_begun(START_SECONDS) and not rounds.is_last:
                 rounds.state.wait_for(lambda: rounds.done >= wanted, timeout)
         return self.is_up_to_date()
 
@@ -121,7 +118,7 @@ class RedrawThread:
         The thread continues with these until the process ends.
         """
         self._rounds.end(None if timeout is None else time.monotonic() + timeout)
-        if self._thread is not None:
+        if self._thread is not None and self._thread.has_begun(START_SECONDS):
             self._thread.join(timeout)
         else:
             self.draw()

@@ -1,9 +1,7 @@
 """Calls the C++ kernels."""
 
 import ctypes
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.numerics.elements import in_memory_order
+from ikkuna.numerics.statistics.native.worker_pool import worker_pool
 from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, empty_rows
 
@@ -87,7 +86,10 @@ class Library:
         return row
 
     def add(self, x: Tensor, fields: frozenset[str], row: int) -> None:
-        """Add the `fields` of `x` to the row at an address; parts of large tensors run in torch's number of threads."""
+        """Add the `fields` of `x` to the row at an address; parts of large tensors run in torch's number of threads.
+
+        The number of threads does not change the result.
+        """
         kernel, flags, begin, n = self._measure[x.dtype], _flags(fields), x.data_ptr(), x.numel()
         if n <= _PART:
             kernel(begin, n, flags, row)
@@ -95,7 +97,9 @@ class Library:
         size = x.element_size()
         parts = empty_rows(-(-n // _PART))
         jobs = [(part.ctypes.data, i * _PART) for i, part in enumerate(parts)]
-        _run(lambda part, first: kernel(begin + first * size, min(n - first, _PART), flags, part), jobs)
+        worker_pool(torch.get_num_threads()).run(
+            lambda part, first: kernel(begin + first * size, min(n - first, _PART), flags, part), jobs
+        )
         for part, _ in jobs:
             self._merge(part, flags, row)
 
@@ -122,20 +126,6 @@ _MEASURE = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
 _DIFFERENCE = (ctypes.c_void_p, *_MEASURE)
 _CODES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
 _SAMPLED = (*_CODES, ctypes.c_uint32)
-
-
-def _run(job: Callable[[int, int], None], jobs: list[tuple[int, int]]) -> None:
-    """Run a job for each pair of arguments, in parallel if torch has several threads; their number does not change the result."""
-    threads = torch.get_num_threads()
-    run = map if threads == 1 else _pool(threads, os.getpid()).map
-    for _ in run(job, *zip(*jobs, strict=True)):
-        pass
-
-
-@cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Return the threads of this process; a child process does not inherit those of its parent."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="ikkuna")
 
 
 def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> _Kernel:

@@ -3,8 +3,9 @@
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
+
+from ikkuna.atomic_file import atomic_file
 
 __all__ = ["private_directory", "read_private_file", "safe_directory", "write_private_file"]
 
@@ -96,18 +97,5 @@ def read_private_file(path: Path, limit: int) -> bytes:
 
 def write_private_file(path: Path, content: bytes) -> None:
     """Replace a file of a private directory by one with this content; it appears complete or not at all."""
-    with _new_file(path.with_name(f"{path.name}.{os.urandom(8).hex()}")) as (partial, descriptor):
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(partial, path)
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[tuple[Path, int]]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        yield path, descriptor
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
+    with atomic_file(path, 0o600) as file:
+        file.write(content)

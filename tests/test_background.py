@@ -1,0 +1,110 @@
+"""Threads that are started without waiting for them."""
+
+import threading
+
+import pytest
+import torch
+
+from ikkuna.background import BackgroundThread
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
+from ikkuna.numerics.statistics import closure, native
+from ikkuna.numerics.statistics.host import measure
+from ikkuna.numerics.statistics.native import worker_pool
+from ikkuna.numerics.statistics.native.worker_pool import WorkerPool
+from ikkuna.visualization.jsonl import read
+
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+
+def die(thread):
+    """The thread ends before it can report that it runs."""
+
+
+FAULTS = {"refused": ("start", refuse), "dying": ("_bootstrap", die)}
+
+
+@pytest.fixture(params=FAULTS)
+def no_thread(request, monkeypatch):
+    monkeypatch.setattr(threading.Thread, *FAULTS[request.param])
+
+
+def test_a_thread_begins_ends_and_is_a_daemon():
+    begun, gate, kinds = threading.Event(), threading.Event(), []
+
+    def work():
+        kinds.append((threading.current_thread().daemon, threading.current_thread().name))
+        begun.set()
+        gate.wait()
+
+    thread = BackgroundThread(work, "mine")
+    assert not thread.has_begun()
+    assert thread.start()
+    assert begun.wait(30)
+    assert thread.has_begun()
+    assert thread.is_alive()
+    assert not thread.join(0)
+    gate.set()
+    assert thread.join(30)
+    assert not thread.is_alive()
+    assert kinds == [(True, "mine")]
+
+
+@pytest.mark.fault(309)
+def test_starting_a_thread_that_dies_does_not_wait(no_thread):
+    thread = BackgroundThread(lambda: None, "mine")
+    assert thread.start()
+    assert not thread.has_begun(0.05)
+    assert not thread.is_alive()
+
+
+def test_a_thread_that_the_system_refuses_is_no_error(monkeypatch):
+    monkeypatch.setattr("_thread.start_new_thread", lambda *arguments: refuse(None))
+    thread = BackgroundThread(lambda: None, "mine")
+    assert not thread.start()
+    assert not thread.has_begun(None)
+
+
+def test_a_pool_calls_the_job_once_for_each_argument_and_raises_its_error():
+    pool, seen = WorkerPool(3), []
+    assert all(helper.has_begun(30) for helper in pool._helpers)
+    pool.run(lambda a, b: seen.append((a, b)), [(i, -i) for i in range(100)])
+    assert sorted(seen) == [(i, -i) for i in range(100)]
+    with pytest.raises(ZeroDivisionError):
+        pool.run(lambda a: 1 / a, [(1,), (0,), (2,)])
+    pool.run(seen.append, [])
+
+
+def test_several_threads_of_a_pool_work_at_the_same_time():
+    pool, both = WorkerPool(1), threading.Barrier(2)
+    assert pool._helpers[0].has_begun(30)
+    pool.run(lambda i: both.wait(30), [(0,), (1,)])
+
+
+@pytest.mark.fault(309)
+def test_large_tensors_are_measured_if_no_thread_can_be_started(no_thread, monkeypatch):
+    if native.library() is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(worker_pool, "_pool", lambda helpers, process: WorkerPool(2))
+    x = torch.ones(3_000_000)
+    assert measure(x, closure(["sumsq"])).sumsq == 3_000_000
+
+
+@pytest.mark.fault(309, 326)
+def test_training_goes_on_without_threads_and_loses_nothing(no_thread, tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter = Exporter(message_bus=MessageBus(), log_dir=tmp_path)
+    exporter.add_modules(model)
+    exporter.message_bus.register_subscriber(NormSubscriber("weights", backend=["jsonl", "tb", "mpl"]))
+    for _ in range(5):
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    assert exporter.health().acked_step == -1
+    exporter.close()
+    assert exporter.health().acked_step == 4
+    assert exporter.health().dropped == 0
+    assert [entry["step"] for entry in read(tmp_path / "run0001")] == list(range(5))
