@@ -195,6 +195,10 @@ TENSORS = {
         "tensors that are too large to count in single precision or to copy",
         "counts are exact; an update that does not fit into memory is skipped and counted in ``health().skipped``",
     ),
+    204: Fault(
+        "a transformer layer in evaluation mode, which torch computes by one operator if no module in it has a hook",
+        "it is computed by that operator also while it is observed; the modules inside are not observed then, and one line says so",
+    ),
     212: Fault(
         "a histogram of data with a NaN or an infinity, or of a lazy negative",
         "it lies between the extrema of the finite elements; a lazy negative is counted with its sign",

@@ -11,6 +11,7 @@ from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.hooks.backward import BackwardHooks
 from ikkuna.export.hooks.compiled import CompiledHooks
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.fast_path import FastPathHooks
 from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.install import PermanentHooks
 from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
@@ -83,10 +84,11 @@ class Session:
         self._unclipped = UnclippedGradientHooks(context)
         self._backward.ended.append(self._unclipped.backward_ended)
         self._forward = ForwardHooks(context, self._backward, self._gradients)
-        self._modules = ModuleHooks(context, self._forward, in_graph)
+        self._fast_paths = FastPathHooks(context)
+        self._modules = ModuleHooks(context, self._forward, self._fast_paths, in_graph)
         self._compiled = CompiledHooks(context, self._forward, self._backward, self._modules)
         context.sites.set_receiver(self._compiled)
-        self._permanent = PermanentHooks(self._forward, self.optimizers, self._modules.switch)
+        self._permanent = PermanentHooks(self._forward, self.optimizers, self._fast_paths, self._modules.switch)
         self._taken = taken
         self._native = native
         self._demand = Demand()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["count_running_calls", "in_reentrant_checkpoint", "running_steps"]
+__all__ = ["count_running_calls", "in_compiled_call", "in_reentrant_checkpoint", "running_steps"]
 
 _CALL = nn.Module._call_impl.__code__
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
@@ -61,6 +61,18 @@ def count_running_calls(modules: Collection[nn.Module]) -> int:
     """
     ids = {id(module) for module in modules}
     return sum(frame.f_code is _CALL and id(frame.f_locals.get("self")) in ids for frame in _frames())
+
+
+def in_compiled_call() -> bool:
+    """Return whether a program of ``torch.compile`` was called on this thread, although its outermost frames run without the compiler.
+
+    Examples
+    --------
+    >>> in_compiled_call()
+    False
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and any(frame.f_globals is vars(compiler) for frame in _frames())
 
 
 def in_reentrant_checkpoint() -> bool:

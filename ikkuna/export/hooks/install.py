@@ -2,13 +2,15 @@
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.fast_path import FastPathHooks
 from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.hook import Hook, Remove, remove_all
 from ikkuna.export.hooks.in_graph import GraphSwitch, RootBeginsHook, RootEndsHook
@@ -26,26 +28,38 @@ class PermanentHooks:
         Handles the calls of roots and of the loss.
     optimizers : OptimizerHooks
         Handles the steps of optimizers.
+    fast_paths : FastPathHooks
+        Keeps the hooks from changing what transformer layers compute.
     switch : GraphSwitch, optional
         What hooks in a compiled graph read.
     """
 
-    def __init__(self, forward: ForwardHooks, optimizers: OptimizerHooks, switch: GraphSwitch | None) -> None:
+    def __init__(
+        self,
+        forward: ForwardHooks,
+        optimizers: OptimizerHooks,
+        fast_paths: FastPathHooks,
+        switch: GraphSwitch | None,
+    ) -> None:
         self._forward = forward
+        self._fast_paths = fast_paths
         self._optimizers = optimizers
         self._switch = switch
         self._remove: list[Remove] = []
 
-    def install(self, roots: Iterable[nn.Module], loss: nn.Module | None) -> None:
+    def install(self, roots: Collection[nn.Module], loss: nn.Module | None) -> None:
         """Register the hooks, in place of those registered before."""
         self.remove()
+        self._fast_paths.find(roots)
         for root in roots:
             begins = RootBeginsHook(self._forward, ForwardHooks.root_begins, self._switch)
             ends = RootEndsHook(self._forward, ForwardHooks.root_ends, self._switch)
-            handles = (
+            handles: list[Any] = [
                 root.register_forward_pre_hook(begins, with_kwargs=True),
                 root.register_forward_hook(ends, always_call=True),
-            )
+            ]
+            if (guard := self._fast_paths.guard(root)) is not None:
+                handles.append(guard)
             self._remove.append(remove_all(handles))
         if loss is not None:
             hook = Hook(self._forward, ForwardHooks.loss_called)

@@ -1,11 +1,14 @@
 """Registers hooks on the observed modules for sampled steps, and keeps them where a compiled graph contains them."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
+from ikkuna.export.hooks.call_stack import in_compiled_call
 from ikkuna.export.hooks.compiler_stance import CompilerStance
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.fast_path import FastPathHooks
 from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.graph_operators import ObservedSites
 from ikkuna.export.hooks.hook import Remove, remove_all, was_compiled
@@ -34,6 +37,8 @@ class ModuleHooks:
     context : HookContext
     forward : ForwardHooks
         Handles the calls.
+    fast_paths : FastPathHooks
+        Keeps the hooks from changing what transformer layers compute.
     in_graph : bool
         Whether compiled models are measured in their graphs; otherwise sampled steps run without the compiler.
 
@@ -43,8 +48,11 @@ class ModuleHooks:
         ``None`` if compiled models are not measured in their graphs.
     """
 
-    def __init__(self, context: HookContext, forward: ForwardHooks, in_graph: bool = True) -> None:
+    def __init__(
+        self, context: HookContext, forward: ForwardHooks, fast_paths: FastPathHooks, in_graph: bool = True
+    ) -> None:
         self._context = context
+        self._fast_paths = fast_paths
         self._forward = forward
         self.switch = GraphSwitch() if in_graph else None
         self._is_settled = not in_graph
@@ -118,6 +126,9 @@ class ModuleHooks:
             return False
         self._installed_for = plan
         model, found = self._context.model, False
+        may_be_compiled = bool(self._fast_paths.layers) and (
+            model.is_compiled or not self._is_settled or in_compiled_call()
+        )
         for named in model.modules if plan.forward else ():
             known = self._hooks.get(named.name)
             had = known[0] if known else ObservedSites()
@@ -126,13 +137,20 @@ class ModuleHooks:
             )
             if sites == had:
                 continue
+            if may_be_compiled and self._fast_paths.is_frozen(named.module):
+                if self._is_settled:
+                    self._fast_paths.warn()
+                continue
             if known:
                 known[1]()
             number = None if self.switch is None else self._context.sites.number(sites)
             hook = ModuleHook(self._forward, ForwardHooks.module_called, sites, number, self.switch)
             # the hook of a root comes first, because it is registered inside the root's own call
             is_root = any(named.module is root for root in model.callable)
-            self._hooks[named.name] = sites, remove_all([named.module.register_forward_hook(hook, prepend=is_root)])
+            handles: list[Any] = [named.module.register_forward_hook(hook, prepend=is_root)]
+            if self._fast_paths.layers and (guard := self._fast_paths.guard(named.module)) is not None:
+                handles.append(guard)
+            self._hooks[named.name] = sites, remove_all(handles)
             found = True
         return found
 
@@ -141,12 +159,16 @@ class ModuleHooks:
 
     def keep_for(self, plan: Plan) -> None:
         """Remove hooks after a step, unless the next step needs the same ones."""
+        if self._fast_paths.calls:
+            self._fast_paths.finish()
         if not plan.forward or plan is not self._installed_for:
             self.remove()
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove the hooks of modules that are not observed any more."""
         self._installed_for = None
+        if self._fast_paths.calls:
+            self._fast_paths.finish()
         for name in names:
             if (known := self._hooks.pop(name, None)) is not None:
                 known[1]()
@@ -154,6 +176,8 @@ class ModuleHooks:
     def remove(self, everything: bool = False) -> None:
         """Remove hooks; without `everything` those stay that a compiled graph contains."""
         self._installed_for = None
+        if self._fast_paths.calls:
+            self._fast_paths.finish()
         if everything:
             self._stance.set_eager(False)
         for name in list(self._hooks):

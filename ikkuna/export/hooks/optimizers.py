@@ -91,7 +91,7 @@ class OptimizerHooks:
             self._drop_scaled()
         if self.wants_rates:
             self._note_rates(optimizer)
-        unowned = parameters.unowned
+        unowned = parameters.known_owners().unowned
         if not closure and (unowned or self.untrained.settled is not parameters.all):
             self.untrained.note_gradients(parameters.all, unowned)
         if not context.recorder.plan.parameters:
@@ -182,7 +182,9 @@ class OptimizerHooks:
 
     def _record_unowned(self) -> None:
         """Record the gradients of parameters that no optimizer has, which no gradient scaler has unscaled."""
-        for site, named in self._wanted("weight_gradients", "bias_gradients", self.context.parameters.unowned):
+        for site, named in self._wanted(
+            "weight_gradients", "bias_gradients", self.context.parameters.known_owners().unowned
+        ):
             if (grad := named.parameter.grad) is not None:
                 self.context.recorder.receive(site, self.context.loss_scale.removed_from(grad), named.path)
 

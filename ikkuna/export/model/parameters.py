@@ -187,14 +187,10 @@ class TrackedParameters:
         Several optimizer objects with the same parameter groups are one: wrappers of an optimizer share its groups.
         """
         self._has_stepped.add(self._numbers[stepped])
-        return self._known_owners()
+        return self.known_owners()
 
-    @property
-    def unowned(self) -> tuple[NamedParameter, ...]:
-        """The observed parameters that no optimizer owns."""
-        return self._known_owners().unowned
-
-    def _known_owners(self) -> "_Owners":
+    def known_owners(self) -> "_Owners":
+        """Return the living optimizers that own parameters of the model."""
         if not self._has_searched:
             self._has_searched = True
             for found in gc.get_objects():
