@@ -330,6 +330,11 @@ MODELS = {
         "the modules are found again at the next sampled step, pass or epoch: the removed layer is no longer published, the new one is "
         "published under its name, and a warning is logged once; in a compiled model one step later",
     ),
+    216: Fault(
+        "a stage of a pipeline, whose first forward waits for another rank",
+        "the ranks meet at the end of the first step, and all publish the numbers of one process; "
+        "a model of which the process runs only a stage is refused, and stages with equal names are logged as an error",
+    ),
     315: Fault(
         "layers that no longer match ``module_filter`` after they were replaced, or a filter that raises in training",
         "nothing is observed there, and the warning names the removed modules; no error reaches the loop",

@@ -1,6 +1,6 @@
 """Distributed tensors: the shard of a DTensor on this rank, and what a model shares with other ranks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,17 +62,17 @@ def local_tensor(x: Tensor) -> Tensor:
     return completed(cast(Tensor, cast(Any, x).to_local()) if type(x).__name__ == "DTensor" else x)
 
 
-def local_shard(x: Tensor, may_communicate: bool) -> tuple[Tensor, ShardPosition | None] | None:
+def local_shard(x: Tensor, may_communicate: Callable[[], bool]) -> tuple[Tensor, ShardPosition | None] | None:
     """Return this rank's shard of a distributed tensor, and its position (``None`` for the result of a collective).
 
-    A tensor that is still to be summed over ranks (``Partial``) is summed if `may_communicate`; all ranks of its mesh must call this then.
-    Otherwise the result is ``None``.
+    A tensor that is still to be summed over ranks (``Partial``) is summed if `may_communicate` returns true;
+    all ranks of its mesh must call this then.  Otherwise the result is ``None``.
     """
     if type(x).__name__ != "DTensor":
         return completed(x), None
     dtensor = cast(Any, x)
     if any(placement.is_partial() for placement in dtensor.placements):
-        if not may_communicate:
+        if not may_communicate():
             return None
         from torch.distributed.tensor import Replicate
 

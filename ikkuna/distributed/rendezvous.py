@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed
 
+from ikkuna.distributed.pipeline import same_names
 from ikkuna.distributed.world import World
 
 __all__ = ["PATIENCE", "Agreement", "agree", "missing_ranks"]
@@ -42,7 +43,9 @@ class Agreement:
     store: Any
 
 
-def agree(world: World, signature: Sequence[str], patience: float = PATIENCE) -> tuple[Agreement, Any]:
+def agree(
+    world: World, signature: Sequence[str], stages: Mapping[str, Sequence[str]], patience: float = PATIENCE
+) -> tuple[Agreement, Any]:
     """Compare the measurements that each rank requests, and create a process group for them.
 
     Every rank writes its signature to the store.  The last one compares them and writes the decision; a rank that has waited for `patience`
@@ -58,6 +61,8 @@ def agree(world: World, signature: Sequence[str], patience: float = PATIENCE) ->
         The ranks to wait for.
     signature : sequence of str
         The measurements that this rank requests, a line for each subscriber.
+    stages : mapping
+        The names of the modules of each stage that this rank runs, by the stage's number; empty if there is no pipeline.
     patience : float
         Seconds to wait.
 
@@ -72,7 +77,7 @@ def agree(world: World, signature: Sequence[str], patience: float = PATIENCE) ->
         store = _torch.PrefixStore(f"ikkuna/{next(_numbers)}", world.store)
         if not store.check(["decision"]):
             break
-    store.set(f"signature/{world.rank}", json.dumps(list(signature)))
+    store.set(f"signature/{world.rank}", json.dumps({"requests": list(signature), "stages": stages}))
     if store.add("arrived", 1) == world.size:
         decision = _decide(store, *_compare(store, world))
     else:
@@ -89,11 +94,13 @@ def agree(world: World, signature: Sequence[str], patience: float = PATIENCE) ->
 
 def _compare(store: Any, world: World) -> tuple[str, list[int]]:
     texts = store.multi_get([f"signature/{rank}" for rank in range(world.size)])
-    first = texts[0]
-    others = (rank for rank in range(1, world.size) if texts[rank] != first)
-    differing = [text for rank in others if (text := _difference(json.loads(first), json.loads(texts[rank]), rank))]
+    signatures = [json.loads(text) for text in texts]
+    first = signatures[0]["requests"]
+    others = (rank for rank in range(1, world.size) if texts[rank] != texts[0])
+    differing = [text for rank in others if (text := _difference(first, signatures[rank]["requests"], rank))]
     shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more" if len(differing) > 3 else "")
-    return (f"the ranks request different measurements: {shown}" if differing else ""), list(range(world.size))
+    reason = f"the ranks request different measurements: {shown}" if differing else ""
+    return reason or same_names(signature["stages"] for signature in signatures), list(range(world.size))
 
 
 def _difference(first: list[str], other: list[str], rank: int) -> str:

@@ -74,9 +74,9 @@ class Session:
         in_graph: bool = True,
     ) -> None:
         self.bus = bus
-        recorder = Recorder(bus.error_guard, native)
+        recorder = Recorder(bus.error_guard, native, self._may_communicate)
         self.context = context = HookContext(recorder, bus.error_guard, self.apply, WatchedModel(roots))
-        self.exchange = Exchange(bus, context.sites, lambda: context.model.callable)
+        self.exchange = Exchange(bus, context.sites, context.model)
         self.optimizers = OptimizerHooks(context)
         self._backward = BackwardHooks(context)
         self._gradients = LayerGradientHooks(context, self._backward)
@@ -95,6 +95,9 @@ class Session:
         self._interrupted: Recorder | None = None
         self._warned_of_loss = self._warned_of_change = False
         self.steps = 0
+
+    def _may_communicate(self) -> bool:
+        return self.exchange.meet()
 
     @property
     def skipped(self) -> int:
@@ -213,8 +216,8 @@ class Session:
     def _record(self, stamp: Stamp) -> None:
         context = self.context
         self.exchange.step_opened()
+        context.model.find_stages()
         context.replicas = self.exchange.replicas
-        context.recorder.is_agreed = self.exchange.is_shared
         context.recorder.open(stamp, self._demand.plan(self.bus.registered, stamp))
 
     def _install_modules(self) -> None:
@@ -312,7 +315,10 @@ class Session:
             return
         self.apply(context.tracker.pass_begins(name))
         self._modules.remove()
-        self._interrupted, context.recorder = context.recorder, Recorder(self.bus.error_guard, self._native)
+        self._interrupted, context.recorder = (
+            context.recorder,
+            Recorder(self.bus.error_guard, self._native, self._may_communicate),
+        )
         self._record(context.tracker.pass_stamp(name))
         self._follow()
         self._install_modules()

@@ -72,7 +72,7 @@ class ForwardHooks:
         depth = count_running_calls(context.model.callable) - 1 if tracker.calls(thread) else None
         self.forward_begins(thread, module.training, torch.is_grad_enabled(), depth)
         calls = tracker.calls(thread)
-        if len(calls) == 1 and (forward := calls[0]) is not None:
+        if len(calls) == 1 and (forward := calls[0]) is not None and context.model.takes_input(module):
             self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
 
     def forward_begins(
@@ -122,7 +122,8 @@ class ForwardHooks:
             return
         if (forward := context.tracker.forward_ends(thread)) is None:
             return
-        self._record_all("network_output", output, forward)
+        if context.model.returns_output(module):
+            self._record_all("network_output", output, forward)
         if torch.is_grad_enabled():
             self._backward.arm(leaves(output), forward)
 

@@ -7,7 +7,9 @@ from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.model.roots import Root, Roots
-from ikkuna.modules import NamedModule, class_name, unwrap
+from ikkuna.export.model.stages import StagePosition, stage_positions, stage_within
+from ikkuna.logger import log
+from ikkuna.modules import NamedModule, class_name, name_of, unwrap
 
 __all__ = ["ModuleChange", "WatchedModel"]
 
@@ -58,6 +60,14 @@ def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
+def _is_more_than_a_stage(root: nn.Module, stage: nn.Module) -> str:
+    name = name_of(root, stage)
+    return (
+        f"of the {class_name(root)} this process runs only {name!r}, a stage of a pipeline; "
+        f"add the stage under its name in the model: add_modules(({name!r}, stage_module))"
+    )
+
+
 class WatchedModel:
     """Roots, observed modules and loss module of one exporter.
 
@@ -74,6 +84,8 @@ class WatchedModel:
         The module that computes the loss.
     is_compiled : bool
         Whether the model runs as a compiled program.
+    stages : dict of int to StagePosition
+        The places of the roots that are stages of a pipeline, by their ids.
     """
 
     def __init__(self, roots: Roots) -> None:
@@ -81,6 +93,8 @@ class WatchedModel:
         self.modules: tuple[NamedModule, ...] = ()
         self.loss: nn.Module | None = None
         self.is_compiled = False
+        self.stages: dict[int, StagePosition] = {}
+        self._knows_stages = False
 
     @property
     def callable(self) -> tuple[nn.Module, ...]:
@@ -112,8 +126,12 @@ class WatchedModel:
 
     def observe(self, roots: tuple[Root, ...], taken: frozenset[str]) -> None:
         """Observe what is below `roots`, under names that are not among `taken`."""
+        for root in roots:
+            if root.module not in self.roots and (stage := stage_within(root.module)) is not None:
+                raise ConfigError(_is_more_than_a_stage(root.module, stage))
         self.modules = self.roots.resolve(roots, taken)
         self.roots.all = roots
+        self._knows_stages = False
 
     def follow(self, taken: frozenset[str]) -> "ModuleChange":
         """Observe the modules that are below the roots now; return the difference to those that were observed before.
@@ -123,3 +141,35 @@ class WatchedModel:
         """
         before, self.modules = self.modules, self.roots.find(self.roots.all, taken)
         return ModuleChange.between(before, self.modules)
+
+    # -- pipelines ------------------------------------------------------------------------------------------------
+
+    def find_stages(self) -> None:
+        """Find the roots that are stages of a pipeline, at the first step after they were added."""
+        if self._knows_stages:
+            return
+        self._knows_stages = True
+        self.stages = stage_positions(self.callable)
+        for root in self.callable:  # the stage may have been made after its model was added
+            if (stage := stage_within(root)) is not None:
+                log.error("%s", _is_more_than_a_stage(root, stage))
+
+    def takes_input(self, root: nn.Module) -> bool:
+        """Whether a root receives the inputs of the model, rather than the outputs of another stage."""
+        stage = self.stages.get(id(root))
+        return stage is None or stage.is_first
+
+    def returns_output(self, root: nn.Module) -> bool:
+        """Whether a root returns the outputs of the model, rather than the inputs of another stage."""
+        stage = self.stages.get(id(root))
+        return stage is None or stage.is_last
+
+    def names_by_stage(self) -> dict[str, list[str]]:
+        """Return the names of the modules of each stage of a pipeline, by the stage's number."""
+        found: dict[str, list[str]] = {}
+        for root in self.callable:
+            if (stage := self.stages.get(id(root))) is not None:
+                inside = {id(module) for module in root.modules()}
+                names = [named.name for named in self.modules if id(named.module) in inside]
+                found.setdefault(str(stage.index), []).extend(names)
+        return found

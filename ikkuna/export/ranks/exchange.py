@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable
 
-from torch import nn
-
 from ikkuna.distributed import rendezvous
 from ikkuna.distributed.alignment import Alignments
 from ikkuna.distributed.block import RankBlock, RankRows, build
@@ -15,6 +13,7 @@ from ikkuna.distributed.merge import merge_blocks
 from ikkuna.distributed.world import World
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.model.watched_model import WatchedModel
 from ikkuna.export.ranks.translation import Translation, signature_of
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.rows import Rows
@@ -36,7 +35,9 @@ _NOTHING = RankRows((), (), (), empty_rows(0))
 class Exchange:
     """Gathers the rows of each sampled step from all ranks, one gather at a time.
 
-    The ranks meet when the first step begins.  After that every rank issues the same sequence of gathers, and no rank waits for another:
+    The ranks meet at the end of the first step, or before if a tensor needs a collective.
+    They do not meet in the first forward, because the stages of a pipeline wait for each other there.
+    After that every rank issues the same sequence of gathers, and no rank waits for another:
     at each step boundary it checks whether the oldest gather is complete, delivers it and begins the next one.
     If the oldest steps of the ranks differ (because one rank evaluates alone, for example), the gathered stamps show that:
     the ranks that are behind deliver first, and the others send theirs again.
@@ -49,8 +50,8 @@ class Exchange:
         The bus of the subscribers.
     site : callable
         Returns the site of a kind and module.
-    roots : callable
-        Returns the modules whose calls are forwards of the model.
+    model : WatchedModel
+        Its roots are the modules whose calls are forwards of the model.
 
     Attributes
     ----------
@@ -60,11 +61,9 @@ class Exchange:
         Number of measurements that were dropped because other ranks were too far behind.
     """
 
-    def __init__(
-        self, bus: MessageBus, site: Callable[[str, str | None], Site], roots: Callable[[], tuple[nn.Module, ...]]
-    ) -> None:
+    def __init__(self, bus: MessageBus, site: Callable[[str, str | None], Site], model: WatchedModel) -> None:
         self._bus = bus
-        self._roots = roots
+        self._model = model
         self._translation = Translation(bus, site)
         self._world: World | None = None
         self._agreement: rendezvous.Agreement | None = None
@@ -85,14 +84,24 @@ class Exchange:
     # -- when a step begins and ends ------------------------------------------------------------------------------
 
     def step_opened(self) -> None:
-        """Meet the other ranks at the first step, and update `replicas`."""
-        self._meet_once()
-        if World.here().size > 1:
-            self.replicas = max((data_parallel_size(root) for root in self._roots()), default=1)
+        """Update `replicas`."""
+        world = World.here()
+        if world.size > 1:
+            self.replicas = max((data_parallel_size(root) for root in self._model.callable), default=1)
+            if self._world is None:
+                self._bus.is_silent = world.rank != 0
+
+    def meet(self) -> bool:
+        """Meet the other ranks, waiting for them, unless that was done; return whether measurements are shared."""
+        if self._world is None:
+            self._world = World.here()
+            if self._world.size > 1:
+                self._meet(self._world)
+        return self.is_shared
 
     def take(self, rows: Rows, plan: Plan) -> None:
         """Schedule the merge of the rows of a step with those of other ranks, if there are any."""
-        if self._gather is None or not plan.takes_data:
+        if not self.meet() or not plan.takes_data:
             return
         step = _WaitingStep(self, rows.stamp)
         if len(self._waiting) >= WAITING:
@@ -109,17 +118,15 @@ class Exchange:
             )
         self.dropped += rows.discard()
 
-    def _meet_once(self) -> None:
-        if self._world is None:
-            self._world = World.here()
-            if self._world.size > 1:
-                self._meet(self._world)
-
     def _meet(self, world: World) -> None:
         self._bus.is_silent = world.rank != 0
         try:
-            self._agreement, group = rendezvous.agree(world, signature_of(self._bus.registered))
-            self._group = min((model_parallel_group(root, world.rank) for root in self._roots()), default=world.rank)
+            self._agreement, group = rendezvous.agree(
+                world, signature_of(self._bus.registered), self._model.names_by_stage()
+            )
+            self._group = min(
+                (model_parallel_group(root, world.rank) for root in self._model.callable), default=world.rank
+            )
         except Exception as error:
             raise_users_exception(error)
             self._go_alone(f"the rendezvous failed: {error}")
@@ -211,7 +218,7 @@ class Exchange:
         rank = self._world.rank if self._world is not None else 0
         with suppressed(Exception):  # a logging handler may fail
             log.error("training on several ranks: %s. From here on values are those of rank %d alone", reason, rank)
-        if any(map(is_run_together, self._roots())):
+        if any(map(is_run_together, self._model.callable)):
             for registered in self._bus.registered:
                 if registered.subscriber.needs_model:
                     self._bus.error_guard.disable(registered, "the model cannot run without the ranks that were lost")

@@ -1,6 +1,6 @@
 """Measures the tensors that hooks receive, and adds the results to the rows of the open step."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,10 @@ _WIDE = frozenset((torch.float32, torch.float64))
 _Weight = float | Tensor | str | None
 
 
+def _never() -> bool:
+    return False
+
+
 class Recorder:
     """Measures tensors while a step is open.
 
@@ -39,6 +43,9 @@ class Recorder:
         Handles errors.
     native : bool
         Whether to use the C++ kernels if they are available.
+    may_communicate : callable
+        Returns whether the other ranks take the same steps, so that collectives are safe.
+        It may wait for them, and is called only where a tensor needs a collective.
 
     Attributes
     ----------
@@ -50,17 +57,17 @@ class Recorder:
         The measurements of the open step.
     unreadable : set of Key
         The site and path of tensors that have no numbers to read.
-    is_agreed : bool
-        Whether the other ranks take the same steps, so that collectives are safe.
     """
 
-    def __init__(self, error_guard: ErrorGuard, native: bool = True) -> None:
+    def __init__(
+        self, error_guard: ErrorGuard, native: bool = True, may_communicate: Callable[[], bool] = _never
+    ) -> None:
         self.error_guard = error_guard
         self.kernels = library() if native else None
         self.plan = NOTHING
         self.rows: Rows | None = None
         self.unreadable: set[Key] = set()
-        self.is_agreed = False
+        self._may_communicate = may_communicate
         self._index = RowIndex()
         self._pool = PartPool(error_guard, native)
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -212,7 +219,7 @@ class Recorder:
 
     def _receive_shard(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:
         """Measure this rank's shard of a distributed tensor."""
-        if (found := local_shard(tensor, self.is_agreed)) is None or not has_numbers(found[0]):
+        if (found := local_shard(tensor, self._may_communicate)) is None or not has_numbers(found[0]):
             return False
         local, position = found
         if position is not None:
@@ -230,7 +237,7 @@ class Recorder:
     def _measure_full(self, target: "_Target", registered: Registered, tensor: Tensor) -> None:
         """Measure a tensor of which a shard is not enough: NaN, unless its shards may be gathered."""
         subscriber = registered.subscriber
-        if subscriber.gather and self.is_agreed:
+        if subscriber.gather and self._may_communicate():
             self._measure_all(target, (registered,), full_tensor(tensor))
             return
         message = target.rows.message(target.row)
@@ -287,7 +294,7 @@ class Recorder:
         """Pass the tensors of one call of the loss module to the subscribers that measure them together."""
         if part < 0 or (rows := self.rows) is None or not all(map(has_numbers, tensors.values())):
             return
-        if self.plan.together and (self.is_agreed or not any(map(is_distributed, tensors.values()))):
+        if self.plan.together and (not any(map(is_distributed, tensors.values())) or self._may_communicate()):
             tensors = {kind: full_tensor(x) if is_distributed(x) else x for kind, x in tensors.items()}
         for registered in self.plan.together:
             kinds = registered.kinds
