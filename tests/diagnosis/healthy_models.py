@@ -413,6 +413,34 @@ def graph_network():
 
 
 @case
+def two_towers():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = stack([20, 32, 16]), stack([8, 32, 16])
+
+        def forward(self, a, b):
+            return functional.normalize(self.first(a), dim=-1) @ functional.normalize(self.second(b), dim=-1).T
+
+    def symmetric(output, _):
+        diagonal = torch.arange(len(output))
+        return functional.cross_entropy(output, diagonal) + functional.cross_entropy(output.T, diagonal)
+
+    return Towers(), (torch.randn(16, 20), torch.randn(16, 8), torch.zeros(16, 2)), symmetric
+
+
+@case
+def conv_net_whose_signal_needs_the_norms():
+    layers = [part for _ in range(12) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU())]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.normal_(module.weight, std=0.01)
+            nn.init.zeros_(module.bias)
+    return model, images(), nn.CrossEntropyLoss()
+
+
+@case
 def contrastive_network():
     class Encoder(nn.Module):
         def __init__(self):

@@ -36,11 +36,14 @@ class Classification:
         return Classification(self.scores[known], self.labels[known])
 
     @property
+    def cross_entropies(self) -> Tensor:
+        """The cross-entropy of each prediction, of shape (prediction,)."""
+        return functional.cross_entropy(self.scores.float(), self.labels.long(), reduction="none")
+
+    @property
     def cross_entropy(self) -> float:
         """Mean cross-entropy; NaN without predictions."""
-        if not len(self.labels):
-            return math.nan
-        return float(functional.cross_entropy(self.scores.float(), self.labels.long()))
+        return float(self.cross_entropies.mean()) if len(self.labels) else math.nan
 
     @property
     def negative_score(self) -> float:

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ikkuna.diagnosis.finding import Finding
 from ikkuna.diagnosis.preflight_checks.batch import Batch, by_sample, sample_axis
+from ikkuna.diagnosis.preflight_checks.classification import arranged_scores
 from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.forward_record import share_between_samples
 from ikkuna.diagnosis.preflight_checks.perturbed import perturbed_output
@@ -26,7 +27,7 @@ _SAME = 1e-10  # of the energy: rounding in float32
 def ignores_input(trial: Trial) -> Iterator[Finding]:
     """Find an output that is the same for different inputs, also with other parameters than the initial ones."""
     _require_different_samples(trial)
-    if _differs(trial, trial.evaluated):
+    if _differs(trial, trial.evaluated) or _differs(trial, trial.evaluate(trial.batch, batch_statistics=True)[0]):
         return
     if not _differs(trial, perturbed_output(trial, trial.model.parameters())):
         message = "The output is the same for all samples, whatever their inputs are."
@@ -45,6 +46,11 @@ def batch_leak(trial: Trial) -> Iterator[Finding]:
     """Find an output of a sample, in evaluation mode, that changes with the other samples of the batch."""
     _require_different_samples(trial)
     _require_samples(trial)
+    if (
+        trial.evaluated.shape == (trial.batch.size,) * 2
+        and arranged_scores(trial.evaluated, trial.batch.labels) is None
+    ):
+        raise CannotJudgeError("the output compares the samples with each other")
     difference = _change_by_others(trial, 0)
     if difference and _has_time_first(trial):
         with suppress(CannotJudgeError):  # the second axis is not that of samples either

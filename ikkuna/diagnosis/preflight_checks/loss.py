@@ -20,34 +20,37 @@ _RELATIVE = 1e-3
 
 
 def loss_at_init(trial: Trial) -> Iterator[Finding]:
-    """Find a cross-entropy before the first update that is far above that of a guess, the logarithm of the classes."""
-    entropy, guess = _cross_entropy(trial)
-    if math.isfinite(entropy) and entropy > _EXCESS * guess and entropy - guess > _GAP:
+    """Find a cross-entropy before the first update that is far above that of a guess, the logarithm of the classes.
+
+    The excess must also be three times its standard error, because the scores of few samples vary.
+    """
+    losses, guess = _cross_entropies(trial)
+    entropy = float(losses.mean()) if losses.numel() else math.nan
+    error = float(losses.std()) / math.sqrt(losses.numel()) if losses.numel() > 1 else math.inf
+    if math.isfinite(entropy) and entropy > _EXCESS * guess and entropy - guess > max(_GAP, 3 * error):
         message = f"The cross-entropy of the untrained model is {entropy:.3g}, a guess has {guess:.3g}: it is certain and wrong."
         advice = "use smaller initial weights in the last layer, and check the scale of the inputs"
         yield Finding("loss_at_init", "warning", message, value=entropy / guess, advice=advice)
 
 
-def _cross_entropy(trial: Trial) -> tuple[float, float]:
-    """Return the mean cross-entropy of the first step, and that of a guess."""
-    loss, labels = trial.loss_value, trial.batch.labels
-    if (
-        isinstance(trial.loss, nn.BCEWithLogitsLoss)
-        and isinstance(labels, Tensor)
-        and labels.shape == trial.output.shape
-    ):
-        return float(functional.binary_cross_entropy_with_logits(trial.output.float(), labels.float())), math.log(2)
+def _cross_entropies(trial: Trial) -> tuple[Tensor, float]:
+    """Return the cross-entropy of each prediction of the first step, and that of a guess."""
+    value, output, labels = float(trial.loss_value.mean()), trial.output, trial.batch.labels
+    if isinstance(trial.loss, nn.BCEWithLogitsLoss) and isinstance(labels, Tensor) and labels.shape == output.shape:
+        scores, wanted = output.float(), labels.float()
+        return functional.binary_cross_entropy_with_logits(scores, wanted, reduction="none"), math.log(2)
     task = trial.classification
     if trial.batch.loss_inside:
-        candidates = [task.counted.cross_entropy]
+        candidates = [task.counted]
         if len(task.labels) % (size := trial.batch.size or 1) == 0 and len(task.labels) > size:
-            candidates.append(task.shifted(size).counted.cross_entropy)
-        if not any(_equal(float(loss.mean()), value) for value in candidates):
+            candidates.append(task.shifted(size).counted)
+        chosen = next((each for each in candidates if _equal(value, each.cross_entropy)), None)
+        if chosen is None:
             raise CannotJudgeError("the loss that the model computes is not the cross-entropy of its outputs")
-        return float(loss.mean()), math.log(task.classes)
+        return chosen.cross_entropies, math.log(task.classes)
     if not _is_cross_entropy(trial, task.counted):
         raise CannotJudgeError("the loss is not a cross-entropy")
-    return task.counted.cross_entropy, math.log(task.classes)
+    return task.counted.cross_entropies, math.log(task.classes)
 
 
 def softmax_twice(trial: Trial) -> Iterator[Finding]:

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError, inner_loss, main_output
-from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.diagnosis.preflight_checks.trial import Trial, train_norms
 from ikkuna.probe.loss import run_model
 
 __all__ = ["perturbed_loss", "perturbed_output"]
 
 
 def perturbed_output(trial: Trial, parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the output in evaluation mode with noise on `parameters`; the model keeps its own.
+    """Return the output in evaluation mode, except batch norms, with noise on `parameters`; the model keeps its own.
 
     Raises
     ------
@@ -23,6 +23,7 @@ def perturbed_output(trial: Trial, parameters: Iterable[nn.Parameter]) -> Tensor
         If the model raises, or if its output contains no tensor.
     """
     with trial.running():
+        train_norms(trial.model)
         return main_output(_run(trial, parameters), trial.batch.loss_inside)
 
 

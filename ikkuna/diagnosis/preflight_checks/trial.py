@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -34,7 +35,7 @@ from ikkuna.probe.isolation import isolated, without_replica_wrappers
 from ikkuna.probe.loss import run_model
 from ikkuna.undisturbed import undisturbed
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "train_norms"]
 
 
 class Trial:
@@ -158,8 +159,10 @@ class Trial:
             stack.enter_context(torch.set_grad_enabled(autograd))
             yield
 
-    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def evaluate(self, batch: Batch, *, batch_statistics: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return output and loss of the model in evaluation mode; the loss only if the model computes it.
+
+        With ``batch_statistics=True`` batch norms stay in training mode: those of a new model do not normalise otherwise.
 
         Raises
         ------
@@ -167,6 +170,8 @@ class Trial:
             If the model raises, or if its output contains no tensor.
         """
         with self.running():
+            if batch_statistics:
+                train_norms(self.model)
             try:
                 result = run_model(self.model, batch.copy().inputs)
             except Exception as error:
@@ -346,6 +351,13 @@ class Trial:
         if task is None:
             raise CannotJudgeError("output and labels are not those of a classification")
         return task
+
+
+def train_norms(model: nn.Module) -> None:
+    """Put batch norms into training mode."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.training = True
 
 
 def _refresh_recurrent_weights(model: nn.Module) -> None:
