@@ -22,12 +22,12 @@ _RELATIVE = 1e-3
 def loss_at_init(trial: Trial) -> Iterator[Finding]:
     """Find a cross-entropy before the first update that is far above that of a guess, the logarithm of the classes.
 
-    The excess must also be three times its standard error, because the scores of few samples vary.
+    The excess must also be twice its standard error, because the scores of few samples vary.
     """
     losses, guess = _cross_entropies(trial)
     entropy = float(losses.mean()) if losses.numel() else math.nan
     error = float(losses.std()) / math.sqrt(losses.numel()) if losses.numel() > 1 else math.inf
-    if math.isfinite(entropy) and entropy > _EXCESS * guess and entropy - guess > max(_GAP, 3 * error):
+    if math.isfinite(entropy) and entropy > _EXCESS * guess and entropy - guess > max(_GAP, 2 * error):
         message = f"The cross-entropy of the untrained model is {entropy:.3g}, a guess has {guess:.3g}: it is certain and wrong."
         advice = "use smaller initial weights in the last layer, and check the scale of the inputs"
         yield Finding("loss_at_init", "warning", message, value=entropy / guess, advice=advice)

@@ -9,7 +9,7 @@ from torch import nn
 from ikkuna.diagnosis.finding import Finding
 from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.forward_record import CallRecord, share_between_samples, widened
-from ikkuna.diagnosis.preflight_checks.names import counted
+from ikkuna.diagnosis.preflight_checks.names import counted, listed
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 
 __all__ = ["dead_units", "gradient_scale", "identical_units", "signal_lost", "signal_scale"]
@@ -20,6 +20,7 @@ _SAME_INPUTS = 1e-6
 _NOTHING = 1e-10  # of the energy: what rounding in float32 leaves, with a margin
 _DEAD = 0.9
 _FEW_UNITS = 10
+_FEW_ROWS = 4
 _VANISHED, _EXPLODED = 1e-5, 1e4  # healthy networks stay between 1e-3 and 130
 
 
@@ -142,11 +143,20 @@ def identical_units(trial: Trial) -> Iterator[Finding]:
     """Find layers whose units all have the same weights, so that they stay equal while they train."""
     trial.require_values()
     layers = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase)
-    for module, name in trial.names.items():
-        for own, weight in module.named_parameters(recurse=False) if isinstance(module, layers) else ():
-            if weight.ndim < 2 or min(weight.shape[:2]) < 4 or not weight.requires_grad:
-                continue
-            rows = weight.detach()
-            if bool(rows.any()) and torch.equal(rows, rows[:1].expand_as(rows)):
-                message = f"All {len(rows)} units have the same weights ({own}), so they will stay equal."
-                yield Finding("identical_units", "error", message, name, advice="initialise the weights at random")
+    names = [name for module, name in trial.names.items() if isinstance(module, layers) and _has_equal_units(module)]
+    if names:
+        message = f"All units of {listed(names)} have the same weights, so they will stay equal."
+        advice = "initialise the weights at random"
+        yield Finding("identical_units", "error", message, names[0], advice=advice, modules=tuple(names))
+
+
+def _has_equal_units(module: nn.Module) -> bool:
+    return any(_is_constant(weight) for weight in module.parameters(recurse=False) if weight.requires_grad)
+
+
+def _is_constant(weight: nn.Parameter) -> bool:
+    """Return whether a weight matrix has equal rows that are not 0; few or short rows can be equal on purpose."""
+    rows = weight.detach()
+    if rows.ndim < 2 or len(rows) < _FEW_ROWS or rows[0].numel() < _FEW_ROWS:
+        return False
+    return bool(rows.any()) and torch.equal(rows, rows[:1].expand_as(rows))
