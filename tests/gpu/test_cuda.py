@@ -1,0 +1,126 @@
+"""On a CUDA device the values are those of the CPU, training is bit-identical, and nothing waits for the device."""
+
+import math
+
+import pytest
+import torch
+
+from ikkuna.testing import RecordingBackend
+from tests.gpu.loops import HISTOGRAMS, KINDS, STEPS, DeviceLoop, published, subscribers, watched
+
+pytestmark = pytest.mark.gpu
+
+WITHOUT_DROPOUT = ("mlp", "mlp-sgd", "mlp-evaluated", "mlp-closure", "mlp-accumulated", "tied", "frozen", "structured")
+"""Loops without random numbers, which the CPU and the device draw differently."""
+IN_ONE_PASS = ("mlp", "conv-bn-dropout", "lstm", "attention", "checkpointed", "spectral-norm", "conv-bf16")
+RELATIVE = 1e-3  # the weights themselves differ after some steps
+
+
+def differing(found, expected):
+    wrong = [key for key in expected if key in found and not close(found[key], expected[key])]
+    return [*(found.keys() ^ expected.keys()), *((key, found[key], expected[key]) for key in wrong)]
+
+
+def close(one, other):
+    return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+
+
+@pytest.mark.parametrize("name", WITHOUT_DROPOUT)
+def test_values_are_those_of_the_cpu(name, device):
+    expected = published(name, "cpu")
+    assert len(expected) > 100
+    assert not differing(published(name, device), expected)
+
+
+def test_exact_percentiles_and_histograms_are_those_of_the_cpu(device):
+    found, expected = (published("mlp", where, HISTOGRAMS) for where in (device, "cpu"))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, float):
+            assert found[key] == pytest.approx(value, rel=0.13, abs=1e-6), key  # a bin is an eighth wide
+        else:
+            assert found[key].num == value.num, key
+
+
+@pytest.mark.parametrize("name", IN_ONE_PASS)
+def test_training_is_bit_identical(name, device, deterministic):
+    def trained(watch):
+        loop = DeviceLoop(name, device)
+        torch.cuda.manual_seed_all(0)
+        exporter = watched(loop, subscribers(RecordingBackend())) if watch else None
+        losses = loop.run(STEPS)
+        random = torch.cuda.get_rng_state()
+        if exporter is not None:
+            exporter.close()
+        return [*losses, *loop.model.state_dict().values(), *(p.grad for p in loop.model.parameters()), random]
+
+    for alone, other in zip(trained(False), trained(True), strict=True):
+        assert (alone is None and other is None) or torch.equal(alone, other)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv-bn-dropout", "lstm", "mlp-accumulated", "checkpointed"])
+def test_no_step_waits_for_the_device(name, device):
+    """torch raises an error where the host waits; with ``on_error="raise"`` none is caught."""
+    loop, backend = DeviceLoop(name, device), RecordingBackend()
+    exporter = watched(loop, subscribers(backend))
+    loop.run(1)  # allocates buffers and loads kernels
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loop.run(STEPS - 1)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    exporter.close()
+    assert exporter.health().errors == 0
+    assert {step for _, _, step in backend.values} == set(range(STEPS))
+
+
+def test_values_of_another_stream_are_those_of_the_default_stream(device):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    expected = published("mlp", device)
+    assert not differing(published("mlp", device, around=lambda: torch.cuda.stream(stream)), expected)
+
+
+def test_a_busy_device_delays_no_value(device):
+    """Copies of many steps are under way while the device is occupied; each arrives under its own step."""
+    loop, backend = DeviceLoop("mlp", device), RecordingBackend()
+    exporter = watched(loop, subscribers(backend, kinds=("weights",)))
+    expected = published("mlp", device, kinds=("weights",))
+    torch.cuda._sleep(10**8)
+    loop.run(STEPS)
+    exporter.close()
+    found = {(series.kind, series.name, step): value for series, value, step in backend.values}
+    assert not differing(found, expected)
+
+
+def test_a_scaled_loss_gives_the_unscaled_gradients_of_the_cpu(device):
+    kinds = ("weight_gradients", "weight_updates")
+
+    def scaled(where):
+        loop, backend = DeviceLoop("mlp-sgd", where), RecordingBackend()
+        scaler = torch.amp.GradScaler(torch.device(where).type, init_scale=1024.0)
+        exporter = watched(loop, subscribers(backend, kinds=kinds))
+        for _ in range(STEPS):
+            inputs, labels = loop.batch()
+            loop.optimizer.zero_grad()
+            scaler.scale(loop.loss(loop.model(inputs), labels)).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+        exporter.close()
+        return {(series.kind, series.name, step): value for series, value, step in backend.values}
+
+    assert not differing(scaled(device), scaled("cpu"))
+
+
+def test_memory_of_the_device_does_not_grow(device):
+    loop = DeviceLoop("mlp", device)
+    exporter = watched(loop, subscribers(RecordingBackend(), kinds=KINDS))
+    loop.run(2)
+    torch.cuda.synchronize()
+    early = torch.cuda.memory_allocated()
+    loop.run(STEPS)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= early + 1024
+    exporter.close()
