@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigTypeError
+from ikkuna.numerics.elements import host_array
 
 __all__ = ["to_array"]
 
@@ -50,4 +51,4 @@ def _tensor_to_array(tensor: Tensor) -> NDArray[np.float64]:
         tensor = tensor.dequantize()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    return np.array(tensor.cpu().double().numpy())
+    return host_array(tensor.cpu().double().contiguous()).copy()

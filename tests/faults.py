@@ -199,6 +199,10 @@ TENSORS = {
         "a transformer layer in evaluation mode, which torch computes by one operator if no module in it has a hook",
         "it is computed by that operator also while it is observed; the modules inside are not observed then, and one line says so",
     ),
+    205: Fault(
+        "a storage that is resized after a tensor in it was measured, as sharded training does",
+        "it is resizable; tensors are read without ``Tensor.numpy``, which forbids it for good",
+    ),
     212: Fault(
         "a histogram of data with a NaN or an infinity, or of a lazy negative",
         "it lies between the extrema of the finite elements; a lazy negative is counted with its sign",

@@ -1,8 +1,11 @@
 """Access to the numbers of tensors of every dtype and layout."""
 
+import ctypes
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -14,6 +17,7 @@ __all__ = [
     "flatten",
     "has_numbers",
     "has_storage",
+    "host_array",
     "in_memory_order",
     "is_plain",
     "readable",
@@ -149,6 +153,28 @@ def stored(x: Tensor) -> Tensor:
     False
     """
     return x.clone() if x.is_neg() or x._is_zerotensor() else x
+
+
+def host_array(x: Tensor) -> NDArray[Any]:
+    """Return the elements of a tensor on the host as an array, which shares their memory if they are contiguous.
+
+    ``Tensor.numpy`` marks the storage as not resizable for as long as it lives, which breaks sharded training, for example.
+
+    Examples
+    --------
+    >>> x = torch.ones(2, 2)
+    >>> host_array(x).tolist(), x.untyped_storage().resizable()
+    ([[1.0, 1.0], [1.0, 1.0]], True)
+    """
+    x = stored(x.detach()).contiguous()
+    if not x.numel():
+        return np.empty(x.shape, _NUMPY[x.dtype])
+    memory: Any = (ctypes.c_char * (x.numel() * x.element_size())).from_address(x.data_ptr())
+    memory.owner = x  # keeps the memory as long as the array lives
+    return np.frombuffer(memory, _NUMPY[x.dtype]).reshape(x.shape)
+
+
+_NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64, torch.uint8: np.uint8}
 
 
 def all_finite(x: Tensor) -> Tensor | None:

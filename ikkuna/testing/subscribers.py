@@ -21,6 +21,7 @@ from ikkuna.export.rows.recorder import Recorder
 from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.callback import CallbackSubscriber
+from ikkuna.numerics.elements import host_array
 from ikkuna.testing.recording import RecordingBackend
 from ikkuna.testing.training import small_model, train
 from ikkuna.visualization.backend import Series
@@ -139,7 +140,7 @@ def _require_same(a: Any, b: Any, claim: str, where: str = "") -> None:
 def _bytes(x: Any) -> bytes:
     if isinstance(x, Tensor):
         x = torch.empty(0, device="cpu") if x.is_meta else x.to_dense() if x.layout is not torch.strided else x
-        x = x.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+        x = host_array(x.detach().reshape(-1).contiguous().view(torch.uint8))
     return np.asarray(x).tobytes()
 
 

@@ -64,7 +64,7 @@ def count_running_calls(modules: Collection[nn.Module]) -> int:
 
 
 def in_compiled_call() -> bool:
-    """Return whether a program of ``torch.compile`` was called on this thread, although its outermost frames run without the compiler.
+    """Return whether a program of ``torch.compile`` runs on this thread, although its outermost frames may not be compiled.
 
     Examples
     --------

@@ -126,7 +126,7 @@ class FastPathHooks:
         return guard
 
     def is_frozen(self, module: nn.Module) -> bool:
-        """Return whether `module` is in a layer that a compiled graph computes by one operator, as long as no module in it has a hook."""
+        """Return whether `module` is in a layer that a compiled graph may compute by one operator."""
         layer = self.layers.get(id(module))
         return layer is not None and not layer.training and not any(p.requires_grad for p in layer.parameters())
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ikkuna.numerics.elements import CHUNK, stored
+from ikkuna.numerics.elements import CHUNK, host_array
 from ikkuna.numerics.statistics.record import closure
 from ikkuna.numerics.statistics.table import COLUMNS, EMPTY, Values, merge_rows
 
@@ -55,7 +55,7 @@ def measure_eagerly(flat: Tensor, fields: frozenset[str]) -> Values:
 def _as_array(x: Tensor) -> _Array:
     if x.dtype not in _WIDE:
         x = x.float()
-    return stored(x).numpy()
+    return host_array(x)
 
 
 def _measure(x: _Array, fields: frozenset[str]) -> _Found:

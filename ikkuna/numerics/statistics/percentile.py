@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import flatten, readable
+from ikkuna.numerics.elements import flatten, host_array, readable
 
 __all__ = ["SIGMA", "percentiles"]
 
@@ -76,7 +76,7 @@ def _sorted(parts: list[Tensor]) -> NDArray[np.floating]:
     if parts[0].device.type != "cpu":
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         return flat.sort().values.cpu().numpy()
-    arrays = [part.numpy() for part in parts]
+    arrays = [host_array(part) for part in parts]
     values = arrays[0].copy() if len(arrays) == 1 else np.concatenate(arrays)
     values.sort()
     return values
