@@ -1,4 +1,4 @@
-"""The exceptions that ikkuna raises at set-up; none of them reaches a running training loop.
+"""The exceptions that ikkuna raises at set-up; none of the tree below reaches a running training loop.
 
 ::
 
@@ -10,6 +10,8 @@
     ├── PluginError(ImportError)        a plugin could not be loaded, or is no subclass of the expected class
     ├── LogDirError(OSError)            the log directory cannot be created or written
     └── SnapshotError(ValueError)       a snapshot file is damaged or unsafe
+
+`StopTraining` is raised in a training loop, but only if ``stop=`` asks for it.
 """
 
 from collections.abc import Iterable
@@ -23,6 +25,7 @@ __all__ = [
     "LogDirError",
     "PluginError",
     "SnapshotError",
+    "StopTraining",
     "UnknownKindError",
     "unknown_name",
 ]
@@ -58,6 +61,30 @@ class LogDirError(IkkunaError, OSError):
 
 class SnapshotError(IkkunaError, ValueError):
     """A snapshot file is damaged, or reading it would execute code."""
+
+
+class StopTraining(BaseException):
+    """Raised at the end of an optimizer's step when a rule has found a mistake, only if ``stop=`` asks for it.
+
+    It is not an `Exception`, so that ``except Exception`` in a training loop does not swallow it.
+
+    Parameters
+    ----------
+    finding : object
+        The `ikkuna.diagnosis.Finding`.
+
+    Examples
+    --------
+    >>> try:
+    ...     raise StopTraining("error: diverges at step 30: The loss grows.")
+    ... except StopTraining as stop:
+    ...     print(stop.finding)
+    error: diverges at step 30: The loss grows.
+    """
+
+    def __init__(self, finding: object) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:

@@ -12,13 +12,17 @@ from collections.abc import Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from ikkuna.errors import StopTraining
+
 __all__ = ["raise_users_exception", "suppressed", "users_exception"]
+
+_REQUESTS = (KeyboardInterrupt, SystemExit, StopTraining)
 
 
 def users_exception(error: BaseException) -> BaseException | None:
     """Return the exception that must be raised to the user, if `error` is one or was caused by one; otherwise ``None``.
 
-    These are `KeyboardInterrupt`, `SystemExit`, and every exception that was raised in a signal handler.
+    These are `KeyboardInterrupt`, `SystemExit`, `StopTraining`, and every exception that was raised in a signal handler.
 
     Examples
     --------
@@ -29,7 +33,7 @@ def users_exception(error: BaseException) -> BaseException | None:
     """
     found: BaseException | None = error
     for _ in range(100):  # exceptions can cause each other in a circle
-        if found is None or isinstance(found, KeyboardInterrupt | SystemExit) or _is_of_handler(found.__traceback__):
+        if found is None or isinstance(found, _REQUESTS) or _is_of_handler(found.__traceback__):
             return found
         found = found.__cause__
     return None

@@ -21,7 +21,7 @@ LAYERS = {
     "errors": (),
     "failures": (),
     "atomic_file": (),
-    "signal_handlers": (),
+    "signal_handlers": ("errors",),
     "background": ("signal_handlers",),
     "logger": ("signal_handlers",),
     "undisturbed": (),
@@ -50,19 +50,22 @@ LAYERS = {
     "running": ("errors", "arrays", "numerics"),
     "diagnosis": (
         *("errors", "failures", "logger", "plugins", "modules", "undisturbed", "arrays", "numerics", "probe"),
+        "visualization",
     ),
     "export": (
         *("errors", "failures", "signal_handlers", "logger", "plugins", "modules", "undisturbed", "numerics"),
-        *("distributed", "visualization"),
+        *("distributed", "visualization", "diagnosis"),
     ),
+    "cli": ("errors", "diagnosis"),
 }
 # The rooms of ikkuna.export: each imports only rooms that stand before it.
 ROOMS = (
     *("messages", "steps", "model", "subscriber", "bus", "rows", "ranks", "hooks", "session"),
-    *("evaluation", "at_exit", "health", "exporter", "preset", "watch"),
+    *("rule_statistics", "rules", "evaluation", "at_exit", "health", "exporter", "preset", "watch"),
 )
 # What a metric may import of ikkuna: the same as the metrics of other packages.
 DOORS = (
+    "ikkuna.diagnosis",
     "ikkuna.errors",
     "ikkuna.export.messages",
     "ikkuna.export.preset",

@@ -2,5 +2,22 @@
 
 from ikkuna.diagnosis.finding import Finding
 from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.history import History
+from ikkuna.diagnosis.installed import get_rules
+from ikkuna.diagnosis.judge import Judge
+from ikkuna.diagnosis.network import Network
+from ikkuna.diagnosis.rule import GROUP, Rule, Score
+from ikkuna.diagnosis.time_series import TimeSeries
 
-__all__ = ["Finding", "Findings"]
+__all__ = [
+    "GROUP",
+    "Finding",
+    "Findings",
+    "History",
+    "Judge",
+    "Network",
+    "Rule",
+    "Score",
+    "TimeSeries",
+    "get_rules",
+]

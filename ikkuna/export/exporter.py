@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
+from ikkuna.diagnosis import Findings
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
 from ikkuna.export import evaluation
 from ikkuna.export.at_exit import close_at_exit
@@ -15,6 +16,7 @@ from ikkuna.export.health import Health, health_of
 from ikkuna.export.hooks.install import pause_after_fork
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.model.roots import Root, Roots
+from ikkuna.export.rules import RuleSelection, RuleSubscriber, register_rules
 from ikkuna.export.session import Session
 from ikkuna.modules import ModuleFilter, NamedModule
 
@@ -96,6 +98,7 @@ class Exporter:
         )
         self._closed = False
         self._health: Health | None = None
+        self._rules: RuleSubscriber | None = None
         pause_after_fork(self._session.context)
         close_at_exit(self)
 
@@ -165,6 +168,32 @@ class Exporter:
                 f"set_loss() needs a torch.nn.Module such as nn.CrossEntropyLoss(), got {type(loss_module).__name__}"
             )
         self._session.set_loss(loss_module)
+
+    def apply_rules(self, rules: RuleSelection = "default", **options: Any) -> None:
+        """Apply rules after each step, which name mistakes of the training; call it after all subscribers are registered.
+
+        Parameters
+        ----------
+        rules : str, Rule, or iterable of them
+            ``"default"``, ``"all"``, names of rules, or `ikkuna.diagnosis.Rule` objects.
+        **options : Any
+            ``every``, ``on_finding``, ``stop`` and ``backend``, see `ikkuna.export.rules.register_rules`.
+
+        Raises
+        ------
+        ConfigError, PluginError
+            If a rule is unknown, if an argument is invalid, or if rules are applied already.
+        """
+        self._require_open()
+        if self._rules is not None:
+            raise ConfigError("rules are applied already; pass all of them in one call of apply_rules()")
+        options.setdefault("sees_loss", self._session.context.model.loss is not None)
+        self._rules = register_rules(self.message_bus, rules, **options)
+
+    @property
+    def findings(self) -> Findings:
+        """The findings of the rules so far, also after :meth:`close`; empty without rules."""
+        return self._rules.findings if self._rules is not None else Findings()
 
     def _names_of_others(self) -> frozenset[str]:
         return frozenset(

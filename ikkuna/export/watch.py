@@ -7,6 +7,7 @@ from torch import nn
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.exporter import Exporter
 from ikkuna.export.preset import GROUP, Preset
+from ikkuna.export.rules import RuleSelection
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.plugins import load_plugin
 
@@ -19,6 +20,8 @@ def watch(
     loss: nn.Module | None = None,
     preset: str = "default",
     log_dir: str | Path | None = None,
+    rules: RuleSelection | None = "default",
+    stop: str | None = None,
 ) -> Exporter:
     """Observe a model on a bus of its own, and return the open exporter.
 
@@ -34,13 +37,18 @@ def watch(
         Name of a preset, from the entry-point group ``ikkuna.presets``.
     log_dir : path, optional
         The directory of the runs; by default ``run``.
+    rules : str, Rule, iterable of them, or None
+        The rules that name mistakes of the training (see ``exporter.findings``): ``"default"``, ``"all"``, names of rules,
+        or `ikkuna.diagnosis.Rule` objects; ``None`` for no rules.
+    stop : {'info', 'warning', 'error'}, optional
+        The least severity of a finding that raises `ikkuna.errors.StopTraining` at the end of the step.
 
     Examples
     --------
     >>> import ikkuna
     >>> exporter = ikkuna.watch(nn.Sequential(nn.Linear(2, 2)))
-    >>> exporter.message_bus.kinds[-1]
-    'weight_updates_weights_ratio'
+    >>> "weight_updates_weights_ratio" in exporter.message_bus.kinds
+    True
     >>> exporter.close()
     """
     exporter = Exporter(message_bus=MessageBus("watch"), log_dir=log_dir)
@@ -50,6 +58,8 @@ def watch(
             exporter.set_loss(loss)
         for subscriber in subscribers or load_plugin(GROUP, preset, Preset)().subscribers(loss is not None):
             exporter.message_bus.register_subscriber(subscriber)
+        if rules is not None:
+            exporter.apply_rules(rules, stop=stop)
     except BaseException:
         exporter.close()
         raise

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["count_correct", "perplexity", "wilson_interval"]
+__all__ = ["count_correct", "find_class_axis", "perplexity", "wilson_interval"]
 
 
 def count_correct(
@@ -52,7 +52,7 @@ def count_correct(
     """
     logits, labels = logits.detach().to_dense(), labels.detach()
     logits = logits if logits.dtype.itemsize > 1 else logits.float()
-    axis = _class_axis(logits, labels) if class_axis is None else class_axis
+    axis = find_class_axis(logits, labels) if class_axis is None else class_axis
     if axis is None or logits.is_meta or logits.is_complex() or not logits.numel() or k < 1:
         return torch.zeros(3, dtype=torch.int64, device="cpu" if logits.is_meta else logits.device)
     logits = logits.movedim(axis, -1)
@@ -71,7 +71,7 @@ def count_correct(
     return torch.stack([torch.count_nonzero(mask) for mask in (correct, valid, valid & broken)])
 
 
-def _class_axis(logits: Tensor, labels: Tensor) -> int | None:
+def find_class_axis(logits: Tensor, labels: Tensor) -> int | None:
     """Return the axis of classes for which the shapes fit, or ``None``."""
     if not logits.ndim:
         return None

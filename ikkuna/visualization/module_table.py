@@ -1,10 +1,11 @@
 """The modules of a network, and a page of text with a table of them."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ModuleEntry", "module_table"]
+__all__ = ["ModuleEntry", "module_table", "read_module_table"]
 
 Shape = tuple[int, ...] | None
 """``None`` for a parameter without a shape, such as that of a lazy module."""
@@ -63,3 +64,29 @@ def _shape(shape: Shape) -> str:
     if shape is None:
         return "not known yet"
     return "×".join(map(str, shape)) or "scalar"
+
+
+def read_module_table(text: str) -> tuple[ModuleEntry, ...]:
+    """Return the modules of a table written by :func:`module_table`, without their aliases; lines of another form are skipped.
+
+    Examples
+    --------
+    >>> entries = [ModuleEntry("fc", "Linear", (("weight", (2, 3)), ("bias", (2,)))), ModuleEntry("act", "ReLU")]
+    >>> read_module_table(module_table(entries)) == tuple(entries)
+    True
+    """
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 5 and cells[0].isdigit():
+            parameters = tuple(_parameter(part) for part in cells[4].split(", ") if " " in part)
+            found.append(ModuleEntry(cells[1].strip("`"), cells[2], parameters))
+    return tuple(found)
+
+
+def _parameter(text: str) -> tuple[str, Shape]:
+    name, _, shape = text.partition(" ")
+    if shape == "scalar":
+        return name, ()
+    sizes = shape.split("×")
+    return name, tuple(map(int, sizes)) if all(map(str.isdigit, sizes)) else None

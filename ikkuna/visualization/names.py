@@ -6,12 +6,14 @@ from hashlib import blake2b
 from ikkuna.visualization.backend import Series
 
 __all__ = [
+    "decode",
     "encode",
     "heatmap_tag",
     "matrix_tag",
     "natural_key",
     "overview_tag",
     "picture_name",
+    "series_of_tag",
     "series_tag",
     "text_tag",
 ]
@@ -73,6 +75,42 @@ def series_tag(series: Series) -> str:
         return _cut(f"Network/{group}")
     first = _escape(group[0]) + group[1:] if group in _RESERVED else group
     return _cut(f"{first}/{encode(series.name)}")
+
+
+def decode(text: str) -> str:
+    """Return the name that :func:`encode` has encoded.
+
+    Examples
+    --------
+    >>> decode(encode("/etc/../x 100%")), decode("%")
+    ('/etc/../x 100%', '')
+    """
+    if text == "%":
+        return ""
+    data = re.sub(rb"%([0-9A-F]{2})", lambda found: bytes([int(found[1], 16)]), text.encode())
+    return data.decode("utf-8", "surrogatepass")
+
+
+def series_of_tag(tag: str) -> Series | None:
+    """Return the series of a tag made by :func:`series_tag`; ``None`` for another tag, or one that was shortened.
+
+    Examples
+    --------
+    >>> series_of_tag("weights_norm2/features.0")
+    Series(kind='weights_norm2', name='features.0', pass_name='training', title=None, ylims=None)
+    >>> series_of_tag("Network/loss.testing").pass_name, series_of_tag("Overview/weights_norm2_median")
+    ('testing', None)
+    """
+    head, separator, rest = tag.partition("/")
+    if not separator or "~" in tag or head in _RESERVED[1:]:
+        return None
+    group = rest if head == "Network" else head
+    split = re.search(r"\.(?![0-9])", group)
+    kind, pass_name = (group[: split.start()], group[split.end() :]) if split else (group, "training")
+    try:
+        return Series(decode(kind), None if head == "Network" else decode(rest), decode(pass_name))
+    except UnicodeDecodeError:
+        return None
 
 
 def overview_tag(series: Series, statistic: str) -> str:

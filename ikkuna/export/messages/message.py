@@ -21,8 +21,9 @@ class Message:  # not frozen, which would cost 3 µs for each message; each subs
         The kind of the data, such as ``"weights"``.
     data : Tensor, array, float, dict or None
         In ``measure`` the borrowed tensor; in ``compute`` the merged row, a float64 array; for a result a float.
-        For ``batch_finished`` a dict with the ``learning_rates`` by parameter group and, from the second step on,
-        the ``seconds`` since the end of the step before and the part of them that ikkuna spent, ``own_seconds``.
+        For ``batch_finished`` a dict with the ``learning_rates`` by parameter group, the ``unowned`` parameters, which no
+        optimizer owns, and from the second step on the ``seconds`` since the end of the step before and the part of them that
+        ikkuna spent, ``own_seconds``.
     record : Record, optional
         In ``compute`` the merged statistics, if the subscriber sets ``fields``.
     """

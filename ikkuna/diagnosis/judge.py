@@ -1,0 +1,202 @@
+"""Applies rules to the series of a run, one step after another."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ikkuna.diagnosis.alarm import Alarm, Raised
+from ikkuna.diagnosis.finding import Finding
+from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.folding import FindingList
+from ikkuna.diagnosis.history import TRAINING, History
+from ikkuna.diagnosis.network import Network
+from ikkuna.diagnosis.rule import Rule, Score
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.failures import FailureCounter
+from ikkuna.logger import log
+
+__all__ = ["Judge"]
+
+
+class Judge:
+    """Applies rules to the series of a run.
+
+    Values are added in the order of steps, and :meth:`finish_step` is called after those of each step.
+    The same calls are made while a model trains and when a finished run is read.
+    A step that is not after the step before begins a new history: the run was resumed from an earlier checkpoint.
+
+    A rule that raises an exception does not judge that step; after 10 exceptions in a row it is disabled.
+
+    Parameters
+    ----------
+    rules : sequence of Rule
+        The rules.
+    network : Network, optional
+        The modules of the network.
+
+    Raises
+    ------
+    ConfigError
+        If two rules have the same name.
+
+    Attributes
+    ----------
+    history : History
+        The series so far.
+    disabled : dict of str to str
+        The names of the disabled rules, and their last exceptions.
+
+    Examples
+    --------
+    >>> class AboveTenRule(Rule):
+    ...     '''The loss is above 10.'''
+    ...     name, needs, meaning, patience = "above_ten", {"loss": "LossSubscriber()"}, "The loss is {figure:g}.", 2
+    ...     def scores(self, history):
+    ...         yield Score(history.curve("loss").last / 10, history.curve("loss").last)
+    >>> judge = Judge([AboveTenRule()])
+    >>> for step, loss in enumerate([1.0, 12.0, 15.0]):
+    ...     judge.add("loss", None, step, loss)
+    ...     found = judge.finish_step(step)
+    >>> print(found[0])
+    warning: above_ten at step 1: The loss is 15.
+    """
+
+    def __init__(self, rules: Iterable[Rule], network: Network | None = None) -> None:
+        self.rules = tuple(rules)
+        if wrong := [rule for rule in self.rules if not isinstance(rule, Rule)]:
+            raise ConfigTypeError(f"a rule is a Rule, got {type(wrong[0]).__name__}")
+        names = [rule.name for rule in self.rules]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"rules must have different names, got {names}")
+        self.history = History(network)
+        self.disabled: dict[str, str] = {}
+        self._alarms = {rule.name: Alarm(rule) for rule in self.rules}
+        self._list = FindingList({rule.name: rule.explains for rule in self.rules})
+        self._by_kind: dict[str, tuple[Rule, ...]] = {}
+        for rule in self.rules:
+            for kind in (*rule.needs, *rule.uses):
+                self._by_kind[kind] = (*self._by_kind.get(kind, ()), rule)
+        self._changed: set[str] = set()
+        self._seen: set[str] = set()
+        self._judged: set[str] = set()
+        self._failures = FailureCounter()
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds that the rules read."""
+        return frozenset(self._by_kind)
+
+    def add(self, kind: str, name: str | None, step: int, value: float, pass_name: str = TRAINING) -> None:
+        """Add a value of a series; a kind that no rule reads is ignored."""
+        if kind not in self._by_kind:
+            return
+        if pass_name == TRAINING and step < self.history.step:
+            self._restart()
+        self.history.add(kind, name, step, value, pass_name)
+        self._changed.add(kind)
+
+    def _restart(self) -> None:
+        self.history.clear()
+        for alarm in self._alarms.values():
+            alarm.clear()
+
+    def finish_step(self, step: int) -> list[Finding]:
+        """Judge a step after its values have been added; return the new findings, one for each new cause."""
+        if not self._changed:
+            return []
+        changed, self._changed = self._changed, set()
+        self._seen |= changed
+        due = dict.fromkeys(rule for kind in changed for rule in self._by_kind[kind])
+        raised = [(rule, found) for rule in self.rules if rule in due and (found := self._judge(rule, step))]
+        new = []
+        for rule, places in raised:
+            new += [finding for finding in self._findings(rule, places) if self._list.add(finding)]
+        causes = {finding.rule for finding in self._list}
+        return [finding for finding in new if finding.rule in causes]
+
+    def _judge(self, rule: Rule, step: int) -> list[Raised]:
+        if rule.name in self.disabled or not self._seen.issuperset(rule.needs):
+            return []
+        try:
+            scores = tuple(rule.scores(self.history))
+            found = self._alarms[rule.name].update(step, scores)
+        except Exception as error:
+            self._report(rule, error)
+            return []
+        if scores:
+            self._judged.add(rule.name)
+        if self._failures.counts:
+            self._failures.reset(rule.name)
+        return found
+
+    def _report(self, rule: Rule, error: Exception) -> None:
+        count = self._failures.add(rule.name)
+        if FailureCounter.is_logged(count):
+            log.error("rule %s failed (training is not affected)", rule.name, exc_info=error)
+        if self._failures.is_exhausted(rule.name):
+            self.disabled[rule.name] = f"{type(error).__name__}: {error}"
+            log.error("rule %s is disabled after %d failures in a row", rule.name, count)
+
+    def _findings(self, rule: Rule, places: Sequence[Raised]) -> list[Finding]:
+        """Return a finding for each place; the first names the origin and lists all of them."""
+        network = self.history.network
+        ordered = sorted(places, key=lambda place: network.position(place.score.module))
+        if rule.origin == "last":
+            ordered.reverse()
+        elif rule.origin == "worst":
+            ordered.sort(key=lambda place: -place.score.value)
+        found = [self._finding(rule, place.score, place.since) for place in ordered]
+        if len(found) > 1:
+            modules = tuple(finding.module for finding in found if finding.module)
+            found[0] = replace(found[0], modules=modules)
+        return found
+
+    def _finding(self, rule: Rule, score: Score, since: int) -> Finding:
+        kind = score.kind or next(iter(rule.needs))
+        curve = self.history.curves(kind).get(score.module) or self.history.curve(kind)
+        return Finding(
+            rule=rule.name,
+            severity=rule.severity,
+            message=self._message(rule, score),
+            module=score.module,
+            kind=kind,
+            step=since,
+            value=float(score.figure),
+            advice=rule.advice,
+            evidence=curve.points() if curve is not None else (),
+        )
+
+    def _message(self, rule: Rule, score: Score) -> str:
+        try:
+            return rule.describe(score)
+        except Exception as error:
+            self._report(rule, error)
+            return type(rule).__doc__ or rule.name
+
+    # -- results --------------------------------------------------------------------------------------------------
+
+    @property
+    def findings(self) -> Findings:
+        """The findings so far, with the names of the rules that judged, and why the others could not."""
+        unjudged = self.unjudged
+        judged = [rule.name for rule in self.rules if rule.name not in unjudged]
+        return Findings(self._list, judged, unjudged)
+
+    @property
+    def unjudged(self) -> Mapping[str, str]:
+        """The names of the rules that could not judge, and why."""
+        reasons = {rule.name: self._reason(rule) for rule in self.rules}
+        return {name: reason for name, reason in reasons.items() if reason}
+
+    def _reason(self, rule: Rule) -> str:
+        if rule.name in self.disabled:
+            return f"it failed: {self.disabled[rule.name]}"
+        if missing := [kind for kind in rule.needs if kind not in self._seen]:
+            sources = dict.fromkeys(rule.needs[kind] for kind in missing if rule.needs[kind])
+            return f"it needs {', '.join(missing)}" + (f"; register {', '.join(sources)}" if sources else "")
+        if count := self._failures.counts.get(rule.name):
+            return f"it failed {count} times, see the log"
+        if rule.name not in self._judged:
+            return "the run is too short, or it has nothing that the rule judges"
+        if self._alarms[rule.name].judged < rule.patience:
+            return f"the run is too short: it needs {rule.patience} samples"
+        return ""

@@ -1,0 +1,166 @@
+"""The base class of rules."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from ikkuna.diagnosis.finding import SEVERITIES
+from ikkuna.diagnosis.history import History
+from ikkuna.diagnosis.network import Network
+from ikkuna.errors import ConfigError, unknown_name
+
+__all__ = ["GROUP", "Rule", "Score"]
+
+GROUP = "ikkuna.rules"
+
+_COMMON = ("patience", "release", "severity")
+
+
+class Score(NamedTuple):
+    """How bad a series is at the present step.
+
+    Parameters
+    ----------
+    value : float
+        The figure over its threshold: 1 or more is bad; NaN is not.
+    figure : float
+        The figure, as the finding shows it.
+    module : str, optional
+        The name of the series; ``None`` for the network.
+    kind : str, optional
+        The kind of the series that shows the mistake; by default the first kind that the rule needs.
+    """
+
+    value: float
+    figure: float
+    module: str | None = None
+    kind: str | None = None
+
+
+class Rule(ABC):
+    """Judges the series of a run, one step after another.
+
+    The same instance works while a model trains and on a finished run.
+    A score of at least 1 for `patience` judgements in a row is a finding.
+    The mistake is over when the score has been below `release` for `patience` judgements in a row.
+    A rule stores what it must remember in ``history.memory[self.name]``.
+    It does not change anything else.
+
+    Parameters
+    ----------
+    **settings : Any
+        Other values of `patience`, `release`, `severity`, and of the attributes in `thresholds`.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is unknown or out of range.
+
+    Attributes
+    ----------
+    name : str
+        The name of the rule.
+    needs : mapping of str to str
+        The kinds that the rule needs, and the subscriber that publishes each.
+    uses : mapping of str to str
+        Further kinds that the rule reads if they are published.
+    thresholds : tuple of str
+        The names of attributes that are thresholds: positive numbers that the constructor accepts.
+    severity : {'info', 'warning', 'error'}
+        The severity of its findings.
+    patience : int
+        The number of judgements in a row with a score of at least 1 that make a finding.
+    release : float
+        The score, in (0, 1], below which a judgement counts as good again.
+    origin : {'first', 'last', 'worst'}
+        The module that a finding names if several have a bad score: the first or last in the network, or that with the largest score.
+    explains : frozenset of str
+        The rules whose findings are consequences of this one.
+    meaning : str
+        What a finding means, in a sentence; ``{figure}`` and ``{module}`` are replaced.
+    advice : str
+        What to try.
+    is_default : bool
+        Whether the rule is among those that ``rules="default"`` selects.
+
+    Examples
+    --------
+    >>> class LossAboveRule(Rule):
+    ...     '''The loss is above a limit.'''
+    ...     name, needs, thresholds, limit = "loss_above", {"loss": "LossSubscriber()"}, ("limit",), 10.0
+    ...     meaning = "The loss is {figure:.3g}."
+    ...     def scores(self, history):
+    ...         for _, curve in history.fresh("loss"):
+    ...             yield Score(curve.last / self.limit, curve.last)
+    >>> LossAboveRule(limit=-1)
+    Traceback (most recent call last):
+    ikkuna.errors.ConfigError: LossAboveRule needs a finite limit > 0, got -1
+    """
+
+    name: ClassVar[str] = ""
+    needs: ClassVar[Mapping[str, str]] = {}
+    uses: ClassVar[Mapping[str, str]] = {}
+    thresholds: ClassVar[tuple[str, ...]] = ()
+    origin: ClassVar[str] = "first"
+    explains: ClassVar[frozenset[str]] = frozenset()
+    meaning: ClassVar[str] = ""
+    advice: ClassVar[str] = ""
+    is_default: ClassVar[bool] = True
+    severity: str = "warning"
+    patience: int = 3
+    release: float = 0.8
+
+    def __init__(self, **settings: Any) -> None:
+        for name, value in settings.items():
+            if name not in (known := (*_COMMON, *self.thresholds)):
+                raise ConfigError(f"{type(self).__name__}: {unknown_name('setting', name, known)}")
+            setattr(self, name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a setting or an attribute of the class is invalid."""
+        owner = type(self).__name__
+        if not self.name.isidentifier() or not self.needs:
+            raise ConfigError(f"{owner} needs a name that is an identifier and at least one kind in `needs`")
+        if self.severity not in SEVERITIES:
+            raise ConfigError(f"{owner}: {unknown_name('severity', self.severity, SEVERITIES)}")
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
+            raise ConfigError(f"{owner} needs patience >= 1, got {self.patience!r}")
+        for name in ("release", *self.thresholds):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"{owner} needs a finite {name} > 0, got {value!r}")
+        if self.release > 1:
+            raise ConfigError(f"{owner} needs release <= 1, got {self.release!r}")
+        if self.origin not in (known := ("first", "last", "worst")):
+            raise ConfigError(f"{owner}: {unknown_name('origin', self.origin, known)}")
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return new subscribers that publish kinds in `needs` and `uses`.
+
+        They are registered while a model trains, unless another subscriber publishes these kinds.
+        Statistics that all subscribers share, such as ``weights_norm2``, need none.
+
+        Parameters
+        ----------
+        network : Network
+            The modules of the network.
+        every : int
+            The number of steps between two samples.
+        """
+        return ()
+
+    @abstractmethod
+    def scores(self, history: History) -> Iterable[Score]:
+        """Yield a score for each series or for the network, in the order of the network.
+
+        Called at each step at which a kind in `needs` or `uses` has a new value.
+        """
+
+    def describe(self, score: Score) -> str:
+        """Return what a finding means, in a sentence."""
+        return self.meaning.format(figure=score.figure, module=score.module)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

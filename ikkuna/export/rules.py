@@ -1,0 +1,253 @@
+"""Applies rules while a model trains."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
+from ikkuna.diagnosis.finding import SEVERITIES
+from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
+from ikkuna.export.bus.bus import Handle, MessageBus
+from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.rule_statistics import StatisticsReader, shared_kinds
+from ikkuna.export.subscriber.base import Subscriber
+from ikkuna.logger import log
+from ikkuna.modules import NamedParameter
+from ikkuna.visualization.backend import Backend
+
+__all__ = ["RuleSelection", "RuleSubscriber", "register_rules"]
+
+_OF_LOSS = frozenset(("loss", "network_output", "input_labels"))
+_OWN = ("learning_rate", "step_skipped", "unowned_parameters")
+
+OnFinding = Callable[[Finding], object]
+
+RuleSelection = str | Rule | Iterable[str | Rule]
+"""Names of rules and `Rule` objects, see `ikkuna.diagnosis.get_rules`."""
+
+
+class RuleSubscriber(Subscriber):
+    """Applies rules after each step, and acts on new findings.
+
+    A new finding is logged in one line, shown as a text, and passed to a function.
+    Use `register_rules`, which also registers what the rules need.
+
+    Takes ``batch_finished``, the loss and the results of other subscribers; publishes nothing.
+
+    Parameters
+    ----------
+    kinds : list of str
+        The kinds to take.
+    judge : Judge
+        Applies the rules.
+    on_finding : callable, optional
+        Called with each new finding; its exceptions are logged.
+    stop : {'info', 'warning', 'error'}, optional
+        The least severity of a finding that raises `StopTraining` at the end of the step.
+    every : int
+        The number of steps between two samples of facts that rarely change.
+    **options : Any
+        See `Subscriber`.
+    """
+
+    fields = ("mean",)
+    derived = True
+    sees_skipped = True
+
+    def __init__(
+        self,
+        kinds: list[str],
+        judge: Judge,
+        *,
+        on_finding: OnFinding | None = None,
+        stop: str | None = None,
+        every: int = 10,
+        **options: Any,
+    ) -> None:
+        super().__init__(kinds, tag=None, **options)
+        self.judge = judge
+        self._on_finding = on_finding
+        self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
+        self._every = every
+
+    @property
+    def findings(self) -> Findings:
+        """The findings so far."""
+        return self.judge.findings
+
+    def receive(self, message: Any, kind: str, value: float) -> None:
+        """Add a value to the history of the rules."""
+        stamp = message.stamp
+        self.judge.add(kind, message.series_name, stamp.global_step, value, stamp.pass_name)
+
+    def is_shown(self, kind: str) -> bool:
+        """Return whether no other subscriber publishes a kind, so that it is shown for a later check of the run."""
+        host: Any = self._host
+        if host is None:
+            return False
+        if self._registered is not host.registered:
+            self._registered = host.registered
+            self._published = frozenset(name for r in host.registered for name in r.subscriber.publishes)
+        return kind not in self._published
+
+    _registered: Any = None
+    _published: frozenset[str] = frozenset()
+
+    def compute(self, message: Message) -> None:
+        """Add the values of a message to the history of the rules."""
+        if message.kind == "batch_finished":
+            self._add_event(message)
+        elif message.record is not None:
+            value = message.data if isinstance(message.data, float) else message.record.mean
+            self.receive(message, message.kind, value)
+
+    def _add_event(self, message: Message) -> None:
+        assert isinstance(message, NetworkMessage)
+        if not self.judge.history.network.modules:
+            self.judge.history.network = Network(self.network)
+        self.receive(message, "step_skipped", float(message.skipped))
+        if message.skipped:
+            return
+        data = message.data or {}
+        rates = data.get("learning_rates", {})
+        self._add_rates(message, rates)
+        if rates and message.global_step % self._every == 0:  # without rates the user's loop makes the steps
+            trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
+            self._add_unowned(message, trainable)
+
+    def _add_unowned(self, message: NetworkMessage, unowned: Sequence[NamedParameter]) -> None:
+        """Add the number of parameters that no optimizer owns, and 1 for each of them."""
+        kind = "unowned_parameters"
+        self._add_and_show(message, kind, float(len(unowned)))
+        for named in unowned:
+            name = f"{named.name}.bias" if named.is_bias and not named.path else named.name
+            self._add_and_show(ModuleMessage(message.stamp, kind, module=named.module, name=name), kind, 1.0)
+
+    def _add_and_show(self, message: Message, kind: str, value: float) -> None:
+        self.receive(message, kind, value)
+        if self.is_shown(kind):
+            self._show(message, value, kind)
+
+    def _add_rates(self, message: NetworkMessage, rates: dict[str, Any]) -> None:
+        names = {name: f"group {name}" if name.isdigit() else name for name in rates}
+        is_shown = message.global_step % self._every == 0 and self.is_shown("learning_rate")
+        for name, rate in rates.items():
+            if rate is None:
+                continue
+            group = NetworkMessage(message.stamp, message.kind, path="" if list(rates) == ["0"] else names[name])
+            self.receive(group, "learning_rate", float(rate))
+            if is_shown:
+                self._show(group, float(rate), "learning_rate")
+
+    def finish(self, stamp: Stamp) -> None:
+        """Judge the step, and act on the new findings.
+
+        Raises
+        ------
+        StopTraining
+            If `stop` asks for it.
+        """
+        found = self.judge.finish_step(stamp.global_step)
+        for finding in found:
+            self._act(finding, stamp)
+        for finding in found:
+            if finding.severity in self._stopping:
+                raise StopTraining(finding)
+
+    def _act(self, finding: Finding, stamp: Stamp) -> None:
+        log.warning("%s", finding)
+        text = f"**{finding}**\n\n{finding.advice}"
+        self._show(NetworkMessage(stamp, "findings", path=finding.rule), text, "findings")
+        if self._on_finding is not None:
+            try:
+                self._on_finding(finding)
+            except Exception:
+                log.exception("on_finding failed (training is not affected)")
+
+
+def register_rules(
+    bus: MessageBus,
+    rules: RuleSelection = "default",
+    *,
+    every: int = 10,
+    sees_loss: bool = True,
+    on_finding: OnFinding | None = None,
+    stop: str | None = None,
+    backend: str | Backend | list[str | Backend] | None = None,
+) -> RuleSubscriber:
+    """Register rules on a bus, with the statistics and subscribers that they need.
+
+    Register other subscribers before: their results are read, and nothing is measured twice.
+
+    Parameters
+    ----------
+    bus : MessageBus
+        The bus of an exporter to which the model has been added.
+    rules : str, Rule, or iterable of them
+        See `ikkuna.diagnosis.get_rules`.
+    every : int
+        The number of steps between two samples of modules; the loss and the learning rates are read at every step.
+    sees_loss : bool
+        Whether the module that computes the loss is known.
+    on_finding : callable, optional
+        Called with each new `Finding`.
+    stop : {'info', 'warning', 'error'}, optional
+        The least severity of a finding that raises `StopTraining` at the end of the step; by default nothing is raised.
+    backend : str, Backend or list of these, optional
+        Where findings and the values that rules read are shown; by default the backends of the registered subscribers, or ``"tb"``.
+
+    Raises
+    ------
+    ConfigError, PluginError
+        If a rule is unknown or an argument is invalid.  The bus is unchanged then.
+    """
+    if stop is not None and stop not in SEVERITIES:
+        raise ConfigError(unknown_name("severity", stop, SEVERITIES))
+    if on_finding is not None and not callable(on_finding):
+        raise ConfigTypeError(f"on_finding needs a function of a Finding, got {type(on_finding).__name__}")
+    judge = Judge(get_rules(rules), Network(bus.network))
+    used = list(
+        {(b if isinstance(b, str) else id(b)): b for r in bus.registered for b in r.subscriber.backends}.values()
+    )
+    options: dict[str, Any] = {"backend": backend if backend is not None else used or ["tb"]}
+    handles: list[Handle] = []
+    try:
+        for rule in judge.rules:
+            handles += _register_needs(bus, rule, judge.history.network, every, sees_loss, options)
+        published = {kind for r in bus.registered for kind in r.subscriber.publishes}
+        kinds = ["batch_finished", *(("loss",) if sees_loss else ()), *sorted((judge.kinds & published) - set(_OWN))]
+        subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, **options)
+        for kind, statistics in shared_kinds(sorted(judge.kinds - published)).items():
+            reader = StatisticsReader(
+                kind, statistics, subscriber.receive, subscriber.is_shown, subsample=every, **options
+            )
+            handles.append(bus.register_subscriber(reader))
+        bus.register_subscriber(subscriber)
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    return subscriber
+
+
+def _register_needs(
+    bus: MessageBus, rule: Rule, network: Network, every: int, sees_loss: bool, options: dict[str, Any]
+) -> list[Handle]:
+    """Register the subscribers that a rule brings along; one that cannot work with this model is left out."""
+    handles = []
+    published = {kind for r in bus.registered for kind in r.subscriber.publishes}
+    for subscriber in rule.subscribers(network, every):
+        if not published.isdisjoint(subscriber.publishes) or (
+            _OF_LOSS.intersection(subscriber.kinds) and not sees_loss
+        ):
+            continue
+        subscriber.backends = tuple(_as_list(options["backend"]))
+        try:
+            handles.append(bus.register_subscriber(subscriber))
+        except ConfigError as error:
+            log.warning("the rule %s lacks %s: %s", rule.name, ", ".join(subscriber.publishes), error)
+    return handles
+
+
+def _as_list(backend: Any) -> list[Any]:
+    return list(backend) if isinstance(backend, list | tuple) else [backend]

@@ -1,0 +1,119 @@
+r"""Figures of a network's outputs and labels together, from which mistakes of a training loop can be seen."""
+
+import torch
+from torch import Tensor
+
+from ikkuna.numerics.accuracy import find_class_axis
+from ikkuna.numerics.elements import readable
+
+__all__ = ["PREDICTION_FIGURES", "prediction_figures"]
+
+PREDICTION_FIGURES = (
+    "output_dependence",
+    "output_cross_entropy",
+    "output_classes",
+    "output_is_probability",
+    "output_magnitude",
+    "output_log_normalizer",
+    "prediction_entropy",
+    "label_entropy",
+    "label_mean",
+    "label_variance",
+    "label_count",
+)
+"""The names of the results of :func:`prediction_figures`, in their order."""
+
+_MAX_ROWS = 512
+
+
+def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int = -100) -> Tensor:
+    r"""Return the figures named in :data:`PREDICTION_FIGURES`.
+
+    Let :math:`z_{nc}` be the outputs and :math:`y_n` the labels.
+    ``output_dependence`` is :math:`1 - \lVert \bar z \rVert^2 / \overline{\lVert z_n \rVert^2}`, the share of the energy of the
+    outputs that differs between samples; with several classes the mean over classes is subtracted from :math:`z_n` first.
+    The other figures are those of a classification:
+    the mean cross-entropy :math:`-\log p_{n y_n}` with :math:`p = \operatorname{softmax}(z)`, in nats; the number of classes;
+    1 if all rows of `outputs` are probabilities, else 0; :math:`\max |z|`; the mean of :math:`\log \sum_c e^{z_{nc}}`;
+    the entropies of the predicted classes and of the labels in nats; mean and variance of the labels; their number.
+
+    Parameters
+    ----------
+    outputs : Tensor
+        ``(batch, ...)``; for a classification with an axis of classes, see `ikkuna.numerics.accuracy.count_correct`.
+    labels : Tensor, optional
+        Class indices.  Without them, or if the shapes do not fit, there is only the first figure.
+    ignore_index : int
+        The label of items that are left out.
+
+    Returns
+    -------
+    Tensor
+        ``(11,)``, float64; NaN for a figure that is undefined.
+
+    Notes
+    -----
+    Of a classification with more than 512 items, an equally spaced sample of at least 256 of them is used.
+
+    Examples
+    --------
+    >>> figures = prediction_figures(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0]))
+    >>> dict(zip(PREDICTION_FIGURES, figures.tolist()))["output_dependence"]
+    1.0
+    """
+    none = torch.full((len(PREDICTION_FIGURES),), torch.nan, dtype=torch.float64, device=outputs.device)
+    read = readable(outputs)
+    if read is None or not outputs.ndim or not outputs.numel() or outputs.is_complex() or outputs.is_meta:
+        return none
+    z = read[0]
+    axis = None if labels is None or labels.is_floating_point() else find_class_axis(z, labels)
+    if axis is None or labels is None or z.ndim < 2 or z.shape[axis] < 2:
+        none[0] = _dependence(z.reshape(len(z), -1).double())
+        return none
+    items = z.movedim(axis, -1).reshape(-1, z.shape[axis])
+    y = labels.reshape(-1).to(z.device, torch.int64)
+    stride = max(len(items) // (_MAX_ROWS // 2), 1) if len(items) > _MAX_ROWS else 1
+    return _classification(items[::stride].double(), y[::stride], ignore_index)
+
+
+def _dependence(rows: Tensor) -> Tensor:
+    if len(rows) < 2:
+        return rows.new_tensor(torch.nan)
+    return 1 - rows.mean(0).square().sum() / rows.square().sum(1).mean()
+
+
+def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
+    classes = z.shape[1]
+    valid = (y != ignore_index) & (y >= 0) & (y < classes)
+    weight = valid.double()
+    n = weight.sum()
+    y = y.clamp(0, classes - 1)
+    log_normalizer = z.logsumexp(1)
+    cross_entropy = (weight * (log_normalizer - z.gather(1, y[:, None])[:, 0])).nan_to_num(posinf=torch.inf).sum() / n
+    cross_entropy = torch.where(z.isfinite().all(), cross_entropy, torch.nan)
+    is_probability = (z >= 0).all() & ((z.sum(1) - 1).abs() < 1e-3).all()
+    mean = (weight * y).sum() / n
+    predicted = torch.zeros(classes, dtype=torch.float64, device=z.device)
+    predicted = predicted.index_add(0, z.argmax(1), torch.ones_like(weight))
+    labelled = torch.zeros_like(predicted).index_add(0, y, weight)
+    return torch.stack(
+        [
+            _dependence(z - z.mean(1, keepdim=True)),
+            cross_entropy,
+            n.new_tensor(classes),
+            is_probability.double(),
+            z.abs().amax(),
+            log_normalizer.mean(),
+            _entropy(predicted),
+            _entropy(labelled),
+            mean,
+            (weight * (y - mean).square()).sum() / n,
+            n,
+        ]
+    )
+
+
+def _entropy(counts: Tensor) -> Tensor:
+    share = counts / counts.sum()
+    total: Tensor = torch.special.xlogy(share, share).sum()
+    return -total

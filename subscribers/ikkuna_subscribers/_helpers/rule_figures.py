@@ -1,0 +1,52 @@
+"""Figures that several rules compute from a history."""
+
+import math
+
+from ikkuna.diagnosis import History, TimeSeries
+from ikkuna.diagnosis.time_series import middle
+
+__all__ = ["gradient_growth", "gradient_scales", "guessing_loss", "median_ratio", "scale_of_loss"]
+
+
+def gradient_growth(history: History) -> float:
+    """Return the gradient that the optimizer gets over the one that a backward gave, the median over weights.
+
+    With accumulation over k micro-batches it is at most k, after clipping below 1; NaN if it is unknown.
+    """
+    fresh = dict(history.fresh("weight_micro_gradients_norm2"))
+    ratios = [
+        curve.last / fresh[name].last
+        for name, curve in history.fresh("weight_gradients_norm2")
+        if name in fresh and fresh[name].last > 0
+    ]
+    return middle(ratios)
+
+
+def gradient_scales(history: History) -> list[tuple[str, float]]:
+    """Return the root mean square of the gradient of each weight matrix, in the order of the network; embeddings are left out."""
+    network = history.network
+    return [
+        (name, curve.last / math.sqrt(network.size_of(name)))
+        for name, curve in history.matrices("weight_gradients_norm2")
+        if "Embedding" not in network.class_of(name)
+    ]
+
+
+def median_ratio(history: History) -> float:
+    """Return the norm of an update over that of its weight, the median over the weight matrices that moved; NaN if none did."""
+    return middle([c.last for _, c in history.matrices("weight_updates_weights_ratio") if c.last > 0])
+
+
+def guessing_loss(history: History) -> float:
+    """Return the cross-entropy of a guess among all classes, log C; NaN if the outputs are no classification."""
+    classes: TimeSeries | None = history.curve("output_classes")
+    return math.log(classes.last) if classes is not None and classes.last > 1 else math.nan
+
+
+def scale_of_loss(history: History) -> float:
+    """Return the loss that a rise is compared with: that of a guess or that of the first steps, whichever is larger."""
+    curve = history.curve("loss")
+    if curve is None:
+        return math.nan
+    first, guess = abs(middle(curve.first[:5])), guessing_loss(history)
+    return max(first, guess) if guess == guess else first

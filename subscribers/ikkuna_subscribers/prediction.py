@@ -1,0 +1,57 @@
+"""Figures of outputs and labels that show mistakes of a training loop."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from ikkuna.export.messages import MessageBundle
+from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.numerics.prediction import PREDICTION_FIGURES, prediction_figures
+
+__all__ = ["PredictionSubscriber"]
+
+
+class PredictionSubscriber(PlotSubscriber):
+    r"""Figures of the outputs and labels of a classification: cross-entropy, entropies, scale, and dependence on the input.
+
+    Takes the arguments of the loss module (see ``Exporter.set_loss``): outputs (N, C, …) and class labels (N, …).
+    Publishes ``output_dependence``, ``output_cross_entropy``, ``output_classes``, ``output_is_probability``, ``output_magnitude``,
+    ``output_log_normalizer``, ``prediction_entropy``, ``label_entropy``, ``label_mean``, ``label_variance`` and ``label_count``,
+    see `ikkuna.numerics.prediction.prediction_figures`; entropies are in nats.
+    If the loss is no classification, it publishes only ``output_dependence``; an undefined figure is not published.
+    Of several micro-batches the last one counts.
+
+    Look for: an ``output_dependence`` near 0, because the outputs are the same for every input;
+    a ``prediction_entropy`` of 0 while that of the labels is not; a first ``output_cross_entropy`` above the logarithm of
+    ``output_classes``.
+
+    Parameters
+    ----------
+    ignore_index : int
+        The label of items that are left out.
+    **options : Any
+        See `Subscriber`.
+
+    Examples
+    --------
+    >>> PredictionSubscriber().publishes[:2]
+    ('output_dependence', 'output_cross_entropy')
+    """
+
+    merge = "last"
+
+    def __init__(self, *, ignore_index: int = -100, **options: Any) -> None:
+        name_results(options, *PREDICTION_FIGURES)
+        super().__init__(["network_output", "input_labels"], join=True, **options)
+        self.ignore_index = ignore_index
+
+    def measure(self, bundle: MessageBundle) -> Tensor | None:
+        """Return all figures."""
+        return prediction_figures(bundle["network_output"].data, bundle["input_labels"].data, self.ignore_index)
+
+    def compute(self, bundle: MessageBundle) -> None:
+        """Emit the figures that are defined."""
+        for kind, value in zip(self.publishes, bundle.data, strict=True):
+            if not math.isnan(value):
+                self.emit(bundle, value, kind)

@@ -1,0 +1,1 @@
+"""The rules that come with ikkuna: plugins like any other, one rule a file."""

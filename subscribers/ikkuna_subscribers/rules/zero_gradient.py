@@ -1,0 +1,36 @@
+"""Weights whose gradient is exactly zero."""
+
+from collections.abc import Iterator
+
+from ikkuna.diagnosis import History, Rule, Score
+from ikkuna_subscribers._helpers.rule_sources import sources
+
+__all__ = ["ZeroGradientRule"]
+
+
+class ZeroGradientRule(Rule):
+    """The gradient of a weight matrix is exactly zero at every sample, while others are not.
+
+    The part of the network is dead: units behind it are off for every sample, or its output is multiplied by zero.
+    Threshold: a fact, without a number, for 5 samples in a row.
+    Cannot see: gradients that are tiny and not zero (that is the rule vanishing_gradient).
+    """
+
+    name = "zero_gradient"
+    needs = sources("weight_gradients_norm2")
+    severity = "error"
+    patience = 5
+    origin = "last"
+    explains = frozenset(("no_learning", "lr_too_low", "ignores_input", "never_moves", "plateau", "vanishing_gradient"))
+    meaning = "Every gradient of the weight has been exactly zero, while other weights receive one."
+    advice = "look at the layer behind it: dead units, a product with zero, or a branch that the loss does not use"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 for each matrix whose gradient is zero."""
+        matrices = history.matrices("weight_gradients_norm2")
+        some = any(curve.last > 0 for _, curve in matrices)
+        for name, curve in matrices:
+            is_zero_from_the_start = not any(curve.first)
+            yield Score(
+                float(some and curve.last == 0 and (is_zero_from_the_start or not any(curve.tail(20)))), 0.0, name
+            )

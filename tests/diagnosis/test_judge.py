@@ -1,0 +1,234 @@
+"""A judge applies rules step by step: patience, hysteresis, folding, restarts, and rules that fail."""
+
+import logging
+import math
+
+import pytest
+
+from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
+from ikkuna.diagnosis.folding import FindingList
+from ikkuna.errors import ConfigError, ConfigTypeError, PluginError
+from ikkuna.visualization.module_table import ModuleEntry
+
+NETWORK = Network([ModuleEntry(name, "Linear", (("weight", (4, 4)),)) for name in ("a", "b", "c")])
+
+
+class AboveRule(Rule):
+    """A value is above a limit."""
+
+    name, needs, thresholds, meaning = (
+        "above",
+        {"figure": "SomeSubscriber()"},
+        ("limit",),
+        "It is {figure:g} in {module}.",
+    )
+    limit = 1.0
+
+    def scores(self, history):
+        for name, curve in history.fresh("figure"):
+            yield Score(curve.last / self.limit, curve.last, name or None)
+
+
+def judged(rules, values, network=NETWORK, kind="figure"):
+    """Return a judge that has seen ``values``: for each step a dict from names to values."""
+    judge = Judge(rules, network)
+    for step, named in enumerate(values):
+        for name, value in named.items():
+            judge.add(kind, name, step, value)
+        judge.finish_step(step)
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ([2.0, 2.0], []),  # shorter than the patience
+        ([2.0, 2.0, 2.0], [0]),
+        ([0.0, 2.0, 2.0, 0.9, 2.0, 2.0, 2.0], [4]),  # one good value begins the count again
+        ([math.nan, 2.0, 2.0, math.nan, 2.0, 2.0], []),  # NaN is not bad
+        ([2.0, 2.0, 2.0, 0.9, 0.9, 0.9, 2.0, 2.0, 2.0], [0]),
+    ],
+)
+def test_a_score_must_be_bad_for_as_many_judgements_as_the_patience(values, steps):
+    judge = judged([AboveRule(patience=3)], [{"a": value} for value in values])
+    assert [finding.step for finding in judge.findings] == steps
+
+
+def test_a_mistake_is_announced_once_and_each_further_module_joins_it():
+    judge = Judge([AboveRule(patience=1)], NETWORK)
+    announced = []
+    for step, names in enumerate(["b", "b", "bc", "abc"]):
+        for name in names:
+            judge.add("figure", name, step, 5.0)
+        announced += judge.finish_step(step)
+    assert [(finding.module, finding.step) for finding in announced] == [("b", 0)]
+    assert [finding.modules for finding in judge.findings] == [("b", "c", "a")]
+
+
+@pytest.mark.parametrize(("origin", "module"), [("first", "a"), ("last", "c"), ("worst", "b")])
+def test_a_finding_names_the_module_that_the_rule_asks_for(origin, module):
+    rule = type("OriginRule", (AboveRule,), {"origin": origin})(patience=1)
+    assert judged([rule], [{"a": 2.0, "b": 9.0, "c": 3.0}]).findings[0].module == module
+
+
+def test_the_finding_has_figure_evidence_and_a_sentence():
+    judge = judged([AboveRule(patience=2)], [{"a": 0.5}, {"a": 2.0}, {"a": 3.0}])
+    (finding,) = judge.findings
+    assert (finding.step, finding.value, finding.kind) == (1, 3.0, "figure")
+    assert finding.message == "It is 3 in a."
+    assert finding.evidence == ((0, 0.5), (1, 2.0), (2, 3.0))
+
+
+def test_a_consequence_is_folded_into_its_cause_whichever_comes_first():
+    explains = {"cause": frozenset({"effect"}), "effect": frozenset({"end"})}
+    for order in (["cause", "effect", "end"], ["effect", "end", "cause"], ["end", "effect", "cause"]):
+        found = FindingList(explains)
+        for name in order:
+            found.add(Finding(name, "warning", ""))
+        (finding,) = found
+        assert finding.rule == "cause"
+        assert set(finding.consequences) == {"effect", "end"}
+
+
+def test_two_rules_that_explain_each_other_leave_one_finding():
+    found = FindingList({"a": frozenset({"b"}), "b": frozenset({"a"})})
+    assert [found.add(Finding(name, "warning", "")) for name in "ab"] == [True, False]
+    assert [finding.rule for finding in found] == ["a"]
+
+
+class CountingRule(AboveRule):
+    name = "counting"
+
+    def scores(self, history):
+        memory = history.memory[self.name]
+        memory["count"] = memory.get("count", 0) + 1
+        yield Score(memory["count"] / 4, memory["count"])
+
+
+def test_an_earlier_step_begins_a_new_history():
+    judge = Judge([CountingRule(patience=1)])
+    for step in (0, 1, 2, 1, 2, 3):  # three judgements, twice: neither history is long enough
+        judge.add("figure", None, step, 1.0)
+        judge.finish_step(step)
+    assert not judge.findings
+    assert judge.history.begin == 1
+
+
+def test_values_of_another_pass_do_not_begin_a_new_history():
+    judge = Judge([CountingRule(patience=1)])
+    for step in range(3):
+        judge.add("figure", None, step, 1.0)
+        judge.finish_step(step)
+    judge.add("figure", None, 1, 1.0, "testing")
+    assert judge.history.begin == 0
+
+
+class BrokenRule(AboveRule):
+    name = "broken"
+
+    def scores(self, history):
+        raise ZeroDivisionError("no number")
+
+
+class BrokenTextRule(AboveRule):
+    """Its text is wrong."""
+
+    name, meaning = "broken_text", "{nothing}"
+
+
+def test_a_rule_that_raises_does_not_hinder_others_and_is_disabled(caplog):
+    with caplog.at_level(logging.ERROR, "ikkuna"):
+        judge = judged([BrokenRule(), AboveRule()], [{"a": 2.0}] * 12)
+    assert [finding.rule for finding in judge.findings] == ["above"]
+    assert judge.findings.skipped["broken"] == "it failed: ZeroDivisionError: no number"
+    assert sum("rule broken failed" in record.getMessage() for record in caplog.records) == 2  # the 1st and the 10th
+    assert sum("disabled" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_rule_whose_text_cannot_be_formatted_still_finds():
+    assert judged([BrokenTextRule(patience=1)], [{"a": 2.0}]).findings[0].message == "Its text is wrong."
+
+
+def test_a_rule_for_a_kind_that_is_never_published_names_what_it_lacks():
+    judge = judged([AboveRule()], [{"a": 1.0}], kind="other")
+    assert judge.findings.skipped == {"above": "it needs figure; register SomeSubscriber()"}
+    assert judge.findings.judged == ()
+
+
+def test_a_run_that_is_too_short_is_reported():
+    assert "too short" in judged([AboveRule(patience=5)], [{"a": 1.0}]).findings.skipped["above"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"limit": -1}, "AboveRule needs a finite limit > 0, got -1"),
+        ({"limit": math.nan}, "got nan"),
+        ({"limit": "much"}, "got 'much'"),
+        ({"limit": True}, "got True"),
+        ({"patience": 0}, "patience >= 1, got 0"),
+        ({"patience": 2.5}, "patience >= 1, got 2.5"),
+        ({"release": 1.5}, "release <= 1, got 1.5"),
+        ({"severity": "fatal"}, "unknown severity 'fatal'"),
+        ({"limits": 3}, "did you mean 'limit'"),
+    ],
+)
+def test_thresholds_that_make_no_sense_are_refused(settings, text):
+    with pytest.raises(ConfigError, match=text.replace("(", "\\(")):
+        AboveRule(**settings)
+
+
+def test_rules_are_found_by_name_and_a_rule_of_the_user_replaces_an_installed_one():
+    names = [rule.name for rule in get_rules()]
+    assert {"dead_units", "loss_spike", "not_zeroed"} <= set(names)
+    assert len(get_rules(["default", AboveRule()])) == len(names) + 1
+    mine = type("MineRule", (AboveRule,), {"name": "dead_units"})()
+    assert [rule for rule in get_rules(["default", mine]) if rule.name == "dead_units"] == [mine]
+
+
+@pytest.mark.parametrize(
+    ("rules", "error"), [("dead_unit", PluginError), ([AboveRule], ConfigTypeError), ([3], ConfigTypeError)]
+)
+def test_unknown_rules_are_refused(rules, error):
+    with pytest.raises(error):
+        get_rules(rules)
+
+
+def test_two_rules_with_one_name_are_refused():
+    with pytest.raises(ConfigError, match="different names"):
+        Judge([AboveRule(), AboveRule()])
+
+
+@pytest.mark.parametrize("rule", get_rules("all"), ids=lambda rule: rule.name)
+def test_every_installed_rule_is_documented_and_survives_odd_values(rule):
+    """Values that are NaN, infinite, negative, zero or missing raise nothing and, in two steps, find at most what is a fact."""
+    text = type(rule).__doc__
+    assert "Threshold: " in text
+    assert "Cannot see: " in text
+    assert rule.meaning
+    assert rule.advice
+    assert all((*rule.needs.values(), *rule.uses.values()))
+    for value in (math.nan, math.inf, -math.inf, 0.0, -1.0, 1e300, 5e-324):
+        history = History(NETWORK)
+        for step in range(3):
+            for kind in (*rule.needs, *rule.uses):
+                for name in (None, "a", "b", "unknown.7"):
+                    history.add(kind, name, step, value)
+            for score in rule.scores(history):
+                assert isinstance(score.value, float | int)
+                rule.describe(score)
+
+
+def test_the_rules_that_a_rule_explains_are_installed():
+    names = {rule.name for rule in get_rules("all")}
+    unknown = {name for rule in get_rules("all") for name in rule.explains} - names
+    assert not unknown
+
+
+def test_a_curve_keeps_a_bounded_number_of_values():
+    judge = Judge([AboveRule()])
+    for step in range(3000):
+        judge.add("figure", None, step, float(step))
+        judge.finish_step(step)
+    curve = judge.history.curve("figure")
+    assert (len(curve.values), len(curve.first), curve.count) == (400, 20, 3000)

@@ -1,0 +1,218 @@
+"""Rules while a model trains: what they do, what they cost, and that they change nothing."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import ikkuna
+from ikkuna.diagnosis import Rule, Score
+from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining
+from ikkuna.export import Exporter
+from ikkuna.export.subscriber import NormSubscriber
+from ikkuna.testing import RecordingBackend, small_model
+
+
+class FromStepRule(Rule):
+    """The step is 3 or later."""
+
+    name, needs, meaning, patience, severity = "from_step", {"loss": "LossSubscriber()"}, "Step {figure:g}.", 1, "error"
+
+    def scores(self, history):
+        yield Score(float(history.step >= 3), history.step)
+
+
+class RaisingRule(FromStepRule):
+    name = "raising"
+
+    def scores(self, history):
+        raise RuntimeError("broken")
+
+
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (16,), generator=torch.Generator().manual_seed(2))
+
+
+def train(model, loss, steps=6, parameters=None, clears=True):
+    optimizer = torch.optim.Adam(parameters or model.parameters(), 1e-2)
+    for _ in range(steps):
+        if clears:
+            optimizer.zero_grad()
+        loss(model(X), Y).backward()
+        optimizer.step()
+
+
+def exporter_with(bus, model, rules, **options):
+    exporter = Exporter(message_bus=bus, on_error="raise")
+    exporter.add_modules(model)
+    loss = nn.CrossEntropyLoss()
+    exporter.set_loss(loss)
+    exporter.apply_rules(rules, **{"backend": "null", **options})
+    return exporter, loss
+
+
+def test_a_finding_is_logged_once_shown_as_a_text_and_passed_on(bus, caplog):
+    backend, seen = RecordingBackend(), []
+    model = small_model()
+    exporter, loss = exporter_with(bus, model, FromStepRule(), backend=backend, on_finding=seen.append)
+    with caplog.at_level(logging.WARNING, "ikkuna"):
+        train(model, loss)
+    exporter.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["error: from_step at step 3: Step 3."]
+    assert [(title, step) for title, _, step in backend.texts if "findings" in title] == [("findings/from_step", 3)]
+    assert [finding.step for finding in seen] == [3]
+    assert [finding.rule for finding in exporter.findings] == ["from_step"]
+
+
+def test_a_callback_that_raises_does_not_reach_training(bus, caplog):
+    def fail(finding):
+        raise RuntimeError("no mail")
+
+    model = small_model()
+    exporter, loss = exporter_with(bus, model, FromStepRule(), on_finding=fail)
+    train(model, loss)
+    exporter.close()
+    assert "on_finding failed" in caplog.text
+    assert exporter.health().errors == 0
+
+
+def test_training_stops_at_the_end_of_the_step_only_if_asked(bus):
+    model = small_model()
+    exporter, loss = exporter_with(bus, model, FromStepRule(), stop="warning")
+    with pytest.raises(StopTraining, match="from_step at step 3"):
+        train(model, loss)
+    assert exporter.health().steps == 4
+    train(model, loss, steps=2)  # a finding stops the training once
+    exporter.close()
+    assert exporter.health().steps == 6
+    assert exporter.health().errors == 0
+
+
+def test_a_finding_below_the_severity_that_stops_does_not_stop(bus):
+    model = small_model()
+    exporter, loss = exporter_with(bus, model, FromStepRule(severity="info"), stop="warning")
+    train(model, loss)
+    exporter.close()
+    assert len(exporter.findings) == 1
+
+
+def test_a_rule_that_raises_does_not_reach_training(bus):
+    model = small_model()
+    exporter, loss = exporter_with(bus, model, [RaisingRule(), FromStepRule()])
+    train(model, loss, steps=12)
+    exporter.close()
+    assert exporter.health().steps == 12
+    assert [finding.rule for finding in exporter.findings] == ["from_step"]
+    assert "RuntimeError: broken" in exporter.findings.skipped["raising"]
+
+
+def test_training_is_bit_identical_with_all_rules(bus):
+    observed, plain = small_model(), small_model()
+    exporter, loss = exporter_with(bus, observed, "all", every=1)
+    torch.manual_seed(5)
+    train(observed, loss, steps=8)
+    state = torch.get_rng_state()
+    exporter.close()
+    torch.manual_seed(5)
+    train(plain, nn.CrossEntropyLoss(), steps=8)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(observed.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"stop": "fatal"}, ConfigError), ({"on_finding": "mail"}, ConfigTypeError), ({"every": 0}, ConfigError)],
+)
+def test_wrong_options_leave_the_bus_unchanged(bus, options, error):
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(small_model())
+        with pytest.raises(error):
+            exporter.apply_rules(**options)
+        assert bus.registered == ()
+
+
+def test_rules_are_applied_once(bus):
+    exporter, _ = exporter_with(bus, small_model(), FromStepRule())
+    with pytest.raises(ConfigError, match="already"):
+        exporter.apply_rules()
+    exporter.close()
+
+
+def test_without_a_loss_the_rules_that_need_it_name_it(bus):
+    model = small_model()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        exporter.apply_rules(backend="null", every=1)
+        train(model, nn.CrossEntropyLoss())
+    skipped = exporter.findings.skipped
+    assert skipped["loss_spike"].endswith("register LossSubscriber() after set_loss()")
+    assert "weight_decay" in exporter.findings.judged
+
+
+def test_without_labels_the_rules_that_need_them_name_them(bus):
+    model = small_model()
+    exporter = Exporter(message_bus=bus, on_error="raise")
+    exporter.add_modules(model)
+    exporter.set_loss(loss := nn.MSELoss())
+    exporter.apply_rules(backend="null")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model(X), torch.zeros(16, 3)).backward()
+        optimizer.step()
+    exporter.close()
+    assert "PredictionSubscriber()" in exporter.findings.skipped["no_learning"]
+
+
+def test_watch_applies_the_rules_by_default_and_can_be_told_not_to(tmp_path):
+    found = {}
+    for rules in ("default", None):
+        model, loss = small_model(), nn.CrossEntropyLoss()
+        with ikkuna.watch(model, loss=loss, log_dir=tmp_path, rules=rules) as exporter:
+            train(model, loss, steps=31, parameters=list(model.first.parameters()), clears=False)
+        found[rules] = {finding.rule: finding.module for finding in exporter.findings}
+    assert found["default"] == {"not_in_optimizer": "last", "not_zeroed": None}
+    assert found[None] == {}
+
+
+def test_two_optimizers_that_step_in_turn_leave_no_parameter_without_optimizer(bus):
+    model = small_model()
+    exporter, loss = exporter_with(bus, model, "not_in_optimizer", every=2)
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.first, model.last)]
+    for step in range(12):
+        model.zero_grad()
+        loss(model(X), Y).backward()
+        optimizers[step % 2].step()
+    exporter.close()
+    assert not exporter.findings
+
+
+def test_nothing_that_another_subscriber_shows_is_shown_again(bus):
+    backend, model = RecordingBackend(), small_model()
+    exporter = Exporter(message_bus=bus, on_error="raise")
+    exporter.add_modules(model)
+    bus.register_subscriber(NormSubscriber("weights", subsample=10, backend=backend))
+    exporter.apply_rules(["weight_decay", "vanishing_gradient"], backend=backend)
+    train(model, nn.CrossEntropyLoss(), steps=11)
+    exporter.close()
+    keys = [(series.kind, series.name, step) for series, _, step in backend.values]
+    assert len(keys) == len(set(keys))
+    assert {"weights_norm2", "weight_gradients_norm2"} <= {key[0] for key in keys}
+
+
+def test_an_observed_model_with_rules_can_be_copied(bus):
+    model = small_model()
+    exporter, _ = exporter_with(bus, model, "default")
+    copy.deepcopy(model)
+    exporter.close()
+
+
+def test_rules_show_values_where_the_registered_subscribers_do(tmp_path):
+    model, backend = small_model(), RecordingBackend()
+    with ikkuna.watch(model, NormSubscriber("weights", backend=backend), log_dir=tmp_path / "runs"):
+        train(model, nn.CrossEntropyLoss(), steps=1)
+    assert {"weights_norm2", "weight_gradients_norm2"} <= {series.kind for series, _, _ in backend.values}
+    assert not (tmp_path / "runs").exists()
