@@ -278,7 +278,10 @@ class Session:
 
     def _report(self) -> dict[str, Any]:
         """Return the data of ``batch_finished``."""
-        report: dict[str, Any] = {"learning_rates": self.optimizers.rates, "unowned": self.context.parameters.unowned}
+        report: dict[str, Any] = {
+            "learning_rates": self.optimizers.rates,
+            "unowned": self.context.parameters.known_owners().unowned,
+        }
         if (lap := self.context.stopwatch.lap()) is not None:
             report["seconds"], report["own_seconds"] = lap
         return report
