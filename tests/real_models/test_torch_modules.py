@@ -29,6 +29,6 @@ def test_training_on_many_inputs(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "nn.Transformer"])
+@pytest.mark.parametrize("name", NAMES)
 def test_evaluation_on_many_inputs(name: str) -> None:
     check_evaluation(name, MANY)

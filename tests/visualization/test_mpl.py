@@ -282,7 +282,6 @@ def slow(monkeypatch):
 def test_neither_training_nor_closing_waits_for_a_drawing(tmp_path, slow, caplog):
     gate, drawn = slow
     backend = opened(tmp_path)
-    begin = time.monotonic()
     fill(backend, 100)
     assert not backend.flush(0.2)
     fill(backend, 100)
@@ -291,7 +290,6 @@ def test_neither_training_nor_closing_waits_for_a_drawing(tmp_path, slow, caplog
     assert [record.message for record in caplog.records] == [
         "not finished drawing: weights_norm2. The PNGs on disk lack the last values unless the process keeps running."
     ]
-    assert time.monotonic() - begin < 10
     [thread] = set(drawn)
     assert thread.daemon
     assert thread is not threading.main_thread()

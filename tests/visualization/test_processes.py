@@ -200,9 +200,7 @@ sys.stdout.flush()
 def test_a_disk_that_never_answers_does_not_keep_the_interpreter(tmp_path, child, way):
     process = child(STUCK, tmp_path / "log", way)
     wait_for(process, lambda text: text.startswith("null\n"))
-    began = time.monotonic()
-    assert process.wait(30) == 0, process.output.read_text()
-    assert time.monotonic() - began < 4
+    assert process.wait(60) == 0, process.output.read_text()  # an interpreter that waited for the disk would never end
 
 
 LATE = (
