@@ -37,6 +37,7 @@ class BackgroundThread:
         self._work = work
         self._name = name
         self._is_begun = False
+        self._identity: int | None = None
         self._settled, self._ended = threading.Event(), threading.Event()
 
     def start(self) -> bool:
@@ -56,6 +57,7 @@ class BackgroundThread:
             self._settled.set()
 
     def _run(self) -> None:
+        self._identity = threading.get_ident()
         self._is_begun = True
         self._settled.set()
         try:
@@ -76,6 +78,11 @@ class BackgroundThread:
     def is_alive(self) -> bool:
         """Return whether the thread runs."""
         return self._is_begun and not self._ended.is_set()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the calling thread: the garbage collector can close a run in any thread."""
+        return self.is_alive() and self._identity == threading.get_ident()
 
     def join(self, timeout: float | None = None) -> bool:
         """Return whether the thread has ended; wait for that at most `timeout` seconds."""

@@ -325,6 +325,15 @@ MODELS = {
         "its shards are found at the next sampled step, and the values are those of one process; parameters that FSDP has gathered, "
         "and whose storage it frees, are never read, so that there are no gradients of micro-batches",
     ),
+    206: Fault(
+        "an exporter, or the result of ``watch``, that no variable refers to",
+        "it records until it is closed or the model is deleted; its hooks, thread and file are then released without lost values",
+    ),
+    208: Fault(
+        "exporters that are dropped without ``close()``, and the threads of the kernels",
+        "the garbage collector closes them after their model is gone, and every new exporter calls it if there can be such; "
+        "the kernels' threads end with the last exporter",
+    ),
     209: Fault(
         "two calls of one module in a compiled model return the same tensor, or receive the same gradient",
         "both count: each call in a graph has its own number, so the compiler does not merge the operators of two calls",
@@ -339,9 +348,18 @@ MODELS = {
         "the ranks meet at the end of the first step, and all publish the numbers of one process; "
         "a model of which the process runs only a stage is refused, and stages with equal names are logged as an error",
     ),
+    222: Fault(
+        "a cell of a notebook that is run again, or a second ``watch`` of one model",
+        "the earlier exporter is closed, a warning says so, and a new run begins",
+        "an exporter that a variable refers to is closed only by ``watch``; otherwise ``ConfigError`` names the module that both observe",
+    ),
     315: Fault(
         "layers that no longer match ``module_filter`` after they were replaced, or a filter that raises in training",
         "nothing is observed there, and the warning names the removed modules; no error reaches the loop",
+    ),
+    318: Fault(
+        "a hundred runs in one process whose exporters are never closed",
+        "at most two of them are open at a time, each with one thread and one file",
     ),
 }
 

@@ -8,16 +8,13 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from ikkuna.diagnosis import Findings
-from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
-from ikkuna.export import evaluation
-from ikkuna.export.at_exit import close_at_exit
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.attachment import Attachment, release_unreachable
 from ikkuna.export.bus.bus import MessageBus, get_default_bus
-from ikkuna.export.health import Health, health_of
-from ikkuna.export.hooks.install import pause_after_fork
+from ikkuna.export.health import Health
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.rules import RuleSelection, RuleSubscriber, register_rules
-from ikkuna.export.session import Session
 from ikkuna.modules import ModuleFilter, NamedModule
 
 __all__ = ["Exporter"]
@@ -28,6 +25,8 @@ M = TypeVar("M", bound=nn.Module)
 
 class Exporter:
     """Observes modules while they train, and publishes their tensors to subscribers.
+
+    It works until it is closed, or until the model is deleted, also if no variable refers to the exporter.
 
     Parameters
     ----------
@@ -90,34 +89,30 @@ class Exporter:
         if message_bus is not None and not isinstance(message_bus, MessageBus):
             raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__}")
         self.message_bus = message_bus if message_bus is not None else get_default_bus()
+        release_unreachable()
         self.message_bus.error_guard.set_policy(on_error)
-        self.message_bus.attach(self, log_dir)
-        roots = Roots(depth, module_filter)
-        self._session = Session(
-            self.message_bus, roots, self._names_of_others, kernels == "native", compiled == "in_graph"
+        self._attachment = Attachment(
+            self, self.message_bus, Roots(depth, module_filter), kernels == "native", compiled == "in_graph", log_dir
         )
-        self._closed = False
-        self._health: Health | None = None
+        self._session = self._attachment.session
         self._rules: RuleSubscriber | None = None
-        pause_after_fork(self._session.context)
-        close_at_exit(self)
 
     # -- what to observe -----------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module | None:
         """The module that is the whole model; ``None`` if several modules were added and none was set."""
-        return self._session.context.model.roots.whole
+        return self._attachment.model
 
     @property
     def modules(self) -> tuple[NamedModule, ...]:
         """The observed modules with their names."""
-        return self._session.context.model.modules
+        return self._attachment.modules
 
     @property
     def module_names(self) -> frozenset[str]:
         """The names of the observed modules."""
-        return frozenset(named.name for named in self.modules)
+        return self._attachment.module_names
 
     def add_modules(self, module: nn.Module | tuple[str, nn.Module], recursive: bool = True) -> None:
         """Observe a module, and with `recursive` the modules inside it.
@@ -131,8 +126,10 @@ class Exporter:
         ConfigError
             If the module is scripted, if the filter matches nothing, or if a name is taken.
         """
-        self._require_open()
-        self._session.add(Root.of(module, recursive))
+        self._attachment.require_open()
+        root = Root.of(module, recursive)
+        self._attachment.make_room(root)
+        self._session.add(root)
 
     def __call__(self, module: M, recursive: bool = True) -> M:
         """Observe a module and return it, for use in a constructor."""
@@ -149,7 +146,7 @@ class Exporter:
         ConfigError
             If another model was set before.
         """
-        self._require_open()
+        self._attachment.require_open()
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"set_model() needs a torch.nn.Module, got {type(model).__name__}")
         self._session.set_model(model)
@@ -162,7 +159,7 @@ class Exporter:
         ConfigTypeError
             If `loss_module` is not a module: a function cannot have hooks.
         """
-        self._require_open()
+        self._attachment.require_open()
         if not isinstance(loss_module, nn.Module):
             raise ConfigTypeError(
                 f"set_loss() needs a torch.nn.Module such as nn.CrossEntropyLoss(), got {type(loss_module).__name__}"
@@ -184,7 +181,7 @@ class Exporter:
         ConfigError, PluginError
             If a rule is unknown, if an argument is invalid, or if rules are applied already.
         """
-        self._require_open()
+        self._attachment.require_open()
         if self._rules is not None:
             raise ConfigError("rules are applied already; pass all of them in one call of apply_rules()")
         options.setdefault("sees_loss", self._session.context.model.loss is not None)
@@ -195,16 +192,11 @@ class Exporter:
         """The findings of the rules so far, also after :meth:`close`; empty without rules."""
         return self._rules.findings if self._rules is not None else Findings()
 
-    def _names_of_others(self) -> frozenset[str]:
-        return frozenset(
-            name for source in self.message_bus.sources if source is not self for name in source.module_names
-        )
-
     # -- while training -------------------------------------------------------------------------------------------
 
     def epoch_finished(self) -> None:
         """Mark the end of an epoch; the next step begins another one."""
-        self._require_open()
+        self._attachment.require_open()
         self._session.finish_epoch()
 
     def train(self) -> None:
@@ -213,12 +205,12 @@ class Exporter:
 
     def test(self, name: str = "testing") -> None:
         """Record from now on as another pass, for subscribers with ``tag=name``; the model's training mode stays as it is."""
-        self._require_open()
+        self._attachment.require_open()
         self._session.begin_pass(name)
 
     def step(self) -> None:
         """Mark the end of a step that no optimizer of torch.optim makes."""
-        self._require_open()
+        self._attachment.require_open()
         self._session.optimizers.step_by_hand()
 
     def evaluate(
@@ -250,12 +242,7 @@ class Exporter:
         ConfigError
             If several modules were added and none was set as the model.
         """
-        self._require_open()
-        model = self._session.context.model.the_model()
-        recording = self.paused() if name is None else self._session.in_pass(name)
-        loss = None if name is None else self._session.context.model.loss
-        with self.message_bus.error_guard.recording_allowed(), recording:
-            evaluation.run(model, loss, batches, visit, forward)
+        self._attachment.evaluate(batches, name, visit=visit, forward=forward)
 
     def epoch(self, batches: Iterable[B]) -> Iterator[B]:
         """Yield `batches`, and mark the end of the epoch after the last one; a loop that is left early does not end the epoch."""
@@ -277,7 +264,7 @@ class Exporter:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue to count from a checkpoint; raise `ConfigError` if `state` is not from :meth:`state_dict`."""
-        self._require_open()
+        self._attachment.require_open()
         self._session.context.tracker.load_state_dict(state)
 
     def paused(self) -> AbstractContextManager[None]:
@@ -292,36 +279,17 @@ class Exporter:
         try:
             yield
         finally:
-            if not self._closed:
+            if not self._attachment.is_closed:
                 self._session.install()
                 self._session.demand_changed()
 
     def health(self) -> Health:
         """Return the state of the monitor itself; after :meth:`close` that at the end."""
-        return self._health if self._health is not None else health_of(self._session)
-
-    def demand_changed(self) -> None:
-        """Handle a change of what subscribers want; the bus calls this method."""
-        self._session.demand_changed()
+        return self._attachment.health()
 
     def close(self) -> None:
         """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable."""
-        if self._closed:
-            return
-        try:
-            self._session.finish(for_good=True)
-            self.message_bus.drain(wait=True)  # while a subscriber can still evaluate the model
-        finally:
-            self._closed = True
-            self._session.exchange.close()
-            self._session.uninstall()
-            run, registered = self.message_bus.run, self.message_bus.registered
-            self.message_bus.detach(self)
-            self._health = health_of(self._session, run, registered)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this exporter is closed; create another one")
+        self._attachment.close()
 
     def __enter__(self) -> Self:
         return self

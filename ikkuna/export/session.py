@@ -171,7 +171,7 @@ class Session:
 
     def install(self) -> None:
         """Register the hooks that stay while the exporter is open."""
-        self._permanent.install(self.context.model.callable, self.context.model.loss)
+        self._permanent.install(self.context.model.callable, self.context.model.loss, keeps=self)
 
     def uninstall(self) -> None:
         """Remove the hooks that stay while the exporter is open."""

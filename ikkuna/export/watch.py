@@ -4,14 +4,19 @@ from pathlib import Path
 
 from torch import nn
 
+from ikkuna.export.attachment import attachments_of
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.exporter import Exporter
 from ikkuna.export.preset import GROUP, Preset
 from ikkuna.export.rules import RuleSelection
 from ikkuna.export.subscriber.base import Subscriber
+from ikkuna.logger import log
+from ikkuna.modules import unwrap
 from ikkuna.plugins import load_plugin
 
 __all__ = ["watch"]
+
+_BUS = "watch"
 
 
 def watch(
@@ -24,6 +29,9 @@ def watch(
     stop: str | None = None,
 ) -> Exporter:
     """Observe a model on a bus of its own, and return the open exporter.
+
+    The model is observed until the exporter is closed or the model is deleted, also if the result is not kept.
+    A second call with the same model closes the exporter of the first one, and logs a warning.
 
     Parameters
     ----------
@@ -51,7 +59,11 @@ def watch(
     True
     >>> exporter.close()
     """
-    exporter = Exporter(message_bus=MessageBus("watch"), log_dir=log_dir)
+    for other in attachments_of(unwrap(model)) if isinstance(model, nn.Module) else ():
+        if other.bus.name == _BUS:
+            log.warning("the model is watched already; closed the exporter of the earlier watch()")
+            other.close()
+    exporter = Exporter(message_bus=MessageBus(_BUS), log_dir=log_dir)
     try:
         exporter.add_modules(model)
         if loss is not None:

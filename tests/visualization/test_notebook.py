@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documentation.test_blocks import SITE, blocks
 from tests.plugins.children import environment
 
 pytestmark = pytest.mark.skipif(
@@ -51,14 +52,13 @@ print(json.dumps([cell.outputs for cell in notebook.cells]))
 """
 
 
-@pytest.fixture
-def outputs(tmp_path):
-    """Execute the notebook in another process, and return the outputs of its cells."""
+def execute(cells, directory):
+    """Execute a notebook in another process, in a directory, and return the outputs of its cells."""
     path = environment(*map(Path, sys.path))["PYTHONPATH"]
     done = subprocess.run(
-        [sys.executable, "-c", EXECUTE, json.dumps(CELLS)],
-        env={**os.environ, "PYTHONPATH": path, "JUPYTER_PLATFORM_DIRS": "1", "HOME": str(tmp_path)},
-        cwd=tmp_path,
+        [sys.executable, "-c", EXECUTE, json.dumps(cells)],
+        env={**os.environ, "PYTHONPATH": path, "JUPYTER_PLATFORM_DIRS": "1", "HOME": str(directory)},
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=120,
@@ -67,8 +67,8 @@ def outputs(tmp_path):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_pictures_are_shown_once_below_the_cell_that_trains_and_replaced_in_place(outputs):
-    before, shown, after = outputs
+def test_pictures_are_shown_once_below_the_cell_that_trains_and_replaced_in_place(tmp_path):
+    before, shown, after = execute(CELLS, tmp_path)
     assert (before, after) == ([], [])
     assert [output["output_type"] for output in shown] == ["display_data", "display_data"]
     assert [output["data"]["text/plain"] for output in shown] == [
@@ -76,3 +76,22 @@ def test_pictures_are_shown_once_below_the_cell_that_trains_and_replaced_in_plac
         "<picture of weights_histograms>",
     ]
     assert all(output["data"]["image/png"].startswith("iVBOR") for output in shown)
+
+
+@pytest.mark.fault(222)
+def test_the_cells_of_the_quick_start_can_be_run_again(tmp_path):
+    """Each time they begin a new run with all values."""
+    model, exporter, loop, *_ = (code for _, code in blocks(SITE / "quick_start.rst"))
+    again = "print(exporter.health().steps, exporter.health().errors)"
+    short = "import ikkuna\nexporter = ikkuna.watch(model, loss=loss_function)"
+    outputs = execute(
+        [model, *[exporter, loop, again] * 2, model, exporter, loop, again, *[short, loop, again] * 2], tmp_path
+    )
+    printed = [output["text"] for cell in outputs for output in cell if output.get("name") == "stdout"]
+    assert printed == ["29 0\n"] * 5
+    logged = [output["text"] for cell in outputs for output in cell if output.get("name") == "stderr"]
+    assert [sum(what in text for text in logged) for what in ("closed an earlier exporter", "is watched already")] == [
+        2,
+        1,
+    ]
+    assert len(list((tmp_path / "run").iterdir())) == 5

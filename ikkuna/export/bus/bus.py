@@ -1,10 +1,13 @@
 """The bus that delivers messages to subscribers and owns the run that values are written to."""
 
+import gc
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import nn
@@ -23,6 +26,8 @@ from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
 
 __all__ = ["Handle", "Measurements", "MessageBus", "Source", "get_default_bus"]
+
+_PATIENCE = 5.0  # seconds
 
 
 class Source(Protocol):
@@ -47,6 +52,10 @@ class Source(Protocol):
     def evaluate(self) -> Callable[..., None]:
         """The function that runs the model over data without an effect on training."""
 
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether the user has no reference to the exporter any more."""
+
     def close(self) -> None:
         """Stop publishing."""
 
@@ -59,6 +68,13 @@ class Measurements(Protocol):
 
     def deliver(self, bus: "MessageBus") -> None:
         """Deliver every measurement to its subscribers."""
+
+
+class _Place(NamedTuple):
+    """The place of a source on a bus, and the subscribers that were registered before it was attached."""
+
+    source: "weakref.ref[Source]"
+    earlier: tuple[Registered, ...]
 
 
 class Handle:
@@ -103,7 +119,7 @@ class MessageBus:
         self.log_dir = log_dir
         self.registered: tuple[Registered, ...] = ()
         self._by_kind: dict[str, tuple[Registered, ...]] = {}
-        self.sources: tuple[Source, ...] = ()
+        self._places: dict[int, _Place] = {}  # by the ids of the sources, in the order of their attachment
         self.error_guard = ErrorGuard()
         self.is_silent = False
         self._queue: deque[Message | Measurements] = deque()
@@ -121,6 +137,12 @@ class MessageBus:
     def network(self) -> tuple[ModuleEntry, ...]:
         """Names, classes and parameter shapes of the observed modules, in the order of the network."""
         return described(self.modules)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The open exporters, which are referred to weakly."""
+        sources = (place.source() for place in list(self._places.values()))
+        return tuple(source for source in sources if source is not None)
 
     @property
     def modules(self) -> tuple[NamedModule, ...]:
@@ -143,14 +165,33 @@ class MessageBus:
                 f"{subscriber!r} is registered already; create another instance for a second registration"
             )
         subscriber.check()
-        names = frozenset(name for source in self.sources for name in source.module_names)
-        check_registration(subscriber, self._subscribers, names)
+        self._check_registration(subscriber)
         Run(self.log_dir or "run").prepare(subscriber.backends)
         subscriber._host = self
         if subscriber.needs_model:
             self._lend_model(subscriber)
         self._set_registered((*self.registered, Registered(subscriber)))
         return Handle(lambda: self._unregister(subscriber))
+
+    def _check_registration(self, subscriber: Subscriber) -> None:
+        names = frozenset(name for source in self.sources for name in source.module_names)
+        registered = self.registered
+        try:
+            check_registration(subscriber, tuple(r.subscriber for r in registered), names)
+        except ConfigError:
+            self._release_unreachable()
+            if self.registered == registered:  # the garbage collector may also have run before
+                raise
+            self._check_registration(subscriber)
+
+    def _release_unreachable(self) -> None:
+        """Close the exporters of models that are gone, and unregister the subscribers of their runs."""
+        deadline = time.monotonic() + _PATIENCE
+        if any(source.is_forgotten for source in self.sources):
+            gc.collect()
+        # gc.collect() does nothing while the garbage collector runs in another thread, which may be closing an exporter
+        while any(place.source() is None for place in list(self._places.values())) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _lend_model(self, subscriber: Subscriber) -> None:
         subscriber.evaluate = self._evaluate
@@ -192,15 +233,22 @@ class MessageBus:
                 )
             check_log_dir(log_dir)
             self.log_dir = log_dir
-        if not self.sources:
+        if not self._places:
             self.error_guard.reset()
-        self.sources = (*self.sources, source)
+        self._places[id(source)] = _Place(weakref.ref(source), self.registered)
 
     def detach(self, source: Source) -> None:
-        """Remove an exporter; with the last one, close the run and unregister every subscriber."""
-        self.sources = tuple(s for s in self.sources if s is not source)
-        if not self.sources:
+        """Remove an exporter; with the last one, close the run and unregister every subscriber.
+
+        With a forgotten exporter, the subscribers are unregistered that belong to no later one, and a new run begins.
+        """
+        self._places.pop(id(source), None)
+        if not self._places:
             self.close()
+        elif source.is_forgotten:
+            first, *_ = self._places.values()
+            if first.earlier:
+                self._end_run(first.earlier)
 
     # -- delivery -------------------------------------------------------------------------------------------------
 
@@ -269,14 +317,18 @@ class MessageBus:
 
     def close(self) -> None:
         """Deliver the queue, close the run, and unregister every subscriber."""
+        self._end_run(self.registered)
+        self.log_dir = None
+
+    def _end_run(self, unregistered: tuple[Registered, ...]) -> None:
+        """Deliver the queue, unregister subscribers, and close the run; another value opens another run."""
         self.drain(wait=True)
-        for subscriber in self._subscribers:
-            subscriber._host = subscriber.evaluate = None
-        self._set_registered(())
+        for registered in unregistered:
+            registered.subscriber._host = registered.subscriber.evaluate = None
+        self._set_registered(tuple(r for r in self.registered if r not in unregistered))
         run, self._run = self._run, None
         if run is not None:
             run.close()
-        self.log_dir = None
 
 
 @cache

@@ -96,15 +96,16 @@ class ModuleHook(Hook):
 
 
 class RootBeginsHook(Hook):
-    """The forward pre-hook of a root."""
+    """The forward pre-hook of a root; its attribute `keeps` is an object that lives as long as the root, or the hook."""
 
-    __slots__ = ("switch",)
+    __slots__ = ("keeps", "switch")
 
     def __init__(
         self, owner: Any = None, function: Callable[..., object] | None = None, switch: GraphSwitch | None = None
     ) -> None:
         super().__init__(owner, function)
         self.switch = switch
+        self.keeps: object = None
 
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that report the call and observe what the root receives."""

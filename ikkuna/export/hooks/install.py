@@ -47,12 +47,13 @@ class PermanentHooks:
         self._switch = switch
         self._remove: list[Remove] = []
 
-    def install(self, roots: Collection[nn.Module], loss: nn.Module | None) -> None:
-        """Register the hooks, in place of those registered before."""
+    def install(self, roots: Collection[nn.Module], loss: nn.Module | None, keeps: object = None) -> None:
+        """Register the hooks, in place of those registered before; the roots keep the object `keeps` alive."""
         self.remove()
         self._fast_paths.find(roots)
         for root in roots:
             begins = RootBeginsHook(self._forward, ForwardHooks.root_begins, self._switch)
+            begins.keeps = keeps
             ends = RootEndsHook(self._forward, ForwardHooks.root_ends, self._switch)
             handles: list[Any] = [
                 root.register_forward_pre_hook(begins, with_kwargs=True),

@@ -203,6 +203,7 @@ class FileWriter:
 
         Blocks that have not been written after `timeout` seconds are lost.  A second call does nothing.
         If no thread can be started, this thread writes, and waits for the disk.
+        In the writer's own thread, the rest is written after the call.
         """
         if not self._ours():
             return False
@@ -214,6 +215,8 @@ class FileWriter:
         with self._changed:
             if not self._is_served:
                 self._finish()
+            elif self._thread is not None and self._thread.is_current:
+                return False
             self._changed.wait_for(lambda: self._finished, timeout)
             lost = self._queue.abandon()
             stored = self._finished and self._synced >= target and not self._queue.dropped

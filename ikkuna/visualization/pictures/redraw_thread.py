@@ -118,6 +118,8 @@ class RedrawThread:
         The thread continues with these until the process ends.
         """
         self._rounds.end(None if timeout is None else time.monotonic() + timeout)
+        if self._thread is not None and self._thread.is_current:
+            return []
         if self._thread is not None and self._thread.has_begun(START_SECONDS):
             self._thread.join(timeout)
         else:

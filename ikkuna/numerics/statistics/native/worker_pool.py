@@ -3,13 +3,12 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
 from ikkuna.background import BackgroundThread
 
-__all__ = ["WorkerPool", "worker_pool"]
+__all__ = ["WorkerPool", "stop_workers", "worker_pool"]
 
 
 class WorkerPool:
@@ -29,14 +28,20 @@ class WorkerPool:
     """
 
     def __init__(self, helpers: int) -> None:
-        self._batches: SimpleQueue[_Batch] = SimpleQueue()
+        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         self._helpers = [BackgroundThread(self._help, "ikkuna-worker") for _ in range(helpers)]
         for helper in self._helpers:
             helper.start()
 
     def _help(self) -> None:
-        while True:
-            self._batches.get().work()
+        while (batch := self._batches.get()) is not None:
+            batch.work()
+
+    def stop(self) -> None:
+        """End the threads after the batches that wait; later batches are worked on in the calling thread."""
+        helpers, self._helpers = self._helpers, []
+        for _ in helpers:
+            self._batches.put(None)
 
     def run(self, job: Callable[..., object], arguments: Iterable[tuple[Any, ...]]) -> None:
         """Call `job` with each of the arguments; when this returns or raises, no call is running."""
@@ -76,11 +81,17 @@ class _Batch:
             raise error
 
 
-@cache
-def _pool(helpers: int, process: int) -> WorkerPool:
-    return WorkerPool(helpers)
+_POOLS: dict[tuple[int, int], WorkerPool] = {}  # by the number of helpers and the process
 
 
 def worker_pool(threads: int) -> WorkerPool:
     """Return the pool of this process; a child process does not inherit the threads of its parent."""
-    return _pool(threads - 1, os.getpid())
+    key = threads - 1, os.getpid()
+    return _POOLS.get(key) or _POOLS.setdefault(key, WorkerPool(threads - 1))
+
+
+def stop_workers() -> None:
+    """End the threads of this process; `worker_pool` starts others."""
+    for key in list(_POOLS):
+        if key[1] == os.getpid() and (pool := _POOLS.pop(key, None)) is not None:
+            pool.stop()
