@@ -329,6 +329,10 @@ MODELS = {
         "an exporter, or the result of ``watch``, that no variable refers to",
         "it records until it is closed or the model is deleted; its hooks, thread and file are then released without lost values",
     ),
+    207: Fault(
+        "copying, pickling or saving a model while it is observed",
+        "the copy has no hooks of ikkuna, can be scripted, and can be loaded where ikkuna is not installed",
+    ),
     208: Fault(
         "exporters that are dropped without ``close()``, and the threads of the kernels",
         "the garbage collector closes them after their model is gone, and every new exporter calls it if there can be such; "

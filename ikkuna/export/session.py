@@ -11,6 +11,7 @@ from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.hooks.backward import BackwardHooks
 from ikkuna.export.hooks.compiled import CompiledHooks
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.copies import HookFreeCopies
 from ikkuna.export.hooks.fast_path import FastPathHooks
 from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.install import PermanentHooks
@@ -89,6 +90,7 @@ class Session:
         self._compiled = CompiledHooks(context, self._forward, self._backward, self._modules)
         context.sites.set_receiver(self._compiled)
         self._permanent = PermanentHooks(self._forward, self.optimizers, self._fast_paths, self._modules.switch)
+        self._copies = HookFreeCopies()
         self._taken = taken
         self._native = native
         self._demand = Demand()
@@ -155,6 +157,7 @@ class Session:
         if not change.names:  # a wrapper was put around a module
             return
         self._modules.forget(change.names)
+        self._include_copies()
         self.demand_changed()
         if not self._warned_of_change:
             self._warned_of_change = True
@@ -171,11 +174,20 @@ class Session:
 
     def install(self) -> None:
         """Register the hooks that stay while the exporter is open."""
-        self._permanent.install(self.context.model.callable, self.context.model.loss, keeps=self)
+        model = self.context.model
+        self._permanent.install(model.callable, model.loss, keeps=self)
+        self._include_copies()
+
+    def _include_copies(self) -> None:
+        """Keep the hooks out of copies of all modules that may have some."""
+        model = self.context.model
+        loss = () if model.loss is None else (model.loss,)
+        self._copies.include((*model.callable, *loss, *(named.module for named in model.modules)))
 
     def uninstall(self) -> None:
         """Remove the hooks that stay while the exporter is open."""
         self._permanent.remove()
+        self._copies.remove()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 

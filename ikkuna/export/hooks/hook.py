@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -78,8 +79,9 @@ class Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
         return type(self)()
 
-    def __reduce__(self) -> tuple[type["Hook"], tuple[()]]:
-        return type(self), ()
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        # a function of the standard library that does nothing, because a pickle may be loaded where ikkuna is not installed
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _do_not_compile_alone(function: Callable[..., Any]) -> None:
