@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-gpu check docs bench clean
+.PHONY: demo test test-slow test-triton test-gpu check docs bench clean
 
 .venv/installed: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -25,6 +25,14 @@ test: .venv/installed
 test-slow: .venv/installed-slow
 	$(BIN)/python -m pytest -q -m slow
 
+# Triton's interpreter on the simulated accelerator; an environment of its own, because torch takes other ways if Triton is there.
+test-triton: .venv/installed
+	test -x .venv-triton/bin/python || $(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet --no-deps triton==3.9.0
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(.venv-triton/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/environment.pth"
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q --triton
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q --device sim --triton
+
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m gpu
 
@@ -44,4 +52,4 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/metrics.py
 
 clean:
-	rm -rf .venv sphinx/build
+	rm -rf .venv .venv-triton sphinx/build

@@ -25,6 +25,7 @@ def leaves_no_global_hooks():
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device of the networks: cpu, sim (simulated accelerator) or cuda")
+    parser.addoption("--triton", action="store_true", help="let the simulated accelerator have Triton's interpreter")
 
 
 def pytest_configure(config):
@@ -33,6 +34,10 @@ def pytest_configure(config):
     if name == "sim":
         simulated_device.install()
         simulated_device.provide_pinned_memory()
+        if config.getoption("--triton"):
+            from tests.simulated_device.triton import install_triton
+
+            install_triton()
     if name != "cpu":
         torch.set_default_device(name)
 
@@ -43,8 +48,10 @@ def pytest_collection_modifyitems(config, items):
 
     def runs(item):
         has = item.get_closest_marker
+        if has("triton") and not config.getoption("--triton"):
+            return False
         if device == "cpu":
-            return not has("simulated")
+            return has("triton") if config.getoption("--triton") else not has("simulated")
         return (device == "sim" and has("simulated")) or (has("devices") and not has("host"))
 
     chosen = [item for item in items if runs(item)]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,8 @@ def test_each_module_can_be_the_first_that_is_imported():
     """Each module is imported in a process that has imported nothing of ours but the packages around it."""
     trees = {}
     for path in PACKAGED:
+        if path.name == "triton_kernels.py" and find_spec("triton") is None:
+            continue
         tree = trees
         for part in module_name(path).split("."):
             tree = tree.setdefault(part, {})

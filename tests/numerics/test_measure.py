@@ -13,6 +13,7 @@ from scipy import stats
 from ikkuna.numerics.elements import CHUNK, flatten, readable
 from ikkuna.numerics.statistics import FIELDS, closure, native
 from ikkuna.numerics.statistics.device import DeviceStatistics, operators
+from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.record import record_of
 
@@ -28,13 +29,28 @@ class OnCuda(DeviceStatistics):
         return super().add(row, x, fields, weight, None if generator is None else torch.Generator("cuda"))
 
 
+class OnHost(TritonKernels):
+    """The Triton kernels, run by Triton's interpreter on tensors of the host."""
+
+    def _send(self, numbers):
+        return torch.tensor(numbers)
+
+
+def with_triton():
+    statistics = DeviceStatistics(torch.device("cpu"))
+    statistics._kernels = OnHost(torch.device("cpu"))
+    return statistics
+
+
 MAKERS = {
+    "triton": with_triton,
     "native": HostStatistics,
     "numpy": lambda: HostStatistics(native=False),
     "device": lambda: DeviceStatistics(torch.device("cpu")),
     "cuda": OnCuda,
 }
-PARAMETERS = [pytest.param(name, marks=pytest.mark.gpu if name == "cuda" else ()) for name in MAKERS]
+MARKS = {"cuda": pytest.mark.gpu, "triton": pytest.mark.triton}
+PARAMETERS = [pytest.param(name, marks=MARKS.get(name, ())) for name in MAKERS]
 
 
 @pytest.fixture(scope="module", autouse=True, params=PARAMETERS)
@@ -45,14 +61,23 @@ def implementation(request):
     """
     global make, steps
     make = MAKERS[request.param]
-    steps = 2 if request.param in ("device", "cuda") else 1
+    steps = 2 if request.param in ("device", "cuda", "triton") else 1
     assert native.library() is not None, "these tests need a C++ compiler"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if request.param == "device":
+        if request.param in ("device", "triton"):
             monkeypatch.setattr(
                 operators, "_norm", lambda x, order: torch.linalg.vector_norm(x.double(), order).float()
             )
         yield
+
+
+LARGE = pytest.mark.usefixtures("no_interpreter")
+
+
+@pytest.fixture
+def no_interpreter(implementation):
+    if implementation == "triton":
+        pytest.skip("takes Triton's interpreter minutes")
 
 
 def measure(x, fields, generator=None):
@@ -273,6 +298,7 @@ def test_data_over_several_chunks():
     assert math.isnan(record.min)
 
 
+@LARGE
 @pytest.mark.fault(60)
 @pytest.mark.parametrize("fields", [NAMES, ["sumsq"], ["l1"], ["mean"], ["zeros"]])
 def test_more_than_two_to_the_24_elements(fields):
@@ -288,6 +314,7 @@ def test_more_than_two_to_the_24_elements(fields):
             assert getattr(record, name) == pytest.approx(value, rel=1e-6)
 
 
+@LARGE
 def test_large_norms_are_right_where_torch_is_not():
     x = random(5_000_000)
     record = measure(x, closure(["l1", "sumsq"]))
@@ -325,6 +352,7 @@ def test_no_fields_measure_nothing():
     assert record.sumsq is record.center is record.min is None
 
 
+@LARGE
 @pytest.mark.parametrize("value", [0.1, 1000.0, 7.7, 1 / 3, 1e-4])
 @pytest.mark.parametrize("n", [1000, 100_000, 1_500_001])
 def test_constant_data_does_not_make_sums_drift(value, n):

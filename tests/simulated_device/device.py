@@ -225,5 +225,5 @@ def provide_pinned_memory() -> None:
             return generator("cpu" if torch.device(device).type == "sim" else device)
 
     torch.empty, torch.Generator = pinning, Generator  # type: ignore[assignment,misc]
-    Tensor.pin_memory = lambda x, device=None: pinning(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)  # type: ignore[method-assign]
+    Tensor.pin_memory = lambda x, device=None: pinning(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x)  # type: ignore[method-assign]
     Tensor.is_pinned = lambda x, device=None: x.is_cpu and hasattr(x.untyped_storage(), "is_pinned_by_sim")  # type: ignore[method-assign]

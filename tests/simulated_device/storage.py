@@ -48,4 +48,6 @@ def allocate(host: Tensor, into: Tensor | None = None) -> Tensor:
 
 def memory_of(x: Tensor) -> Tensor:
     """Return the memory of a device tensor as a tensor of the host."""
-    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage().host, x.storage_offset(), x.shape, x.stride())
+    return torch.empty(0, dtype=x.dtype, device="cpu").set_(
+        x.untyped_storage().host, x.storage_offset(), x.shape, x.stride()
+    )

@@ -1,6 +1,6 @@
 """Copies tensors of a device to the host."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,21 +17,12 @@ class HostCopy:
     ----------
     tensors : sequence of Tensors
         They may be changed once the constructor has returned.
-    streams : collection of Any
-        The streams on which the tensors were computed; without any, the current one.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], streams: Collection[Any] = ()) -> None:
-        self._kept: Sequence[Tensor] = ()
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         device = tensors[0].device
         module = _module_with_events(device)
-        if module is not None:
-            current = module.current_stream(device)
-            others = [stream for stream in streams if stream != current]
-            for stream in others:
-                current.wait_stream(stream)
-            self._kept = tensors if others else ()  # their memory belongs to streams that do not wait for this copy
         self._bounds, packed = _pack(tensors)
         self._event: Any = None
         if module is None:
@@ -40,7 +31,7 @@ class HostCopy:
         self._packed = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._packed.copy_(packed, non_blocking=True)
         self._event = module.Event()
-        self._event.record(current)
+        self._event.record(module.current_stream(device))
 
     def arrived(self) -> bool:
         """Return whether the copy is complete."""
@@ -50,7 +41,6 @@ class HostCopy:
         """Return the tensors as arrays, bfloat16 as float32; wait for the copy if necessary."""
         if self._event is not None:
             self._event.synchronize()
-        self._kept = ()
         groups = {dtype: self._packed[first:last].view(dtype) for dtype, (first, last) in self._bounds.items()}
         arrays, offsets = [], dict.fromkeys(groups, 0)
         for shape, dtype in self._shapes:

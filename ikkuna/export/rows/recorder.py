@@ -1,6 +1,7 @@
 """Measures the tensors that hooks receive, and adds the results to the rows of the open step."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ __all__ = ["Recorder"]
 
 _WIDE = frozenset((torch.float32, torch.float64))
 _Weight = float | Tensor | str | None
+_NO_MEMORY = "the device has no memory to measure it"
+_ListKey = tuple[torch.device, torch.dtype, frozenset[str]]
 
 
 def _never() -> bool:
@@ -143,40 +146,49 @@ class Recorder:
 
         On the host this is `receive` for each of them.
         """
-        lists: dict[tuple[torch.device, torch.dtype, frozenset[str]], list[tuple[Site, Tensor, str]]] = {}
+        lists: dict[_ListKey, list[tuple[int, Tensor]]] = {}
         for site, tensor, path in tensors:
-            task = None if tensor.is_cpu else self.plan.task(site.kind, site.module)
-            if task is None or not task.is_plain or is_distributed(tensor) or not has_numbers(tensor):
+            if (key := self._list_key(site, tensor)) is None:
                 self.receive(site, tensor, path)
             else:
-                lists.setdefault((tensor.device, tensor.dtype, task.fields), []).append((site, tensor.detach(), path))
-        if (rows := self.rows) is None:
-            return
-        for (_, _, fields), group in lists.items():
-            try:
-                numbers = [self._index.row(site, path) for site, _, path in group]
-                statistics = rows.part(0).on_device(group[0][1].device)
-                statistics.add_all(numbers, [tensor for _, tensor, _ in group], fields)
-            except Exception as error:
-                self.error_guard.report_internal(f"measuring {group[0][0].kind}", error)
+                lists.setdefault(key, []).append((self._index.row(site, path), tensor.detach()))
+        for (device, _, fields), group in lists.items():
+            numbers = [row for row, _ in group]
+            with self._reported(f"measuring parameters on {device}", numbers) as rows:
+                rows.part(0).on_device(device).add_all(numbers, [x for _, x in group], fields)
 
     def receive_differences(self, differences: Iterable[tuple[Site, Tensor, Tensor, str]]) -> None:
         """Measure ``after - before`` of several tensors, given as site, after, before, and name; `before` may be overwritten."""
-        lists: dict[tuple[torch.device, torch.dtype], list[tuple[Site, Tensor, Tensor, str]]] = {}
+        lists: dict[_ListKey, list[tuple[int, Tensor, Tensor]]] = {}
         for site, after, before, path in differences:
-            if after.is_cpu or after.dtype not in _WIDE:
+            if after.dtype not in _WIDE or (key := self._list_key(site, after)) is None:
                 self.receive_difference(site, after, before, path)
             else:
-                lists.setdefault((after.device, after.dtype), []).append((site, after.detach(), before, path))
-        for group in lists.values():
-            befores = [before for _, _, before, _ in group]
-            try:
-                torch._foreach_sub_(befores, [after for _, after, _, _ in group])
-                torch._foreach_neg_(befores)
-            except Exception as error:
-                self.error_guard.report_internal("measuring updates", error)
-            else:
-                self.receive_all([(site, before, path) for site, _, before, path in group])
+                lists.setdefault(key, []).append((self._index.row(site, path), after.detach(), before))
+        for (device, _, fields), group in lists.items():
+            numbers = [row for row, _, _ in group]
+            with self._reported(f"measuring updates on {device}", numbers) as rows:
+                afters, befores = [after for _, after, _ in group], [before for _, _, before in group]
+                rows.part(0).on_device(device).add_differences(numbers, afters, befores, fields)
+
+    def _list_key(self, site: Site, tensor: Tensor) -> "_ListKey | None":
+        """Return what the tensors of a list have in common; ``None`` for a tensor that is measured alone."""
+        if tensor.is_cpu or self.rows is None or (task := self.plan.task(site.kind, site.module)) is None:
+            return None
+        is_listed = task.is_plain and not is_distributed(tensor) and has_numbers(tensor)
+        return (tensor.device, tensor.dtype, task.fields) if is_listed else None
+
+    @contextmanager
+    def _reported(self, what: str, numbers: Iterable[int]) -> Iterator[Rows]:
+        """Report errors of the body, which gets the rows of the open step and measures those with these numbers."""
+        assert self.rows is not None
+        try:
+            yield self.rows
+        except torch.OutOfMemoryError:
+            for number in numbers:
+                self._leave_out(*self._index.keys[number], _NO_MEMORY)
+        except Exception as error:
+            self.error_guard.report_internal(what, error)
 
     def receive_difference(self, site: Site, after: Tensor, before: Tensor, path: str, part: int = 0) -> None:
         """Measure ``after - before``, computed in at least float32; `before` may be overwritten."""
@@ -196,12 +208,10 @@ class Recorder:
         except Exception as error:
             self.error_guard.report_internal(f"measuring {site}", error)
 
-    def _leave_out(self, site: Site, path: str) -> None:
-        """Count a series without numbers, and log the first one."""
+    def _leave_out(self, site: Site, path: str, why: str = "its tensors have no numbers to read") -> None:
+        """Count a series that was not measured, and log the first one."""
         if not self.unreadable:
-            log.warning(
-                "%s is left out: its tensors have no numbers to read; health().skipped counts such series", site
-            )
+            log.warning("%s is left out: %s; health().skipped counts such series", site, why)
         self.unreadable.add((site, path))
 
     def _receive_any(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:

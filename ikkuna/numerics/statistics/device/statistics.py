@@ -13,12 +13,14 @@ from ikkuna.numerics.elements import flatten, has_numbers, readable
 from ikkuna.numerics.statistics.device import operators
 from ikkuna.numerics.statistics.device.doubts import Doubts
 from ikkuna.numerics.statistics.device.exact import measure_exactly
+from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels, Written, triton_kernels
 from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
 from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
 from ikkuna.numerics.statistics.table import EMPTY, Values, merge_rows, repeat_rows, row_of
 
 __all__ = ["DeviceStatistics", "Taken"]
 
+_DROPPED = -1  # the owner of written rows that were cleared
 _MOST_EXACT = 256  # rows of float64 that wait to be merged
 
 
@@ -54,6 +56,10 @@ class Taken:
         Rows measured in float32.
     doubts : Doubts
         Learns which rows float32 is not enough for.
+    written : list of Written
+        Rows that Triton kernels write.
+    kernels : TritonKernels, optional
+        Those kernels.
 
     Attributes
     ----------
@@ -63,10 +69,22 @@ class Taken:
         The rows that were measured.
     """
 
-    def __init__(self, exact: list[Any], reduced: list[_Reduced], doubts: Doubts) -> None:
+    def __init__(
+        self,
+        exact: list[Any],
+        reduced: list[_Reduced],
+        doubts: Doubts,
+        written: Sequence[Written] = (),
+        kernels: TritonKernels | None = None,
+    ) -> None:
         self._exact, self._reduced, self._doubts = exact, reduced, doubts
-        self.numbers = {row for row, *_ in exact}.union(measured.row for measured in reduced)
+        self._merged: tuple[int, ...] = ()
         self.tensors: dict[Any, Tensor] = {}
+        if written and kernels is not None:
+            self._merged, self.tensors["merged"] = kernels.merge(written)
+        self.numbers = {*(row for row, *_ in exact), *(measured.row for measured in reduced), *self._merged} - {
+            _DROPPED
+        }
         if exact:
             self.tensors["exact"] = torch.stack([values for _, _, values in exact])
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -74,9 +92,7 @@ class Taken:
             for result in measured.results:
                 by_dtype.setdefault(result.dtype, []).append(result)
         self.tensors |= {dtype: torch.stack(results) for dtype, results in by_dtype.items()}
-        self._dtypes = [[result.dtype for result in measured.results] for measured in reduced]
-        for measured in reduced:
-            measured.results.clear()
+        self._written = written  # kept until the copy has arrived: their memory may belong to other streams
 
     def rows(self, arrays: dict[Any, NDArray[Any]]) -> tuple[list[int], Values]:
         """Return the numbers of the measured rows, each once, and their values ``(rows, columns)``.
@@ -87,12 +103,15 @@ class Taken:
             The copies of `tensors`.
         """
         found: dict[int, list[Values]] = {}
+        for row, values in zip(self._merged, arrays.get("merged", ()), strict=True):
+            if row != _DROPPED:
+                found.setdefault(row, []).append(values)
         for (row, fields, _), values in zip(self._exact, arrays.get("exact", ()), strict=True):
             self._doubts.note(row, values, fields, is_exact=True)
             found.setdefault(row, []).append(values)
-        results = {dtype: iter(array.tolist()) for dtype, array in arrays.items() if dtype != "exact"}
-        for (row, n, fields, _), dtypes in zip(self._reduced, self._dtypes, strict=True):
-            values = operators.decode([next(results[dtype]) for dtype in dtypes], n, fields)
+        results = {dtype: iter(array.tolist()) for dtype, array in arrays.items() if isinstance(dtype, torch.dtype)}
+        for row, n, fields, reductions in self._reduced:
+            values = operators.decode([next(results[x.dtype]) for x in reductions], n, fields)
             self._doubts.note(row, values, fields, is_exact=False)
             found.setdefault(row, []).append(values)
         with np.errstate(all="ignore"):
@@ -132,8 +151,12 @@ class DeviceStatistics:
         self.device = device
         self.codes: dict[int, dict[str, Tensor]] = {}
         self._doubts = Doubts() if doubts is None else doubts
+        self._kernels = triton_kernels(device)
         self._exact: list[tuple[int, frozenset[str], Tensor]] = []
         self._reduced: list[_Reduced] = []
+        self._written: list[Written] = []
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._streams: list[Any] = []
 
     def add(
         self,
@@ -146,8 +169,9 @@ class DeviceStatistics:
         """Add the statistics of the elements of `x` to a row; parameters are those of `HostStatistics.add`."""
         if not has_numbers(x):
             return False
+        self._note_stream()
         is_weighted = isinstance(weight, Tensor) or weight != 1
-        if not x.numel():
+        if not x.numel() or (not is_weighted and self._write(row, x, fields)):
             pass
         elif operators.accepts(x, fields) and not is_weighted and row not in self._doubts:
             for part in operators.split(x, fields):
@@ -158,8 +182,31 @@ class DeviceStatistics:
             add_codes(self.codes.setdefault(row, {}), x, fields, generator)
         return True
 
+    def _note_stream(self) -> None:
+        """Remember on which stream the results are computed."""
+        if hasattr(self._module, "current_stream") and (stream := self._module.current_stream()) not in self._streams:
+            self._streams.append(stream)
+
+    def _wait_for_streams(self) -> None:
+        """Let the kernels that follow wait for all results, without waiting on the host."""
+        for stream in self._streams:
+            if stream != (current := self._module.current_stream()):
+                current.wait_stream(stream)
+
+    def _write(self, row: int, x: Tensor, fields: frozenset[str]) -> bool:
+        """Measure a tensor with a Triton kernel, if there is one for it."""
+        if self._kernels is None or not self._kernels.accepts(x, fields):
+            return False
+        written = self._kernels.measure(row, x, fields)
+        if written is not None:
+            self._written.append(written)
+        return written is not None
+
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], fields: frozenset[str]) -> None:
         """Add the statistics of several tensors of one dtype, each to its row; norms of all take few launches."""
+        self._note_stream()
+        if self._write_all(rows, tensors, fields):
+            return
         together = [
             (row, x)
             for row, x in zip(rows, tensors, strict=True)
@@ -173,6 +220,28 @@ class DeviceStatistics:
         for row, x in zip(rows, tensors, strict=True):
             if row not in done:
                 self.add(row, x, fields)
+
+    def add_differences(self, rows: Sequence[int], xs: list[Tensor], ys: list[Tensor], fields: frozenset[str]) -> None:
+        """Add the statistics of ``x - y`` of several pairs of one dtype, float32 or float64; `ys` may be overwritten."""
+        self._note_stream()
+        if not self._write_all(rows, xs, fields, ys):
+            torch._foreach_sub_(ys, xs)
+            torch._foreach_neg_(ys)
+            self.add_all(rows, ys, fields)
+
+    def _write_all(
+        self, rows: Sequence[int], xs: Sequence[Tensor], fields: frozenset[str], minus: Sequence[Tensor] = ()
+    ) -> bool:
+        """Measure several tensors with one Triton kernel, if it accepts all of them."""
+        kernels = self._kernels
+        if kernels is None or not all(kernels.accepts(x, fields) for x in (*xs, *minus)):
+            return False
+        if any(x.stride() != y.stride() for x, y in zip(xs, minus, strict=False)):
+            return False
+        written = kernels.measure_list(rows, xs, fields, minus)
+        if written is not None:
+            self._written.append(written)
+        return written is not None
 
     def _add_exactly(self, row: int, x: Tensor, fields: frozenset[str], weight: float | Tensor) -> None:
         read = readable(x)
@@ -194,8 +263,13 @@ class DeviceStatistics:
     def record(self, row: int, fields: frozenset[str]) -> Record:
         """Return the `fields` of a row; this waits for the device."""
         exact = [found for found in self._exact if found[0] == row]
-        reduced = [found._replace(results=list(found.results)) for found in self._reduced if found.row == row]
-        taken = Taken(exact, reduced, self._doubts)
+        reduced = [found for found in self._reduced if found.row == row]
+        written = [
+            Written((row,) * sum(mine), rows.values[torch.tensor(mine, device="cpu").to(rows.values.device)])
+            for rows in self._written
+            if any(mine := [owner == row for owner in rows.owners])
+        ]
+        taken = Taken(exact, reduced, self._doubts, written, self._kernels)
         _, values = taken.rows({name: tensor.cpu().double().numpy() for name, tensor in taken.tensors.items()})
         record = record_of(values[0] if len(values) else EMPTY, fields)
         for name, counts in self.codes.get(row, {}).items():
@@ -205,24 +279,32 @@ class DeviceStatistics:
     def merge(self, other: "DeviceStatistics") -> None:
         """Add the rows of `other`, and leave it as it is."""
         self._exact += other._exact
-        self._reduced += (found._replace(results=list(found.results)) for found in other._reduced)
+        self._streams += (stream for stream in other._streams if stream not in self._streams)
+        self._written += other._written
+        self._reduced += other._reduced
         merge_codes(self.codes, other.codes)
 
     def clear(self, rows: Iterable[int] | None = None) -> None:
         """Empty some rows, or all."""
         if rows is None:
-            self._exact, self._reduced, self.codes = [], [], {}
+            self._exact, self._reduced, self._written, self.codes = [], [], [], {}
             return
         dropped = set(rows)
         self._exact = [found for found in self._exact if found[0] not in dropped]
         self._reduced = [found for found in self._reduced if found.row not in dropped]
+        self._written = [
+            Written(tuple(_DROPPED if owner in dropped else owner for owner in rows.owners), rows.values)
+            for rows in self._written
+        ]
         for row in dropped:
             self.codes.pop(row, None)
 
     def take(self) -> tuple[Taken, dict[int, dict[str, Tensor]]]:
         """Return everything that was measured, and the histograms; empty all rows."""
-        taken, codes = Taken(self._exact, self._reduced, self._doubts), self.codes
-        self._exact, self._reduced, self.codes = [], [], {}
+        self._wait_for_streams()
+        self._streams = []
+        taken, codes = Taken(self._exact, self._reduced, self._doubts, self._written, self._kernels), self.codes
+        self._exact, self._reduced, self._written, self.codes = [], [], [], {}
         return taken, codes
 
 
