@@ -34,6 +34,7 @@ from ikkuna.export.steps.forward import MICRO_PART
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.logger import log
 from ikkuna.modules import class_name
+from ikkuna.numerics.statistics.device import warm_up
 
 __all__ = ["Session"]
 
@@ -166,6 +167,8 @@ class Session:
     def demand_changed(self) -> None:
         """Handle a change of what subscribers want."""
         wishes = Plan(tuple(r for r in self.bus.registered if not r.disabled))
+        if wishes.takes_data:
+            warm_up({named.parameter.device for named in self.context.parameters.all})
         self.optimizers.wants_rates = self.bus.is_wanted("batch_finished")
         self.context.wants_steps = any(map(self.bus.is_wanted, ("batch_started", "batch_finished")))
         if self._modules.prepare(wishes, self._next_plan()):

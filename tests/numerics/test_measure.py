@@ -68,7 +68,7 @@ def implementation(request):
             monkeypatch.setattr(
                 operators, "_norm", lambda x, order: torch.linalg.vector_norm(x.double(), order).float()
             )
-        yield
+        yield request.param
 
 
 LARGE = pytest.mark.usefixtures("no_interpreter")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.statistics.device import triton_launcher
+from ikkuna.numerics.statistics.device import statistics, triton_launcher
 from tests.simulated_device import streams
 from tests.simulated_device.cuda import bytes_of
 from tests.simulated_device.log import write
@@ -50,6 +50,4 @@ def install_triton() -> None:
         return _kernels.setdefault(device, triton_launcher.TritonKernels(device))
 
     _kernels: dict[torch.device, triton_launcher.TritonKernels] = {}
-    from ikkuna.numerics.statistics.device import statistics
-
-    statistics.triton_kernels = triton_kernels
+    statistics.triton_kernels = triton_launcher.triton_kernels = triton_kernels

@@ -1,6 +1,6 @@
 """Launches the Triton kernels on CUDA and ROCm devices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -14,7 +14,7 @@ from ikkuna.numerics.elements import in_memory_order
 from ikkuna.numerics.statistics.record import HISTOGRAMS
 from ikkuna.numerics.statistics.table import COLUMNS
 
-__all__ = ["TritonKernels", "Written", "launch", "triton_kernels"]
+__all__ = ["TritonKernels", "Written", "launch", "triton_kernels", "warm_up"]
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _BLOCK = 4096
@@ -64,6 +64,7 @@ class TritonKernels:
         self._addresses: dict[tuple[int, ...], Tensor] = {}
         self._orders: dict[tuple[int, ...], tuple[tuple[int, ...], Tensor, Tensor]] = {}
         self.works = True
+        self._is_warm = False
 
     def accepts(self, x: Tensor, fields: frozenset[str]) -> bool:
         """Return whether a kernel can read the elements of `x` from memory, and there is something to measure."""
@@ -126,7 +127,10 @@ class TritonKernels:
         return names, merged
 
     def warm_up(self) -> None:
-        """Compile the kernels, which takes seconds, before the first step."""
+        """Compile the kernels, which takes seconds, unless they are compiled already."""
+        if self._is_warm:
+            return
+        self._is_warm = True
         for dtype in _DTYPES:
             x = torch.zeros(16, dtype=dtype, device=self._device)
             for fields in (frozenset(("sumsq",)), frozenset(("m2",)), frozenset(("m4",))):
@@ -188,6 +192,13 @@ def triton_kernels(device: torch.device) -> TritonKernels | None:
     except Exception as error:
         log.info("Triton cannot be used: %s", error)
         return None
+
+
+def warm_up(devices: Iterable[torch.device]) -> None:
+    """Compile the kernels for some devices, before the first step."""
+    for device in devices:
+        if device.type != "cpu" and (kernels := triton_kernels(device)) is not None:
+            kernels.warm_up()
 
 
 def _level(fields: frozenset[str]) -> int:
