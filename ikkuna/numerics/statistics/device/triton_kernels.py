@@ -190,8 +190,9 @@ def measure_list(
     LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Measure `count` contiguous tensors of one dtype, given by addresses, or their differences to as many tensors that follow.
+    """Measure `count` contiguous tensors of one dtype, or their differences to as many others.
 
+    The tensors are given by their addresses, first those of the one list, then those of the other.
     Each program reads a chunk ``(tensor, start / BLOCK, stop)`` and writes a row.
     """
     program = tl.program_id(0)
