@@ -304,7 +304,8 @@ class Session:
     def _warn_of_missing_loss(self) -> None:
         """Warn once that a subscriber wants the loss, and the module that computes it is unknown."""
         plan = self.context.recorder.plan
-        if self._warned_of_loss or self.context.model.loss is not None:
+        model = self.context.model
+        if self._warned_of_loss or model.loss is not None or not model.sees_loss:
             return
         if plan.together or plan.kinds & {"loss", "input_labels"}:
             self._warned_of_loss = True

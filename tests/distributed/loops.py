@@ -66,7 +66,8 @@ def watching(model, loss, subscribers, bus=None, **options):
 
     with Exporter(message_bus=bus, **{"on_error": "raise", **options}) as exporter:
         exporter.add_modules(model)
-        exporter.set_loss(loss)
+        if loss is not None:
+            exporter.set_loss(loss)
         for subscriber in subscribers:
             bus.register_subscriber(subscriber)
         names = list(dict.fromkeys(name for s in subscribers for name in s.publishes))

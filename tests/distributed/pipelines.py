@@ -48,15 +48,17 @@ def _layers():
 
 
 def subscribers():
+    """Return subscribers of every kind, and of the activations of a test."""
+    tested = installed.NormSubscriber("activations", tag="testing", publishes="tested", backend="null")
     network = [installed.NormSubscriber(kind, backend="null") for kind in ("input_data", "network_output")]
-    return [*loops.every_metric(), *network, installed.GlobalNormSubscriber(backend="null")]
+    return [*loops.every_metric(), *network, tested, installed.GlobalNormSubscriber(backend="null")]
 
 
 def one_process(steps=STEPS):
     """Train without a pipeline: the same micro-batches, of which the gradients are averaged."""
     model, loss = Blocks(ALL), nn.CrossEntropyLoss()
     inputs, labels = loops.data(steps)
-    with loops.watching(model, loss, subscribers()) as (_, published):
+    with loops.watching(model, loss, subscribers()) as (exporter, published):
         optimizer = loops.sgd(model)
         for x, y in zip(inputs, labels, strict=True):
             optimizer.zero_grad()
@@ -65,6 +67,10 @@ def one_process(steps=STEPS):
             for parameter in model.parameters():
                 parameter.grad /= MICRO_BATCHES
             optimizer.step()
+        exporter.test()
+        with torch.no_grad():
+            model(inputs[0])
+        exporter.train()
     return published
 
 
@@ -75,12 +81,17 @@ def _trained(make_schedule, parts, rank, size, watch):
     loss = nn.CrossEntropyLoss()
     schedule = make_schedule(stages, MICRO_BATCHES, loss)
     inputs, labels = loops.data(STEPS)
-    with watch(models, loss) as (exporter, published):
+    is_last = any(stage.is_last for stage in stages)
+    with watch(models, loss if is_last else None) as (exporter, published):
         optimizer = loops.sgd(nn.ModuleList(models))
         for x, y in zip(inputs, labels, strict=True):
             optimizer.zero_grad()
-            schedule.step(*((x,) if rank == 0 else ()), target=y if any(s.is_last for s in stages) else None)
+            schedule.step(*((x,) if rank == 0 else ()), target=y if is_last else None)
             optimizer.step()
+        if exporter is not None:
+            exporter.test()
+            schedule.eval(*((inputs[0],) if rank == 0 else ()), target=labels[0] if is_last else None)
+            exporter.train()
     health = exporter.health() if exporter is not None else None
     return published, [p.detach() for model in models for p in model.parameters()], health
 

@@ -31,7 +31,9 @@ def without_unclipped(values):
 @pytest.mark.fault(216)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages_publish_what_one_process_does(two, one, schedule):
-    assert {"gradients_global_norm", "input_data_norm2", "network_output_norm2", "loss_mean"} <= {key[0] for key in one}
+    assert {"gradients_global_norm", "input_data_norm2", "network_output_norm2", "loss_mean", "tested"} <= {
+        key[0] for key in one
+    }
     for outcome in two:
         published, is_bit_identical, health = outcome[schedule]
         if schedule == "interleaved":

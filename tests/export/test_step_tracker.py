@@ -228,6 +228,19 @@ def test_every_call_in_a_pass_is_recorded_and_no_optimizer_counts():
     assert script.forwards["a"] is script.forwards["b"] is not None
 
 
+@pytest.mark.parametrize("in_pass", [False, True])
+def test_a_call_with_meaningless_inputs_never_counts(in_pass):
+    tracker = StepTracker()
+    if in_pass:
+        tracker.pass_begins("testing")
+    assert tracker.forward_begins(1, is_dry=True) == ()
+    assert tracker.calls(1) == [None]
+    assert tracker.forward_begins(1) == ()  # a root inside
+    assert tracker.forward_ends(1) is tracker.forward_ends(1) is None
+    assert tracker.last_forward(1) is None
+    assert tracker.state is State.IDLE
+
+
 def test_an_epoch_of_a_given_number_of_steps_ends_by_itself_and_once():
     script = Script()
     script.tracker.set_steps_per_epoch(2)

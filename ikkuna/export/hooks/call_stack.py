@@ -10,10 +10,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["count_running_calls", "in_compiled_call", "in_reentrant_checkpoint", "running_steps"]
+__all__ = ["count_running_calls", "in_compiled_call", "in_dry_run", "in_reentrant_checkpoint", "running_steps"]
 
 _CALL = nn.Module._call_impl.__code__
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
+_STAGE = "torch.distributed.pipelining.stage"
+_DRY_RUNS = ("_forward_metadata_inference", "_shape_inference")  # their name depends on the version of torch
 _RECOMPUTE = CheckpointFunction.backward.__code__
 
 
@@ -61,6 +63,17 @@ def count_running_calls(modules: Collection[nn.Module]) -> int:
     """
     ids = {id(module) for module in modules}
     return sum(frame.f_code is _CALL and id(frame.f_locals.get("self")) in ids for frame in _frames())
+
+
+def in_dry_run() -> bool:
+    """Return whether a pipeline runs a stage on this thread only to learn the shapes of its outputs, with meaningless inputs.
+
+    Examples
+    --------
+    >>> in_dry_run()
+    False
+    """
+    return any(frame.f_code.co_name in _DRY_RUNS and frame.f_globals.get("__name__") == _STAGE for frame in _frames())
 
 
 def in_compiled_call() -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.export.hooks.backward import BackwardHooks
-from ikkuna.export.hooks.call_stack import count_running_calls, in_reentrant_checkpoint, running_steps
+from ikkuna.export.hooks.call_stack import count_running_calls, in_dry_run, in_reentrant_checkpoint, running_steps
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.graph_operators import ObservedSites
 from ikkuna.export.hooks.hook import in_backward
@@ -70,6 +70,9 @@ class ForwardHooks:
         self.root_was_called(False)
         # the count includes this call
         depth = count_running_calls(context.model.callable) - 1 if tracker.calls(thread) else None
+        if id(module) in context.model.stages and in_dry_run():
+            tracker.forward_begins(thread, depth=depth, is_dry=True)
+            return
         self.forward_begins(thread, module.training, torch.is_grad_enabled(), depth)
         calls = tracker.calls(thread)
         if len(calls) == 1 and (forward := calls[0]) is not None and context.model.takes_input(module):

@@ -164,6 +164,11 @@ class WatchedModel:
         stage = self.stages.get(id(root))
         return stage is None or stage.is_last
 
+    @property
+    def sees_loss(self) -> bool:
+        """Whether this process may compute the loss; of a pipeline only the last stage does."""
+        return not self.stages or any(stage.is_last for stage in self.stages.values())
+
     def names_by_stage(self) -> dict[str, list[str]]:
         """Return the names of the modules of each stage of a pipeline, by the stage's number."""
         found: dict[str, list[str]] = {}

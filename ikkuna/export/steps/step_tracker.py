@@ -152,6 +152,7 @@ class StepTracker:
         depth: int | None = None,
         running: Collection[int] = (),
         is_compiled: bool = False,
+        is_dry: bool = False,
     ) -> tuple[Decision, ...]:
         """Handle the beginning of a call of a root.
 
@@ -168,6 +169,8 @@ class StepTracker:
             The optimizers whose steps run around this call.
         is_compiled : bool
             Whether the call is that of a compiled graph, which has no end.
+        is_dry : bool
+            Whether the inputs of the call are meaningless, so that it never counts.
         """
         known = self._threads.setdefault(thread, _Thread())
         if depth is not None:
@@ -175,7 +178,7 @@ class StepTracker:
         if known.calls:
             known.calls.append(known.calls[0])
             return ()
-        forward, decisions = self._counted(training, gradients, running)
+        forward, decisions = (None, ()) if is_dry else self._counted(training, gradients, running)
         if forward is not None:
             forward.is_compiled = is_compiled
         known.last = forward
