@@ -275,9 +275,48 @@ FILES = {
         "the number of series is not limited",
     ),
     82: Fault("a system clock that is set back", "the times of values never decrease"),
+    301: Fault(
+        "an error of fsync, after which the system may discard what was not synchronised",
+        "the blocks since the last success are written again to a new file, which replaces the end of the old one; if that fails, "
+        "they count as lost, ``flush()`` and ``close()`` return ``False``, and the error is logged once",
+        "``acked_step`` returns to the last step on the disk until the others are written again; "
+        "an fsync after each step would cost milliseconds",
+    ),
+    304: Fault(
+        "a slow disk at the first value",
+        "training does not wait: the thread that writes creates the directory and the file",
+    ),
+    305: Fault(
+        "a short fault at the first value: too many open files, no inodes, no permission, a full disk",
+        "values wait in memory, and the directory and the file are tried again",
+    ),
+    320: Fault(
+        "a file of JSON lines or an event file that another program has prepared to disturb its reader",
+        "lines that are no entries are skipped, no error is raised, and the time to read it is proportional to its size",
+    ),
+    321: Fault(
+        "other code closes the descriptor of the file, and opens another file under its number",
+        "nothing is written to the other file; the own file is opened again",
+    ),
+    322: Fault(
+        "a file that another process truncates, and then a write that is cut off",
+        "the part of the block is removed, and no zeros are left in the file",
+    ),
     324: Fault(
         "a link with the name of an unfinished snapshot or picture, which another user has created",
         "it is not followed: unfinished files have random names, and existing files and links are not opened",
+    ),
+    325: Fault(
+        "a kind whose picture would have the same file name as that of another kind",
+        "each picture has a file of its own",
+    ),
+    328: Fault(
+        "a backend whose ``acked_step`` is not an integer or raises",
+        "it counts as a backend that stores nothing; ``health()`` does not raise",
+    ),
+    329: Fault(
+        "values that were lost before a run is closed",
+        "the log and the file state how many of which steps are lost",
     ),
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ikkuna.logger import log
 from ikkuna.visualization.backend import Series
+from ikkuna.visualization.files.append_file import ReplacedEnd
 from ikkuna.visualization.files.file_backend import FileBackend
 from ikkuna.visualization.matrix import Matrix
 
@@ -41,8 +42,10 @@ class _LinesFormat:
     def name(self, stem: str) -> str:
         return f"values.{stem}.jsonl"
 
-    def header(self) -> bytes:
-        return b""
+    def header(self, replaced: ReplacedEnd | None = None) -> bytes:
+        if replaced is None:
+            return b""
+        return json.dumps({"replaces": replaced.name, "size": replaced.size}).encode() + b"\n"
 
     def loss(self, values: int, first: int, last: int) -> bytes:
         return json.dumps({"lost": values, "first_step": first, "step": last}).encode() + b"\n"
@@ -56,6 +59,8 @@ class JSONLinesBackend(FileBackend):
     A matrix has ``matrix`` instead, with ``rows``, ``columns`` and ``values``.
     A page of text has ``title``, ``text``, ``step`` and ``time``.
     A line with ``lost`` has the number of values that could not be written.
+    After an error of the disk, the first line of a new file has ``replaces``, the name of an earlier file, and ``size``, the
+    number of its bytes that remain valid; the lines after these are repeated in the new file.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -128,7 +133,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Return the entries of a file, or of all such files of a run's directory in the order of their creation.
 
-    Incomplete lines, such as the last line after a crash, are skipped.
+    Incomplete lines, such as the last line after a crash, are skipped, and so are lines that a later file replaces.
 
     Examples
     --------
@@ -146,11 +151,25 @@ def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """
     path = Path(path)
     files = sorted(path.glob("values.*.jsonl")) if path.is_dir() else [path]
+    contents = {file.name: file.read_bytes() for file in files}
+    for name, size in _replaced(contents):
+        contents[name] = contents[name][:size]
     entries: list[dict[str, Any]] = []
     for file in files:
-        lines = file.read_bytes().splitlines()
+        lines = contents[file.name].splitlines()
         found = [entry for line in lines if (entry := _entry(line)) is not None]
         if len(found) < len(lines):
             log.warning("'%s': %d incomplete lines were skipped", file, len(lines) - len(found))
-        entries += found
+        entries += [entry for entry in found if "replaces" not in entry]
     return entries
+
+
+def _replaced(contents: dict[str, bytes]) -> list[tuple[str, int]]:
+    """Return the names of the files whose end another file replaces, and the sizes of their beginnings."""
+    found = []
+    for own, content in contents.items():
+        entry = _entry(content.partition(b"\n")[0]) or {}
+        name, size = entry.get("replaces"), entry.get("size")
+        if isinstance(name, str) and name in contents and name != own and isinstance(size, int) and size >= 0:
+            found.append((name, size))
+    return found

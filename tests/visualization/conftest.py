@@ -15,7 +15,7 @@ class Plain:
     def name(self, stem):
         return f"plain.{stem}"
 
-    def header(self):
+    def header(self, replaced=None):
         return b"header\n"
 
     def loss(self, values, first, last):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ikkuna.visualization.backend import Series
+from ikkuna.visualization.files.append_file import ReplacedEnd
 from ikkuna.visualization.jsonl import JSONLinesBackend, read
 
 
@@ -105,11 +106,36 @@ def test_a_directory_is_read_as_one(tmp_path):
     assert [entry["value"] for entry in read(tmp_path)] == [1.0, 2.0]
 
 
+@pytest.mark.fault(301)
+def test_lines_that_a_later_file_replaces_are_not_read(tmp_path):
+    first, second = tmp_path / "values.1.jsonl", tmp_path / "values.2.jsonl"
+    lines = [b'{"step": %d}\n' % step for step in range(5)]
+    first.write_bytes(b"".join(lines[:4]))
+    header = JSONLinesBackend()._format().header(ReplacedEnd(first.name, len(lines[0]) * 2, 2))
+    second.write_bytes(header + b"".join(lines[2:]))
+    assert [entry["step"] for entry in read(tmp_path)] == [0, 1, 2, 3, 4]
+    assert [entry["step"] for entry in read(first)] == [0, 1, 2, 3]
+    assert [entry["step"] for entry in read(second)] == [2, 3, 4]
+
+
+@pytest.mark.fault(320)
+@pytest.mark.parametrize(
+    "header",
+    [("../values.1.jsonl", 0), ("values.2.jsonl", 0), ("values.1.jsonl", -1), ("values.1.jsonl", 1.5), (None, 0)],
+)
+def test_an_odd_claim_to_replace_lines_is_ignored(tmp_path, header):
+    (tmp_path / "values.1.jsonl").write_bytes(b'{"step": 0}\n')
+    claim = json.dumps({"replaces": header[0], "size": header[1]}).encode()
+    (tmp_path / "values.2.jsonl").write_bytes(claim + b'\n{"step": 1}\n')
+    assert [entry["step"] for entry in read(tmp_path)] == [0, 1]
+
+
 def test_losses_are_entries(backend):
     block = backend._format().loss(5, 1, 2)
     assert json.loads(block) == {"lost": 5, "first_step": 1, "step": 2}
 
 
+@pytest.mark.fault(320)
 @pytest.mark.parametrize(
     "line",
     [
@@ -123,6 +149,7 @@ def test_losses_are_entries(backend):
         b'{"kind": ' + b"1" * 10_000 + b"}",
         b"\xff\xfe",
         b"null",
+        b'{"replaces": 3, "size": "x"}',
     ],
 )
 def test_a_hostile_line_is_skipped_or_returned_and_never_raises(tmp_path, line):

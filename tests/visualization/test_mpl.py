@@ -228,6 +228,7 @@ def test_pictures_of_names_nobody_expects(tmp_path):
     assert len(list((tmp_path / "pictures").iterdir())) == len(names)
 
 
+@pytest.mark.fault(325)
 def test_kinds_that_are_named_like_other_pictures_have_files_of_their_own(tmp_path):
     matrix = Matrix(("a",), ("b",), np.eye(1))
     backend = opened(tmp_path)

@@ -185,6 +185,7 @@ def test_a_backend_that_cannot_be_opened_is_said_once(tmp_path, caplog):
     assert "it exists and is not a directory" in record.message
 
 
+@pytest.mark.fault(305)
 def test_values_of_a_file_that_cannot_be_created_wait_and_are_counted(tmp_path, caplog):
     (tmp_path / "log").write_text("")
     run = Run(tmp_path / "log")
@@ -460,6 +461,7 @@ def test_the_built_in_backends_are_announced_and_loadable(monkeypatch):
         assert isinstance(backend_module.get_backend(name), Backend)
 
 
+@pytest.mark.fault(328)
 @pytest.mark.parametrize("odd", ["7", math.nan, 3.0, object(), -(10**30), np.int64(5)])
 def test_an_odd_answer_of_a_backend_harms_nothing(tmp_path, odd):
     backend, good = Stored(odd), Stored(9)

@@ -171,7 +171,8 @@ def test_what_does_not_fit_is_counted_said_and_written_down(tmp_path, plain, fai
     assert sum("6 values of steps 3 to 4 are lost" in line for line in said) == 1
 
 
-def test_losses_are_told_in_the_file_even_if_nothing_follows_them(tmp_path, plain, failing):
+@pytest.mark.fault(329)
+def test_losses_are_told_in_the_file_even_if_nothing_follows_them(tmp_path, plain, failing, caplog):
     writer = FileWriter(tmp_path, plain, capacity=1000)
     failing.set()
     submit(writer, range(3), size=700)
@@ -179,6 +180,7 @@ def test_losses_are_told_in_the_file_even_if_nothing_follows_them(tmp_path, plai
     failing.clear()
     assert not writer.close()
     assert lines(writer)[-1] == b"lost 6 1-2"
+    assert caplog.records[-1].message.endswith("6 values of steps 1 to 2 are lost")
 
 
 @pytest.mark.parametrize("fault", ["full", "short", "interrupted"])
@@ -250,7 +252,7 @@ def lossy(monkeypatch):
     return failing
 
 
-@pytest.mark.fault(84)
+@pytest.mark.fault(84, 301)
 def test_after_a_failed_fsync_the_blocks_are_written_again_to_a_new_file(tmp_path, plain, lossy, caplog):
     lossy.add(1)
     writer = FileWriter(tmp_path, plain)
@@ -285,7 +287,7 @@ def test_no_failed_fsync_costs_a_value(tmp_path, plain, lossy, bad):
     assert stored(tmp_path) == expected(*range(6))[1:]
 
 
-@pytest.mark.fault(84)
+@pytest.mark.fault(84, 301)
 def test_a_lasting_error_of_fsync_is_counted_and_said_once(tmp_path, plain, lossy, caplog):
     lossy |= set(range(10**4))
     writer = FileWriter(tmp_path, plain, sync_seconds=0.0, retry_seconds=0.0)

@@ -8,10 +8,11 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from ikkuna.errors import LogDirError
 
-__all__ = ["AppendFile", "make_directories", "reason", "unique_stem"]
+__all__ = ["AppendFile", "ReplacedEnd", "make_directories", "reason", "unique_stem"]
 
 _FLAGS = (
     os.O_WRONLY
@@ -24,10 +25,10 @@ _FLAGS = (
 )
 
 
-def unique_stem(counter: int) -> str:
-    """Return time, host, process and `counter`, which together are different for every writer."""
+def unique_stem(second: int, counter: int) -> str:
+    """Return `second`, host, process and `counter`, which together are different for every writer."""
     host = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname())[:64] or "localhost"
-    return f"{int(time.time()):010d}.{host}.{os.getpid()}.{counter}"
+    return f"{second:010d}.{host}.{os.getpid()}.{counter:03d}"
 
 
 def reason(error: OSError) -> str:
@@ -65,6 +66,24 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+class ReplacedEnd(NamedTuple):
+    """The end of an earlier file in the same directory, which a file replaces.
+
+    Parameters
+    ----------
+    name : str
+        The name of the earlier file.
+    size : int
+        How many of its first bytes remain valid.
+    step : int or None
+        The first step that the end contains; ``None`` if values of this step are also before it.
+    """
+
+    name: str
+    size: int
+    step: int | None
+
+
 class AppendFile:
     """A new file below `directory` whose content is always a sequence of whole blocks.
 
@@ -79,6 +98,14 @@ class AppendFile:
         Created if it does not exist.
     name : callable
         Returns the file's name for a stem that is different for every writer (see :func:`unique_stem`).
+    following : AppendFile, optional
+        A file after which readers read this one, because its name is later.
+        Until :meth:`publish` is called, this file has another name, by which no reader finds it.
+
+    Attributes
+    ----------
+    synced_size : int
+        The size at the last successful :meth:`sync`.
 
     Raises
     ------
@@ -86,26 +113,43 @@ class AppendFile:
         If the file cannot be created, with the reason.
     """
 
-    def __init__(self, directory: Path, name: Callable[[str], str]) -> None:
+    def __init__(self, directory: Path, name: Callable[[str], str], following: "AppendFile | None" = None) -> None:
+        self._second, self._counter = int(time.time()), 0
+        if following is not None and following._second >= self._second:
+            self._second, self._counter = following._second, following._counter + 1
         try:
             make_directories(directory)
-            self.path, self._descriptor = self._create(directory, name)
+            self._name, self.path, self._descriptor = self._create(directory, name, following is not None)
         except OSError as error:
             raise LogDirError(f"cannot write to log directory '{directory}': {reason(error)}") from error
         self._identity = _identity(self._descriptor)
-        self._size = self._synced_size = 0
+        self._size = self.synced_size = 0
         self._torn = False
         _sync_directory(directory)
 
-    @staticmethod
-    def _create(directory: Path, name: Callable[[str], str]) -> tuple[Path, int]:
-        for counter in itertools.count():
-            path = directory / name(unique_stem(counter))
+    def _create(self, directory: Path, name: Callable[[str], str], is_hidden: bool) -> tuple[str, Path, int]:
+        for counter in itertools.count(self._counter):
+            self._counter = counter
+            stem = unique_stem(self._second, counter)
+            final = name(stem)
+            if is_hidden and (directory / final).exists():
+                continue
+            # TensorBoard reads every file with ``tfevents`` in its name
+            path = directory / (f".unfinished.{stem}" if is_hidden else final)
             try:
-                return path, os.open(path, _FLAGS, 0o644)
+                return final, path, os.open(path, _FLAGS, 0o644)
             except FileExistsError:
                 continue
         raise AssertionError("unreachable")
+
+    def publish(self) -> None:
+        """Give a hidden file its name; raise `FileExistsError` if another file has got it."""
+        path = self.path.with_name(self._name)
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "another file has this name", str(path))
+        os.rename(self.path, path)
+        self.path = path
+        _sync_directory(path.parent)
 
     def append(self, block: bytes) -> None:
         """Write the whole block; if that fails, write nothing and raise `OSError`."""
@@ -134,12 +178,12 @@ class AppendFile:
         """Call fsync: afterwards the content survives a power failure."""
         self._reopen()
         os.fsync(self._descriptor)
-        self._synced_size = self._size
+        self.synced_size = self._size
 
     def retract(self) -> None:
         """Remove the blocks that have been appended since the last successful :meth:`sync`."""
-        self._shorten(self._synced_size)
-        self._size = self._synced_size
+        self._shorten(self.synced_size)
+        self._size = self.synced_size
 
     def delete(self) -> None:
         """Delete the file."""

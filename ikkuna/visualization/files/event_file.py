@@ -13,6 +13,7 @@ from tensorboardX.proto.summary_pb2 import HistogramProto, Summary, SummaryMetad
 from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 
+from ikkuna.visualization.files.append_file import ReplacedEnd
 from ikkuna.visualization.files.checksum import masked_crc32c
 from ikkuna.visualization.histogram import HistogramLike
 
@@ -147,9 +148,12 @@ class EventFormat:
         """Return a name by which TensorBoard finds the file."""
         return f"events.out.tfevents.{stem}"
 
-    def header(self) -> bytes:
-        """Return the record of the format's version."""
-        return record(Event(wall_time=self._now(), file_version="brain.Event:2").SerializeToString())
+    def header(self, replaced: ReplacedEnd | None = None) -> bytes:
+        """Return the record of the format's version, and one that hides the steps of an earlier file that are `replaced`."""
+        version = record(Event(wall_time=self._now(), file_version="brain.Event:2").SerializeToString())
+        if replaced is None or replaced.step is None:
+            return version
+        return version + start_record(replaced.step, self._now())
 
     def loss(self, values: int, first: int, last: int) -> bytes:
         """Return a page of text that reports lost values."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from ikkuna.background import START_SECONDS, BackgroundThread
 from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.files.append_file import AppendFile
+from ikkuna.visualization.files.append_file import AppendFile, ReplacedEnd
 from ikkuna.visualization.files.block_queue import BlockQueue, QueuedBlock
 
 __all__ = ["FileFormat", "FileWriter"]
@@ -28,8 +28,8 @@ class FileFormat(Protocol):
     def name(self, stem: str) -> str:
         """Return the file's name; `stem` is different for every writer."""
 
-    def header(self) -> bytes:
-        """Return the first bytes of the file."""
+    def header(self, replaced: ReplacedEnd | None = None) -> bytes:
+        """Return the first bytes of the file, by which readers ignore the end of an earlier file, if that is `replaced`."""
 
     def loss(self, values: int, first: int, last: int) -> bytes:
         """Return a block that reports that `values` values of the steps `first` to `last` are missing."""
@@ -99,6 +99,7 @@ class FileWriter:
         self._started_at = self._start_at = 0.0
         self._acked = -1
         self._synced = self._wanted = 0  # numbers of blocks: on the disk, and requested to be
+        self._synced_step = -1  # the last step on the disk
         self._synced_at = time.monotonic()
         self._retry_at = 0.0
         self._failures = 0
@@ -133,6 +134,7 @@ class FileWriter:
         """Last step whose bytes the operating system has; -1 before.
 
         All values up to this step, except those in :attr:`dropped`, survive the death of the process.
+        After a failed fsync it is the last step that is on the disk, until the others have been written again.
         """
         return self._acked
 
@@ -374,24 +376,33 @@ class FileWriter:
             with self._changed:
                 self._queue.restore()
                 self._is_unsafe = True
+                self._acked = self._synced_step
             raise
         with self._changed:
             self._mark_synced()
 
     def _mark_synced(self) -> None:
         self._queue.mark_synced()
-        self._synced = self._queue.done
+        self._synced, self._synced_step = self._queue.done, self._acked
         self._synced_at = time.monotonic()
         self._changed.notify_all()
 
     def _rewrite(self) -> None:
-        """Write all blocks that are not synchronised to a new file, and continue with it if its fsync succeeds."""
+        """Write all blocks that are not synchronised to a new file, and continue with it if its fsync succeeds.
+
+        The file gets its name at the end, so that whenever the process dies, readers find each block once.
+        """
+        assert self._file is not None
+        assert self._directory is not None
         with self._changed:
             blocks = self._queue.head(sys.maxsize)
-        file, header = self._new_file()
+            is_whole_step = blocks[0].step > self._synced_step
+        replaced = ReplacedEnd(self._file.path.name, self._file.synced_size, blocks[0].step if is_whole_step else None)
+        file = AppendFile(self._directory, self._format.name, following=self._file)
         try:
-            file.append(header + b"".join(block.data for block in blocks))
+            file.append(self._format.header(replaced) + b"".join(block.data for block in blocks))
             file.sync()
+            file.publish()
         except OSError:
             with contextlib.suppress(OSError):
                 file.delete()
@@ -402,8 +413,7 @@ class FileWriter:
             self._acked = max(self._acked, *(block.step for block in blocks))
             self._failing = self._is_unsafe = False
             self._mark_synced()
-        assert old is not None
-        with contextlib.suppress(OSError):  # so that no block is in both files
+        with contextlib.suppress(OSError):  # for readers that do not know which end is replaced
             old.retract()
             old.close()
         log.warning(
