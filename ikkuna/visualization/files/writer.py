@@ -19,7 +19,7 @@ from ikkuna.visualization.files.block_queue import BlockQueue, QueuedBlock
 
 __all__ = ["FileFormat", "FileWriter"]
 
-_BATCH = 2**20  # bytes
+_SMALL_BATCH, _BATCH = 2**10, 2**20  # bytes
 
 
 class FileFormat(Protocol):
@@ -90,6 +90,7 @@ class FileWriter:
         if self._directory is not None:
             self._file, self._header = self._new_file()
         self._capacity = capacity
+        self._batch = _BATCH  # bytes that are written together
         self._queue = BlockQueue(capacity, file_format.loss)
         self._changed = threading.Condition()  # guards the attributes below; its lock is reentrant, for signal handlers
         self._thread: BackgroundThread | None = None
@@ -334,9 +335,9 @@ class FileWriter:
     def _write(self) -> None:
         """Write waiting blocks; they stay in the queue until that has succeeded."""
         # A write for each step would release the interpreter's lock each time and fall behind a busy training thread.
-        # After an error only one block is written, because it may fit where many do not.
+        # After an error only one block is written, because it may fit where many do not, and then twice as many each time.
         with self._changed:
-            blocks = self._queue.head(0 if self._failing else _BATCH)
+            blocks = self._queue.head(self._batch)
             if not blocks:
                 return
         if data := b"".join(block.data for block in blocks):
@@ -344,6 +345,7 @@ class FileWriter:
         with self._changed:
             self._queue.mark_written(blocks)
             self._acked = max(self._acked, *(block.step for block in blocks))
+            self._batch = min(2 * max(self._batch, _SMALL_BATCH), _BATCH)
             recovered, self._failing = self._failing, False
             self._changed.notify_all()
         if recovered:
@@ -426,6 +428,7 @@ class FileWriter:
             if not self._closing:
                 self._wanted = self._synced
             self._synced_at = time.monotonic()
+            self._batch = 0
             first, self._failing = not self._failing, True
             is_last_chance = self._closing and self._is_unsafe and first
             self._retry_at = 0.0 if is_last_chance else self._synced_at + self._retry_seconds
