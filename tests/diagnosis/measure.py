@@ -1,4 +1,8 @@
-"""Measures the rules on planted faults and healthy runs: ``python -m tests.diagnosis.measure tune|report [name …]``."""
+"""Measures the rules on planted faults and healthy runs: ``python -m tests.diagnosis.measure tune|report [name …]``.
+
+Thresholds are chosen by the runs of ``tune``; the figures in the documentation are those of ``report``.
+What the judge of a run receives is stored below ``IKKUNA_DIAGNOSIS_STORE``, so that changed rules can be applied to it again.
+"""
 
 import logging
 import os
@@ -10,10 +14,11 @@ from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from ikkuna.diagnosis import Judge, Network, get_rules
+from ikkuna.diagnosis import Finding, Judge, Network, get_rules
 from tests.diagnosis.healthy import HEALTHY, OTHERS
 from tests.diagnosis.planted import FAULTS
 from tests.diagnosis.training import Case, watch
@@ -22,26 +27,52 @@ STORE = Path(os.environ.get("IKKUNA_DIAGNOSIS_STORE", Path(tempfile.gettempdir()
 SEEDS = {"quick": (0,), "tune": (0, 2), "report": (1, 3)}
 
 
-def record(spec):
+class Entry(NamedTuple):
+    """One run with a fault.
+
+    ``is_found`` also counts a finding that lists an expected rule among its consequences; ``is_near`` is ``None`` without a module.
+    """
+
+    family: str
+    seed: int
+    is_found: bool
+    finding: Finding | None
+    findings: list[Finding]
+    is_near: bool | None
+
+
+def specs(seeds, names=()):
+    """Return (name, family, seed) of every case."""
+    found = []
+    for seed in seeds:
+        found += [(name, family, seed) for name, (_, _, families) in FAULTS.items() for family in families]
+        found += [(name, family, seed) for name, (_, families) in HEALTHY.items() for family in families]
+        found += [(name, "other", seed) for name in OTHERS]
+    return [spec for spec in found if not names or spec[0] in names]
+
+
+def record(spec, store=STORE):
     """Run one case unless it is stored; store everything that its judge received, its modules, and the module with the fault."""
-    file = STORE / f"{'.'.join(map(str, spec))}.pickle"
+    file = store / f"{'.'.join(map(str, spec))}.pickle"
     if file.exists():
         return spec, file
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     name, family, seed = spec
     calls = []
-    if family == "other":
-        exporter, hit = OTHERS[name](seed, partial(watch_and_record, calls)), None
-    else:
-        case = Case(family, seed)
-        (FAULTS.get(name) or HEALTHY[name])[0](case)
-        exporter, hit = case.train(partial(watch_and_record, calls)), case.hit
-    data = calls, exporter._rules.judge.history.network.modules, hit
-    STORE.mkdir(exist_ok=True)
-    partial_file = file.with_suffix(".part")
-    partial_file.write_bytes(pickle.dumps(data))
-    partial_file.rename(file)
+    try:
+        if family == "other":
+            exporter, hit = OTHERS[name](seed, partial(watch_and_record, calls)), None
+        else:
+            case = Case(family, seed)
+            (FAULTS.get(name) or HEALTHY[name])[0](case)
+            exporter, hit = case.train(partial(watch_and_record, calls)), case.hit
+    finally:
+        logging.disable(logging.NOTSET)
+    store.mkdir(exist_ok=True)
+    unfinished = file.with_suffix(".part")
+    unfinished.write_bytes(pickle.dumps((calls, exporter._rules.judge.history.network.modules, hit)))
+    unfinished.rename(file)
     return spec, file
 
 
@@ -66,7 +97,6 @@ def watch_and_record(calls, model, loss):
 
 def replay(spec, file):
     """Return the findings of a stored run."""
-    logging.disable(logging.CRITICAL)
     calls, modules, hit = pickle.loads(file.read_bytes())
     judge = Judge(get_rules(), Network(modules))
     for call in calls:
@@ -77,40 +107,25 @@ def replay(spec, file):
     return spec, list(judge.findings), hit, judge.history.network
 
 
-def specs(seeds, names=()):
-    """Yield (name, family, seed) of every case."""
-    for seed in seeds:
-        for name, (_, _, families) in FAULTS.items():
-            yield from ((name, family, seed) for family in families)
-        for name, (_, families) in HEALTHY.items():
-            yield from ((name, family, seed) for family in families)
-        yield from ((name, "other", seed) for name in OTHERS)
-
-
 def is_near(network, hit, found):
     """Return whether a finding names the module with the fault, one inside or around it, or one of the next two behind it."""
     return hit.startswith(found) or found.startswith(hit) or 0 <= network.position(found) - network.position(hit) <= 2
 
 
-def is_hit(finding, rules):
-    return finding.rule in rules or bool(rules.intersection(finding.consequences))
-
-
 def judge(results):
-    """Return the rows of a table of faults, and the false alarms."""
+    """Return the entries of each fault, the false alarms, and the number of healthy runs."""
     rows, alarms, healthy = defaultdict(list), [], 0
     for (name, family, seed), findings, hit, network in results:
-        if name in FAULTS:
-            rules = FAULTS[name][1]
-            found = [f for f in findings if is_hit(f, rules)]
-            named = [f for f in found if f.rule in rules]
-            near = is_near(network, hit, named[0].module or "?") if hit and named else None
-            rows[name].append((family, seed, bool(found), bool(named), named[0] if named else None, findings, near))
+        if name not in FAULTS:
+            healthy += 1
+            if loud := [f for f in findings if f.severity != "info"]:
+                alarms.append(((name, family, seed), loud))
             continue
-        healthy += 1
-        loud = [f for f in findings if f.severity != "info"]
-        if loud:
-            alarms.append(((name, family, seed), loud))
+        rules = FAULTS[name][1]
+        found = any(f.rule in rules or rules.intersection(f.consequences) for f in findings)
+        named = next((f for f in findings if f.rule in rules), None)
+        near = is_near(network, hit, named.module or "?") if hit and named else None
+        rows[name].append(Entry(family, seed, found, named, findings, near))
     return rows, alarms, healthy
 
 
@@ -120,34 +135,39 @@ def say(text):
 
 
 def main(which, *names):
-    todo = [spec for spec in specs(SEEDS[which]) if not names or spec[0] in names]
+    todo = specs(SEEDS[which], names)
     with ProcessPoolExecutor(2) as pool:
         stored = list(pool.map(record, todo, chunksize=2))
         results = list(pool.map(replay, *zip(*stored, strict=True), chunksize=20))
     rows, alarms, healthy = judge(results)
-    total, counts = Counter(), Counter()
-    say(f"{'fault':34} runs found named module step extra")
+    say("| fault | runs | found | as the cause | module | step | other findings |\n|---|---|---|---|---|---|---|")
     for name, entries in sorted(rows.items()):
-        found, named = sum(e[2] for e in entries), sum(e[3] for e in entries)
-        places = [e[6] for e in entries if e[6] is not None]
-        steps = [e[4].step for e in entries if e[4]]
-        extra = Counter(f.rule for e in entries for f in e[5] if f.rule not in FAULTS[name][1])
-        place = f"{sum(places)}/{len(places)}" if places else ""
-        step = f"{statistics.median(steps):g}" if steps else "-"
-        say(f"{name:34} {len(entries):4} {found:5} {named:5} {place:>6} {step:>4} {dict(extra)}")
-        total.update(runs=len(entries), found=found, named=named, places=len(places), right=sum(places))
-        counts.update(f.rule for e in entries for f in e[5])
+        near = [e.is_near for e in entries if e.is_near is not None]
+        steps = [e.finding.step for e in entries if e.finding]
+        others = Counter(f.rule for e in entries for f in e.findings if f.rule not in FAULTS[name][1])
+        module = f"{sum(near)} of {len(near)}" if near else ""
+        step = f"{statistics.median(steps):g}" if steps else ""
+        other = ", ".join(f"{rule} {count}" for rule, count in others.items())
+        found, named = sum(e.is_found for e in entries), sum(e.finding is not None for e in entries)
+        say(f"| {name} | {len(entries)} | {found} | {named} | {module} | {step} | {other} |")
     for name, entries in sorted(rows.items()):
-        for family, seed, found, named, _, findings, _ in entries:
-            if not named:
-                rules = [(f.rule, f.step, f.consequences) for f in findings]
-                say(f"  {'folded' if found else 'missed'} {name} {family} {seed} {rules}")
-    number = max(total["runs"], 1)
-    say(f"recall {total['found'] / number:.3f} (as the cause {total['named'] / number:.3f}) of {total['runs']}")
-    say(f"module {total['right']}/{total['places']}")
+        for entry in entries:
+            if entry.finding is None:
+                found = [(f.rule, f.step, f.consequences) for f in entry.findings]
+                say(f"{'folded' if entry.is_found else 'missed'} {name} {entry.family} {entry.seed} {found}")
+    entries = [entry for named in rows.values() for entry in named]
+    named = [entry.finding for entry in entries if entry.finding]
+    near = [entry.is_near for entry in entries if entry.is_near is not None]
+    extra = sum(
+        f.severity != "info" and f.rule not in FAULTS[n][1] for n, es in rows.items() for e in es for f in e.findings
+    )
+    say(
+        f"runs {len(entries)}, found {sum(e.is_found for e in entries)}, as the cause {len(named)}, other findings {extra}"
+    )
+    say(f"module {sum(near)} of {len(near)}, median step {statistics.median(f.step for f in named) if named else '-'}")
     say(f"healthy {healthy}, with a finding {len(alarms)}")
     for spec, loud in alarms:
-        say(f"  false {spec} {[(f.rule, f.module, f.step, f.value) for f in loud]}")
+        say(f"false {spec} {[(f.rule, f.module, f.step, f.value) for f in loud]}")
 
 
 if __name__ == "__main__":

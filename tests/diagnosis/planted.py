@@ -198,7 +198,7 @@ def weights_in_bfloat16(case):
         case.on_batch.append(lambda case, step, x, y: (x.bfloat16(), y))
 
 
-@fault("ignores_input", "zero_gradient")
+@fault("ignores_input", "zero_gradient", "signal_lost")
 def head_ignores_its_input(case):
     hook = lambda module, args: (args[0] * 0.0,)  # noqa: E731
     case.prepare.append(lambda case: case.model.get_submodule("head").register_forward_pre_hook(hook))
