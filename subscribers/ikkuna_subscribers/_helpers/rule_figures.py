@@ -7,19 +7,18 @@ from ikkuna.diagnosis.time_series import middle
 
 __all__ = ["gradient_growth", "gradient_scales", "guessing_loss", "median_ratio", "scale_of_loss"]
 
+_CARRIED_OVER = 1e6
+
 
 def gradient_growth(history: History) -> float:
     """Return the gradient that the optimizer gets over the one that a backward gave, the median over weights.
 
     With accumulation over k micro-batches it is at most k, after clipping below 1; NaN if it is unknown.
+    If the backward gave zeros, the gradient is that of earlier steps, and the figure is 1e6.
     """
     fresh = dict(history.fresh("weight_micro_gradients_norm2"))
-    ratios = [
-        curve.last / fresh[name].last
-        for name, curve in history.fresh("weight_gradients_norm2")
-        if name in fresh and fresh[name].last > 0
-    ]
-    return middle(ratios)
+    pairs = [(c.last, fresh[name].last) for name, c in history.fresh("weight_gradients_norm2") if name in fresh]
+    return middle([used / given if given > 0 else _CARRIED_OVER for used, given in pairs if used > 0])
 
 
 def gradient_scales(history: History) -> list[tuple[str, float]]:

@@ -27,6 +27,7 @@ class DeadUnitsRule(Rule):
     severity = "error"
     explains = frozenset(
         (
+            *("signal_lost",),
             *("ignores_input", "no_learning", "lr_too_low", "signal_scale", "vanishing_gradient", "zero_gradient"),
             *("class_collapse", "plateau", "never_moves", "update_ratio"),
         )

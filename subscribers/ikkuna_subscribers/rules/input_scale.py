@@ -22,6 +22,7 @@ class InputScaleRule(Rule):
     limit: float = 10.0
     explains = frozenset(
         (
+            *("signal_lost",),
             *("signal_scale", "loss_at_init", "lr_too_high", "dead_units", "no_learning", "ignores_input", "diverges"),
             *("exploding_gradient", "nonfinite", "vanishing_gradient", "class_collapse", "saturated", "loss_spike"),
             *("zero_gradient", "update_ratio", "plateau", "logit_growth"),

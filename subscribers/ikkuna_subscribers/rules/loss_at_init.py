@@ -25,7 +25,17 @@ class LossAtInitRule(Rule):
     factor: float = 1.5
     patience = 1
     explains = frozenset(
-        ("lr_too_high", "exploding_gradient", "no_learning", "diverges", "dead_units", "loss_spike", "saturated")
+        (
+            "logit_growth",
+            "ignores_input",
+            "lr_too_high",
+            "exploding_gradient",
+            "no_learning",
+            "diverges",
+            "dead_units",
+            "loss_spike",
+            "saturated",
+        )
     )
     meaning = "Before the first update the cross-entropy is {figure:.1f} times that of a guess."
     advice = "scale down the initial weights of the last layer, and check the normalisation of the inputs"

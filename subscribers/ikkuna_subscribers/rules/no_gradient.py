@@ -21,7 +21,9 @@ class NoGradientRule(Rule):
     uses = sources("weight_requires_grad", "activations_variance")
     severity = "error"
     origin = "last"
-    explains = frozenset(("no_learning", "lr_too_low", "ignores_input", "never_moves", "plateau", "vanishing_gradient"))
+    explains = frozenset(
+        ("signal_lost", "no_learning", "lr_too_low", "ignores_input", "never_moves", "plateau", "vanishing_gradient")
+    )
     meaning = "The weight is trainable and in an optimizer, but no gradient ever reaches it, while others receive one."
     advice = "search for detach(), .data, torch.no_grad(), an argmax or a conversion to numpy behind this module"
 

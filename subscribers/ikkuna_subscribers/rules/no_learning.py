@@ -42,9 +42,12 @@ class NoLearningRule(Rule):
         if ratios:
             memory["moved"] = memory.get("moved", 0.0) + sorted(ratios)[len(ratios) // 2]
         bias = (classes.last - 1) / (2 * max(count.median(10), 1))
-        guess = min(entropy.median(10) + bias, math.log(classes.last))
+        most = math.log(classes.last)
+        guess = min(entropy.median(10) + bias, most)
         window = max(math.ceil(self.labels / max(count.median(10), 1)), 4)
         if mean.count < window + 10 or memory.get("moved", 0.0) < 0.005 or guess < 0.2:
             return
-        now, before = middle(mean.tail(window)), middle(mean.tail(window, skip=10))
-        yield Score(now / guess / self.share if now > 0.98 * before else 0.0, now / guess)
+        pairs = zip(mean.tail(window + 10), entropy.tail(window + 10), strict=False)
+        shares = [loss / min(max(labels, 0.2) + bias, most) for loss, labels in pairs]
+        now, before = middle(shares[-window:]), middle(shares[:window])
+        yield Score(now / self.share if now > 0.98 * before else 0.0, now)

@@ -23,7 +23,7 @@ class NotZeroedRule(Rule):
     thresholds = ("factor",)
     factor: float = 3.0
     severity = "error"
-    patience = 2
+    patience = 1
     explains = frozenset(
         (
             *(

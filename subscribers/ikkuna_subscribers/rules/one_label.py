@@ -18,7 +18,17 @@ class OneLabelRule(Rule):
     name = "one_label"
     needs = sources("label_mean", "label_variance", "label_count")
     patience = 8
-    explains = frozenset(("repeated_batch", "ignores_input", "no_learning", "class_collapse", "not_shuffled"))
+    explains = frozenset(
+        (
+            "lost_updates",
+            "logit_growth",
+            "repeated_batch",
+            "ignores_input",
+            "no_learning",
+            "class_collapse",
+            "not_shuffled",
+        )
+    )
     meaning = "Every label is {figure:g}: there is nothing to distinguish."
     advice = "check how the labels are loaded"
 

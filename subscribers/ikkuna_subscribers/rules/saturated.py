@@ -12,14 +12,14 @@ class SaturatedRule(Rule):
     """The outputs of a tanh or a sigmoid are nearly all at its limits.
 
     The figure is the mean square of the tanh's outputs, or of 2h - 1 for a sigmoid: 1 if every output is at a limit.
-    Threshold: 0.9, for 3 samples in a row; healthy layers stay below 0.6.
+    Threshold: 0.75, for 3 samples in a row; healthy layers stay below 0.6.
     Cannot see: activation functions inside recurrent layers, or that are no modules; a sigmoid at the output, which is left out.
     """
 
     name = "saturated"
     needs = sources("activations_variance", "activations_mean")
     thresholds = ("share",)
-    share: float = 0.9
+    share: float = 0.75
     explains = frozenset(("vanishing_gradient", "ignores_input", "no_learning", "class_collapse", "plateau"))
     meaning = "The outputs of this layer are at the limits of its activation function (mean square {figure:.2f} of 1)."
     advice = "use a smaller initialisation or learning rate, or a normalisation in front of it"

@@ -26,6 +26,10 @@ class SignalScaleRule(Rule):
     explains = frozenset(
         (
             *(
+                "signal_lost",
+                "logit_growth",
+            ),
+            *(
                 "loss_at_init",
                 "lr_too_high",
                 "exploding_gradient",
