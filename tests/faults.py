@@ -343,6 +343,12 @@ THREADS = {
         "it is raised to the user; any other exception of a metric is caught, also if it is no ``Exception``",
         "signals are not blocked during hooks, because another thread would receive them and Python would run the handler nevertheless",
     ),
+    307: Fault(
+        "several threads train at the same time, each with an exporter, while others open and close exporters",
+        "every step of every thread is counted: a single pair of torch's global optimizer hooks serves all exporters, "
+        "and stays registered until the process ends",
+        "a pair for each exporter changes torch's dictionary of hooks while other threads iterate over it, which raises in their steps",
+    ),
     309: Fault(
         "a thread that dies while it starts, for want of memory",
         "nothing waits for it; values wait in memory, and it is started again after a pause",

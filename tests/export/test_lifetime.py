@@ -9,11 +9,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
 
 import ikkuna
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
+from ikkuna.export.hooks import optimizer_steps
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.visualization import get_backend
@@ -70,7 +70,7 @@ def test_a_model_that_is_dropped_releases_the_exporter_its_thread_and_its_file_a
     gc.collect()
     assert [reference() for reference in gone] == [None] * 3
     assert (own_threads(), descriptors()) == before
-    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not optimizer_steps._called
     assert {step for _, _, step in stored(tmp_path)} == {0, 1, 2}
 
 
@@ -92,7 +92,7 @@ def test_runs_that_are_forgotten_do_not_pile_up(shared, tmp_path, bus):
         exporter.add_modules(model)
         exporter.message_bus.register_subscriber(NormSubscriber("weights", backend="jsonl"))
         train(model)
-        hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+        hooks = len(optimizer_steps._called)
         counts.append((len(own_threads()), descriptors(), hooks))
     exporter.close()
     del exporter, model

@@ -7,9 +7,9 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
 
 from ikkuna.export import Exporter
+from ikkuna.export.hooks import optimizer_steps
 from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from tests.zoo import CASES, Loop
@@ -74,8 +74,7 @@ def test_nothing_is_left_after_close(watched):
     exporter.close()
     assert hooks(loop.model) == {}
     assert hooks(loop.loss) == {}
-    assert not torch_optimizer._global_optimizer_pre_hooks
-    assert not torch_optimizer._global_optimizer_post_hooks
+    assert not optimizer_steps._called
     assert all(not p._backward_hooks for p in loop.model.parameters())
 
 

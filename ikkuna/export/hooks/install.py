@@ -5,22 +5,21 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.fast_path import FastPathHooks
 from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.hook import Hook, Remove, remove_all
 from ikkuna.export.hooks.in_graph import GraphSwitch, RootBeginsHook, RootEndsHook
+from ikkuna.export.hooks.optimizer_steps import StepHooks, call_at_steps
 from ikkuna.export.hooks.optimizers import OptimizerHooks
 
 __all__ = ["PermanentHooks", "pause_after_fork"]
 
 
 class PermanentHooks:
-    """Two hooks on each root, one on the loss module, and two for all optimizers of the process.
+    """Two hooks on each root, one on the loss module, and two that are called at the steps of all optimizers.
 
     Parameters
     ----------
@@ -75,12 +74,9 @@ class PermanentHooks:
 
 
 def _install_for_optimizers(optimizers: OptimizerHooks) -> Remove:
-    """Register hooks before and after the step of any optimizer; they are removed when `optimizers` dies."""
-    # a compiled step() must not trace into the hooks
-    begins = torch.compiler.disable(Hook(optimizers, OptimizerHooks.optimizer_begins))
-    ends = torch.compiler.disable(Hook(optimizers, OptimizerHooks.optimizer_ends))
-    handles = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
-    return weakref.finalize(optimizers, remove_all(handles))
+    """Call hooks before and after the step of any optimizer, at most until `optimizers` dies."""
+    begins, ends = Hook(optimizers, OptimizerHooks.optimizer_begins), Hook(optimizers, OptimizerHooks.optimizer_ends)
+    return weakref.finalize(optimizers, call_at_steps(StepHooks(begins, ends)))
 
 
 def pause_after_fork(context: HookContext) -> None:
