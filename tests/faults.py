@@ -220,6 +220,10 @@ TENSORS = {
         "its gradients are published like all others; a warning names it once, after 100 steps if it never has a gradient",
         "a layer that is used once in 100 steps is not reported",
     ),
+    316: Fault(
+        "a tensor whose elements share memory, such as a broadcast output",
+        "each stored element is measured once and counted as often as it occurs; overlapping elements are read in parts",
+    ),
     306: Fault(
         "a tensor whose storage was shrunk or freed after it was created, as by sharded training",
         "nothing reads it; it is counted in ``health().skipped``",

@@ -1,6 +1,8 @@
 """Access to the numbers of tensors of every dtype and layout."""
 
 import ctypes
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,10 @@ __all__ = [
     "host_array",
     "in_memory_order",
     "is_plain",
+    "pieces",
     "readable",
     "stored",
+    "without_repeats",
 ]
 
 CHUNK = 131_072
@@ -209,6 +213,52 @@ def in_memory_order(x: Tensor) -> Tensor:
     True
     """
     return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
+
+
+def without_repeats(x: Tensor) -> tuple[Tensor, int]:
+    """Return `x` without its broadcast axes, and how often each of the remaining elements occurs in `x`.
+
+    Examples
+    --------
+    >>> few, times = without_repeats(torch.ones(3, 1, 2).expand(3, 5, 2))
+    >>> few.shape, times
+    (torch.Size([3, 2]), 5)
+    """
+    if not _is_dense(x) or 0 not in x.stride():
+        return x, 1
+    axes = [i for i, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)) if size > 1 and not stride]
+    times = math.prod(x.shape[i] for i in axes)
+    for axis in reversed(axes):
+        x = x.select(axis, 0)
+    return x, times
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_quantized and not is_special(x)
+
+
+def pieces(x: Tensor, size: int = 1 << 20) -> Iterator[Tensor]:
+    """Yield the elements of a tensor on one axis, in parts of at most `size` elements if they would have to be copied.
+
+    A sparse or quantised tensor is yielded as it is.
+
+    Examples
+    --------
+    >>> overlapping = torch.arange(4.0).as_strided((3, 2), (1, 1))
+    >>> [part.tolist() for part in pieces(overlapping, size=2)]
+    [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
+    """
+    if not _is_dense(x):
+        yield x
+        return
+    is_flat = x.is_contiguous() or in_memory_order(x).is_contiguous()
+    if is_flat or x.numel() <= size:
+        yield flatten(x).contiguous() if x.numel() <= CHUNK else flatten(x)
+        return
+    axis = max(range(x.ndim), key=lambda i: x.shape[i])
+    rest = x.numel() // x.shape[axis]
+    for part in x.split(max(size // rest, 1), axis):
+        yield from pieces(part, size)
 
 
 def flatten(x: Tensor) -> Tensor:

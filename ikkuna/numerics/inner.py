@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.elements import CHUNK, flatten, readable
+from ikkuna.numerics.elements import CHUNK, flatten, readable, without_repeats
 
 __all__ = ["dot", "norm", "squared_distance", "squared_norm"]
 
@@ -55,7 +55,10 @@ def squared_norm(a: Tensor) -> Tensor:
     >>> squared_norm(torch.tensor([3.0, 4.0])).item()
     25.0
     """
-    if (read := readable(a.detach())) is None:
+    a, times = without_repeats(a.detach())
+    if times > 1:
+        return squared_norm(a) * times
+    if (read := readable(a)) is None:
         return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
     flat = flatten(read[0])
     return _add((_product(chunk, chunk) for chunk in _chunks(flat)), flat)

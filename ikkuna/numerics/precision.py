@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import CHUNK, flatten, readable
+from ikkuna.numerics.elements import CHUNK, flatten, readable, without_repeats
 from ikkuna.numerics.statistics.histogram import Histogram
 
 __all__ = ["FORMATS", "FloatFormat", "PrecisionShares", "count_losses", "histogram_shares", "shares"]
@@ -122,7 +122,10 @@ def count_losses(x: Tensor, name: str, scale: float = 1.0) -> Tensor:
     [1, 1, 1, 4, 5]
     """
     form = _format(name)
-    read = readable(x.detach())
+    x, times = without_repeats(x.detach())
+    if times > 1:
+        return count_losses(x, name, scale) * times
+    read = readable(x)
     if read is None:
         return torch.zeros(5, dtype=torch.int64, device="cpu")
     values, implied_zeros = read

@@ -9,7 +9,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Message
 from ikkuna.export.subscriber import SharedStatisticSubscriber
-from ikkuna.numerics.elements import flatten, readable
+from ikkuna.numerics.elements import has_numbers, pieces, readable, without_repeats
 from ikkuna.numerics.statistics import Record
 
 __all__ = ["NormSubscriber"]
@@ -75,14 +75,17 @@ class NormSubscriber(SharedStatisticSubscriber):
 
     def measure(self, message: Any) -> Tensor | None:
         r"""Return :math:`\sum |x_i|^p`, in float64."""
-        read = readable(message.data)
-        if read is None or not message.data.numel():
+        if not has_numbers(message.data) or not message.data.numel():
             return None
-        x = flatten(read[0]).double().abs()
+        few, times = without_repeats(message.data)
+        totals = [self._sum_of_powers(read[0]) for part in pieces(few) if (read := readable(part)) is not None]
+        return (sum(totals[1:], totals[0]) * times).reshape(1) if totals else None
+
+    def _sum_of_powers(self, x: Tensor) -> Tensor:
+        x = x.double().abs()
         if self.finite_only:
             x = torch.where(torch.isfinite(x), x, 0)
-        total = x.pow(self.p).sum()
-        return torch.where(torch.isfinite(x).all(), total, math.nan).reshape(1)
+        return torch.where(torch.isfinite(x).all(), x.pow(self.p).sum(), math.nan)
 
     def values(self, record: Record) -> tuple[float]:
         """Return the norm, if it is a shared statistic."""

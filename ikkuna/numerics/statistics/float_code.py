@@ -7,7 +7,7 @@ the code of :math:`x` is :math:`K + \mu` for a positive sign bit and :math:`K - 
 Codes never decrease in :math:`x`; a bin is :math:`2^{-m}` of its value wide.
 """
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import CHUNK, flatten, readable, stored
+from ikkuna.numerics.elements import (
+    CHUNK,
+    flatten,
+    has_numbers,
+    in_memory_order,
+    pieces,
+    readable,
+    stored,
+    without_repeats,
+)
 from ikkuna.numerics.statistics.native import Library, library
 
 __all__ = ["SAMPLE", "add_codes", "bin_edges", "codes", "half_size", "merge_codes", "sample", "sampled_codes"]
@@ -63,7 +72,13 @@ def codes(x: Tensor, m: int = 3, *, native: bool = True) -> Tensor:
     tensor([1031, 2048, 3064])
     """
     half = half_size(m)
-    found = _numbers(x.detach(), native)
+    x = x.detach()
+    if _needs_copy(x):
+        few, times = without_repeats(x)
+        if times > 1:
+            return codes(few, m, native=native) * times
+        return reduce(torch.add, (codes(part, m, native=native) for part in pieces(few)))
+    found = _numbers(x, native)
     return torch.zeros(2 * half, dtype=torch.int64, device="cpu") if found is None else _count(*found, m)
 
 
@@ -92,7 +107,11 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 
     1000000
     """
     half = half_size(m)
-    found = _numbers(x.detach(), native)
+    x = x.detach()
+    if _needs_copy(x):
+        few, times = without_repeats(x)
+        return sampled_codes(few, generator, m, native=native) * times if times > 1 else codes(few, m, native=native)
+    found = _numbers(x, native)
     if found is None:
         return torch.zeros(2 * half, dtype=torch.int64, device="cpu")
     flat, implied_zeros, kernels = found
@@ -133,6 +152,13 @@ def merge_codes(counts: dict[int, dict[str, Any]], more: dict[int, dict[str, Any
         known = counts.setdefault(row, {})
         for name, added in found.items():
             known[name] = known[name] + added if name in known else added
+
+
+def _needs_copy(x: Tensor) -> bool:
+    """Return whether a large tensor has broadcast or overlapping elements, so that one axis of all of them would be a copy."""
+    if torch.compiler.is_compiling() or x.numel() <= CHUNK or x.layout is not torch.strided or not has_numbers(x):
+        return False
+    return not in_memory_order(x).is_contiguous()
 
 
 def _numbers(x: Tensor, native: bool) -> tuple[Tensor, int, Library | None] | None:

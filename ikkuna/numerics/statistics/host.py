@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.elements import CHUNK, flatten, readable
+from ikkuna.numerics.elements import CHUNK, flatten, has_numbers, pieces, readable, without_repeats
 from ikkuna.numerics.statistics.eager import measure_eagerly
 from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
 from ikkuna.numerics.statistics.native import Library, library
@@ -94,23 +94,30 @@ class HostStatistics:
             ``False`` for a tensor without numbers (meta, fake, nested), which is not added.
         """
         kernels = self.kernels
-        if kernels is not None and kernels.accepts(x):
-            stored, implied_zeros = x, 0
-        elif (read := readable(x)) is not None:
-            stored, implied_zeros = flatten(read[0]), read[1]
-            if stored.numel() <= CHUNK:
-                stored = stored.contiguous()  # an expanded tensor
-            kernels = kernels if kernels is not None and kernels.accepts(stored) else None
-        else:
+        if kernels is not None and weight == 1 and not fields <= _COUNTED and kernels.accepts(x):
+            kernels.add(x, fields, self.address(row))
+        elif not has_numbers(x):
             return False
-        if kernels is not None and not implied_zeros and weight == 1 and not fields <= _COUNTED:
-            kernels.add(stored, fields, self.address(row))
         elif x.numel():
-            measured = _measure(stored, fields, kernels)
-            self._merge(row, (measured, row_of(0.0, implied_zeros)) if implied_zeros else (measured,), float(weight))
+            few, times = without_repeats(x)
+            for part in pieces(few):
+                if (read := readable(part)) is None:
+                    return False
+                self._add_flat(row, *read, fields, float(weight) * times)
         if not fields.isdisjoint(HISTOGRAMS):
             add_codes(self.codes.setdefault(row, {}), x, fields, generator, native=self.kernels is not None)
         return True
+
+    def _add_flat(self, row: int, x: Tensor, implied_zeros: int, fields: frozenset[str], weight: float) -> None:
+        flat = flatten(x)
+        if flat.numel() <= CHUNK:
+            flat = flat.contiguous()
+        kernels = self.kernels if self.kernels is not None and self.kernels.accepts(flat) else None
+        if kernels is not None and not implied_zeros and weight == 1 and not fields <= _COUNTED:
+            kernels.add(flat, fields, self.address(row))
+            return
+        measured = _measure(flat, fields, kernels)
+        self._merge(row, (measured, row_of(0.0, implied_zeros)) if implied_zeros else (measured,), weight)
 
     def _merge(self, row: int, parts: Sequence[Values], weight: float) -> None:
         self.address(row)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ikkuna.numerics.elements import flatten, has_numbers, readable
+from ikkuna.numerics.elements import flatten, has_numbers, pieces, readable, without_repeats
 from ikkuna.numerics.statistics.device import operators
 from ikkuna.numerics.statistics.device.doubts import Doubts
 from ikkuna.numerics.statistics.device.exact import measure_exactly
@@ -21,6 +21,7 @@ from ikkuna.numerics.statistics.table import EMPTY, Values, merge_rows, repeat_r
 __all__ = ["DeviceStatistics", "Taken"]
 
 _DROPPED = -1  # the owner of written rows that were cleared
+_PIECE = 1 << 18  # elements of a tensor that is read in parts
 _MOST_EXACT = 256  # rows of float64 that wait to be merged
 
 
@@ -170,16 +171,22 @@ class DeviceStatistics:
         if not has_numbers(x):
             return False
         self._note_stream()
+        repeated = x
+        x, times = without_repeats(x)
+        weight = weight * times
         is_weighted = isinstance(weight, Tensor) or weight != 1
         if not x.numel() or (not is_weighted and self._write(row, x, fields)):
             pass
+        elif _overlaps(x):
+            for part in pieces(x, _PIECE):
+                self._add_exactly(row, part, fields, weight if is_weighted else 1)
         elif operators.accepts(x, fields) and not is_weighted and row not in self._doubts:
             for part in operators.split(x, fields):
                 self._reduced.append(_Reduced(row, part.numel(), fields, operators.reduce(part, fields)))
         else:
             self._add_exactly(row, x, fields, weight if is_weighted else 1)
         if not fields.isdisjoint(HISTOGRAMS):
-            add_codes(self.codes.setdefault(row, {}), x, fields, generator)
+            add_codes(self.codes.setdefault(row, {}), repeated, fields, generator)
         return True
 
     def _note_stream(self) -> None:
@@ -322,3 +329,9 @@ def _merged(exact: Sequence[tuple[int, frozenset[str], Tensor]]) -> list[tuple[i
         rows = merge_rows(stacked.unflatten(0, (len(keys), count)).transpose(0, 1)) if count > 1 else stacked
         found += [(*key, values) for key, values in zip(keys, islice(rows, len(keys)), strict=True)]
     return found
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, so that a copy of it would be larger than its storage."""
+    is_plain = type(x) is Tensor and x.layout is torch.strided
+    return is_plain and x.numel() * x.element_size() > x.untyped_storage().nbytes()
