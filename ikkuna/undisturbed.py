@@ -2,17 +2,18 @@
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["undisturbed", "undisturbed_randomness"]
+__all__ = ["restoring", "run_undisturbed", "undisturbed", "undisturbed_randomness"]
 
-_Restore = Callable[[], None]
+T = TypeVar("T")
+_Restore = Callable[[], object]
 
 
 @contextmanager
@@ -34,18 +35,87 @@ def undisturbed(model: nn.Module, batches: Any = (), *, train: bool = False, aut
         Enable autograd, remove all gradients for the duration of the body, and restore them and every
         ``requires_grad`` flag.  Otherwise autograd is off.
     """
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.callback(_reshard, model)
-        stack.enter_context(undisturbed_randomness(batches))
-        stack.callback(_training_flags(model))
-        stack.callback(_buffers(model))
-        if autograd:
-            stack.callback(_gradients(model))
-        stack.enter_context(torch.set_grad_enabled(autograd))
-        for module in model.modules():
-            module.training = train
-        yield
+    with torch.inference_mode(False):
+        undo = _Undo()
+        try:
+            try:
+                _enter(undo, model, batches, train, autograd)
+                yield
+            finally:
+                undo()
+        except BaseException:
+            undo()
+            raise
+
+
+def run_undisturbed(body: Callable[[], T], model: nn.Module, batches: Any = ()) -> T:
+    """Return the result of `body`, which runs as in the context `undisturbed`.
+
+    Everything is restored also if an exception such as `KeyboardInterrupt` comes while it is restored.
+    No context manager written in Python can promise that, because its end is a call that can be interrupted.
+    """
+    undo = _Undo()
+
+    def run() -> T:
+        _enter(undo, model, batches, train=False, autograd=False)
+        return body()
+
+    with torch.inference_mode(False):
+        return restoring(run, undo)
+
+
+def restoring(body: Callable[[], T], restore: Callable[[], object]) -> T:
+    """Return the result of `body`, and call `restore` afterwards.
+
+    If an exception such as `KeyboardInterrupt` interrupts `restore`, it is called again.
+
+    Examples
+    --------
+    >>> restoring(lambda: 3, lambda: print("restored"))
+    restored
+    3
+    """
+    try:
+        try:
+            return body()
+        finally:
+            restore()
+    except BaseException:
+        restore()
+        raise
+
+
+class _Undo:
+    """Calls functions that undo changes, the last one first; it can be called again."""
+
+    def __init__(self) -> None:
+        self._functions: list[_Restore] = []
+
+    def add(self, function: Callable[..., object], *arguments: Any) -> None:
+        self._functions.append(partial(function, *arguments))
+
+    def __call__(self) -> None:
+        errors = []
+        for function in reversed(self._functions):
+            try:
+                function()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _enter(undo: _Undo, model: nn.Module, batches: Any, train: bool, autograd: bool) -> None:
+    undo.add(_reshard, model)
+    _keep_randomness(undo, batches)
+    undo.add(_training_flags(model))
+    undo.add(_buffers(model))
+    if autograd:
+        _remove_gradients(undo, model)
+    undo.add(torch._C._set_grad_enabled, torch.is_grad_enabled())
+    torch._C._set_grad_enabled(autograd)
+    for module in model.modules():
+        module.training = train
 
 
 @contextmanager
@@ -54,14 +124,25 @@ def undisturbed_randomness(batches: Any = ()) -> Iterator[None]:
 
     The generators of the data loader `batches`, of its samplers and of its data set are restored, too.
     """
-    with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
-        for generator in (torch.default_generator, *_generators(batches)):
-            stack.callback(generator.set_state, generator.get_state())
-        for restore in _accelerators():
-            stack.callback(restore)
-        yield
+    undo = _Undo()
+    try:
+        try:
+            _keep_randomness(undo, batches)
+            yield
+        finally:
+            undo()
+    except BaseException:
+        undo()
+        raise
+
+
+def _keep_randomness(undo: _Undo, batches: Any) -> None:
+    undo.add(random.setstate, random.getstate())
+    undo.add(np.random.set_state, np.random.get_state())
+    for generator in (torch.default_generator, *_generators(batches)):
+        undo.add(generator.set_state, generator.get_state())
+    for restore in _accelerators():
+        undo.add(restore)
 
 
 def _generators(batches: Any) -> Iterator[torch.Generator]:
@@ -119,14 +200,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*local)
 
 
-def _gradients(model: nn.Module) -> _Restore:
+def _remove_gradients(undo: _Undo, model: nn.Module) -> None:
     before = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    for parameter, _, _ in before:
-        parameter.grad = None
 
     def restore() -> None:
         for parameter, grad, requires_grad in before:
             parameter.grad = grad
             parameter.requires_grad_(requires_grad)
 
-    return restore
+    undo.add(restore)
+    for parameter, _, _ in before:
+        parameter.grad = None

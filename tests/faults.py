@@ -342,6 +342,11 @@ ENDINGS = {
 }
 
 THREADS = {
+    302: Fault(
+        "Ctrl-C at any moment of a step",
+        "the interrupted step is lost, or lacks values; the next forward is recorded again, and training is not changed",
+        "the exception is not delayed, because a metric may run for minutes",
+    ),
     303: Fault(
         "an exception of a signal handler, such as a time limit, in the code of a metric or of ikkuna",
         "it is raised to the user; any other exception of a metric is caught, also if it is no ``Exception``",

@@ -430,3 +430,31 @@ def test_new_tensors_do_not_follow_the_default_device(path):
             is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             named = any(keyword.arg == "device" for keyword in node.keywords)
             assert named or not is_torch, f"line {node.lineno}: torch.{node.func.attr} without device="
+
+
+# Calls that raise exceptions of the user's signal handlers, directly or through the error guard.
+RAISING = {"raise_users_exception", "report_internal", "_report", "handle"}
+WIDE = {"BaseException", "Exception", "RuntimeError", "OSError", "ValueError"}
+
+
+def wide_handlers(path):
+    """Yield the line and the body of each ``except`` clause for a class that a user's signal handler may raise."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ExceptHandler):
+            caught = {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)} if node.type else WIDE
+            if caught & WIDE:
+                yield node.lineno, [part for statement in node.body for part in ast.walk(statement)]
+
+
+NOT_IN_TRAINING = ("ikkuna/visualization/jsonl.py", "ikkuna/visualization/reading.py")  # they read files
+TRAINING = [path for path in PACKAGED if {"export", "visualization", "logger.py"} & set(path.parts)]
+
+
+@each([path for path in TRAINING if "files" not in path.parts and relative(path) not in NOT_IN_TRAINING])
+def test_code_on_the_training_thread_catches_no_exception_of_a_signal_handler(path):
+    for line, body in wide_handlers(path):
+        called = {ast.unparse(part.func).rpartition(".")[2] for part in body if isinstance(part, ast.Call)}
+        raises = any(isinstance(part, ast.Raise) and part.exc is None for part in body)
+        assert raises or called & RAISING, f"{relative(path)}:{line} may catch an exception of a signal handler"
+    for name, line in imports(path):
+        assert name != "contextlib.suppress", f"{relative(path)}:{line}: use ikkuna.signal_handlers.suppressed"

@@ -106,10 +106,12 @@ class Attachment:
         self.require_open()
         session = self.session
         model = session.context.model.the_model()
-        recording = session.paused() if name is None else session.in_pass(name)
         loss = None if name is None else session.context.model.loss
-        with self.bus.error_guard.recording_allowed(), recording:
-            evaluation.run(model, loss, batches, visit, forward)
+
+        def run() -> None:
+            session.run_in_pass(name, lambda: evaluation.run(model, loss, batches, visit, forward))
+
+        self.bus.error_guard.run_recorded(run)
 
     # -- names ----------------------------------------------------------------------------------------------------
 

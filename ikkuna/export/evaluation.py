@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.undisturbed import undisturbed
+from ikkuna.undisturbed import run_undisturbed
 
 __all__ = ["run"]
 
@@ -34,7 +34,8 @@ def run(
         ``call(model, inputs)`` returns the outputs; by default a tuple or dict of inputs becomes the arguments of the model.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with undisturbed(model, batches):
+
+    def visit_all() -> None:
         for batch in batches:
             pair = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
             inputs, labels = (_to(part, device) for part in pair)
@@ -43,6 +44,8 @@ def run(
                 loss(outputs, labels)
             if visit is not None:
                 visit(outputs, labels)
+
+    run_undisturbed(visit_all, model, batches)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -211,7 +211,7 @@ class Exporter:
     def step(self) -> None:
         """Mark the end of a step that no optimizer of torch.optim makes."""
         self._attachment.require_open()
-        self._session.optimizers.step_by_hand()
+        self._session.step_by_hand()
 
     def evaluate(
         self,

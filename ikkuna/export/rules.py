@@ -13,6 +13,7 @@ from ikkuna.export.rule_statistics import StatisticsReader, shared_kinds
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.logger import log
 from ikkuna.modules import NamedParameter
+from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.backend import Backend
 
 __all__ = ["RuleSelection", "RuleSubscriber", "register_rules"]
@@ -161,7 +162,8 @@ class RuleSubscriber(Subscriber):
         if self._on_finding is not None:
             try:
                 self._on_finding(finding)
-            except Exception:
+            except Exception as error:
+                raise_users_exception(error)
                 log.exception("on_finding failed (training is not affected)")
 
 

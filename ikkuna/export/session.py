@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
@@ -35,8 +36,29 @@ from ikkuna.export.steps.step_tracker import State
 from ikkuna.logger import log
 from ikkuna.modules import class_name
 from ikkuna.numerics.statistics.device import warm_up
+from ikkuna.undisturbed import restoring
 
 __all__ = ["Session"]
+
+
+P = ParamSpec("P")
+
+
+def _resuming(method: "Callable[Concatenate[Session, P], None]") -> "Callable[Concatenate[Session, P], None]":
+    """Make a method that the user calls abandon a step that an exception has interrupted, and note its own interruption."""
+
+    @wraps(method)
+    def call(self: "Session", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.context.is_interrupted:
+            self.abandon()
+            self.context.is_interrupted = False
+        try:
+            method(self, *args, **kwargs)
+        except BaseException:
+            self.context.is_interrupted = True
+            raise
+
+    return call
 
 
 class Session:
@@ -77,7 +99,7 @@ class Session:
     ) -> None:
         self.bus = bus
         recorder = Recorder(bus.error_guard, native, self._may_communicate)
-        self.context = context = HookContext(recorder, bus.error_guard, self.apply, WatchedModel(roots))
+        self.context = context = HookContext(recorder, bus.error_guard, self.apply, self.abandon, WatchedModel(roots))
         self.exchange = Exchange(bus, context.sites, context.model)
         self.optimizers = OptimizerHooks(context)
         self._backward = BackwardHooks(context)
@@ -95,7 +117,7 @@ class Session:
         self._taken = taken
         self._native = native
         self._demand = Demand()
-        self._interrupted: Recorder | None = None
+        self._training = recorder
         self._warned_of_loss = self._warned_of_change = False
         self.steps = 0
 
@@ -220,7 +242,9 @@ class Session:
             self.bus.post(NetworkMessage(stamp, "epoch_started"))
         if self.bus.is_wanted("batch_started"):
             self.bus.post(NetworkMessage(stamp, "batch_started"))
-        if recorder.rows is None:
+        if not opened.is_carried or recorder.rows is None:
+            if recorder.rows is not None:  # an exception has kept them from being closed
+                recorder.close()
             self._record(stamp)
         if recorder.plan.takes_data:
             self._follow(inside_step=True)
@@ -313,9 +337,31 @@ class Session:
                 "a subscriber wants the loss or the labels; set the module that computes it with set_loss(loss_module)"
             )
 
+    def abandon(self) -> None:
+        """Abandon the open step and what was measured of another pass, whatever state an exception has left them in."""
+        context = self.context
+        context.tracker.abandon()
+        for recorder in (self._training, context.recorder):
+            recorder.close()
+        self._end_hooks()
+        self.optimizers.step_ended()
+        self._modules.remove()
+        self._modules.remove_lost()
+        if context.tracker.pass_name == TRAINING:
+            context.recorder = self._training
+            self._prepare_next()
+        else:
+            self._open_pass()
+
+    @_resuming
     def finish_epoch(self) -> None:
         """Mark the end of an epoch."""
         self.apply(self.context.tracker.epoch_ends())
+
+    @_resuming
+    def step_by_hand(self) -> None:
+        """Mark the end of a step that no optimizer makes."""
+        self.optimizers.step_by_hand()
 
     def _finish_epoch(self, stamp: Stamp) -> None:
         self.bus.post(NetworkMessage(stamp, "epoch_finished"))
@@ -324,6 +370,7 @@ class Session:
 
     # -- other passes ---------------------------------------------------------------------------------------------
 
+    @_resuming
     def begin_pass(self, name: str) -> None:
         """Record another pass over data under its own name, until `end_pass`; an open step waits."""
         context = self.context
@@ -334,28 +381,30 @@ class Session:
             return
         self.apply(context.tracker.pass_begins(name))
         self._modules.remove()
-        self._interrupted, context.recorder = (
-            context.recorder,
-            Recorder(self.bus.error_guard, self._native, self._may_communicate),
-        )
-        self._record(context.tracker.pass_stamp(name))
+        self._open_pass()
+
+    def _open_pass(self) -> None:
+        context = self.context
+        context.recorder = Recorder(self.bus.error_guard, self._native, self._may_communicate)
+        self._record(context.tracker.pass_stamp(context.tracker.pass_name))
         self._follow()
         self._install_modules()
         self._modules.set_sampled_pass(context.recorder.plan)
 
-    def end_pass(self) -> None:
-        """Publish the measurements of another pass, and return to training."""
-        context = self.context
-        if self._interrupted is None:
+    def end_pass(self, is_complete: bool = True) -> None:
+        """Return to training, and publish the measurements of the other pass if they are complete."""
+        context, recorder = self.context, self.context.recorder
+        if context.tracker.pass_name == TRAINING:
             return
         self._gradients.step_ended()
         self._modules.remove()
-        plan = context.recorder.plan
-        if (rows := context.recorder.close()) is not None:
-            self.exchange.take(rows, plan)
-            self.bus.post(Finished(rows, None))
-        self._interrupted.unreadable |= context.recorder.unreadable
-        context.recorder, self._interrupted = self._interrupted, None
+        if recorder is not self._training:
+            plan, rows = recorder.plan, recorder.close()
+            self._training.unreadable |= recorder.unreadable
+            context.recorder = self._training
+            if rows is not None and is_complete:
+                self.exchange.take(rows, plan)
+                self.bus.post(Finished(rows, None))
         context.tracker.pass_ends()
         is_open = context.tracker.state is not State.IDLE
         if is_open:
@@ -363,25 +412,45 @@ class Session:
         self._modules.set_sampled(context.recorder.plan if is_open else self._next_plan())
         self.bus.drain()
 
-    @contextmanager
-    def in_pass(self, name: str) -> Iterator[None]:
-        """Record the body as a pass, then return to the pass before."""
+    def run_in_pass(self, name: str | None, body: Callable[[], None]) -> None:
+        """Record a function as a pass, then return to the pass before; without a name, suspend recording.
+
+        A pass that an exception ends is not published.
+        """
+        if name is None:
+            self._run_paused(body)
+            return
         before = self.context.tracker.pass_name
-        self.begin_pass(name)
         try:
-            yield
-        finally:
+            self.begin_pass(name)
+            body()
             self.begin_pass(before)
+        except BaseException:
+            if self.context.tracker.pass_name != before:
+                self.end_pass(is_complete=False)
+            self.begin_pass(before)
+            raise
+
+    def _run_paused(self, body: Callable[[], None]) -> None:
+        context, before = self.context, self.context.is_paused
+
+        def run() -> None:
+            context.is_paused = True
+            body()
+
+        restoring(run, lambda: setattr(context, "is_paused", before))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Suspend recording inside the body, and restore the former setting afterwards."""
-        before, self.context.is_paused = self.context.is_paused, True
+        before = self.context.is_paused
         try:
+            self.context.is_paused = True
             yield
         finally:
             self.context.is_paused = before
 
+    @_resuming
     def finish(self, for_good: bool = False) -> None:
         """Close whatever is open, and remove the hooks of modules."""
         if for_good:

@@ -37,7 +37,7 @@ class GuardedBackend:
         self.disabled = False
         self._opened_at: int | None = None  # a step
         self._failures = FailureCounter()  # by method, because adding may work where committing does not
-        self._step = 0  # of the last value
+        self._step = 0  # the last one among the pending values
         self._pending = 0  # values not committed
         self._dropped = 0
 
@@ -45,14 +45,17 @@ class GuardedBackend:
         """Pass a value to a method of the backend; open the backend first if this is its first value."""
         if self._opened_at is None:
             self._open(directory, step)
-        self._step = step
+        if not self._pending:
+            self._step = step
+        elif step > self._step:  # an exception has kept the step before from being committed
+            self.commit(self._step)
+            self._step = step
         if not self.disabled and self._call(method, *arguments):
             self._pending += 1
         else:
             self._dropped += 1
 
     def _open(self, directory: Callable[[], Path], step: int) -> None:
-        self._opened_at = step
         try:
             if self.stores:  # otherwise there is no need to create the directory
                 self.backend.open_later(directory)
@@ -61,6 +64,7 @@ class GuardedBackend:
             self.disable(f"cannot be opened, its values are lost: {error}")
         else:
             self._call("describe", self._modules)
+        self._opened_at = step
 
     @property
     def stores(self) -> bool:

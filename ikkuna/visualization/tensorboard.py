@@ -40,9 +40,9 @@ class _Group:
         self.heatmap = heatmap
         self.values: dict[str, float] = {}
 
-    def entries(self) -> list[bytes]:
-        values = list(self.values.values())
-        return [prefix + float32(value) for prefix, value in zip(self.prefixes, overview(values), strict=True)]
+    def entries(self, values: dict[str, float]) -> list[bytes]:
+        summary = overview(list(values.values()))
+        return [prefix + float32(value) for prefix, value in zip(self.prefixes, summary, strict=True)]
 
 
 class TensorBoardBackend(FileBackend):
@@ -170,11 +170,11 @@ class TensorBoardBackend(FileBackend):
 
     def _take_block(self, step: int) -> bytes:
         for group in self._groups.values():
-            if len(group.values) > 1:
-                self._entries += group.entries()
-                group.heatmap.add(step, group.values)
+            values, group.values = group.values, {}  # first, so that an exception cannot make them appear twice
+            if len(values) > 1:
+                self._entries += group.entries(values)
+                group.heatmap.add(step, values)
                 self._thread.open()
-            group.values.clear()
         entries, self._entries = self._entries, []
         if not entries:
             return b""

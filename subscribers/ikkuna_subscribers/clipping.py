@@ -60,6 +60,10 @@ class ClippingSubscriber(PlotSubscriber):
         assert message.record is not None
         self._norms[message.kind in _UNCLIPPED].append(message.record.l2_norm)
 
+    def abandon(self, stamp: Stamp) -> None:
+        """Forget the norms of a step of which some are missing."""
+        self._norms = {True: [], False: []}
+
     def finish(self, stamp: Stamp) -> None:
         """Emit the norm before clipping, and the share of clipped steps."""
         norms, self._norms = self._norms, {True: [], False: []}

@@ -179,6 +179,12 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
         else:
             self._rows[message.kind, message.series_name] += message.data
 
+    def abandon(self, stamp: Stamp) -> None:
+        """Forget the window of a step of which some rows are missing."""
+        self._samples.take()
+        self._totals, self._sizes, self._reduced = {}, [], 0.0
+        self._rows.clear()
+
     def finish(self, stamp: Stamp) -> None:
         """Emit the scale, its terms and the flag, if this is the last step of a window."""
         self._sizes.append(self._samples.take())

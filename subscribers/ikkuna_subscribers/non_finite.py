@@ -98,6 +98,11 @@ class NonFiniteSubscriber(PlotSubscriber):
         elif message.record is not None and message.record.nonfinite:
             self._broken.append((message.data[0], message))
 
+    def abandon(self, stamp: Stamp) -> None:
+        """Forget the tensors of a step of which some are missing."""
+        self._take(stamp)
+        self._broken = []
+
     def finish(self, stamp: Stamp) -> None:
         """Emit the number of tensors that are not finite, and the producer if the previous step was finite."""
         if not self._finds_producer:

@@ -16,9 +16,12 @@ from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.bus.registration import check_registration, known_kinds
 from ikkuna.export.messages.message import Message
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.model.module_entries import described
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered
+from ikkuna.failures import FailureCounter
+from ikkuna.logger import log
 from ikkuna.modules import NamedModule
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.files.run_directory import check_log_dir
@@ -63,11 +66,18 @@ class Source(Protocol):
 class Measurements(Protocol):
     """The measurements of a finished step or pass."""
 
+    @property
+    def stamp(self) -> Stamp:
+        """The step."""
+
     def arrived(self) -> bool:
         """Return whether all measurements have been copied to the host."""
 
     def deliver(self, bus: "MessageBus") -> None:
         """Deliver every measurement to its subscribers."""
+
+    def abandon(self, bus: "MessageBus") -> None:
+        """Make subscribers forget what they have received, because an exception has interrupted the delivery."""
 
 
 class _Place(NamedTuple):
@@ -123,7 +133,9 @@ class MessageBus:
         self.error_guard = ErrorGuard()
         self.is_silent = False
         self._queue: deque[Message | Measurements] = deque()
+        self._begun: Message | Measurements | None = None
         self._draining = False
+        self._interruptions = 0
         self._run: Run | None = None
 
     # -- registration ---------------------------------------------------------------------------------------------
@@ -260,31 +272,54 @@ class MessageBus:
         """Deliver the items of the queue in order, up to the first that has not arrived; with `wait`, all of them."""
         if self._draining:  # a subscriber evaluates the model in compute; its items stay in the queue
             return
-        self._draining = True
         try:
-            with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of rows is NaN without a warning
-                while self._queue and self._deliver_first(wait):
-                    pass
-        finally:
+            try:
+                self._draining = True
+                with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of rows is NaN without a warning
+                    while self._queue and self._deliver_first(wait):
+                        pass
+            finally:
+                self._draining = False
+        except BaseException:  # may have come before the line above
             self._draining = False
+            raise
 
     def _deliver_first(self, wait: bool) -> bool:
-        """Deliver the first item of the queue and return whether it had arrived; an item that raises is removed."""
+        """Deliver the first item of the queue and return whether it had arrived.
+
+        The item is removed afterwards.  If it is still there at the next call, an exception that belongs to the user has
+        interrupted its delivery, and what remains of it is lost.
+        """
         item = self._queue[0]
+        if item is self._begun:
+            self._queue.popleft()
+            self._abandon(item)
+            return True
         try:
             if isinstance(item, Message):
-                self._queue.popleft()
+                self._begun = item
                 self.publish(item)
             elif wait or item.arrived():
-                self._queue.popleft()
+                self._begun = item
                 item.deliver(self)
             else:
                 return False
         except Exception as error:
-            if self._queue and self._queue[0] is item:
-                self._queue.popleft()
             self.error_guard.report_internal("delivery", error)
+        self._queue.popleft()
         return True
+
+    def _abandon(self, item: Message | Measurements) -> None:
+        self._interruptions += 1
+        if FailureCounter.is_logged(self._interruptions):
+            step = item.stamp.global_step
+            log.warning("an exception has interrupted the delivery of step %d; some of its values are missing", step)
+        if isinstance(item, Message):
+            return
+        try:
+            item.abandon(self)
+        except Exception as error:
+            self.error_guard.report_internal("delivery", error)
 
     def commit(self, step: int) -> None:
         """Pass the end of a step on to the backends."""

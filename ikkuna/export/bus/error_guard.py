@@ -3,8 +3,7 @@
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ikkuna.export.subscriber.registered import Registered
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
+from ikkuna.undisturbed import restoring
 
 __all__ = ["ON_ERROR", "ErrorGuard", "ThreadState"]
 
@@ -63,14 +63,15 @@ class ErrorGuard:
         self.errors = 0
         self.disabled: list[str] = []
 
-    @contextmanager
-    def recording_allowed(self) -> Iterator[None]:
-        """Record inside a ``with`` block although a subscriber's code runs, because the subscriber started an evaluation."""
-        before, self.thread.subscriber_is_running = self.thread.subscriber_is_running, False
-        try:
-            yield
-        finally:
-            self.thread.subscriber_is_running = before
+    def run_recorded(self, body: Callable[[], None]) -> None:
+        """Call a function and record although a subscriber's code runs, because the subscriber has started an evaluation."""
+        before = self.thread.subscriber_is_running
+
+        def run() -> None:
+            self.thread.subscriber_is_running = False
+            body()
+
+        restoring(run, lambda: setattr(self.thread, "subscriber_is_running", before))
 
     def set_policy(self, on_error: str) -> None:
         """Set what happens on an error; raise `ConfigError` for an unknown policy."""
@@ -84,16 +85,18 @@ class ErrorGuard:
         Exceptions of the user's signal handlers are raised, and so are `KeyboardInterrupt` and `SystemExit`.
         """
         thread = self.thread
-        before, thread.subscriber_is_running = thread.subscriber_is_running, True
-        began = time.perf_counter()
+        before, began = thread.subscriber_is_running, time.perf_counter()
         try:
-            result = function(argument)
+            try:
+                thread.subscriber_is_running = True
+                result = function(argument)
+            finally:
+                thread.subscriber_is_running = before
+                registered.seconds += time.perf_counter() - began
         except BaseException as error:
+            thread.subscriber_is_running = before
             self._report(registered, stage, error)
             return None
-        finally:
-            thread.subscriber_is_running = before
-            registered.seconds += time.perf_counter() - began
         if registered.failures.counts:
             registered.failures.reset(stage)
         return result

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ikkuna.export.hooks.context import HookContext
-from ikkuna.export.hooks.hook import Hook
+from ikkuna.export.hooks.hook import Hook, in_backward
 from ikkuna.export.hooks.nested_tensors import Leaves
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.model.parameters import Backward, GradientState
@@ -111,9 +111,15 @@ class BackwardHooks:
     def report_cleared(self) -> None:
         """Report gradients that were cleared since the last backward; during another pass the open step waits."""
         context = self.context
-        if context.tracker.pass_name == TRAINING and context.parameters.gradients_cleared():
+        if context.tracker.pass_name == TRAINING and (
+            context.parameters.gradients_cleared() or (self._running and self._was_undone())
+        ):
             context.parameters.forget_gradients()
             context.apply(context.tracker.gradients_cleared())
+
+    def _was_undone(self) -> bool:
+        """Whether a backward has raised, so that its end was not seen, and its gradients were cleared since."""
+        return not in_backward() and self.context.parameters.gradients_are_absent()
 
     def backward_ended(self, task: int) -> None:
         """Handle the end of a backward, after data-parallel wrappers have reduced the gradients."""
@@ -143,13 +149,14 @@ def _backward_ended(reference: "weakref.ref[BackwardHooks]", task: int, again: b
     if (hooks := reference()) is None:
         return
     context = hooks.context
-    context.stopwatch.start()
     try:
-        if again:
-            Variable._execution_engine.queue_callback(partial(_backward_ended, reference, task, False))
-        else:
-            hooks.backward_ended(task)
-    except Exception as error:
-        context.error_guard.report_internal("the end of a backward", error)
-    finally:
-        context.stopwatch.stop()
+        try:
+            context.stopwatch.start()
+            if again:
+                Variable._execution_engine.queue_callback(partial(_backward_ended, reference, task, False))
+            else:
+                hooks.backward_ended(task)
+        finally:
+            context.stopwatch.stop()
+    except BaseException as error:
+        context.handle("the end of a backward", error)

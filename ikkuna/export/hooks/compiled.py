@@ -43,27 +43,29 @@ class CompiledHooks:
     def root_called(self, counts: bool) -> None:
         """Handle the call of a compiled root; `counts` if it is in training mode with gradients."""
         context = self.context
-        context.stopwatch.start()
         try:
-            if not (context.is_off or in_backward()):
-                self._modules.settle(True)
-                self._forward.forward_begins(get_ident(), counts, counts, is_compiled=True)
-        except Exception as error:
-            context.error_guard.report_internal("the call of a compiled root", error)
-        finally:
-            context.stopwatch.stop()
+            try:
+                context.stopwatch.start()
+                if (not context.is_off or context.resumes(running=1)) and not in_backward():
+                    self._modules.settle(True)
+                    self._forward.forward_begins(get_ident(), counts, counts, is_compiled=True)
+            finally:
+                context.stopwatch.stop()
+        except BaseException as error:
+            context.handle("the call of a compiled root", error)
 
     def observed(self, site: Site, tensor: Tensor, path: str, role: int) -> None:
         """Record a tensor, or the gradient of one."""
         context = self.context
-        context.stopwatch.start()
         try:
-            if not context.is_off:
-                self._observed(site, tensor, path, role)
-        except Exception as error:
-            context.error_guard.report_internal(f"the measurement of {site}", error)
-        finally:
-            context.stopwatch.stop()
+            try:
+                context.stopwatch.start()
+                if not context.is_off:
+                    self._observed(site, tensor, path, role)
+            finally:
+                context.stopwatch.stop()
+        except BaseException as error:
+            context.handle(f"the measurement of {site}", error)
 
     def _observed(self, site: Site, tensor: Tensor, path: str, role: int) -> None:
         if site.kind == BACKWARD:

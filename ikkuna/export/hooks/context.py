@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ikkuna.export.bus.error_guard import ErrorGuard
+from ikkuna.export.hooks.call_stack import count_running_calls
 from ikkuna.export.hooks.graph_operators import Sites
+from ikkuna.export.hooks.hook import in_backward
 from ikkuna.export.hooks.loss_scale import LossScale
 from ikkuna.export.model.parameters import TrackedParameters
 from ikkuna.export.model.watched_model import WatchedModel
@@ -28,6 +30,8 @@ class HookContext:
         Handles errors.
     apply : callable
         Carries out the decisions of the tracker.
+    abandon : callable
+        Abandons the open step, whatever state it is in.
     model : WatchedModel
         Roots, observed modules and loss.
     tracker : StepTracker
@@ -44,6 +48,9 @@ class HookContext:
         Number of ranks over which gradients are averaged.
     is_paused : bool
         Whether the user has suspended recording.
+    is_interrupted : bool
+        Whether an exception that belongs to the user, such as `KeyboardInterrupt`, has left a hook.
+        Nothing is recorded then until the next forward.
     wants_steps : bool
         Whether a subscriber wants to know when steps begin or end.
     """
@@ -51,6 +58,7 @@ class HookContext:
     recorder: Recorder
     error_guard: ErrorGuard
     apply: Callable[[tuple[Decision, ...]], None]
+    abandon: Callable[[], None]
     model: WatchedModel
     tracker: StepTracker = field(default_factory=StepTracker)
     parameters: TrackedParameters = field(default_factory=TrackedParameters)
@@ -59,9 +67,38 @@ class HookContext:
     loss_scale: LossScale = field(default_factory=LossScale)
     replicas: int = 1
     is_paused: bool = False
+    is_interrupted: bool = False
     wants_steps: bool = False
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is recorded now: recording is suspended, or a subscriber's code runs on this thread."""
-        return self.is_paused or self.error_guard.thread.subscriber_is_running
+        """Whether nothing is recorded now: recording is suspended or interrupted, or a subscriber's code runs on this thread."""
+        return self.is_paused or self.is_interrupted or self.error_guard.thread.subscriber_is_running
+
+    def resumes(self, running: int = 0) -> bool:
+        """Return whether recording goes on with the forward that begins, because only an exception has interrupted it.
+
+        Parameters
+        ----------
+        running : int
+            Number of calls of roots that run on this thread if the forward is an outermost one.
+        """
+        if self.is_paused or self.error_guard.thread.subscriber_is_running or in_backward():
+            return False
+        if count_running_calls(self.model.callable) > running:
+            return False
+        self.stopwatch.restart()
+        self.abandon()
+        self.is_interrupted = False
+        return True
+
+    def handle(self, where: str, error: BaseException) -> None:
+        """Handle an exception that leaves a hook: report an error of ikkuna, and raise what belongs to the user.
+
+        The state of the step is unknown after an exception that is raised, so the step is abandoned.
+        """
+        before, self.is_interrupted = self.is_interrupted, True
+        if not isinstance(error, Exception):
+            raise error
+        self.error_guard.report_internal(where, error)
+        self.is_interrupted = before

@@ -62,7 +62,7 @@ class ForwardHooks:
         A recomputation in a backward counts only in a reentrant checkpoint around the root, whose first forward has no gradients.
         """
         context = self.context
-        if context.is_off:
+        if context.is_off and not context.resumes(running=1):
             return
         tracker, thread = context.tracker, get_ident()
         if in_backward() and (tracker.latest is not None or not in_reentrant_checkpoint()):
@@ -141,7 +141,7 @@ class ForwardHooks:
     def module_called(self, sites: ObservedSites, module: nn.Module, args: Any, output: Any) -> None:
         """Record what one call of a module receives and returns, and register hooks for the gradients of its outputs."""
         context = self.context
-        if context.is_off:
+        if context.is_off and not (context.tracker.is_rootless and context.resumes()):
             return
         tracker, thread = context.tracker, get_ident()
         if calls := tracker.calls(thread):

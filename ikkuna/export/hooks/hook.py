@@ -30,10 +30,10 @@ def _do_nothing(*args: object) -> None:
 
 
 class Hook:
-    """Calls ``function(owner, *bound, *args)``, returns nothing, and passes no error on.
+    """Calls ``function(owner, *bound, *args)``, returns nothing, and passes no error on, except those that belong to the user.
 
     The owner is an adapter with a ``context`` (see `HookContext`), held weakly.  The time is counted by the context's stopwatch, and errors
-    are reported to its error guard.  A copied or unpickled hook has no owner and does nothing.  Inside ``torch.func`` transforms
+    are handled by the context.  A copied or unpickled hook has no owner and does nothing.  Inside ``torch.func`` transforms
     and tracers a hook does nothing; inside a graph that is being compiled it calls :meth:`leave_in_graph`.
 
     This is one function with direct calls, because it runs between two kernels of the user's model that have emptied
@@ -65,13 +65,14 @@ class Hook:
             return
         context = owner.context
         stopwatch = context.stopwatch
-        stopwatch.start()
         try:
-            self.function(owner, *self.bound, *args)
-        except Exception as error:
-            context.error_guard.report_internal(self.function.__name__, error)
-        finally:
-            stopwatch.stop()
+            try:
+                stopwatch.start()
+                self.function(owner, *self.bound, *args)
+            finally:
+                stopwatch.stop()
+        except BaseException as error:
+            context.handle(self.function.__name__, error)
 
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that measure to a graph that is being compiled; none by default."""

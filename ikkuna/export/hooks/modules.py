@@ -173,6 +173,14 @@ class ModuleHooks:
             if (known := self._hooks.pop(name, None)) is not None:
                 known[1]()
 
+    def remove_lost(self) -> None:
+        """Remove hooks that were registered, but not stored, because an exception came between."""
+        for named in self._context.model.modules:
+            hooks = named.module._forward_hooks
+            ours = [i for i, h in hooks.items() if isinstance(h, ModuleHook) and h.owner() is self._forward]
+            for number in ours[named.name in self._hooks :]:
+                del hooks[number]
+
     def remove(self, everything: bool = False) -> None:
         """Remove hooks; without `everything` those stay that a compiled graph contains."""
         self._installed_for = None

@@ -192,10 +192,10 @@ class TrackedParameters:
     def known_owners(self) -> "_Owners":
         """Return the living optimizers that own parameters of the model."""
         if not self._has_searched:
-            self._has_searched = True
             for found in gc.get_objects():
                 if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
                     self.number(found)
+            self._has_searched = True
         if self._owners is None or self._owners.known != len(self._numbers):
             self._owners = self._find_owners()
         return self._owners
@@ -225,6 +225,11 @@ class TrackedParameters:
     def any_has_gradient(self) -> bool:
         """Whether any parameter of the model has a gradient."""
         return any(p.grad is not None for p in self._of_model.values()) or any(map(holds_gradients, self._roots))
+
+    def gradients_are_absent(self) -> bool:
+        """Whether no parameter of the model has a gradient other than zero."""
+        grads = (p.grad for p in self._of_model.values())
+        return all(grad is None or _is_zero(grad) for grad in grads) and not any(map(holds_gradients, self._roots))
 
     def gradient_state(self) -> GradientState:
         """Return the identities and versions of all gradients."""

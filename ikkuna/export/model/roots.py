@@ -1,7 +1,6 @@
 """The modules that were added to an exporter, and the names of the modules below them."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -10,6 +9,7 @@ from torch import jit, nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.modules import ModuleFilter, NamedModule, named_modules, unwrap, walk
+from ikkuna.signal_handlers import suppressed
 
 __all__ = ["Root", "Roots"]
 
@@ -100,7 +100,7 @@ class Roots:
         """
         found: list[tuple[NamedModule, ...]] = []
         for root in roots:
-            with suppress(ConfigError):
+            with suppressed(ConfigError):
                 found.append(self._walk(root))
         return self._numbered(found, taken)
 

@@ -196,6 +196,11 @@ class Exchange:
         except Exception as error:
             self._bus.error_guard.report_internal("merging the measurements of all ranks", error)
 
+    def forget(self, step: "_WaitingStep") -> None:
+        """Wait no longer for the rows of a step."""
+        if step in self._waiting:
+            self._waiting.remove(step)
+
     def pack(self, rows: Rows, is_lost: bool) -> bytes:
         """Return the measurements of this rank as bytes."""
         # Ranks may run another pass over the same data, or each over its own; replicas are found by their equal numbers.
@@ -258,6 +263,9 @@ class _WaitingStep:
 
     def merge_into(self, rows: Rows) -> None:
         self._exchange.merge_into(self, rows)
+
+    def abandon(self) -> None:
+        self._exchange.forget(self)
 
 
 def _stamp(stamp: Stamp) -> tuple[int, int, int, str]:

@@ -6,6 +6,7 @@ from typing import Any
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.rows.rows import Rows
 from ikkuna.export.subscriber.registered import Registered
 
@@ -51,6 +52,21 @@ class Finished:
         for registered in bus.registered:
             registered.drop_incomplete(rows.stamp)
         bus.commit(rows.stamp.global_step)
+
+    @property
+    def stamp(self) -> Stamp:
+        """The step."""
+        return self.rows.stamp
+
+    def abandon(self, bus: MessageBus) -> None:
+        """Make subscribers forget what they have received of the step."""
+        rows = self.rows
+        if rows.rank_merge is not None:
+            rows.rank_merge.abandon()
+        for registered in bus.registered:
+            if registered.samples(rows.stamp):
+                bus.error_guard.call(registered, "abandon", registered.subscriber.abandon, rows.stamp)
+            registered.drop_incomplete(rows.stamp)
 
     def _is_seen_by(self, registered: Registered) -> bool:
         return not self.rows.skipped or registered.subscriber.sees_skipped

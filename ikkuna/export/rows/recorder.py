@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ from ikkuna.logger import log
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.quantized import dequantized, is_special
 from ikkuna.numerics.statistics.native import library
+from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["Recorder"]
 
 _WIDE = frozenset((torch.float32, torch.float64))
+T = TypeVar("T")
 _Weight = float | Tensor | str | None
 _NO_MEMORY = "the device has no memory to measure it"
 _ListKey = tuple[torch.device, torch.dtype, frozenset[str]]
@@ -268,7 +270,8 @@ class Recorder:
         generator = self._generator(tensor.device) if "sampled_codes" in fields else None
         try:
             return target.part.statistics(tensor).add(target.row, tensor, fields, repeats, generator)
-        except Exception:
+        except Exception as error:
+            raise_users_exception(error)
             if type(tensor) is Tensor:
                 raise
             return False  # a subclass without the operators to read it
@@ -292,13 +295,18 @@ class Recorder:
         if registered.disabled:  # since the step began
             return
         version = None if tensor.is_inference() else tensor._version
-        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-            result = self.error_guard.call(registered, "measure", partial(_measure, registered.subscriber), message)
+        result = _without_autograd(tensor.device.type, self._call_measure, registered, message)
         if result is not None:
             part.add_measured(row, registered, result)
         if version is not None and tensor._version != version:
             site = Site(registered.kinds[0]) if row is None else self._index.keys[row][0]
             self.error_guard.disable(registered, f"it changed {site.kind!r} of {site.module or 'the network'} in place")
+
+    def _call_measure(self, registered: Registered, message: Message | MessageBundle) -> Tensor | None:
+        measured: Tensor | None = self.error_guard.call(
+            registered, "measure", partial(_measure, registered.subscriber), message
+        )
+        return measured
 
     def receive_together(self, tensors: Mapping[str, Tensor], part: int = 0) -> None:
         """Pass the tensors of one call of the loss module to the subscribers that measure them together."""
@@ -320,6 +328,29 @@ class _Target(NamedTuple):
     part: Part
     row: int
     task: Task
+
+
+def _without_autograd(device: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function without gradients and autocast.
+
+    The end of ``torch.no_grad()`` is a call of a Python function; an exception such as `KeyboardInterrupt` that comes at its
+    beginning would leave training without gradients.
+    """
+    gradients, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device)
+    try:
+        try:
+            torch._C._set_grad_enabled(False)
+            if autocast:
+                torch.set_autocast_enabled(device, False)
+            return function(*arguments)
+        finally:
+            torch._C._set_grad_enabled(gradients)
+            if autocast:
+                torch.set_autocast_enabled(device, True)
+    except BaseException:
+        torch._C._set_grad_enabled(gradients)
+        torch.set_autocast_enabled(device, autocast)
+        raise
 
 
 def _measure(subscriber: Subscriber, message: Any) -> Tensor | None:

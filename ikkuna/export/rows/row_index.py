@@ -1,7 +1,7 @@
 """Which row of a recorder's tables belongs to which site."""
 
 from collections.abc import Iterator
-from threading import Lock
+from threading import RLock
 
 from ikkuna.export.rows.site import Site
 
@@ -23,7 +23,7 @@ class RowIndex:
     def __init__(self) -> None:
         self.keys: list[Key] = []
         self._rows: dict[Key, int] = {}
-        self._lock = Lock()
+        self._lock = RLock()  # reentrant, because an exception can interrupt the release
 
     def row(self, site: Site, path: str) -> int:
         """Return the number of a row."""

@@ -41,6 +41,9 @@ class RankMerge(Protocol):
     def merge_into(self, rows: "Rows") -> None:
         """Replace the measurements of this rank; wait for the other ranks if necessary."""
 
+    def abandon(self) -> None:
+        """Forget the step, which is not delivered."""
+
 
 class Rows:
     """The measurements of one step.

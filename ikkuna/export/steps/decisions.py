@@ -9,10 +9,21 @@ __all__ = ["Abandoned", "Closed", "Decision", "EpochFinished", "Merged", "Opened
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A step begins; `starts_epoch` if it is the first of its epoch."""
+    """A step begins.
+
+    Parameters
+    ----------
+    stamp : Stamp
+        Of the step.
+    starts_epoch : bool
+        Whether it is the first step of its epoch.
+    is_carried : bool
+        Whether it contains parts that the step before has carried over.
+    """
 
     stamp: Stamp
     starts_epoch: bool = False
+    is_carried: bool = False
 
 
 @dataclass(frozen=True, slots=True)

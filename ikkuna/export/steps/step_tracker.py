@@ -77,7 +77,7 @@ class StepTracker:
     --------
     >>> tracker = StepTracker()
     >>> tracker.forward_begins(thread=0)
-    (Opened(stamp=Stamp(global_step=0, train_step=0, epoch=0, pass_name='training'), starts_epoch=True),)
+    (Opened(stamp=Stamp(global_step=0, train_step=0, epoch=0, pass_name='training'), starts_epoch=True, is_carried=False),)
     >>> forward = tracker.forward_ends(thread=0)
     >>> tracker.backward_reached(forward), tracker.optimizer_begins(1, owned={7})
     ((), ())
@@ -87,9 +87,8 @@ class StepTracker:
 
     def __init__(self) -> None:
         self.state = State.IDLE
-        self.global_step = 0
-        self.train_step = 0
-        self.epoch = 0
+        # of steps, of steps in this epoch, and of epochs; one object, so that no exception comes between two assignments
+        self._counters = 0, 0, 0
         self.pass_name = TRAINING
         self.steps_per_epoch: int | None = None
         self.is_rootless = False
@@ -112,9 +111,24 @@ class StepTracker:
     # -- stamps ---------------------------------------------------------------------------------------------------
 
     @property
+    def global_step(self) -> int:
+        """Number of steps."""
+        return self._counters[0]
+
+    @property
+    def train_step(self) -> int:
+        """Number of steps in this epoch."""
+        return self._counters[1]
+
+    @property
+    def epoch(self) -> int:
+        """Number of epochs that have ended."""
+        return self._counters[2]
+
+    @property
     def stamp(self) -> Stamp:
         """The stamp of the open step, or of the next one."""
-        return Stamp(self.global_step, self.train_step, self.epoch)
+        return Stamp(*self._counters)
 
     def pass_stamp(self, name: str) -> Stamp:
         """Return the stamp of a pass: that of the open step, or of the last one."""
@@ -317,7 +331,7 @@ class StepTracker:
         carried = tuple(part for f in self._pending for part in (f.part, f.provisional_part))
         closed = Closed(self.stamp, True, parts, carried)
         if carried:
-            return closed, Opened(self.stamp)
+            return closed, Opened(self.stamp, is_carried=True)
         self._reset()
         return (closed,)
 
@@ -458,8 +472,8 @@ class StepTracker:
             self._trains_in_evaluation = self._modes == {False}
             self._modes.clear()
         self._forwards_without_step = None
-        self.global_step += 1
-        self.train_step += 1
+        global_step, train_step, epoch = self._counters
+        self._counters = global_step + 1, train_step + 1, epoch
         self._last_stepped = set(self._stepped)
         self._reset()
         is_full = self.steps_per_epoch is not None and self.train_step >= self.steps_per_epoch
@@ -492,6 +506,12 @@ class StepTracker:
         self._reset()
         return (Abandoned(),)
 
+    def abandon(self) -> None:
+        """Forget the open step in whatever state an exception has left it; the next step gets its number."""
+        self._running.clear()
+        self._modes.clear()
+        self._reset()
+
     # -- passes and epochs ----------------------------------------------------------------------------------------
 
     def pass_begins(self, name: str) -> tuple[Decision, ...]:
@@ -513,8 +533,7 @@ class StepTracker:
 
     def _finish_epoch(self) -> tuple[Decision, ...]:
         finished = EpochFinished(self.pass_stamp(TRAINING))
-        self.epoch += 1
-        self.train_step = 0
+        self._counters = self.global_step, 0, self.epoch + 1
         self._epoch_is_open = False
         return (finished,)
 
@@ -546,4 +565,4 @@ class StepTracker:
         is_known = isinstance(state, dict) and state.keys() == keys
         if not is_known or any(not isinstance(v, int) or v < 0 for v in state.values()):
             raise ConfigError(f"load_state_dict() needs what state_dict() returned, got {state!r}")
-        self.global_step, self.train_step, self.epoch = (state[key] for key in keys)
+        self._counters = state["global_step"], state["train_step"], state["epoch"]

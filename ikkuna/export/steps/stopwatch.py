@@ -50,6 +50,10 @@ class Stopwatch:
         if local.depth == 0:
             self.spent += time.perf_counter() - local.since
 
+    def restart(self) -> None:
+        """Start to count at an outermost `start` of this thread, after exceptions have left starts without their stops."""
+        self._local.depth, self._local.since = 1, time.perf_counter()
+
     def lap(self) -> tuple[float, float] | None:
         """Return the seconds since the last call and how many of them ikkuna took; ``None`` for the first call."""
         now = time.perf_counter()

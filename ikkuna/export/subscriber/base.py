@@ -229,6 +229,19 @@ class Subscriber(metaclass=_RegisteringType):
         A result of several modules is emitted here: ``self.emit(NetworkMessage(stamp, kind), value)``.
         """
 
+    def abandon(self, stamp: Stamp) -> None:
+        """Forget what was received of a step, because an exception such as `KeyboardInterrupt` has interrupted its delivery.
+
+        By default :meth:`finish` is called, and what it emits is discarded.
+        Override this method if `finish` also changes what is kept over several steps.
+        """
+        host = self._host
+        try:
+            self._host = None
+            self.finish(stamp)
+        finally:
+            self._host = host
+
     def emit(self, message: Message | MessageBundle, value: float, kind: str | None = None) -> None:
         """Publish `value` as a message of `kind` with the stamp and name of `message`, and show it.
 

@@ -1,5 +1,7 @@
 """A subscriber that is registered on a bus, and its running state."""
 
+from typing import Any
+
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.kinds import MEASURED_TOGETHER
 from ikkuna.export.messages.message import Message
@@ -73,8 +75,12 @@ class Registered:
             self.subscriber.compute(MessageBundle({kind: waiting[kind] for kind in self.kinds}))
 
     def drop_incomplete(self, stamp: Stamp) -> None:
-        """Drop and count the incomplete bundles of a step that is over."""
-        incomplete = [identity for identity in self._waiting if identity[0] == stamp]
+        """Drop and count the incomplete bundles of a step that is over, and those that exceptions have left of earlier ones."""
+        incomplete = [identity for identity in self._waiting if _is_over(identity[0], stamp)]
         for identity in incomplete:
             del self._waiting[identity]
         self.dropped += len(incomplete)
+
+
+def _is_over(stamp: Any, last: Stamp) -> bool:
+    return bool(stamp.pass_name == last.pass_name and stamp.global_step <= last.global_step)

@@ -1,0 +1,100 @@
+"""Interrupts at any moment of a step: training is unharmed, at most that step is lost, and the monitor records again."""
+
+import pytest
+import torch
+
+from tests.export.storm import Storm, Training, interrupt
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def started(**options):
+    """Return a training whose first steps are over, so that all that is created once exists."""
+    training = Training(**options)
+    for _ in range(3):
+        training.step()
+        training.batch += 1
+    training.hooks = training.count_hooks()
+    return training
+
+
+def storm_over(start, everywhere, choose, function=lambda training: training.step):
+    """Interrupt a step at the chosen boundaries; return the first fault."""
+    training, storm = start(), Storm(everywhere)
+    training.backend.values = []
+    count = storm.run(function(training))
+    training.take()
+    training.batch += 1
+    try:
+        for at in choose(count):
+            if found := interrupt(training, storm, at, function(training)):
+                return f"interrupted at {storm.where}: {found}"
+    finally:
+        training.exporter.close()
+    return None
+
+
+def every(count):
+    return range(count)
+
+
+def sample(stride, first=0):
+    return lambda count: range(first, count, stride)
+
+
+@pytest.mark.fault(302)
+@pytest.mark.parametrize("first", range(3))
+def test_an_interrupt_in_a_step_costs_at_most_this_step(first):
+    assert storm_over(started, False, sample(307, 100 * first)) is None
+
+
+@pytest.mark.fault(302)
+def test_an_interrupt_in_torch_or_in_the_loop_costs_at_most_this_step():
+    assert storm_over(started, True, sample(211)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.fault(302)
+def test_an_interrupt_at_any_boundary_costs_at_most_this_step():
+    assert storm_over(started, False, every) is None
+
+
+def evaluating(training):
+    def step():
+        training.step()
+        training.exporter.evaluate([torch.ones(2, 2)])
+        training.exporter.epoch_finished()
+
+    return step
+
+
+@pytest.mark.fault(302)
+@pytest.mark.parametrize("first", range(3))
+def test_an_interrupt_in_an_evaluation_costs_at_most_this_step(first):
+    """The model trains again, with its gradients, and its random states are those of before."""
+    assert storm_over(started, False, sample(307, 100 * first), evaluating) is None
+
+
+@pytest.mark.slow
+@pytest.mark.fault(302)
+def test_an_interrupt_at_any_boundary_of_an_evaluation_costs_at_most_this_step():
+    assert storm_over(started, False, sample(3), evaluating) is None
+
+
+@pytest.mark.fault(302)
+def test_an_interrupt_in_the_first_step_costs_at_most_this_step():
+    """Hooks, backends and threads are created in the first step."""
+
+    def fresh():
+        training = Training()
+        training.exporter._session.context.parameters._has_searched = True  # which looks at all objects of the process
+        return training
+
+    storm, training = Storm(repeats=1), fresh()
+    count = storm.run(training.step)
+    training.exporter.close()
+    for at in range(0, count, 397):
+        training = fresh()
+        found = interrupt(training, storm, at)
+        training.exporter.close()
+        assert not found, f"interrupted at {storm.where}"
