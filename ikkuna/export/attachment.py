@@ -1,4 +1,4 @@
-"""Connects a session with its bus, until it is closed or nobody can use it any more."""
+"""Connects a session with its bus, until it is closed or unreachable."""
 
 import gc
 import weakref

@@ -22,7 +22,6 @@ class Outcome:
     results: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     logs: dict[str, list[str]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
     exitcode: int | None = None
 
     def __getitem__(self, scenario):
@@ -85,13 +84,11 @@ def _process(rank, size, port, scenarios, file):
     for scenario in scenarios:
         module, _, function = scenario.partition(":")
         remember.lines = outcome.logs[function] = []
-        began = time.monotonic()
         try:
             torch.manual_seed(0)
             outcome.results[function] = getattr(importlib.import_module(module), function)(rank, size)
         except BaseException:
             outcome.errors[function] = traceback.format_exc()
-        outcome.seconds[function] = time.monotonic() - began
         with open(file, "wb") as f:
             pickle.dump(outcome, f)
         if dist.is_initialized() and function not in outcome.errors:
