@@ -352,6 +352,10 @@ THREADS = {
         "it is raised to the user; any other exception of a metric is caught, also if it is no ``Exception``",
         "signals are not blocked during hooks, because another thread would receive them and Python would run the handler nevertheless",
     ),
+    317: Fault(
+        "Ctrl-C while the values of a step are delivered",
+        "those that were delivered are written under their own step, and the others are lost",
+    ),
     307: Fault(
         "several threads train at the same time, each with an exporter, while others open and close exporters",
         "every step of every thread is counted: a single pair of torch's global optimizer hooks serves all exporters, "

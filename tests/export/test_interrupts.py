@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from ikkuna.testing import RecordingBackend
+from ikkuna.visualization.backend import Series
+from ikkuna.visualization.run import Run
 from tests.export.storm import Storm, Training, interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -98,3 +101,13 @@ def test_an_interrupt_in_the_first_step_costs_at_most_this_step():
         found = interrupt(training, storm, at)
         training.exporter.close()
         assert not found, f"interrupted at {storm.where}"
+
+
+@pytest.mark.fault(317)
+def test_values_of_an_interrupted_delivery_are_committed_under_their_own_step():
+    backend = RecordingBackend()
+    run = Run()
+    run.show(Series("loss"), 0.5, 5, [backend])  # an interrupt has prevented commit(5)
+    run.show(Series("loss"), 0.4, 6, [backend])
+    run.commit(6)
+    assert backend.commits == [5, 6]
