@@ -423,6 +423,10 @@ MODELS = {
         "a hundred runs in one process whose exporters are never closed",
         "at most two of them are open at a time, each with one thread and one file",
     ),
+    327: Fault(
+        "modules that are nested nearly as deep as Python's recursion limit allows",
+        "hooks need room for at most 8 further levels of modules, of about 245 that fit into the default limit",
+    ),
 }
 
 LIBRARY = {
