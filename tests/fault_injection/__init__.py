@@ -90,9 +90,8 @@ def build_shim(directory: Path) -> Shim:
     RuntimeError
         If that is impossible on this system, with the reason.
     """
-    from ikkuna.numerics.statistics.native.compiler import (
-        Compiler,  # it imports torch, which processes under the shim may lack
-    )
+    # it imports torch, which processes under the shim may lack
+    from ikkuna.numerics.statistics.native.compiler import Compiler
 
     if not sys.platform.startswith("linux"):
         raise RuntimeError("only Linux has LD_PRELOAD")
