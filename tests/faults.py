@@ -419,9 +419,18 @@ MODELS = {
         "layers that no longer match ``module_filter`` after they were replaced, or a filter that raises in training",
         "nothing is observed there, and the warning names the removed modules; no error reaches the loop",
     ),
+    312: Fault(
+        "``load_state_dict`` with a checkpoint of an earlier step",
+        "``health().acked_step`` is at most the step of the checkpoint, until later steps are written again",
+    ),
     318: Fault(
         "a hundred runs in one process whose exporters are never closed",
         "at most two of them are open at a time, each with one thread and one file",
+    ),
+    319: Fault("a sparse parameter", "its weights are measured, and no error reaches the loop or the log"),
+    323: Fault(
+        "a relative ``log_dir`` and a later change of the current directory, or a symbolic link to nothing",
+        "the directory is resolved once; a link to nothing is refused with ``LogDirError``",
     ),
     327: Fault(
         "modules that are nested nearly as deep as Python's recursion limit allows",

@@ -265,7 +265,7 @@ class Exporter:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue to count from a checkpoint; raise `ConfigError` if `state` is not from :meth:`state_dict`."""
         self._attachment.require_open()
-        self._session.context.tracker.load_state_dict(state)
+        self._session.load_state_dict(state)
 
     def paused(self) -> AbstractContextManager[None]:
         """Suspend recording inside a ``with`` block."""

@@ -353,6 +353,14 @@ class Session:
         else:
             self._open_pass()
 
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue to count from a checkpoint, which may be of an earlier step."""
+        tracker, before = self.context.tracker, self.context.tracker.global_step
+        tracker.load_state_dict(state)
+        if tracker.global_step < before and self.bus.run is not None:
+            self.bus.drain(wait=True)
+            self.bus.run.rewind(tracker.global_step)
+
     @_resuming
     def finish_epoch(self) -> None:
         """Mark the end of an epoch."""

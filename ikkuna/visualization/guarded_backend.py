@@ -38,6 +38,7 @@ class GuardedBackend:
         self._opened_at: int | None = None  # a step
         self._failures = FailureCounter()  # by method, because adding may work where committing does not
         self._step = 0  # the last one among the pending values
+        self._rewound: tuple[int, int] | None = None  # the acknowledged step then, and the last one that counts since
         self._pending = 0  # values not committed
         self._dropped = 0
 
@@ -113,7 +114,19 @@ class GuardedBackend:
         """The backend's ``acked_step``; ``None`` if it stores nothing or is disabled."""
         if self._opened_at is None or self.disabled:
             return None
-        return self._read("acked_step")
+        acked = self._read("acked_step")
+        if self._rewound is not None and acked is not None:
+            before, last = self._rewound
+            if acked == before:  # nothing was written since
+                return min(acked, last)
+            self._rewound = None
+        return acked
+
+    def rewind(self, step: int) -> None:
+        """Prepare for values of steps from `step` on, which is earlier than steps that were flushed."""
+        if self._opened_at is not None and (acked := self._read("acked_step")) is not None:
+            self._opened_at = min(self._opened_at, step)
+            self._rewound = acked, step - 1
 
     @property
     def safe_step(self) -> int | None:

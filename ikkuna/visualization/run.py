@@ -20,6 +20,8 @@ from ikkuna.visualization.null import NullBackend
 
 __all__ = ["Run"]
 
+_REWIND_SECONDS = 2.0
+
 
 class Run:
     """Owns one directory below `log_dir` and the backends that write there.
@@ -126,6 +128,13 @@ class Run:
         if self._closed is None and self._process == os.getpid():
             for guarded in self._backends.values():
                 guarded.commit(step)
+
+    def rewind(self, step: int) -> None:
+        """Flush, and prepare for values of steps from `step` on; :attr:`acked_step` is at most the step before."""
+        if self._closed is None and self._process == os.getpid():
+            self.flush(_REWIND_SECONDS)
+            for guarded in list(self._backends.values()):
+                guarded.rewind(step)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Write everything committed to the disk; return whether that was done within `timeout` seconds."""

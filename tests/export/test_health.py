@@ -12,6 +12,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.steps.stopwatch import Stopwatch
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
+from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop
 
 
@@ -119,3 +120,48 @@ def test_health_after_close_is_that_at_the_end(tmp_path):
     assert (health.acked_step, health.steps, health.dropped) == (2, 3, 0)
     assert list(health.seconds) == ["NormSubscriber(weights)"]
     assert health == exporter.health()
+
+
+@pytest.mark.fault(312)
+def test_after_a_checkpoint_of_an_earlier_step_is_loaded_only_its_steps_are_acknowledged(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(exporter, steps):
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        assert exporter.message_bus.run.flush()
+        return exporter.health().acked_step
+
+    with ikkuna.watch(model, NormSubscriber("weights", backend="jsonl"), log_dir=tmp_path) as exporter:
+        assert train(exporter, 3) == 2
+        state = exporter.state_dict()
+        assert train(exporter, 5) == 7
+        exporter.load_state_dict(state)
+        assert exporter.health().acked_step == 2
+        assert train(exporter, 2) == 4
+    assert exporter.health().acked_step == 4
+
+
+@pytest.mark.fault(319)
+def test_a_sparse_parameter_is_observed(bus):
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(3).to_sparse())
+
+        def forward(self, x):
+            return torch.sparse.mm(self.weight, x)
+
+    model, values = Sparse(), RecordingBackend()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        bus.register_subscriber(NormSubscriber("weights", backend=values))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+    assert exporter.health().errors == 0
+    assert next(value for _, value, _ in values.values) == pytest.approx(3**0.5)

@@ -276,9 +276,10 @@ class TrackedParameters:
     def accumulate_node(parameter: nn.Parameter) -> Any:
         """Return the node of autograd that adds to a parameter's gradient.  It must not be kept beyond the step.
 
-        ``None`` for a parameter without data, and for a shard: autograd adds to the tensor that FSDP gathers from the shards.
+        ``None`` for a parameter without data, for a sparse one,
+        and for a shard: autograd adds to the tensor that FSDP gathers from the shards.
         """
-        if is_distributed(parameter) or nn.parameter.is_lazy(parameter):
+        if is_distributed(parameter) or nn.parameter.is_lazy(parameter) or parameter.layout is not torch.strided:
             return None
         with torch.enable_grad():
             function = parameter.view_as(parameter).grad_fn

@@ -174,7 +174,7 @@ class FileWriter:
                 self._queue.dropped += values
                 return 0
             if not block and not self._queue:
-                self._acked = max(self._acked, step)
+                self._acked = step
                 return 0
             line = self._queue.put(QueuedBlock(block, step, values))
             number = self._queue.accepted
@@ -344,7 +344,7 @@ class FileWriter:
             self._append(data)
         with self._changed:
             self._queue.mark_written(blocks)
-            self._acked = max(self._acked, *(block.step for block in blocks))
+            self._acked = blocks[-1].step
             self._batch = min(2 * max(self._batch, _SMALL_BATCH), _BATCH)
             recovered, self._failing = self._failing, False
             self._changed.notify_all()
@@ -412,7 +412,7 @@ class FileWriter:
         with self._changed:
             old, self._file, self._header = self._file, file, b""
             self._queue.mark_written(blocks)
-            self._acked = max(self._acked, *(block.step for block in blocks))
+            self._acked = blocks[-1].step
             self._failing = self._is_unsafe = False
             self._mark_synced()
         with contextlib.suppress(OSError):  # for readers that do not know which end is replaced
