@@ -168,7 +168,7 @@ class Attachment:
         try:
             self.close()
         except Exception as error:
-            log.error("ikkuna failed in closing an exporter (training is not affected)", exc_info=error)
+            self.bus.error_guard.report_internal("closing an exporter", error)
 
 
 def attachments_of(model: nn.Module) -> list[Attachment]:

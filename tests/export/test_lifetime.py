@@ -14,6 +14,7 @@ import ikkuna
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export.hooks import optimizer_steps
+from ikkuna.export.hooks import optimizer_steps
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.visualization import get_backend
