@@ -1,7 +1,7 @@
 """Observes parameters around the steps of optimizers: weights, gradients, updates, optimizer states and learning rates."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
@@ -63,7 +63,7 @@ class OptimizerHooks:
         self.wants_rates = False
         self.skipped_updates = 0
         self.untrained = UntrainedParameters()
-        self._before: dict[int, tuple[Site, NamedParameter, Tensor]] = {}
+        self._before: dict[int, Tensor] = {}  # copies of weights, by the id of the parameter
         self._recorded: dict[str, set[int]] = {}
         self._sites: weakref.WeakKeyDictionary[Plan, dict[str, _Sites]] = weakref.WeakKeyDictionary()
         self._by_hand = False
@@ -149,7 +149,7 @@ class OptimizerHooks:
 
     def before_close(self) -> None:
         """Record the updates of parameters that several optimizers own."""
-        self._record_updates([named for _, named, _ in self._before.values()])
+        self._record_updates(self.context.parameters.all)
         if self.untrained.settled is None:
             self.untrained.step_ended()
 
@@ -202,19 +202,21 @@ class OptimizerHooks:
             )
 
     def _record_updates(self, parameters: Iterable[NamedParameter]) -> None:
-        recorder = self.context.recorder
-        changed = []
+        self.context.recorder.receive_differences(self._changes(parameters))
+
+    def _changes(self, parameters: Iterable[NamedParameter]) -> Iterator[tuple[Site, Tensor, Tensor, str]]:
+        """Yield site, weights after and before the step, and name; record the updates of distributed parameters."""
+        sites = self._wanted_sites("weight_updates", "bias_updates") if self._before else {}
         for named in parameters:
-            if (found := self._before.pop(id(named.parameter), None)) is None:
+            key = id(named.parameter)
+            if (before := self._before.pop(key, None)) is None or (site := sites.get(key)) is None:
                 continue
-            site, _, before = found
             if is_distributed(named.parameter) and has_numbers(after := local_tensor(named.parameter.detach())):
                 wide = torch.promote_types(after.dtype, torch.float32)
                 difference = distribute_like(after.to(wide) - before.to(wide), named.parameter)
-                recorder.receive(site, difference, named.path)
+                self.context.recorder.receive(site, difference, named.path)
             else:
-                changed.append((site, named.parameter, before, named.path))
-        recorder.receive_differences(changed)
+                yield site, named.parameter, before, named.path
 
     def _record_states(self, optimizer: Optimizer, parameters: Iterable[NamedParameter]) -> None:
         for kind in self.context.recorder.plan.states:
@@ -225,17 +227,22 @@ class OptimizerHooks:
                     self.context.recorder.receive(self.context.sites(kind, named.module), value, named.path)
 
     def _copy(self, parameters: Iterable[NamedParameter]) -> None:
-        wanted = [
-            (site, named)
-            for site, named in self._wanted("weight_updates", "bias_updates", parameters)
-            if named.parameter.requires_grad
-        ]
-        copies = _copied([local_tensor(named.parameter.detach()) for _, named in wanted])
-        for (site, named), copy in zip(wanted, copies, strict=True):
-            if copy is None:
+        """Copy the weights of which updates are wanted; those of a device with few launches."""
+        lists: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for _, named in self._wanted("weight_updates", "bias_updates", parameters):
+            if not named.parameter.requires_grad:
+                continue
+            weights = local_tensor(named.parameter.detach())
+            if (copy := _clone_or_memory(weights)) is None:
                 self.skipped_updates += 1
-            else:
-                self._before[id(named.parameter)] = site, named, copy
+                continue
+            self._before[id(named.parameter)] = copy
+            if not weights.is_cpu:
+                copies, originals = lists.setdefault((weights.device, weights.dtype), ([], []))
+                copies.append(copy)
+                originals.append(weights)
+        for copies, originals in lists.values():
+            torch._foreach_copy_(copies, originals)
 
     def _wanted(
         self, weights: str, biases: str, parameters: Iterable[NamedParameter]
@@ -270,31 +277,14 @@ def _unused(name: str, taken: Iterable[str]) -> str:
     return name if name not in taken else next(free for free in numbered if free not in taken)
 
 
-def _copied(tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return a copy of each tensor; ``None`` where it has no numbers or there is no memory for it.
+def _clone_or_memory(x: Tensor) -> Tensor | None:
+    """Return a clone of a tensor of the host, and memory for a copy of a tensor of a device.
 
-    The tensors of a device are copied with few launches.
+    ``None`` if it has no numbers, or there is no memory; training goes on.
     """
-    copies = list(_empty_or_cloned(tensors))
-    lists: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, (x, copy) in enumerate(zip(tensors, copies, strict=True)):
-        if copy is not None and not x.is_cpu:
-            lists.setdefault((x.device, x.dtype), []).append(i)
-    for indices in lists.values():
-        targets = [copy for i in indices if (copy := copies[i]) is not None]
-        torch._foreach_copy_(targets, [tensors[i] for i in indices])
-    return copies
-
-
-def _empty_or_cloned(tensors: Sequence[Tensor]) -> Iterator[Tensor | None]:
-    """Yield a clone of each tensor of the host, and memory for a copy of each tensor of a device."""
-    for x in tensors:
-        try:
-            yield _memory(x) if has_numbers(x) else None
-        except RuntimeError as error:  # out of memory: the update is not recorded, and training goes on
-            raise_users_exception(error)
-            yield None
-
-
-def _memory(x: Tensor) -> Tensor:
-    return x.clone() if x.is_cpu else torch.empty_like(x)
+    try:
+        if has_numbers(x):
+            return x.clone() if x.is_cpu else torch.empty_like(x)
+    except RuntimeError as error:
+        raise_users_exception(error)
+    return None
