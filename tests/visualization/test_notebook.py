@@ -90,8 +90,9 @@ def test_the_cells_of_the_quick_start_can_be_run_again(tmp_path):
     printed = [output["text"] for cell in outputs for output in cell if output.get("name") == "stdout"]
     assert printed == ["29 0\n"] * 5
     logged = [output["text"] for cell in outputs for output in cell if output.get("name") == "stderr"]
-    assert [sum(what in text for text in logged) for what in ("closed an earlier exporter", "is watched already")] == [
-        2,
-        1,
-    ]
+    closed, watched = (
+        sum(what in text for text in logged) for what in ("closed an earlier exporter", "is watched already")
+    )
+    assert closed in (1, 2)  # the garbage collector may have closed the exporter of the model that was replaced
+    assert watched == 1
     assert len(list((tmp_path / "run").iterdir())) == 5
