@@ -7,6 +7,7 @@ from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.finding import SEVERITIES
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.export.bus.bus import Handle, MessageBus
+from ikkuna.export.messages.kinds import MICRO_KINDS
 from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.rule_statistics import StatisticsReader, shared_kinds
@@ -221,7 +222,13 @@ def register_rules(
         subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, **options)
         for kind, statistics in shared_kinds(sorted(judge.kinds - published)).items():
             reader = StatisticsReader(
-                kind, statistics, subscriber.receive, subscriber.is_shown, subsample=every, **options
+                kind,
+                statistics,
+                subscriber.receive,
+                subscriber.is_shown,
+                subsample=every,
+                modules=_few(judge.history.network) if kind in MICRO_KINDS else None,
+                **options,
             )
             handles.append(bus.register_subscriber(reader))
         bus.register_subscriber(subscriber)
@@ -249,6 +256,13 @@ def _register_needs(
         except ConfigError as error:
             log.warning("the rule %s lacks %s: %s", rule.name, ", ".join(subscriber.publishes), error)
     return handles
+
+
+def _few(network: Network, number: int = 4) -> list[str] | None:
+    """Return the modules with the smallest weight matrices: the sums of a few show whether gradients are carried over."""
+    names = [entry.name for entry in network.modules if any(len(shape or ()) > 1 for _, shape in entry.parameters)]
+    sizes = {entry.name: entry.count for entry in network.modules}
+    return sorted(names, key=lambda name: sizes[name])[:number] or None
 
 
 def _as_list(backend: Any) -> list[Any]:

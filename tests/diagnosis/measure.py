@@ -39,6 +39,7 @@ class Entry(NamedTuple):
     finding: Finding | None
     findings: list[Finding]
     is_near: bool | None
+    announced: int | None
 
 
 def specs(seeds, names=()):
@@ -96,15 +97,16 @@ def watch_and_record(calls, model, loss):
 
 
 def replay(spec, file):
-    """Return the findings of a stored run."""
+    """Judge a stored run; return findings, the step at which each was announced, the module with the fault, and the network."""
     calls, modules, hit = pickle.loads(file.read_bytes())
     judge = Judge(get_rules(), Network(modules))
+    announced = {}
     for call in calls:
         if isinstance(call, int):
-            judge.finish_step(call)
+            announced |= {finding.rule: call for finding in judge.finish_step(call)}
         else:
             judge.add(*call)
-    return spec, list(judge.findings), hit, judge.history.network
+    return spec, list(judge.findings), announced, hit, judge.history.network
 
 
 def is_near(network, hit, found):
@@ -115,7 +117,7 @@ def is_near(network, hit, found):
 def judge(results):
     """Return the entries of each fault, the false alarms, and the number of healthy runs."""
     rows, alarms, healthy = defaultdict(list), [], 0
-    for (name, family, seed), findings, hit, network in results:
+    for (name, family, seed), findings, announced, hit, network in results:
         if name not in FAULTS:
             healthy += 1
             if loud := [f for f in findings if f.severity != "info"]:
@@ -125,7 +127,8 @@ def judge(results):
         found = any(f.rule in rules or rules.intersection(f.consequences) for f in findings)
         named = next((f for f in findings if f.rule in rules), None)
         near = is_near(network, hit, named.module or "?") if hit and named else None
-        rows[name].append(Entry(family, seed, found, named, findings, near))
+        step = announced.get(named.rule) if named else None
+        rows[name].append(Entry(family, seed, found, named, findings, near, step))
     return rows, alarms, healthy
 
 
@@ -140,10 +143,12 @@ def main(which, *names):
         stored = list(pool.map(record, todo, chunksize=2))
         results = list(pool.map(replay, *zip(*stored, strict=True), chunksize=20))
     rows, alarms, healthy = judge(results)
-    say("| fault | runs | found | as the cause | module | step | other findings |\n|---|---|---|---|---|---|---|")
+    say(
+        "| fault | runs | found | as the cause | module | announced at step | other findings |\n|---|---|---|---|---|---|---|"
+    )
     for name, entries in sorted(rows.items()):
         near = [e.is_near for e in entries if e.is_near is not None]
-        steps = [e.finding.step for e in entries if e.finding]
+        steps = [e.announced for e in entries if e.announced is not None]
         others = Counter(f.rule for e in entries for f in e.findings if f.rule not in FAULTS[name][1])
         module = f"{sum(near)} of {len(near)}" if near else ""
         step = f"{statistics.median(steps):g}" if steps else ""
@@ -158,13 +163,14 @@ def main(which, *names):
     entries = [entry for named in rows.values() for entry in named]
     named = [entry.finding for entry in entries if entry.finding]
     near = [entry.is_near for entry in entries if entry.is_near is not None]
+    steps = [entry.announced for entry in entries if entry.announced is not None]
     extra = sum(
         f.severity != "info" and f.rule not in FAULTS[n][1] for n, es in rows.items() for e in es for f in e.findings
     )
     say(
         f"runs {len(entries)}, found {sum(e.is_found for e in entries)}, as the cause {len(named)}, other findings {extra}"
     )
-    say(f"module {sum(near)} of {len(near)}, median step {statistics.median(f.step for f in named) if named else '-'}")
+    say(f"module {sum(near)} of {len(near)}, announced at step {statistics.median(steps) if steps else '-'}")
     say(f"healthy {healthy}, with a finding {len(alarms)}")
     for spec, loud in alarms:
         say(f"false {spec} {[(f.rule, f.module, f.step, f.value) for f in loud]}")

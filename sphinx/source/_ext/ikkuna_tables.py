@@ -16,6 +16,7 @@ from typing import Any
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
+from ikkuna.diagnosis import get_rules
 from ikkuna.export import subscriber
 from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.plugins import load_plugin, plugins
@@ -207,6 +208,22 @@ def costs() -> str:
     return table(head, rows)
 
 
+def rule_table() -> str:
+    """Return the table of installed rules: severity, what each sees, its threshold and what it cannot see."""
+    rows = []
+    for rule in get_rules("all"):
+        text = " ".join((type(rule).__doc__ or "").split())
+        before, threshold, blind = re.fullmatch(r"(.*?) Threshold: (.*?) Cannot see: (.*)", text).groups()  # type: ignore[union-attr]
+        rows.append(
+            (f"``{rule.name}``", rule.severity, before, _sentence(threshold), _sentence(blind), f"{rule.advice}.")
+        )
+    return table(("rule", "severity", "sees", "threshold and its source", "cannot see", "try"), rows)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "metrics": metrics,
@@ -216,6 +233,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"faults-{section}": partial(faults, section) for section in SECTIONS},
     "faults-left-out": left_out,
     "costs": costs,
+    "rules": rule_table,
     "gather": gather,
     "metric-pages": metric_pages,
     "backend-pages": backend_pages,

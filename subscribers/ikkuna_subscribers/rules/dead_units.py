@@ -38,7 +38,7 @@ class DeadUnitsRule(Rule):
     def subscribers(self, network: Network, every: int) -> Sequence[Any]:
         """Return a subscriber for the rectified layers."""
         names = network.named(*_RECTIFIERS)
-        return (DeadUnitsSubscriber(modules=list(names), window=3, subsample=every),) if names else ()
+        return (DeadUnitsSubscriber(modules=list(names), window=3, subsample=2 * every),) if names else ()
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each rectified layer."""
