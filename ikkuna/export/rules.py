@@ -258,11 +258,20 @@ def _register_needs(
     return handles
 
 
-def _few(network: Network, number: int = 4) -> list[str] | None:
-    """Return the modules with the smallest weight matrices: the sums of a few show whether gradients are carried over."""
-    names = [entry.name for entry in network.modules if any(len(shape or ()) > 1 for _, shape in entry.parameters)]
-    sizes = {entry.name: entry.count for entry in network.modules}
-    return sorted(names, key=lambda name: sizes[name])[:number] or None
+def _few(network: Network, share: float = 0.05, number: int = 4) -> list[str] | None:
+    """Return the modules with the smallest weight matrices: the gradients of a few show whether they are carried over.
+
+    Together they have at most a `share` of all parameters, unless it is a single one.
+    """
+    entries = [entry for entry in network.modules if any(len(shape or ()) > 1 for _, shape in entry.parameters)]
+    entries.sort(key=lambda entry: entry.count)
+    limit, found, total = share * sum(entry.count for entry in network.modules), list[str](), 0
+    for entry in entries[:number]:
+        total += entry.count
+        if found and total > limit:
+            break
+        found.append(entry.name)
+    return found or None
 
 
 def _as_list(backend: Any) -> list[Any]:
