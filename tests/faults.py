@@ -410,6 +410,11 @@ MODELS = {
         "the ranks meet at the end of the first step, and all publish the numbers of one process; "
         "a model of which the process runs only a stage is refused, and stages with equal names are logged as an error",
     ),
+    217: Fault(
+        "an output that does not depend on the data, such as an embedding of positions, on several ranks",
+        "it counts once where other activations differ between ranks",
+        "its gradients count as those of different elements, since their sum over ranks would need the tensors",
+    ),
     222: Fault(
         "a cell of a notebook that is run again, or a second ``watch`` of one model",
         "the earlier exporter is closed, a warning says so, and a new run begins",

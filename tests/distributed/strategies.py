@@ -19,6 +19,10 @@ def ddp(rank, size):
     return published_of(DistributedDataParallel(network()), *local(*data(), rank, size))
 
 
+def ddp_positions(rank, size):
+    return published_of(DistributedDataParallel(loops.positional()), *local(*data(), rank, size))
+
+
 def ddp_uneven(rank, size):
     inputs, labels = data()
     cut = 5 if size == 2 else 1

@@ -158,6 +158,23 @@ def test_equal_rows_of_a_group_are_replicas_and_others_slices():
     assert merged([same], [same])["fc"].record.n == 4, "no group: data of its own"
 
 
+@pytest.mark.fault(217)
+def test_an_activation_that_does_not_depend_on_the_data_counts_once():
+    """Such as the embedding of positions, which every rank computes; it is recognised where other activations differ."""
+    positions = [("mine", "sum", OWN, np.array([7.0]))]
+    first = [row([1.0, 2.0], "positions", own=positions), row([1.0, 5.0], "fc")]
+    second = [row([1.0, 2.0], "positions", own=positions), row([3.0], "fc")]
+    found = merged(first, second)
+    assert found["positions"].record.n == 2
+    assert found["positions"].own["mine"].tolist() == [7]
+    assert found["fc"].record.n == 3
+    alike = merged(first, first)
+    assert alike["positions"].record.n == 4, "the same data on both ranks"
+    assert alike["positions"].own["mine"].tolist() == [14]
+    three = merged(first, second, [row([9.0], "fc")])
+    assert three["positions"].record.n == 2, "a rank without it"
+
+
 def test_slices_with_equal_numbers_of_elements_differ_by_their_histograms():
     fields = closure(("codes",))
     a, b = row([1.0, 2.0], fields=fields), row([3.0, 4.0], fields=fields)

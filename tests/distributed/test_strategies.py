@@ -18,6 +18,7 @@ ALSO = (
     "fsdp_sharded_later",
     *SHARDED_WHILE_WATCHED,
     "ddp_uneven",
+    "ddp_positions",
     "fsdp_mixed",
     "ddp_no_sync",
     "fsdp_accumulated",
@@ -119,6 +120,13 @@ def test_unequal_batches_count_by_their_samples(two, one):
     expected = {key: value for key, value in one.items() if key[2] == 0}
     found = {key: value for key, value in two[0]["ddp_uneven"].items() if key[2] == 0}
     assert not differences(found, expected, kinds=("activations", "train_accuracy", "loss"))
+
+
+@pytest.mark.fault(217)
+def test_an_output_without_a_batch_axis_counts_once(two):
+    expected = loops.published_of(loops.positional(), *loops.data())
+    assert any(name == "positions" and kind.startswith("activations") for kind, name, _ in expected)
+    assert not differences(two[0]["ddp_positions"], expected, kinds=("activations", "weight", "bias", "loss"))
 
 
 def test_accumulation_agrees_with_one_process(two):
