@@ -144,6 +144,11 @@ PLUGINS = {
         "joined kinds of which one is missing, for example with a frozen weight",
         "the incomplete bundle is dropped at the end of the step and counted",
     ),
+    313: Fault(
+        "a metric that shows a matrix or a histogram that cannot be stored, or measures rows that cannot be copied to the host",
+        "the value is refused and counts as a failure of this metric; backends and the values of other metrics are not affected",
+        "failures of a backend are counted for each metric, so that a value which only a backend refuses does not disable it",
+    ),
 }
 
 TENSORS = {
@@ -293,6 +298,11 @@ FILES = {
     305: Fault(
         "a short fault at the first value: too many open files, no inodes, no permission, a full disk",
         "values wait in memory, and the directory and the file are tried again",
+    ),
+    311: Fault(
+        "the run cannot be written, and ``health()`` is read then or after ``close()``",
+        "``health().unwritable`` names the backends until they have recovered; "
+        "``dropped``, ``acked_step`` and ``unwritable`` are kept after ``close()``",
     ),
     320: Fault(
         "a file of JSON lines or an event file that another program has prepared to disturb its reader",

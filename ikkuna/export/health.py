@@ -23,6 +23,9 @@ class Health:
         Number of caught errors, of subscribers and of ikkuna.
     dropped : int
         Number of values that were lost before they were written, of incomplete bundles, and of rows that other ranks did not keep.
+    unwritable : tuple of str
+        The backends that cannot store values now, by name or class: the last attempt failed, or they are disabled.
+        It is empty again when the disk has recovered and the waiting values are written.
     disabled : tuple of str
         Class names of the disabled subscribers.
     skipped : int
@@ -38,6 +41,7 @@ class Health:
     steps: int
     errors: int
     dropped: int
+    unwritable: tuple[str, ...]
     disabled: tuple[str, ...]
     skipped: int
     overhead: float
@@ -58,6 +62,7 @@ def health_of(session: Session, run: Run | None = None, subscribers: tuple[Regis
         dropped=(run.dropped if run is not None else 0)
         + sum(registered.dropped for registered in subscribers)
         + session.exchange.dropped,
+        unwritable=run.unwritable if run is not None else (),
         disabled=tuple(bus.error_guard.disabled),
         skipped=session.skipped,
         overhead=session.context.stopwatch.overhead,

@@ -101,6 +101,11 @@ class Backend(ABC):
         return None
 
     @property
+    def is_unwritable(self) -> bool:
+        """Whether the last attempt to store values failed, for example because the disk is full."""
+        return False
+
+    @property
     def dropped(self) -> int:
         """Number of lost values."""
         return 0

@@ -10,6 +10,7 @@ from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.visualization.sender import Sender
 
 __all__ = ["GuardedBackend"]
 
@@ -17,7 +18,9 @@ __all__ = ["GuardedBackend"]
 class GuardedBackend:
     """Calls the methods of a backend and catches their exceptions.
 
-    The first of consecutive failures is logged with its traceback; after 10 of them the backend is disabled.
+    The first of consecutive failures is logged with its traceback.
+    Failures of adding are counted for each sender: after 10 of them the backend gets no such values of this sender any more.
+    After 10 failures of another method, or without a sender, the backend is disabled.
     Values that the backend did not accept are counted.
 
     Parameters
@@ -36,13 +39,20 @@ class GuardedBackend:
         self.backend = backend
         self.disabled = False
         self._opened_at: int | None = None  # a step
-        self._failures = FailureCounter()  # by method, because adding may work where committing does not
+        self._failures = FailureCounter()  # by method and sender, because one may work where another does not
         self._step = 0  # the last one among the pending values
         self._rewound: tuple[int, int] | None = None  # the acknowledged step then, and the last one that counts since
         self._pending = 0  # values not committed
         self._dropped = 0
 
-    def add(self, method: str, arguments: tuple[Any, ...], step: int, directory: Callable[[], Path]) -> None:
+    def add(
+        self,
+        method: str,
+        arguments: tuple[Any, ...],
+        step: int,
+        directory: Callable[[], Path],
+        sender: Sender | None = None,
+    ) -> None:
         """Pass a value to a method of the backend; open the backend first if this is its first value."""
         if self._opened_at is None:
             self._open(directory, step)
@@ -51,7 +61,8 @@ class GuardedBackend:
         elif step > self._step:  # an exception has kept the step before from being committed
             self.commit(self._step)
             self._step = step
-        if not self.disabled and self._call(method, *arguments):
+        is_accepted = not self.disabled and not self._failures.is_exhausted((method, sender))
+        if is_accepted and self._call(method, *arguments, sender=sender):
             self._pending += 1
         else:
             self._dropped += 1
@@ -151,19 +162,38 @@ class GuardedBackend:
             log.exception("backend %s failed in %s()", self._name, method)
             return False
 
-    def _call(self, method: str, *arguments: Any) -> bool:
+    @property
+    def is_unwritable(self) -> bool:
+        """Whether the backend is disabled, or has failed to store its last values."""
+        if self.disabled or ("commit", None) in self._failures.counts:
+            return True
+        try:
+            return bool(self.backend.is_unwritable)
+        except BaseException as error:
+            raise_users_exception(error)
+            return False
+
+    def _call(self, method: str, *arguments: Any, sender: Sender | None = None) -> bool:
         try:
             getattr(self.backend, method)(*arguments)
         except BaseException as error:
             raise_users_exception(error)
-            self._count_failure(method)
+            self._count_failure(method, sender)
             return False
-        self._failures.reset(method)
+        if self._failures.counts:
+            self._failures.reset((method, sender))
         return True
 
-    def _count_failure(self, method: str) -> None:
-        count = self._failures.add(method)
+    def _count_failure(self, method: str, sender: Sender | None) -> None:
+        key = method, sender
+        count = self._failures.add(key)
+        source = "" if sender is None else f" with a value of {sender.label}"
         if count == 1:
-            log.exception("backend %s failed in %s()", self._name, method)
-        if self._failures.is_exhausted(method):
+            log.exception("backend %s failed in %s()%s", self._name, method, source)
+        if not self._failures.is_exhausted(key):
+            return
+        if sender is None:
             self.disable(f"failed in {method}() {count} times in a row and is disabled")
+        else:
+            what = "backend %s failed in %s() %d times in a row%s, and gets no more of them"
+            log.error(what, self._name, method, count, source.replace("a value", "values"))

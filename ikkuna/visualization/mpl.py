@@ -207,6 +207,11 @@ class MPLBackend(Backend):
         """Every picture as it was last drawn, by its name."""
         return {name: image.picture for name, image in self._images.items()}
 
+    @property
+    def is_unwritable(self) -> bool:
+        """Whether the last attempt to draw or to store some picture failed."""
+        return self._thread.is_failing
+
     def flush(self, timeout: float | None = None) -> bool:
         """Draw everything committed, and return whether that was done within `timeout` seconds."""
         return self._thread.flush(timeout)

@@ -17,6 +17,8 @@ from ikkuna.visualization.histogram import is_histogram
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.null import NullBackend
+from ikkuna.visualization.sender import Sender
+from ikkuna.visualization.shown_value import check_histogram, checked_matrix
 
 __all__ = ["Run"]
 
@@ -89,13 +91,24 @@ class Run:
             check_log_dir(self._log_dir)
         self._backends = made | self._backends
 
-    def show(self, series: Series, value: Any, step: int, backends: Sequence[str | Backend] = ("tb",)) -> None:
+    def show(
+        self,
+        series: Series,
+        value: Any,
+        step: int,
+        backends: Sequence[str | Backend] = ("tb",),
+        sender: Sender | None = None,
+    ) -> None:
         """Pass a value of a series to `backends`: a number, a histogram, a matrix, or a text (a page of Markdown).
+
+        A value that a backend cannot store is refused here.  Failures of a backend are counted for each `sender`.
 
         Raises
         ------
         ConfigTypeError
-            If the value has another type.
+            If the value has another type, or contains something else than numbers.
+        ConfigError
+            If the parts of a histogram or of a matrix do not fit together.
         """
         method, arguments = _method(series, value, step)
         if self._closed is not None or self._process != os.getpid():
@@ -103,7 +116,7 @@ class Run:
             return
         for backend in backends:
             guarded = self._backends.get(_key(backend)) or self._create(backend)
-            guarded.add(method, arguments, step, self._make_directory)
+            guarded.add(method, arguments, step, self._make_directory, sender)
 
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
         return GuardedBackend(_label(name), backend, self._modules)
@@ -168,6 +181,15 @@ class Run:
         return min(safe for _, safe in acked if safe is not None)
 
     @property
+    def unwritable(self) -> tuple[str, ...]:
+        """The backends that cannot store values now: names, or the classes of backend objects."""
+        backends = list(self._backends.items())
+        names = (
+            (key if isinstance(key, str) else type(guarded.backend).__name__, guarded) for key, guarded in backends
+        )
+        return tuple(name for name, guarded in names if guarded.is_unwritable)
+
+    @property
     def dropped(self) -> int:
         """Number of values lost, over all backends."""
         return self._refused + sum(guarded.dropped for guarded in list(self._backends.values()))
@@ -188,8 +210,9 @@ def _method(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]
     if isinstance(value, str):
         return "add_text", (series.title or _title(series), value, step)
     if isinstance(value, Matrix):
-        return "add_matrix", (series, value, step)
+        return "add_matrix", (series, checked_matrix(series.kind, value), step)
     if is_histogram(value):
+        check_histogram(series.kind, value)
         return "add_histogram", (series, value, step)
     try:
         return "add_scalar", (series, float(value), step)

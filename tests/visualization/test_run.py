@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from ikkuna import errors, plugins
 from ikkuna.testing import RecordingBackend
@@ -16,9 +17,11 @@ from ikkuna.visualization import run as run_module
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.files.run_directory import check_log_dir, make_run_directory
 from ikkuna.visualization.jsonl import JSONLinesBackend, read
+from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.mpl import MPLBackend
 from ikkuna.visualization.null import NullBackend
 from ikkuna.visualization.run import Run
+from ikkuna.visualization.sender import Sender
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 LOSS = Series("loss")
@@ -133,6 +136,80 @@ def test_values_are_told_apart(tmp_path):
 def test_a_value_of_no_kind_is_the_callers_mistake(tmp_path, value):
     with pytest.raises(errors.ConfigTypeError, match="'loss' shows a number, a histogram, a matrix or a text, got"):
         Run(tmp_path).show(LOSS, value, 0, [RecordingBackend()])
+
+
+def histogram(**fields):
+    numbers = dict.fromkeys(("min", "max", "num", "sum", "sum_squares"), 1.0)
+    return SimpleNamespace(**numbers | {"bucket_limits": [1.0, 2.0], "bucket_counts": [3, 4]} | fields)
+
+
+def matrix(values=((1.0, 2.0),), rows=("a",), columns=("x", "y"), limits=None):
+    return Matrix(rows, columns, values, limits)
+
+
+MALFORMED = {
+    "shape": matrix([[1.0]]),
+    "one axis": matrix([1.0, 2.0]),
+    "ragged": matrix([[1.0], [1.0, 2.0]]),
+    "strings": matrix([["a", "b"]]),
+    "complex numbers": matrix(np.ones((1, 2), complex)),
+    "objects": matrix([[None, None]]),
+    "no host data": matrix(torch.ones(1, 2, device="meta")),
+    "gradients": matrix(torch.ones(1, 2, requires_grad=True)),
+    "name": matrix(rows=(1,)),
+    "names": matrix(columns=2),
+    "limits": matrix(limits=(0.0,)),
+    "infinite limits": matrix(limits=(0.0, math.inf)),
+    "limits in disorder": matrix(limits=(1.0, 0.0)),
+    "counts of another length": histogram(bucket_counts=[1.0]),
+    "counts that are strings": histogram(bucket_counts=["a", "b"]),
+    "limits that are a number": histogram(bucket_limits=3.0),
+    "sum that is a list": histogram(sum=[1.0]),
+    "minimum that is missing": histogram(min=None),
+}
+
+
+@pytest.mark.fault(313)
+@pytest.mark.parametrize("value", MALFORMED.values(), ids=MALFORMED)
+def test_a_value_that_no_backend_can_store_is_the_callers_mistake(tmp_path, value):
+    run, backend = Run(tmp_path), RecordingBackend()
+    with pytest.raises(errors.ConfigError, match="'loss' shows"):
+        run.show(LOSS, value, 0, [backend])
+    assert run.dropped == 0
+
+
+@pytest.mark.parametrize("value", [matrix(), matrix(np.ones((1, 2), bool)), matrix(np.ones((0, 2)), ()), histogram()])
+def test_every_backend_stores_what_is_accepted(tmp_path, value):
+    run, mine = Run(tmp_path), (*backends(), MPLBackend())
+    run.show(LOSS, value, 0, mine)
+    run.commit(0)
+    assert run.close(60)
+
+
+def test_a_matrix_is_shown_as_it_was(tmp_path):
+    run, backend, values = Run(tmp_path), RecordingBackend(), np.zeros((1, 2))
+    run.show(LOSS, matrix(values), 0, [backend])
+    values[:] = 1
+    [(_, shown, _)] = backend.values
+    assert shown.values.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.fault(313)
+def test_failures_of_a_backend_are_counted_for_each_sender(tmp_path, caplog):
+    run, backend = Run(tmp_path), RecordingBackend()
+    add = backend.add_scalar
+    backend.add_scalar = lambda series, value, step: 1 / 0 if series == LOSS else add(series, value, step)
+    bad, good = Sender("Bad(loss)"), Sender("Good(weights)")
+    for step in range(20):
+        run.show(LOSS, 1.0, step, [backend], bad)
+        run.show(LOSS, 1.0, step, [backend], bad)
+        run.show(Series("weights"), 1.0, step, [backend], good)
+        run.commit(step)
+    assert len(backend.values) == 20
+    assert run.dropped == 40
+    first, last = (record.message for record in caplog.records)
+    assert first == "backend RecordingBackend failed in add_scalar() with a value of Bad(loss)"
+    assert last.endswith("failed in add_scalar() 10 times in a row with values of Bad(loss), and gets no more of them")
 
 
 def test_a_backend_that_fails_is_disabled_and_others_go_on(tmp_path, caplog):

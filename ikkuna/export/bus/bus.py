@@ -27,6 +27,7 @@ from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.files.run_directory import check_log_dir
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
+from ikkuna.visualization.sender import Sender
 
 __all__ = ["Handle", "Measurements", "MessageBus", "Source", "get_default_bus"]
 
@@ -343,12 +344,19 @@ class MessageBus:
         """The open run; ``None`` before the first value."""
         return self._run
 
-    def show(self, series: Series, value: Any, step: int, backends: tuple[str | Backend, ...]) -> None:
+    def show(
+        self,
+        series: Series,
+        value: Any,
+        step: int,
+        backends: tuple[str | Backend, ...],
+        sender: Sender | None = None,
+    ) -> None:
         """Send a value to backends; the first value opens the run."""
         if self._run is None and not self.is_silent:
             self._run = Run(self.log_dir or "run", self.network)
         if self._run is not None:
-            self._run.show(series, value, step, backends)
+            self._run.show(series, value, step, backends, sender)
 
     def close(self) -> None:
         """Deliver the queue, close the run, and unregister every subscriber."""

@@ -68,8 +68,13 @@ class Part:
             found = self.devices[device] = DeviceStatistics(device, self._doubts)
         return found
 
-    def add_measured(self, row: int | None, registered: Registered, value: Tensor) -> None:
-        """Add the result of a subscriber's ``measure`` to its row; ``None`` if it measures several tensors together."""
+    def add_measured(
+        self, row: int | None, registered: Registered, value: Tensor, device: torch.device | None = None
+    ) -> None:
+        """Add the result of a subscriber's ``measure`` to its row; ``None`` if it measures several tensors together.
+
+        A new result must lie on the host or on `device`, so that it can be copied together with those of other subscribers.
+        """
         if registered.disabled:  # since the step began
             return
         results = self.together if row is None else self.measured.setdefault(row, {})
@@ -77,7 +82,7 @@ class Part:
         stage = "keep" if known is None else "merge"  # a first result does not reset the count of failed merges
 
         def merged(value: Tensor) -> Tensor:
-            value = value.detach().to(torch.float64, copy=True)
+            value = _copied(value, device) if device is not None else value
             return value if known is None else _MERGE[registered.subscriber.merge](known, value)
 
         if (result := self._error_guard.call(registered, stage, merged, value)) is not None:
@@ -106,6 +111,21 @@ class Part:
         for row in rows or ():
             for by_row in (self.measured, self.shards, self.reductions):
                 by_row.pop(row, None)
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy in float64; raise `TypeError` if it cannot be copied to the host."""
+    value = value.detach()
+    if value.is_complex():
+        raise TypeError(f"measure must return real numbers, got {value.dtype}")
+    copy = value.to(torch.float64, copy=True)
+    if copy.is_cpu:
+        copy.numpy()  # raises for sparse tensors, and for subclasses without data
+    elif type(copy) is not Tensor or copy.device != device:
+        raise TypeError(
+            f"measure must return a Tensor on the host or on {device}, got {type(copy).__name__} on {copy.device}"
+        )
+    return copy
 
 
 class PartPool:

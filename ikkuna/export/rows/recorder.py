@@ -262,7 +262,7 @@ class Recorder:
             )
         result = self.error_guard.call(registered, "measure", subscriber.unknown, message)
         if result is not None:
-            target.part.add_measured(target.row, registered, result)
+            target.part.add_measured(target.row, registered, result, tensor.device)
 
     def _measure_fields(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:
         fields = target.task.fields
@@ -297,7 +297,7 @@ class Recorder:
         version = None if tensor.is_inference() else tensor._version
         result = _without_autograd(tensor.device.type, self._call_measure, registered, message)
         if result is not None:
-            part.add_measured(row, registered, result)
+            part.add_measured(row, registered, result, tensor.device)
         if version is not None and tensor._version != version:
             site = Site(registered.kinds[0]) if row is None else self._index.keys[row][0]
             self.error_guard.disable(registered, f"it changed {site.kind!r} of {site.module or 'the network'} in place")

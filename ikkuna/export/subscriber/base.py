@@ -17,6 +17,7 @@ from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics import closure
 from ikkuna.visualization.backend import Backend, Series
 from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.visualization.sender import Sender
 
 __all__ = ["MERGES", "Host", "Subscriber"]
 
@@ -44,7 +45,9 @@ class Host(Protocol):
     def publish(self, message: Message) -> None:
         """Deliver a message to the subscribers of its kind."""
 
-    def show(self, series: Series, value: Any, step: int, backends: tuple[str | Backend, ...]) -> None:
+    def show(
+        self, series: Series, value: Any, step: int, backends: tuple[str | Backend, ...], sender: Sender | None = None
+    ) -> None:
         """Send a value to backends."""
 
 
@@ -171,12 +174,15 @@ class Subscriber(metaclass=_RegisteringType):
             raise ConfigTypeError(f"backend needs a name or a Backend, got {type(wrong[0]).__name__} {wrong[0]!r}")
         if message_bus is not None and not callable(getattr(message_bus, "register_subscriber", None)):
             raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__} {message_bus!r}")
+        if title is not None and not isinstance(title, str):
+            raise ConfigTypeError(f"title needs a string, got {type(title).__name__} {title!r}")
         self.message_bus = message_bus
         self.gather = gather
         self.title = title
         self.ylims = ylims
         self._host: Host | None = None
         self._series: dict[tuple[str, str | None, str], Series] = {}
+        self._sender = Sender(f"{type(self).__name__}({', '.join(self.kinds)})")
         self.evaluate: Callable[..., None] | None = None
 
     @property
@@ -263,7 +269,15 @@ class Subscriber(metaclass=_RegisteringType):
             self._host.publish(message.result(kind, value))
 
     def show(self, message: Message | MessageBundle, value: Any) -> None:
-        """Show `value`, a float or a histogram, under the kind and name of `message`, without publishing it."""
+        """Show `value` under the kind and name of `message`, without publishing it.
+
+        `value` is a number, a histogram, a matrix, or a text (a page of Markdown).
+
+        Raises
+        ------
+        ConfigError
+            If backends cannot store the value; it counts as a failure of this subscriber.
+        """
         self._show(message, value, message.first.kind if isinstance(message, MessageBundle) else message.kind)
 
     def _show(self, message: Message | MessageBundle, value: Any, kind: str) -> None:
@@ -273,7 +287,7 @@ class Subscriber(metaclass=_RegisteringType):
         key = kind, message.series_name, stamp.pass_name
         if (series := self._series.get(key)) is None:
             series = self._series[key] = Series(*key, self.title, self.ylims)
-        self._host.show(series, value, stamp.global_step, self.backends)
+        self._host.show(series, value, stamp.global_step, self.backends, self._sender)
 
     def check(self) -> None:
         """Raise `ConfigError` if an attribute of the class is invalid; called at registration."""

@@ -102,6 +102,11 @@ class FileBackend(Backend):
         return self._writer.acked_step if self._writer else -1
 
     @property
+    def is_unwritable(self) -> bool:
+        """Whether the last attempt to write to the file failed."""
+        return self._writer is not None and self._writer.is_failing
+
+    @property
     def dropped(self) -> int:
         """Number of values that did not reach the file."""
         return self._writer.dropped if self._writer else 0

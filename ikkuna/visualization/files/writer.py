@@ -140,6 +140,11 @@ class FileWriter:
         return self._acked
 
     @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt to write or to synchronise the file failed."""
+        return self._failing
+
+    @property
     def dropped(self) -> int:
         """Number of lost values."""
         return self._queue.dropped

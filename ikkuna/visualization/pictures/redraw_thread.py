@@ -131,6 +131,11 @@ class RedrawThread:
         """Return whether a picture is no longer drawn, because it failed too often."""
         return self._failures.is_exhausted(name)
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt to draw some picture failed."""
+        return bool(self._failures.counts)
+
     def is_up_to_date(self) -> bool:
         """Return whether no picture has changed since it was drawn."""
         return not any(drawable.changed for drawable in self._drawables())
