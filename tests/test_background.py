@@ -27,6 +27,20 @@ def die(thread):
 FAULTS = {"refused": ("start", refuse), "dying": ("_bootstrap", die)}
 
 
+@pytest.fixture(autouse=True)
+def ends_all_pools(monkeypatch):
+    made, create = [], WorkerPool.__init__
+
+    def note(self, helpers):
+        create(self, helpers)
+        made.append(self)
+
+    monkeypatch.setattr(WorkerPool, "__init__", note)
+    yield
+    for pool in made:
+        pool.stop()
+
+
 @pytest.fixture(params=FAULTS)
 def no_thread(request, monkeypatch):
     monkeypatch.setattr(threading.Thread, *FAULTS[request.param])
@@ -88,7 +102,8 @@ def test_several_threads_of_a_pool_work_at_the_same_time():
 def test_large_tensors_are_measured_if_no_thread_can_be_started(no_thread, monkeypatch):
     if native.library() is None:
         pytest.skip("needs a C++ compiler")
-    monkeypatch.setattr(worker_pool, "_pool", lambda helpers, process: WorkerPool(2))
+    monkeypatch.setattr(worker_pool, "_POOLS", {})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = torch.ones(3_000_000)
     assert measure(x, closure(["sumsq"])).sumsq == 3_000_000
 

@@ -20,7 +20,7 @@ class PredictionSubscriber(PlotSubscriber):
     ``output_log_normalizer``, ``prediction_entropy``, ``label_entropy``, ``label_mean``, ``label_variance`` and ``label_count``,
     see `ikkuna.numerics.prediction.prediction_figures`; entropies are in nats.
     If the loss is no classification, it publishes only ``output_dependence``; an undefined figure is not published.
-    Of several micro-batches the last one counts.
+    Of several micro-batches and ranks the last one counts.
 
     Look for: an ``output_dependence`` near 0, because the outputs are the same for every input;
     a ``prediction_entropy`` of 0 while that of the labels is not; a first ``output_cross_entropy`` above the logarithm of

@@ -29,8 +29,8 @@ def same(a, b):
     return a.keys() == b.keys() and all(a[k] == b[k] or (math.isnan(a[k]) and math.isnan(b[k])) for k in a)
 
 
-# What a rank cannot know of the others' data: a spectrum of all activations, quantiles of one rank's sample of them.
-OF_ONE_RANK = ("RankSubscriber-activations",)
+# What a rank cannot know of the others' data: a spectrum of all activations, quantiles of one rank's sample of them; figures of outputs.
+OF_ONE_RANK = ("RankSubscriber-activations", "PredictionSubscriber")
 # What each rank computes before it is reduced, which one process never has, and what is made of it.
 BEFORE_REDUCTION = ("micro_gradients", "GradientNoiseScale", "GradientSNR")
 # Each rank has a clock and a memory of its own.

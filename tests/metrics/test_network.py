@@ -135,7 +135,8 @@ def test_counts_of_non_finite_gradients_are_published_for_skipped_steps_too():
             scaler.update()
     found = curves(recording)
     assert [v for v in found["layer_gradients_nonfinite", "linear"] if v] == [3.0]
-    assert len(found["layer_gradients_mean", "linear"]) == len(found["learning_rate", None]) == 2
+    assert len(found["learning_rate", None]) == 2
+    assert len(found["layer_gradients_mean", "linear"]) == 1, "in the first step the scale is unknown"
 
 
 def test_a_step_that_a_fused_optimizer_skips_has_no_learning_rate():
