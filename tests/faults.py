@@ -101,7 +101,8 @@ PLUGINS = {
     28: Fault("a subscriber whose constructor fails", "its exception is raised, and the bus does not change"),
     29: Fault(
         "a metric that always fails",
-        "it is logged at the 1st and the 10th failure, then disabled; training is bit-identical, and other metrics continue",
+        "it is logged at the 1st and the 10th consecutive failure of the same method, then disabled; "
+        "the error does not change training, and other metrics continue",
     ),
     30: Fault(
         "a metric that fails sometimes",
@@ -138,11 +139,18 @@ PLUGINS = {
         "the result of ``measure`` is copied at once, even if it is a view",
     ),
     43: Fault("an object whose ``repr`` or ``str`` fails", "error messages contain the name of its class instead"),
-    44: Fault("a log handler that fails", "no exception reaches training"),
+    44: Fault(
+        "a log handler or filter that fails",
+        "its exception is ignored; ``KeyboardInterrupt`` and ``SystemExit`` are raised",
+    ),
     45: Fault("a metric that returns a value", "the value is ignored, because hooks return nothing"),
     46: Fault(
         "joined kinds of which one is missing, for example with a frozen weight",
         "the incomplete bundle is dropped at the end of the step and counted",
+    ),
+    220: Fault(
+        "a ``measure`` that returns a number instead of a tensor",
+        'it counts as a failure of the metric; the error message states what to return, and ``on_error="raise"`` raises it',
     ),
     313: Fault(
         "a metric that shows a matrix or a histogram that cannot be stored, or measures rows that cannot be copied to the host",
@@ -160,7 +168,8 @@ TENSORS = {
     49: Fault("half precision", "all sums use single precision or more"),
     50: Fault(
         "integers, 8-bit floats, sparse, quantised and complex tensors; tensors without numbers",
-        "they are measured, complex tensors by magnitude; tensors without numbers are counted in ``health().skipped``",
+        "they are measured, sparse tensors with the zeros that they do not store, complex tensors by magnitude; "
+        "tensors without numbers, such as meta, fake and nested ones, are left out and counted in ``health().skipped``",
     ),
     51: Fault(
         "tensors with no element or one element",
@@ -197,8 +206,9 @@ TENSORS = {
         "the new one is observed from the next sampled step on",
     ),
     60: Fault(
-        "tensors that are too large to count in single precision or to copy",
-        "counts are exact; an update that does not fit into memory is skipped and counted in ``health().skipped``",
+        "tensors that are too large to count in single precision, or weights that are too large to copy",
+        "counts are exact; if there is no memory to copy a weight before the step, its update is skipped and counted in "
+        "``health().skipped``",
     ),
     204: Fault(
         "a transformer layer in evaluation mode, which torch computes by one operator if no module in it has a hook",
@@ -225,6 +235,19 @@ TENSORS = {
         "its gradients are published like all others; a warning names it once, after 100 steps if it never has a gradient",
         "a layer that is used once in 100 steps is not reported",
     ),
+    210: Fault(
+        "a norm of order 0 or infinity of data with NaN or Inf",
+        "with ``finite_only=True`` only finite elements count; otherwise it is NaN, whatever other metrics are registered",
+    ),
+    213: Fault(
+        "a value that lies between two numbers of a float format, such as half of its least number",
+        "``PrecisionSubscriber`` counts it where torch's cast rounds it: a value that is rounded to 0 is an underflow",
+    ),
+    214: Fault(
+        "code that was written for delve, WeightWatcher or nnstat",
+        '``compat="delve"`` and ``compat="weightwatcher"`` compute what these compute, and a string with special characters, '
+        "such as ``.*query.*``, is a regular expression for `NetDict`",
+    ),
     316: Fault(
         "a tensor whose elements share memory, such as a broadcast output",
         "each stored element is measured once and counted as often as it occurs; overlapping elements are read in parts",
@@ -238,7 +261,9 @@ TENSORS = {
 FILES = {
     67: Fault(
         "a log directory that is not writable",
-        "``LogDirError`` with the reason when the exporter is constructed; the check writes to the directory",
+        "``LogDirError`` with the reason when the exporter is constructed, or, for the default directory, when a metric that "
+        "writes files is registered; the check creates a temporary file in it or in the nearest directory that exists",
+        "a directory that becomes unwritable later counts as a disk that fails",
     ),
     68: Fault(
         "a full disk",
@@ -246,12 +271,13 @@ FILES = {
     ),
     69: Fault(
         "a disk that fails, is over quota or read-only",
-        "as for a full disk; with ``fallback=True`` the backend switches to a new file in the temp directory and logs its path",
+        "as for a full disk; with ``fallback=True`` the backend continues in a new file in the temp directory and logs its path; "
+        "if that is not possible, the first file is tried again",
     ),
     70: Fault(
         "a write that never returns",
-        "training does not wait, and ``close()`` returns after 2 seconds",
-        "training does not even wait 50 ms for a step to be written; ``acked_step`` is the last written step",
+        "training does not wait; ``close()`` waits 2 seconds by default, and ``flush()`` as long as its argument says",
+        "a short wait for each step would delay training and store no more; ``acked_step`` tells which step was written",
     ),
     71: Fault("a log directory that is deleted", "it is created again with a new file, and a warning is logged"),
     72: Fault("two writers in one directory in the same second", "each writer has its own file"),
@@ -259,7 +285,10 @@ FILES = {
     74: Fault(
         "two runs that start at the same time", "each run has its own directory, because creating it claims the name"
     ),
-    75: Fault("too many open files", "a process opens one file for any number of modules and metrics"),
+    75: Fault(
+        "too many open files",
+        "a backend opens one file for any number of modules and metrics; if it cannot, values wait in memory, and it tries again",
+    ),
     76: Fault("hundreds of modules and metrics", "they share one file and one thread"),
     77: Fault(
         "names with ``..``, a leading ``/``, NUL, newlines or 10,000 characters",
@@ -271,7 +300,8 @@ FILES = {
     ),
     79: Fault(
         "a flipped byte in the middle of a file",
-        "``read`` skips the line, ``recover`` skips the record, and both continue after it",
+        "``recover`` skips the record and continues after it; ``read`` skips lines that are no JSON, but a line has no checksum, "
+        "so that a changed digit is not noticed",
         "an event file has single precision only; the lines of ``jsonl`` are the full record",
     ),
     80: Fault(
@@ -336,7 +366,14 @@ FILES = {
 
 ENDINGS = {
     83: Fault("SIGKILL, or the system runs out of memory", "all values up to ``health().acked_step`` are in the file"),
-    84: Fault("``flush()``, then the end", "if it returns ``True``, all values published before it are on the disk"),
+    221: Fault(
+        "``health()`` after ``close()``",
+        "it states what was true at the end: the acknowledged step, the lost values and the time of each metric",
+    ),
+    84: Fault(
+        "``flush()`` of the run, then the end",
+        "if it returns ``True``, all values of the steps committed before it are on the disk, except those in ``health().dropped``",
+    ),
     85: Fault("SIGTERM, which clusters send", "as for SIGKILL; ikkuna installs no signal handler"),
     86: Fault("``os._exit``, ``abort``, a crash of an extension", "as for SIGKILL"),
     87: Fault("an exception, Ctrl-C, the normal end", "the file is complete"),
@@ -352,6 +389,10 @@ ENDINGS = {
 }
 
 THREADS = {
+    314: Fault(
+        "a log handler that fails in a thread that writes, or in ``epoch_finished()``",
+        "its exception is ignored, and the thread continues to write",
+    ),
     302: Fault(
         "Ctrl-C at any moment of a step",
         "the interrupted step is lost, or lacks values; the next forward is recorded again, and training is not changed",
@@ -393,6 +434,10 @@ MODELS = {
         "its shards are found at the next sampled step, and the values are those of one process; parameters that FSDP has gathered, "
         "and whose storage it frees, are never read, so that there are no gradients of micro-batches",
     ),
+    203: Fault(
+        "a weight that gets another shape while it is observed (``resize_token_embeddings``, ``weight.data = …``)",
+        "the new shape is measured from the next step on; no node of autograd is kept beyond a step, so the backward does not raise",
+    ),
     206: Fault(
         "an exporter, or the result of ``watch``, that no variable refers to",
         "it records until it is closed or the model is deleted; its hooks, thread and file are then released without lost values",
@@ -429,6 +474,10 @@ MODELS = {
         "a cell of a notebook that is run again, or a second ``watch`` of one model",
         "the earlier exporter is closed, a warning says so, and a new run begins",
         "an exporter that a variable refers to is closed only by ``watch``; otherwise ``ConfigError`` names the module that both observe",
+    ),
+    224: Fault(
+        "an evaluation or a probe that draws random numbers",
+        "the random state of the CPU, of every device of the accelerator, and of the generators of loaders and samplers is restored",
     ),
     315: Fault(
         "layers that no longer match ``module_filter`` after they were replaced, or a filter that raises in training",

@@ -34,6 +34,7 @@ def handler():
     logger.removeHandler(made)
 
 
+@pytest.mark.fault(44)
 def test_an_exception_of_a_handler_is_ignored_and_the_record_names_its_source(handler):
     log.warning("a %s", "text")
     try:
@@ -45,6 +46,7 @@ def test_an_exception_of_a_handler_is_ignored_and_the_record_names_its_source(ha
     assert handler.records[1].exc_info[0] is ValueError
 
 
+@pytest.mark.fault(44)
 def test_keyboard_interrupts_of_a_handler_are_raised(handler, monkeypatch):
     def interrupt(record):
         raise KeyboardInterrupt
@@ -54,6 +56,7 @@ def test_keyboard_interrupts_of_a_handler_are_raised(handler, monkeypatch):
         log.warning("x")
 
 
+@pytest.mark.fault(314)
 def test_a_handler_that_raises_stops_neither_training_nor_writing(tmp_path, handler, monkeypatch):
     failing, write = threading.Event(), os.write
 

@@ -413,6 +413,7 @@ def test_a_failing_subscriber_is_logged_then_disabled_and_training_is_untouched(
     assert health.errors == 10
     assert health.disabled == ("Failing",)
     assert "disabled after 10 consecutive failures; last: ValueError: on purpose" in caplog.text
+    assert sum(f"failed in {where}" in record.message for record in caplog.records) == 2
     assert len(recording.values) == 15 * 3
 
 
@@ -856,6 +857,18 @@ def test_a_log_dir_that_is_a_file_is_refused(bus, tmp_path):
     with pytest.raises(LogDirError, match="file"):
         Exporter(message_bus=bus, log_dir=file)
     assert bus.sources == ()
+
+
+@pytest.mark.fault(67)
+def test_the_default_log_dir_is_checked_when_a_subscriber_is_registered(bus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").touch()
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(nn.Linear(2, 2))
+        bus.register_subscriber(NormSubscriber("weights", backend="null"))
+        with pytest.raises(LogDirError, match="run"):
+            bus.register_subscriber(NormSubscriber("weight_gradients", backend="jsonl"))
+        assert len(bus.registered) == 1
 
 
 @pytest.mark.fault(30)

@@ -110,6 +110,7 @@ def test_watch_leaves_nothing_behind_when_it_fails():
     assert torch.equal(model(torch.zeros(1, 2)), model.bias.detach()[None])
 
 
+@pytest.mark.fault(221)
 def test_health_after_close_is_that_at_the_end(tmp_path):
     loop = Loop(CASES["mlp"])
     with Exporter(message_bus=MessageBus(log_dir=tmp_path)) as exporter:

@@ -238,6 +238,7 @@ def test_results_that_do_not_merge_are_an_error_of_the_subscriber():
     assert case.bus.error_guard.errors == 2, "the merge, and the computation with two numbers"
 
 
+@pytest.mark.fault(220)
 def test_a_measurement_must_be_a_tensor():
     class Returning(Summing):
         def measure(self, message: ModuleMessage) -> Tensor:

@@ -134,6 +134,18 @@ def test_layers_are_selected_by_a_part_of_their_name(net):
     assert list(model.describe_layers(exclude="bias")) == ["0.weight"]
 
 
+@pytest.mark.fault(214)
+def test_a_string_with_special_characters_is_a_regular_expression():
+    model = NetDict({"0.query.weight": [1.0], "0.key.weight": [2.0], "a+b": [3.0]})
+    assert list(model.select(".*query.*")) == ["0.query.weight"]
+    assert list(model.select(["^0.k", "a+b"])) == ["0.key.weight", "a+b"]
+    assert list(model.select("key|query")) == ["0.query.weight", "0.key.weight"]
+    assert list(model.select("y.w")) == ["0.query.weight", "0.key.weight"]
+    for wrong in ("*query", "re:("):
+        with pytest.raises(ConfigError, match="is no valid regular expression"):
+            model.select(wrong)
+
+
 def test_logged_values_are_flat_numbers(net):
     """E48."""
     flat = net.describe_layers(display=False).to_dict()

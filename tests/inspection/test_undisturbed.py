@@ -162,6 +162,7 @@ def test_a_pending_backward_survives_where_buffers_did_not_change():
     out.backward()
 
 
+@pytest.mark.fault(224)
 def test_generators_of_loaders_and_samplers_are_restored():
     data = torch.utils.data.TensorDataset(torch.arange(8))
     data.generator = torch.Generator()
@@ -181,6 +182,7 @@ def test_generators_of_loaders_and_samplers_are_restored():
         assert drawn(loader) == first
 
 
+@pytest.mark.fault(224)
 @pytest.mark.parametrize(("kind", "devices"), [("cuda", [0, 1]), ("mps", [()])])
 def test_every_device_of_the_accelerator_is_restored(kind, devices, monkeypatch):
     """The module of the device is replaced by one with a state for each device."""

@@ -62,6 +62,7 @@ def delve_count(covariance, threshold=0.99):
     return space.shape[1]
 
 
+@pytest.mark.fault(214)
 @pytest.mark.parametrize("threshold", [0.5, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize(
     "eigenvalues", [[0.9, 0.1], [0.5, 0.46, 0.04], [0.995, 0.005], [1.0, 0.0, 0.0], [1.0] * 7, [0.5, 0.4, 0.09, 0.01]]

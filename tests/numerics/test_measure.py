@@ -167,6 +167,7 @@ def test_a_subset_of_fields_has_the_values_of_all(x, names):
             assert got.center is None
 
 
+@pytest.mark.fault(50)
 @pytest.mark.fault(49)
 @pytest.mark.parametrize(
     "dtype",
@@ -213,6 +214,7 @@ def test_layouts(make):
     check(measure(x, ALL), x.numpy())
 
 
+@pytest.mark.fault(50)
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_a_sparse_tensor_counts_the_zeros_it_does_not_store(layout):

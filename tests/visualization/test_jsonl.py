@@ -98,6 +98,15 @@ def test_a_damaged_line_costs_itself_only(backend, tmp_path, caplog):
     assert "1 incomplete lines were skipped" in caplog.text
 
 
+@pytest.mark.fault(79)
+@pytest.mark.parametrize(("old", "new", "found"), [(b'"value": 2.0', b'"value": 6.0', [1, 6, 3]), (b"}\n", b"}x", [3])])
+def test_a_line_has_no_checksum(backend, tmp_path, old, new, found):
+    """A changed digit is not noticed, and a line without its end costs the next one as well."""
+    reread(backend, *(lambda b, v=value: b.add_scalar(Series("loss"), v, 0) for value in (1.0, 2.0, 3.0)))
+    backend.path.write_bytes(backend.path.read_bytes().replace(old, new, 1))
+    assert [entry["value"] for entry in read(backend.path)] == found
+
+
 def test_a_directory_is_read_as_one(tmp_path):
     for value in (1.0, 2.0):
         backend = JSONLinesBackend()

@@ -309,6 +309,7 @@ def test_the_first_value_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run0001"]
 
 
+@pytest.mark.fault(75, 305)
 @pytest.mark.parametrize("function", ["open", "mkdir"])
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
 def test_a_short_fault_at_the_first_value_costs_nothing(tmp_path, monkeypatch, function, error):
@@ -376,6 +377,31 @@ def test_a_backend_that_fails_at_the_end_is_an_answer(tmp_path, verb):
     run.show(LOSS, 1.0, 0, (Faulty(verb),))
     run.commit(0)
     assert not getattr(run, verb)()
+
+
+@pytest.mark.fault(84)
+def test_flush_stores_what_was_committed(tmp_path):
+    run = Run(tmp_path)
+    for step in range(3):
+        run.show(LOSS, 1.0, step, ("jsonl",))
+        if step < 2:
+            run.commit(step)
+    assert run.flush(30)
+    assert [entry["step"] for entry in read(run.directory)] == [0, 1]
+    assert run.close(30)
+
+
+@pytest.mark.fault(70)
+def test_closing_waits_two_seconds_by_default(tmp_path):
+    class Quick(RecordingBackend):
+        def close(self, timeout=None):
+            self.given = timeout
+            return True
+
+    run, quick = Run(tmp_path), Quick()
+    run.show(LOSS, 1.0, 0, [quick])
+    assert run.close()
+    assert 0 < quick.given <= 2.0
 
 
 def test_what_was_not_committed_is_committed_by_close(tmp_path):
