@@ -61,8 +61,8 @@ class GuardedBackend:
         elif step > self._step:  # an exception has kept the step before from being committed
             self.commit(self._step)
             self._step = step
-        is_accepted = not self.disabled and not self._failures.is_exhausted((method, sender))
-        if is_accepted and self._call(method, *arguments, sender=sender):
+        is_refused = self.disabled or (self._failures.counts and self._failures.is_exhausted((method, sender)))
+        if not is_refused and self._call(method, *arguments, sender=sender):
             self._pending += 1
         else:
             self._dropped += 1
