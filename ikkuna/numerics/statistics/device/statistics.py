@@ -18,14 +18,14 @@ from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
 from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
 from ikkuna.numerics.statistics.table import EMPTY, Values, merge_rows, repeat_rows, row_of
 
-__all__ = ["DeviceStatistics", "Taken"]
+__all__ = ["DeviceStatistics", "ReducedTensor", "Taken"]
 
 _DROPPED = -1  # the owner of written rows that were cleared
 _PIECE = 1 << 18  # elements of a tensor that is read in parts
 _MOST_EXACT = 256  # rows of float64 that wait to be merged
 
 
-class _Reduced(NamedTuple):
+class ReducedTensor(NamedTuple):
     """The reductions of one tensor.
 
     Parameters
@@ -53,7 +53,7 @@ class Taken:
     ----------
     exact : list of (int, frozenset, Tensor)
         Rows measured in float64: their numbers, fields and values.
-    reduced : list of _Reduced
+    reduced : list of ReducedTensor
         Rows measured in float32.
     doubts : Doubts
         Learns which rows float32 is not enough for.
@@ -73,7 +73,7 @@ class Taken:
     def __init__(
         self,
         exact: list[Any],
-        reduced: list[_Reduced],
+        reduced: list[ReducedTensor],
         doubts: Doubts,
         written: Sequence[Written] = (),
         kernels: TritonKernels | None = None,
@@ -154,7 +154,7 @@ class DeviceStatistics:
         self._doubts = Doubts() if doubts is None else doubts
         self._kernels = triton_kernels(device)
         self._exact: list[tuple[int, frozenset[str], Tensor]] = []
-        self._reduced: list[_Reduced] = []
+        self._reduced: list[ReducedTensor] = []
         self._written: list[Written] = []
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._streams: list[Any] = []
@@ -182,7 +182,7 @@ class DeviceStatistics:
                 self._add_exactly(row, part, fields, weight if is_weighted else 1)
         elif operators.accepts(x, fields) and not is_weighted and row not in self._doubts:
             for part in operators.split(x, fields):
-                self._reduced.append(_Reduced(row, part.numel(), fields, operators.reduce(part, fields)))
+                self._reduced.append(ReducedTensor(row, part.numel(), fields, operators.reduce(part, fields)))
         else:
             self._add_exactly(row, x, fields, weight if is_weighted else 1)
         if not fields.isdisjoint(HISTOGRAMS):
@@ -222,7 +222,7 @@ class DeviceStatistics:
         if together:
             results = operators.reduce_list([x for _, x in together], fields)
             for (row, x), found in zip(together, results, strict=True):
-                self._reduced.append(_Reduced(row, x.numel(), fields, found))
+                self._reduced.append(ReducedTensor(row, x.numel(), fields, found))
         done = {row for row, _ in together}
         for row, x in zip(rows, tensors, strict=True):
             if row not in done:
