@@ -475,6 +475,10 @@ MODELS = {
         "the earlier exporter is closed, a warning says so, and a new run begins",
         "an exporter that a variable refers to is closed only by ``watch``; otherwise ``ConfigError`` names the module that both observe",
     ),
+    223: Fault(
+        "a preset that does not exist, a class instead of a subscriber, a star import of metrics",
+        "the error lists the presets, or says to pass an instance; the star import offers every installed metric",
+    ),
     224: Fault(
         "an evaluation or a probe that draws random numbers",
         "the random state of the CPU, of every device of the accelerator, and of the generators of loaders and samplers is restored",

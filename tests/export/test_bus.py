@@ -783,6 +783,14 @@ def test_a_subscription_cannot_be_changed():
         subscription.subsample = 2
 
 
+@pytest.mark.fault(223)
+def test_a_star_import_offers_the_installed_metrics():
+    names = {}
+    exec("from ikkuna.export.subscriber import *", names)
+    assert {"NormSubscriber", "LossSubscriber", "Subscriber", "name_results"} <= names.keys()
+    assert issubclass(names["NormSubscriber"], names["Subscriber"])
+
+
 def test_importing_the_package_loads_no_plugin():
     import subprocess
     import sys

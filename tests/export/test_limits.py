@@ -65,3 +65,29 @@ def test_a_module_that_was_added_alone_is_not_followed(bus):
         model[1] = removed = nn.Linear(3, 2)
         exporter.epoch_finished()
         assert [named.module for named in exporter.modules] != [removed]
+
+
+def test_embeddings_of_transformers_are_resized_while_they_are_observed(bus):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    model, recording = transformers.GPT2LMHeadModel(config), RecordingBackend()
+
+    def step():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.randint(0, 20, (2, 6))
+        optimizer.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        for kind in ("weights", "weight_gradients"):
+            bus.register_subscriber(NormSubscriber(kind, modules="*wte*", p=0, backend=recording))
+        step()
+        model.resize_token_embeddings(30, mean_resizing=False)
+        step()
+        step()
+    found = {(series.kind, step): value for series, value, step in recording.values}
+    assert found["weights_norm0", 0] == 20 * 8
+    assert found["weights_norm0", 2] == 30 * 8
+    assert ("weight_gradients_norm0", 2) in found

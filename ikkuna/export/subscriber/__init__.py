@@ -1,10 +1,10 @@
 """Subscribers: the base classes, and every installed metric by its class name.
 
 ``from ikkuna.export.subscriber import NormSubscriber`` finds the plugin `NormSubscriber` through its entry point and loads it.
-Importing this package loads no plugin.
+Importing this package loads no plugin; ``from ikkuna.export.subscriber import *`` loads all of them.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ikkuna.errors import PluginError, unknown_name
 from ikkuna.export.subscriber.base import Subscriber
@@ -15,21 +15,30 @@ from ikkuna.export.subscriber.shared_statistic import SharedStatisticSubscriber
 from ikkuna.export.subscriber.subscription import Subscription, SynchronizedSubscription
 from ikkuna.plugins import load_plugin, plugin_names
 
-__all__ = [
-    "GROUP",
-    "CallbackSubscriber",
-    "PlotSubscriber",
-    "SharedStatisticSubscriber",
-    "Subscriber",
-    "Subscription",
-    "SynchronizedSubscription",
-    "name_results",
-]
+if TYPE_CHECKING:
+    __all__ = [
+        "GROUP",
+        "CallbackSubscriber",
+        "PlotSubscriber",
+        "SharedStatisticSubscriber",
+        "Subscriber",
+        "Subscription",
+        "SynchronizedSubscription",
+        "name_results",
+    ]
 
 GROUP = "ikkuna.export.subscriber"
 
 
+_OWN = (
+    *("GROUP", "CallbackSubscriber", "PlotSubscriber", "SharedStatisticSubscriber", "Subscriber", "Subscription"),
+    *("SynchronizedSubscription", "name_results"),
+)
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # of a star import, which loads every installed metric
+        return [*_OWN, *sorted(plugin_names(GROUP))]
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in plugin_names(GROUP):
@@ -41,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted((*__all__, *plugin_names(GROUP)))
+    return sorted((*_OWN, *plugin_names(GROUP)))
