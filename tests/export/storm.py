@@ -1,7 +1,11 @@
 """A training whose steps are interrupted between two instructions, and an independent computation of its values."""
 
 import contextlib
+import os
+import signal
 import sys
+import threading
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -61,6 +65,22 @@ class Storm:
             return True
         self._seen[instruction] += 1
         return self._seen[instruction] <= self.repeats
+
+
+class Signals:
+    """Calls a function, and sends this process SIGINT after a time in seconds, while it runs or just after it."""
+
+    everywhere, where = True, "a signal"
+
+    def run(self, function, at):
+        timer = threading.Timer(at, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            function()
+            timer.join()
+            time.sleep(0.01)
+        finally:
+            timer.join()
 
 
 class Measuring(Subscriber):

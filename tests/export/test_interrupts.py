@@ -1,12 +1,14 @@
 """Interrupts at any moment of a step: training is unharmed, at most that step is lost, and the monitor records again."""
 
+import random
+
 import pytest
 import torch
 
 from ikkuna.testing import RecordingBackend
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.run import Run
-from tests.export.storm import Storm, Training, interrupt
+from tests.export.storm import Signals, Storm, Training, interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -54,6 +56,15 @@ def test_an_interrupt_in_a_step_costs_at_most_this_step(first):
 @pytest.mark.fault(302)
 def test_an_interrupt_in_torch_or_in_the_loop_costs_at_most_this_step():
     assert storm_over(started, True, sample(211)) is None
+
+
+@pytest.mark.fault(302)
+def test_after_sixty_real_interrupts_the_monitor_records_again():
+    training, times = started(), random.Random(1)
+    training.take()
+    for trial in range(60):
+        assert interrupt(training, Signals(), times.uniform(0, 0.004)) == [], trial
+    training.exporter.close()
 
 
 @pytest.mark.slow
