@@ -52,6 +52,14 @@ def pytest_configure(config):
         torch.set_default_device(name)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """On another device than the host, import only files with tests for it; others may need the host for their constants."""
+    if config.getoption("--device") == "cpu" or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if "mark.devices" in text or "mark.simulated" in text else True
+
+
 def pytest_collection_modifyitems(config, items):
     """On another device than the host, run only tests with the marker ``devices`` or ``simulated``."""
     device = config.getoption("--device")
