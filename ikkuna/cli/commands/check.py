@@ -1,0 +1,41 @@
+"""``ikkuna check``: applies rules to a finished run."""
+
+import argparse
+
+from ikkuna.cli.command import Command
+from ikkuna.cli.terminal import Terminal
+
+__all__ = ["command"]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN", help="the directory of a run, an event file, or a file of JSON lines")
+    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
+    parser.add_argument(
+        "--rules", default="default", help='comma-separated names of rules; "all" for every installed rule'
+    )
+
+
+def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+    from ikkuna.diagnosis.check import check
+
+    found = check(options.path, options.rules.split(","))
+    if options.json:
+        terminal.write_json(
+            {
+                "findings": [finding.as_dict() for finding in found],
+                "judged": list(found.judged),
+                "skipped": dict(found.skipped),
+            }
+        )
+    else:
+        terminal.write(str(found))
+    return int(any(finding.severity != "info" for finding in found))
+
+
+command = Command(
+    help="apply rules to a finished run",
+    description="Apply rules to a finished run. The exit status is 1 if a warning or an error was found, and 2 for bad input.",
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,111 @@
+"""The entry point of the command ``ikkuna``."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from ikkuna import __version__
+from ikkuna.cli.command import command_names, load_command
+from ikkuna.cli.terminal import Terminal
+from ikkuna.errors import ConfigError, IkkunaError, unknown_name
+
+__all__ = ["main"]
+
+_DESCRIPTION = "A window into the training of PyTorch models."
+_EPILOG = (
+    "Exit status: 0; 1 if a command has found something, such as a mistake or a difference; 2 for bad input. "
+    "NO_COLOR=1 turns colours off."
+)
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit status: 0, 1 if something was found, or 2 for bad input.
+
+    No exception leaves this function, unless the environment variable ``IKKUNA_TRACEBACK`` is set.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        By default those of the process.
+    """
+    terminal = Terminal()
+    with _logging_to(terminal):
+        try:
+            return _run(sys.argv[1:] if arguments is None else list(arguments), terminal)
+        except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
+            terminal.abandon()
+            return 0
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        except (IkkunaError, OSError) as error:
+            terminal.error(str(error))
+        except Exception as error:
+            if os.environ.get("IKKUNA_TRACEBACK"):
+                raise
+            terminal.error(f"internal error: {type(error).__name__}: {error} (IKKUNA_TRACEBACK=1 shows the traceback)")
+        return 2
+
+
+def _run(arguments: list[str], terminal: Terminal) -> int:
+    try:
+        options = _parser(arguments).parse_args(arguments)
+    except SystemExit as done:  # --help or --version
+        return done.code if isinstance(done.code, int) else 0
+    status: int = options.run(options, terminal)
+    terminal.flush()
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `ConfigError` instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see '{self.prog} --help'")
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return a parser with the command that is named first, or with all commands if none is."""
+    parser = _Parser("ikkuna", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"ikkuna {__version__}")
+    group = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    names = command_names()
+    named = next((word for word in arguments if not word.startswith("-")), None)
+    if named is not None and named not in names:
+        raise ConfigError(unknown_name("command", named, names))
+    for name in names if named is None else (named,):
+        command = load_command(name)
+        own = group.add_parser(
+            name,
+            help=command.help,
+            description=command.description or f"{command.help}.".capitalize(),
+            allow_abbrev=False,
+        )
+        command.add_arguments(own)
+        own.set_defaults(run=command.run)
+    return parser
+
+
+class _LogHandler(logging.Handler):
+    """Writes warnings of the library to the terminal, as lines."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__(logging.WARNING)
+        self._terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._terminal.warn(record.getMessage())
+
+
+@contextmanager
+def _logging_to(terminal: Terminal) -> Iterator[None]:
+    logger, handler = logging.getLogger("ikkuna"), _LogHandler(terminal)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,144 @@
+"""What a command writes: text, tables and JSON, with colours only where they can be shown."""
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+__all__ = ["Terminal", "finite"]
+
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+_LEAST_WIDTH = 20
+
+
+class Terminal:
+    """The standard output and the standard error of a command.
+
+    Characters that the encoding of a stream does not have are replaced by ``?``.
+
+    Parameters
+    ----------
+    out, err : TextIO, optional
+        The streams; by default those of the process.
+
+    Examples
+    --------
+    >>> terminal = Terminal()
+    >>> terminal.write_table(("module", "value"), [("fc1", "0.5"), ("features.0", "12")])
+    module      value
+    ----------  -----
+    fc1         0.5
+    features.0  12
+    """
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._out = sys.stdout if out is None else out
+        self._err = sys.stderr if err is None else err
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether a person sees the standard output."""
+        return _is_terminal(self._out)
+
+    @property
+    def has_colour(self) -> bool:
+        """Whether colours are shown: not in a file or a pipe, and not with ``NO_COLOR`` or ``TERM=dumb``."""
+        if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+            return False
+        return bool(os.environ.get("FORCE_COLOR")) or self.is_interactive
+
+    @property
+    def width(self) -> int:
+        """The number of characters of a line, at least 20."""
+        return max(shutil.get_terminal_size((100, 24)).columns, _LEAST_WIDTH)
+
+    @property
+    def height(self) -> int:
+        """The number of lines."""
+        return max(shutil.get_terminal_size((100, 24)).lines, 1)
+
+    def can_write(self, text: str) -> bool:
+        """Return whether the encoding of the standard output has all characters of `text`."""
+        try:
+            text.encode(getattr(self._out, "encoding", None) or "ascii")
+        except UnicodeEncodeError:
+            return False
+        return True
+
+    def styled(self, text: str, *styles: str) -> str:
+        """Return `text` with styles such as ``"bold"`` and ``"red"``; without colours, `text` itself."""
+        if not styles or not text or not self.has_colour:
+            return text
+        return f"\x1b[{';'.join(_CODES[style] for style in styles)}m{text}\x1b[0m"
+
+    def write(self, text: str = "") -> None:
+        """Write `text` and the end of a line."""
+        _write(self._out, f"{text}\n")
+
+    def write_json(self, value: Any) -> None:
+        """Write a value as JSON, with NaN and infinities as texts."""
+        self.write(json.dumps(finite(value), indent=1))
+
+    def write_table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Write a table; cells are aligned to the left, and the last column is not padded."""
+        cells = [tuple(map(str, row)) for row in rows]
+        widths = [max(len(row[i]) for row in (tuple(header), *cells)) for i in range(len(header))]
+        for row in (tuple(header), tuple("-" * width for width in widths), *cells):
+            self.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+    def warn(self, text: str) -> None:
+        """Write a warning to the standard error."""
+        _write(self._err, f"ikkuna: warning: {text}\n")
+
+    def error(self, text: str) -> None:
+        """Write an error to the standard error."""
+        _write(self._err, f"ikkuna: {text}\n")
+
+    def progress(self, text: str) -> None:
+        """Replace the line of progress on the standard error; an empty text removes it.  Without a person to see it, do nothing."""
+        if _is_terminal(self._err) and os.environ.get("TERM") != "dumb":
+            _write(self._err, f"\r{text[: self.width - 1]}\x1b[K")
+
+    def flush(self) -> None:
+        """Pass everything on to the operating system."""
+        if self._out is not None:
+            self._out.flush()
+
+    def abandon(self) -> None:
+        """Write nothing more, because the reader has ended; the end of the process then reports no error either."""
+        sink = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it replaces the stream until the process ends
+        if self._out is sys.stdout:
+            sys.stdout = sink
+        self._out = sink
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # it is closed
+        return False
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # a process without standard streams
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding))
+
+
+def finite(value: Any) -> Any:
+    """Return a value with NaN and infinities as texts, because JSON has no such numbers.
+
+    Examples
+    --------
+    >>> finite({"loss": [0.5, float("nan")]})
+    {'loss': [0.5, 'nan']}
+    """
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,150 @@
+"""The program finds its commands, writes no traceback, and returns 0, 1 or 2."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ikkuna import cli
+from ikkuna.cli import commands
+from ikkuna.cli.command import command_names, load_command
+from ikkuna.cli.terminal import Terminal
+
+NAMES = command_names()
+
+
+def run(*arguments, **environment):
+    command = [sys.executable, "-m", "ikkuna", *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+
+def test_help_lists_every_command_and_imports_no_heavy_package():
+    code = """if True:
+        import sys
+        from ikkuna.cli import main
+        assert main(["--help"]) == 0
+        print({"torch", "numpy", "matplotlib", "tensorboardX", "jinja2"} & set(sys.modules))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+    for name in NAMES:
+        assert f"    {name} " in done.stdout
+        assert load_command(name).help in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_a_help_of_its_own(name, capsys):
+    assert cli.main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: ikkuna {name}")
+    assert len(out.splitlines()) > 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["chek"], "unknown command 'chek'; did you mean 'check'?"),
+        (["check"], "the following arguments are required: RUN; see 'ikkuna check --help'"),
+        (["check", "--jsn", "."], "unrecognized arguments: --jsn"),
+    ],
+)
+def test_bad_arguments_return_2_and_a_line(arguments, text, capsys):
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ikkuna: ")
+    assert text in error
+    assert error.count("\n") == 1
+
+
+@pytest.fixture
+def added(tmp_path, monkeypatch):
+    """Return a function that adds a command whose ``run`` has the given body."""
+
+    def add(name, body):
+        code = f"""
+from ikkuna.cli.command import Command
+from ikkuna.errors import ConfigError
+from ikkuna.logger import log
+def run(options, terminal):
+    {body}
+command = Command(help="a command of the test", run=run)
+"""
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+        return name
+
+    yield add
+    for name in [name for name in sys.modules if name.startswith(f"{commands.__name__}.zz_")]:
+        del sys.modules[name]
+
+
+def test_a_new_module_is_a_new_command(added, capsys):
+    name = added("zz_new", "terminal.write('Ä done'); return 1")
+    assert name in command_names()
+    assert cli.main([name]) == 1
+    assert capsys.readouterr().out == "Ä done\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        ("raise ConfigError('no such run')", 2, "ikkuna: no such run\n"),
+        ("open('/nowhere/at/all')", 2, "ikkuna: [Errno 2] No such file or directory: '/nowhere/at/all'\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("log.warning('%d lines', 3); return 0", 0, "ikkuna: warning: 3 lines\n"),
+    ],
+)
+def test_exceptions_become_a_line_and_a_status(added, body, status, error, capsys):
+    assert cli.main([added("zz_failing", body)]) == status
+    assert capsys.readouterr().err == error
+
+
+def test_an_unexpected_exception_names_the_way_to_its_traceback(added, capsys, monkeypatch):
+    name = added("zz_broken", "return 1 / 0")
+    monkeypatch.delenv("IKKUNA_TRACEBACK", raising=False)
+    assert cli.main([name]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ikkuna: internal error: ZeroDivisionError: division by zero")
+    assert error.count("\n") == 1
+    monkeypatch.setenv("IKKUNA_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli.main([name])
+
+
+def test_a_reader_that_ends_early_causes_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "ikkuna", "--help"]
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_an_encoding_without_these_characters_replaces_them():
+    raw = io.BytesIO()
+    terminal = Terminal(io.TextIOWrapper(raw, "ascii"))
+    assert terminal.can_write("abc")
+    assert not terminal.can_write("█")
+    terminal.write("a█")
+    terminal.flush()
+    assert raw.getvalue() == b"a?\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({"NO_COLOR": "1", "FORCE_COLOR": "1"}, "x"), ({"FORCE_COLOR": "1"}, "\x1b[1;31mx\x1b[0m"), ({}, "x")],
+)
+def test_colours_follow_the_environment(environment, expected, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert Terminal(io.StringIO()).styled("x", "bold", "red") == expected
+
+
+def test_the_installed_command_is_the_same_program():
+    assert run("check", "/nowhere").stderr == "ikkuna: '/nowhere' does not exist\n"
