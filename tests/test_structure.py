@@ -29,7 +29,8 @@ LAYERS = {
     "modules": ("errors",),
     "plugins": ("errors", "logger"),
     "arrays": ("errors", "numerics"),
-    "numerics": ("errors", "atomic_file", "background", "logger"),
+    "native": ("atomic_file", "logger"),
+    "numerics": ("errors", "atomic_file", "background", "logger", "native"),
     "probe": ("errors", "modules", "undisturbed", "arrays", "numerics"),
     "plot": ("errors", "modules", "arrays", "numerics", "probe"),
     "visualization": (
@@ -57,7 +58,7 @@ LAYERS = {
         *("errors", "failures", "signal_handlers", "logger", "plugins", "modules", "undisturbed", "numerics"),
         *("distributed", "visualization", "diagnosis"),
     ),
-    "reading": ("errors", "atomic_file", "background", "logger", "numerics", "visualization"),
+    "reading": ("errors", "logger", "native", "visualization"),
     "report": ("errors", "logger", "plugins", "numerics", "plot", "visualization", "reading", "diagnosis"),
     "cli": (
         *("__version__", "errors", "logger", "plugins", "numerics", "visualization", "reading", "diagnosis", "report"),

@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ikkuna.native import loading
+from ikkuna.native.cache import LibraryCache
+from ikkuna.native.compiler import Compiler
 from ikkuna.numerics.statistics import closure, native
 from ikkuna.numerics.statistics.host import measure
-from ikkuna.numerics.statistics.native import build, loading
-from ikkuna.numerics.statistics.native.cache import LibraryCache
-from ikkuna.numerics.statistics.native.compiler import Compiler
+from ikkuna.numerics.statistics.native import build
 from ikkuna.numerics.statistics.native.library import Library
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -514,7 +515,7 @@ def test_the_library_is_stored_for_this_process_alone_if_the_disk_is_full(world,
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ikkuna.numerics.statistics.native.cache.write_private_file", full)
+    monkeypatch.setattr("ikkuna.native.cache.write_private_file", full)
     assert world.library() is not None
     assert list(world.cache.iterdir()) == []
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from ikkuna.numerics.statistics.native.private_files import read_private_file, safe_directory
+from ikkuna.native.private_files import read_private_file, safe_directory
 
 __all__ = ["LIBRARY_BYTES", "Compiler", "CompilerError"]
 

@@ -7,7 +7,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from ikkuna.numerics.statistics.native.private_files import safe_directory
+from ikkuna.native.private_files import safe_directory
 
 __all__ = ["load_from_memory"]
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from ikkuna.logger import log
-from ikkuna.numerics.statistics.native.compiler import LIBRARY_BYTES
-from ikkuna.numerics.statistics.native.private_files import private_directory, read_private_file, write_private_file
+from ikkuna.native.compiler import LIBRARY_BYTES
+from ikkuna.native.private_files import private_directory, read_private_file, write_private_file
 
 __all__ = ["LibraryCache"]
 
