@@ -4,14 +4,13 @@ import os
 from collections.abc import Iterable
 
 from ikkuna.diagnosis.findings import Findings
-from ikkuna.diagnosis.history import TRAINING
 from ikkuna.diagnosis.installed import get_rules
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.diagnosis.network import Network
 from ikkuna.diagnosis.rule import Rule
-from ikkuna.visualization.reading import Point, read_run
+from ikkuna.reading import StoredRun, read_run
 
-__all__ = ["check", "judge_points"]
+__all__ = ["check", "judge_run"]
 
 
 def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule] = "default") -> Findings:
@@ -37,35 +36,21 @@ def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule]
     judge = Judge(get_rules(rules))
     run = read_run(path)
     judge.history.network = Network(run.modules)
-    judge_points(judge, run.points)
+    judge_run(judge, run)
     return judge.findings
 
 
-def judge_points(judge: Judge, points: Iterable[Point]) -> None:
-    """Pass stored values to a judge, one step after another.
+def judge_run(judge: Judge, run: StoredRun) -> None:
+    """Pass the values of a run to a judge, one step after another.
 
     Several files of one run, such as those of two backends, are merged by steps; a resumed run begins again at an earlier step.
     """
-    for session in _sessions(points):
-        by_step: dict[int, list[Point]] = {}
-        for point in session:
-            by_step.setdefault(point.step, []).append(point)
-        for step in sorted(by_step):
-            for point in by_step[step]:
-                judge.add(point.kind, point.name, step, point.value, point.pass_name)
+    for points in run.sessions(judge.kinds):
+        step = None
+        for point in points:
+            if step is not None and point.step != step:
+                judge.finish_step(step)
+            step = point.step
+            judge.add(point.kind, point.name, step, point.value, point.pass_name)
+        if step is not None:
             judge.finish_step(step)
-
-
-def _sessions(points: Iterable[Point]) -> list[list[Point]]:
-    """Split values where a series of the training goes back to an earlier step."""
-    sessions: list[list[Point]] = [[]]
-    latest: dict[tuple[str, str | None], int] = {}
-    for point in points:
-        key = point.kind, point.name
-        if point.pass_name == TRAINING:
-            if point.step < latest.get(key, -1):
-                sessions.append([])
-                latest = {}
-            latest[key] = point.step
-        sessions[-1].append(point)
-    return sessions

@@ -17,7 +17,7 @@ from ikkuna.visualization.files.append_file import ReplacedEnd
 from ikkuna.visualization.files.file_backend import FileBackend
 from ikkuna.visualization.matrix import Matrix
 
-__all__ = ["JSONLinesBackend", "read"]
+__all__ = ["JSONLinesBackend", "parse_line", "read", "replaced_ends"]
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NUMBERS = ("min", "max", "num", "sum", "sum_squares")
@@ -122,7 +122,14 @@ def _list_with_numbers(items: list[Any]) -> list[Any]:
     return [_SPECIAL.get(item, item) if isinstance(item, str) else item for item in items]
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the entry of a line, with NaN and infinities as numbers; ``None`` if it is no JSON object.
+
+    Examples
+    --------
+    >>> parse_line(b'{"kind": "loss", "value": "NaN"}')
+    {'kind': 'loss', 'value': nan}
+    """
     try:
         entry = json.loads(line, object_hook=_with_numbers)
     except (ValueError, KeyError, TypeError, RecursionError):  # RecursionError: nested too deeply
@@ -152,23 +159,23 @@ def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     files = sorted(path.glob("values.*.jsonl")) if path.is_dir() else [path]
     contents = {file.name: file.read_bytes() for file in files}
-    for name, size in _replaced(contents):
+    for name, size in replaced_ends(contents):
         contents[name] = contents[name][:size]
     entries: list[dict[str, Any]] = []
     for file in files:
         lines = contents[file.name].splitlines()
-        found = [entry for line in lines if (entry := _entry(line)) is not None]
+        found = [entry for line in lines if (entry := parse_line(line)) is not None]
         if len(found) < len(lines):
             log.warning("'%s': %d incomplete lines were skipped", file, len(lines) - len(found))
         entries += [entry for entry in found if "replaces" not in entry]
     return entries
 
 
-def _replaced(contents: dict[str, bytes]) -> list[tuple[str, int]]:
+def replaced_ends(contents: dict[str, bytes]) -> list[tuple[str, int]]:
     """Return the names of the files whose end another file replaces, and the sizes of their beginnings."""
     found = []
     for own, content in contents.items():
-        entry = _entry(content.partition(b"\n")[0]) or {}
+        entry = parse_line(content.partition(b"\n")[0]) or {}
         name, size = entry.get("replaces"), entry.get("size")
         if isinstance(name, str) and name in contents and name != own and isinstance(size, int) and size >= 0:
             found.append((name, size))

@@ -12,10 +12,10 @@ import ikkuna
 from ikkuna import cli
 from ikkuna.diagnosis.check import check
 from ikkuna.errors import ConfigError
+from ikkuna.reading import read_run
 from ikkuna.testing import small_model
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.jsonl import JSONLinesBackend
-from ikkuna.visualization.reading import read_run
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 DRAW = torch.Generator().manual_seed(1)
@@ -130,7 +130,8 @@ def test_every_stored_value_is_read_back(backend, tmp_path):
         for step in range(3)
         for series, value in zip(SERIES, values, strict=True)
     ]
-    assert sorted(map(repr, map(tuple, read_run(tmp_path).points))) == sorted(map(repr, expected))
+    stored = [tuple(point) for session in read_run(tmp_path).sessions() for point in session]
+    assert sorted(map(repr, stored)) == sorted(map(repr, expected))
 
 
 def test_the_modules_are_read_back(tmp_path):

@@ -4,18 +4,27 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from tensorboardX.crc32c import CRC_TABLE, crc32c
 
 __all__ = ["masked_crc32c"]
 
 _CHUNK = 512
-_SHORT = 64  # the byte-wise loop of tensorboardX is as fast for shorter data
+_SHORT = 64  # a loop over bytes is as fast for shorter data
+_POLYNOMIAL = 0x82F63B78  # Castagnoli's, in reversed order of bits
+
+
+@cache
+def _table() -> tuple[int, ...]:
+    """Return the checksum of each byte."""
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, table >> 1 ^ np.uint32(_POLYNOMIAL), table >> 1)
+    return tuple(table.tolist())
 
 
 @cache
 def _contributions() -> NDArray[np.uint32]:
     """Return the contribution of each byte value to the checksum, by its place in a chunk: (place, byte)."""
-    table = np.array(CRC_TABLE, dtype=np.uint32)
+    table = np.array(_table(), dtype=np.uint32)
     rows = np.empty((_CHUNK, 256), dtype=np.uint32)
     rows[-1] = table
     for place in range(_CHUNK - 2, -1, -1):
@@ -27,6 +36,13 @@ def _contributions() -> NDArray[np.uint32]:
 def _advance() -> tuple[tuple[int, ...], ...]:
     """Return the table that advances a checksum by a whole chunk, one row for each of its bytes."""
     return tuple(tuple(row) for row in _contributions()[:4].tolist())
+
+
+def _short_crc32c(data: bytes) -> int:
+    table, state = _table(), 0xFFFFFFFF
+    for byte in data:
+        state = table[(state ^ byte) & 255] ^ state >> 8
+    return state ^ 0xFFFFFFFF
 
 
 def _long_crc32c(data: bytes) -> int:
@@ -55,5 +71,5 @@ def masked_crc32c(data: bytes) -> int:
     >>> hex(masked_crc32c(b"ikkuna"))
     '0xc29a0b7c'
     """
-    crc = int(crc32c(data)) if len(data) < _SHORT else _long_crc32c(data)
+    crc = _short_crc32c(data) if len(data) < _SHORT else _long_crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

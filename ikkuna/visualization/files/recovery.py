@@ -13,7 +13,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.logger import log
 from ikkuna.visualization.files.checksum import masked_crc32c
 
-__all__ = ["Recovery", "recover", "whole_records"]
+__all__ = ["Recovery", "next_head", "record_spans", "recover", "whole_records"]
 
 _HEAD, _TAIL = 12, 4  # bytes before a record's payload and after it
 
@@ -29,10 +29,6 @@ class Recovery(NamedTuple):
 def whole_records(data: bytes) -> Iterator[bytes]:
     """Yield the bytes of each record of an event file whose two checksums are correct.
 
-    A length is used only if its own checksum is correct and the record lies within the file.
-    In a hostile file many of these records overlap: when 16 times the size of the file has been read in records with a wrong
-    checksum, only shorter records are checked.
-
     Examples
     --------
     >>> from ikkuna.visualization.files.event_file import record
@@ -41,20 +37,39 @@ def whole_records(data: bytes) -> Iterator[bytes]:
     >>> list(whole_records(first + damaged + third)) == [first, third]
     True
     """
+    return (data[begin:end] for begin, end in record_spans(data))
+
+
+def record_spans(data: bytes, is_end: bool = True) -> Iterator[tuple[int, int]]:
+    """Yield the positions of the first byte of each intact record and of the byte after it.
+
+    A length is used only if its own checksum is correct and the record lies within the data.
+    In a hostile file many of these records overlap: when 16 times the size of the file has been read in records with a wrong
+    checksum, only shorter records are checked.
+
+    Parameters
+    ----------
+    data : bytes
+        Records of an event file, perhaps with other bytes between them.
+    is_end : bool
+        Whether the file ends here; if not, a record that is longer than the data ends the iteration.
+    """
     begin, budget = 0, 16 * len(data)
-    while (begin := _next_head(data, begin)) >= 0:
+    while (begin := next_head(data, begin)) >= 0:
         end = begin + _HEAD + int.from_bytes(data[begin : begin + 8], "little") + _TAIL
+        if end > len(data) and not is_end:
+            return
         if end <= len(data) and end - begin <= budget:
             payload = data[begin + _HEAD : end - _TAIL]
             if masked_crc32c(payload) == int.from_bytes(data[end - _TAIL : end], "little"):
-                yield data[begin:end]
+                yield begin, end
                 begin = end
                 continue
             budget -= end - begin
         begin += 1
 
 
-def _next_head(data: bytes, begin: int) -> int:
+def next_head(data: bytes, begin: int) -> int:
     """Return the position of the next length with a correct checksum, from `begin` on; -1 if there is none.
 
     Records written by ikkuna are shorter than 4 GiB, so the upper half of a length is zero.

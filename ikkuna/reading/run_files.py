@@ -1,0 +1,62 @@
+"""Finds the files of a run."""
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from ikkuna.errors import ConfigError
+
+__all__ = ["RunFiles", "find_files", "find_runs"]
+
+_EVENTS = "*tfevents*"
+_LINES = "values.*.jsonl"
+_RUN = re.compile("run[0-9]{4,}")
+
+
+class RunFiles(NamedTuple):
+    """The files of a run, in the order of their creation.
+
+    Parameters
+    ----------
+    events : list of Path
+        The event files.
+    lines : list of Path
+        The files of JSON lines.
+    """
+
+    events: list[Path]
+    lines: list[Path]
+
+
+def find_files(path: str | os.PathLike[str]) -> RunFiles:
+    """Return the files of a run's directory, or the one file that `path` is.
+
+    A file that was recovered replaces the damaged one.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such path, or if it has no file of a run; the message names the runs that the directory contains.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise ConfigError(f"'{root}' does not exist")
+    if not root.is_dir():
+        if not root.is_file():
+            raise ConfigError(f"'{root}' is neither a directory nor a file")
+        return RunFiles([], [root]) if root.suffix == ".jsonl" else RunFiles([root], [])
+    events = sorted(file for file in root.glob(_EVENTS) if file.is_file())
+    lines = sorted(file for file in root.glob(_LINES) if file.is_file())
+    if not events and not lines:
+        runs = find_runs(root)
+        hint = f"; it contains the runs {', '.join(run.name for run in runs[-3:])}" if runs else ""
+        raise ConfigError(f"'{root}' has neither an event file nor a file of JSON lines{hint}")
+    damaged = {file.name.removesuffix(".recovered") for file in events if file.name.endswith(".recovered")}
+    return RunFiles([file for file in events if file.name not in damaged], lines)
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """Return the directories of runs below a log directory, in the order of their numbers."""
+    found = [child for child in directory.iterdir() if _RUN.fullmatch(child.name) and child.is_dir()]
+    return sorted(found, key=lambda child: (int(child.name[3:]), child.name))
