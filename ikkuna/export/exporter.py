@@ -13,6 +13,7 @@ from ikkuna.export.attachment import Attachment, release_unreachable
 from ikkuna.export.bus.bus import MessageBus, get_default_bus
 from ikkuna.export.health import Health
 from ikkuna.export.messages.stamp import TRAINING
+from ikkuna.export.model.loss_function import observable_loss
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.rules import RuleSelection, RuleSubscriber, register_rules
 from ikkuna.modules import ModuleFilter, NamedModule
@@ -151,20 +152,47 @@ class Exporter:
             raise ConfigTypeError(f"set_model() needs a torch.nn.Module, got {type(model).__name__}")
         self._session.set_model(model)
 
-    def set_loss(self, loss_module: nn.Module) -> None:
-        """Set the module that computes the loss, for the kinds ``loss``, ``input_labels`` and ``network_output``.
+    def set_loss(self, loss: nn.Module | Callable[..., Any]) -> nn.Module:
+        """Set the module or function that computes the loss, for the kinds ``loss``, ``input_labels`` and ``network_output``.
+
+        Without it the loss of training is the scalar on which ``backward()`` is called, and the labels are known only for
+        models that take ``labels`` and return a ``loss``.
+
+        Parameters
+        ----------
+        loss : nn.Module or callable
+            Called with outputs and labels.
+
+        Returns
+        -------
+        nn.Module
+            The module itself, or one that calls the function.
+            A function cannot be observed: call this module in the training loop in its place, or labels stay unknown.
 
         Raises
         ------
         ConfigTypeError
-            If `loss_module` is not a module: a function cannot have hooks.
+            If `loss` is neither a module nor a function.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from ikkuna.export.messages import MessageBus
+        >>> exporter = Exporter(message_bus=MessageBus())
+        >>> loss = exporter.set_loss(torch.nn.functional.cross_entropy)
+        >>> loss(torch.zeros(1, 2), torch.tensor([0]))
+        tensor(0.6931)
+        >>> exporter.close()
         """
         self._attachment.require_open()
-        if not isinstance(loss_module, nn.Module):
-            raise ConfigTypeError(
-                f"set_loss() needs a torch.nn.Module such as nn.CrossEntropyLoss(), got {type(loss_module).__name__}"
-            )
-        self._session.set_loss(loss_module)
+        module = observable_loss(loss)
+        self._session.set_loss(module)
+        return module
+
+    @property
+    def loss(self) -> nn.Module | None:
+        """The module set with :meth:`set_loss`, or one that calls the function set; ``None`` without one."""
+        return self._session.context.model.loss
 
     def apply_rules(self, rules: RuleSelection = "default", **options: Any) -> None:
         """Apply rules after each step, which name mistakes of the training; call it after all subscribers are registered.
@@ -184,7 +212,7 @@ class Exporter:
         self._attachment.require_open()
         if self._rules is not None:
             raise ConfigError("rules are applied already; pass all of them in one call of apply_rules()")
-        options.setdefault("sees_loss", self._session.context.model.loss is not None)
+        options.setdefault("sees_loss", self._session.context.model.sees_arguments_of_loss)
         self._rules = register_rules(self.message_bus, rules, **options)
 
     @property

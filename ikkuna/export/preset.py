@@ -14,4 +14,4 @@ class Preset(ABC):
 
     @abstractmethod
     def subscribers(self, sees_loss: bool) -> list[Subscriber]:
-        """Return new subscribers; `sees_loss` is whether the loss module is known."""
+        """Return new subscribers; `sees_loss` is whether the outputs and labels are known from which the loss is computed."""

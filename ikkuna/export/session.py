@@ -17,6 +17,7 @@ from ikkuna.export.hooks.fast_path import FastPathHooks
 from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.install import PermanentHooks
 from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
+from ikkuna.export.hooks.loss import LossHooks
 from ikkuna.export.hooks.micro_gradients import MicroGradientHooks
 from ikkuna.export.hooks.modules import ModuleHooks
 from ikkuna.export.hooks.optimizers import OptimizerHooks
@@ -101,18 +102,21 @@ class Session:
         recorder = Recorder(bus.error_guard, native, self._may_communicate)
         self.context = context = HookContext(recorder, bus.error_guard, self.apply, self.abandon, WatchedModel(roots))
         self.exchange = Exchange(bus, context.sites, context.model)
-        self.optimizers = OptimizerHooks(context)
-        self._backward = BackwardHooks(context)
+        self._losses = LossHooks(context)
+        self.optimizers = OptimizerHooks(context, self._losses)
+        self._backward = BackwardHooks(context, self._losses)
         self._gradients = LayerGradientHooks(context, self._backward)
         self._micro_gradients = MicroGradientHooks(context)
         self._unclipped = UnclippedGradientHooks(context)
         self._backward.ended.append(self._unclipped.backward_ended)
-        self._forward = ForwardHooks(context, self._backward, self._gradients)
+        self._forward = ForwardHooks(context, self._backward, self._gradients, self._losses)
         self._fast_paths = FastPathHooks(context)
         self._modules = ModuleHooks(context, self._forward, self._fast_paths, in_graph)
         self._compiled = CompiledHooks(context, self._forward, self._backward, self._modules)
         context.sites.set_receiver(self._compiled)
-        self._permanent = PermanentHooks(self._forward, self.optimizers, self._fast_paths, self._modules.switch)
+        self._permanent = PermanentHooks(
+            self._forward, self._losses, self.optimizers, self._fast_paths, self._modules.switch
+        )
         self._copies = HookFreeCopies()
         self._taken = taken
         self._native = native
@@ -299,6 +303,7 @@ class Session:
         self._backward.step_ended()
         self._gradients.step_ended()
         self._micro_gradients.step_ended()
+        self._losses.step_ended()
         self._compiled.step_ended()
 
     def _prepare_next(self) -> None:
@@ -326,16 +331,24 @@ class Session:
         return report
 
     def _warn_of_missing_loss(self) -> None:
-        """Warn once that a subscriber wants the loss, and the module that computes it is unknown."""
+        """Warn once that a subscriber wants the loss or the labels, and they are unknown."""
         plan = self.context.recorder.plan
-        model = self.context.model
-        if self._warned_of_loss or model.loss is not None or not model.sees_loss:
+        # the first step of a model that is never called as a whole only shows that
+        is_first = self.context.tracker.is_rootless and self.steps <= 1
+        if self._warned_of_loss or is_first or not self.context.model.sees_loss:
             return
-        if plan.together or plan.kinds & {"loss", "input_labels"}:
-            self._warned_of_loss = True
-            log.warning(
-                "a subscriber wants the loss or the labels; set the module that computes it with set_loss(loss_module)"
-            )
+        if not self._losses.has_loss and (plan.together or "loss" in plan.kinds):
+            missing = "the loss"
+        elif not self._losses.has_labels and (plan.together or "input_labels" in plan.kinds):
+            missing = "the labels"
+        else:
+            return
+        self._warned_of_loss = True
+        log.warning(
+            "a subscriber wants %s, which cannot be seen; set the module or function that computes the loss, and call what "
+            "set_loss() returns: loss = exporter.set_loss(loss)",
+            missing,
+        )
 
     def abandon(self) -> None:
         """Abandon the open step and what was measured of another pass, whatever state an exception has left them in."""

@@ -1,12 +1,15 @@
 """Observes a model with one call."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from ikkuna.export.attachment import attachments_of
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.exporter import Exporter
+from ikkuna.export.model.own_loss import takes_labels
 from ikkuna.export.preset import GROUP, Preset
 from ikkuna.export.rules import RuleSelection
 from ikkuna.export.subscriber.base import Subscriber
@@ -22,7 +25,7 @@ _BUS = "watch"
 def watch(
     model: nn.Module,
     *subscribers: Subscriber,
-    loss: nn.Module | None = None,
+    loss: nn.Module | Callable[..., Any] | None = None,
     preset: str = "default",
     log_dir: str | Path | None = None,
     rules: RuleSelection | None = "default",
@@ -39,8 +42,10 @@ def watch(
         The model.
     *subscribers : Subscriber
         The metrics; by default those of the preset.
-    loss : nn.Module, optional
-        The module that computes the loss; without it neither loss nor accuracy is shown.
+    loss : nn.Module or callable, optional
+        The module or function that computes the loss, see `Exporter.set_loss`.
+        By default the loss is the scalar on which ``backward()`` is called, and the accuracy is shown for models
+        that take ``labels`` and return a ``loss``, as those of transformers do.
     preset : str
         Name of a preset, from the entry-point group ``ikkuna.presets``.
     log_dir : path, optional
@@ -68,7 +73,8 @@ def watch(
         exporter.add_modules(model)
         if loss is not None:
             exporter.set_loss(loss)
-        for subscriber in subscribers or load_plugin(GROUP, preset, Preset)().subscribers(loss is not None):
+        sees_labels = loss is not None or takes_labels(model)
+        for subscriber in subscribers or load_plugin(GROUP, preset, Preset)().subscribers(sees_labels):
             exporter.message_bus.register_subscriber(subscriber)
         if rules is not None:
             exporter.apply_rules(rules, stop=stop)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["count_correct", "find_class_axis", "perplexity", "wilson_interval"]
+__all__ = ["count_correct", "find_class_axis", "perplexity", "shifted", "wilson_interval"]
 
 
 def count_correct(
@@ -69,6 +69,29 @@ def count_correct(
     valid = labels != ignore_index
     correct = valid & in_range & ~broken & (place < k)
     return torch.stack([torch.count_nonzero(mask) for mask in (correct, valid, valid & broken)])
+
+
+def shifted(logits: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """Return views in which position t of the logits meets position ``t + shift`` of the labels.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``(batch, time, class)``.
+    labels : Tensor
+        ``(batch, time)``.
+    shift : int
+        At least 0.  Tensors of other shapes are returned unchanged.
+
+    Examples
+    --------
+    >>> logits, labels = shifted(torch.zeros(1, 4, 9), torch.tensor([[5, 6, 7, 8]]), 1)
+    >>> tuple(logits.shape), labels
+    ((1, 3, 9), tensor([[6, 7, 8]]))
+    """
+    if not shift or labels.ndim < 2 or logits.ndim != labels.ndim + 1 or logits.shape[1] != labels.shape[1]:
+        return logits, labels
+    return logits[:, : max(labels.shape[1] - shift, 0)], labels[:, shift:]
 
 
 def find_class_axis(logits: Tensor, labels: Tensor) -> int | None:

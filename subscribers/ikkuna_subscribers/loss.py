@@ -9,7 +9,7 @@ __all__ = ["LossSubscriber"]
 
 
 class LossSubscriber(PlotSubscriber):
-    """The loss, as returned by the module given to ``set_loss``.
+    """The loss: what the module given to ``set_loss`` returns, or else the scalar on which ``backward()`` is called.
 
     Takes ``loss`` and shows it; it publishes nothing, because the loss is a kind already.
     Over micro-batches it is their mean weighted by the number of labels; a loss per element is averaged.

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from ikkuna.export.messages import MessageBundle
 from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.numerics.accuracy import shifted
 from ikkuna.numerics.prediction import PREDICTION_FIGURES, prediction_figures
+from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["PredictionSubscriber"]
 
@@ -30,6 +32,8 @@ class PredictionSubscriber(PlotSubscriber):
     ----------
     ignore_index : int
         The label of items that are left out.
+    shift : int
+        See `TrainAccuracySubscriber`.
     **options : Any
         See `Subscriber`.
 
@@ -41,14 +45,17 @@ class PredictionSubscriber(PlotSubscriber):
 
     merge = "last"
 
-    def __init__(self, *, ignore_index: int = -100, **options: Any) -> None:
+    def __init__(self, *, ignore_index: int = -100, shift: int = 0, **options: Any) -> None:
+        require_integers("PredictionSubscriber", least=0, shift=shift)
         name_results(options, *PREDICTION_FIGURES)
         super().__init__(["network_output", "input_labels"], join=True, **options)
         self.ignore_index = ignore_index
+        self.shift = shift
 
     def measure(self, bundle: MessageBundle) -> Tensor | None:
         """Return all figures."""
-        return prediction_figures(bundle["network_output"].data, bundle["input_labels"].data, self.ignore_index)
+        outputs, labels = shifted(bundle["network_output"].data, bundle["input_labels"].data, self.shift)
+        return prediction_figures(outputs, labels, self.ignore_index)
 
     def compute(self, bundle: MessageBundle) -> None:
         """Emit the figures that are defined."""

@@ -14,18 +14,21 @@ __all__ = ["DefaultPreset"]
 class DefaultPreset(Preset):
     """Norms of weights and gradients, variance of activations and update ratios every tenth step; loss and accuracy always.
 
+    The accuracy is left out if the labels are unknown.
+
     Examples
     --------
     >>> [type(s).__name__ for s in DefaultPreset().subscribers(sees_loss=False)]
-    ['NormSubscriber', 'NormSubscriber', 'VarianceSubscriber', 'RatioSubscriber']
+    ['NormSubscriber', 'NormSubscriber', 'VarianceSubscriber', 'RatioSubscriber', 'LossSubscriber']
     """
 
     def subscribers(self, sees_loss: bool) -> list[Subscriber]:
-        """Return the subscribers; without a loss module there is neither loss nor accuracy."""
-        of_modules: list[Subscriber] = [
+        """Return the subscribers; without labels there is no accuracy."""
+        always: list[Subscriber] = [
             NormSubscriber("weights", subsample=10),
             NormSubscriber("layer_gradients", subsample=10),
             VarianceSubscriber("activations", subsample=10),
             RatioSubscriber(["weight_updates", "weights"], subsample=10),
+            LossSubscriber(),
         ]
-        return [*of_modules, LossSubscriber(), TrainAccuracySubscriber()] if sees_loss else of_modules
+        return [*always, TrainAccuracySubscriber()] if sees_loss else always

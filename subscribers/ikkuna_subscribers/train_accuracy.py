@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ikkuna.export.messages import MessageBundle
 from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna.numerics.accuracy import count_correct
+from ikkuna.numerics.accuracy import count_correct, shifted
 from ikkuna.numerics.noise import RunningMean
 from ikkuna_subscribers._helpers.arguments import require_integers
 
@@ -35,6 +35,9 @@ class TrainAccuracySubscriber(PlotSubscriber):
         The number of largest outputs that may contain the correct class.
     ignore_index : int
         The label of items that are left out.
+    shift : int
+        Number of positions by which labels (N, T) are ahead of the outputs (N, T, C) that predict them: 1 for a causal language model
+        whose loss function shifts them itself.  The labels of transformers' causal language models are shifted already.
     beta : float, optional
         The coefficient of a running accuracy, in [0, 1); by default each step has its own accuracy.
     **options : Any
@@ -43,7 +46,7 @@ class TrainAccuracySubscriber(PlotSubscriber):
     Raises
     ------
     ConfigError
-        If `k` is not a positive integer, or `beta` is out of range.
+        If `k` is not a positive integer, `shift` is not an integer from 0 on, or `beta` is out of range.
 
     Examples
     --------
@@ -51,8 +54,11 @@ class TrainAccuracySubscriber(PlotSubscriber):
     (('train_accuracy', 'nonfinite_rows'), ('running_accuracy_top5', 'nonfinite_rows_running_top5'))
     """
 
-    def __init__(self, *, k: int = 1, ignore_index: int = -100, beta: float | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, k: int = 1, ignore_index: int = -100, shift: int = 0, beta: float | None = None, **options: Any
+    ) -> None:
         require_integers("TrainAccuracySubscriber", k=k)
+        require_integers("TrainAccuracySubscriber", least=0, shift=shift)
         ending = "" if k == 1 else f"_top{k}"
         if beta is None:
             options.setdefault("publishes", (f"train_accuracy{ending}", f"nonfinite_rows{ending}"))
@@ -61,11 +67,12 @@ class TrainAccuracySubscriber(PlotSubscriber):
         super().__init__(["network_output", "input_labels"], join=True, **options)
         self.k = k
         self.ignore_index = ignore_index
+        self.shift = shift
         self._correct, self._valid = RunningMean(beta or 0.0), RunningMean(beta or 0.0)
 
     def measure(self, bundle: MessageBundle) -> Tensor | None:
         """Return the numbers of correct labels, of valid labels, and of valid labels whose outputs are not finite."""
-        outputs, labels = bundle["network_output"].data, bundle["input_labels"].data
+        outputs, labels = shifted(bundle["network_output"].data, bundle["input_labels"].data, self.shift)
         return count_correct(outputs, labels, self.k, self.ignore_index)
 
     def compute(self, bundle: MessageBundle) -> None:

@@ -262,3 +262,21 @@ def _scaled(model, inputs, labels):
 def compiled(rank, size):
     model = torch.compile(DistributedDataParallel(network()), backend="aot_eager")
     return loops.published_of(model, *local(*data(), rank, size))
+
+
+def found_loss(rank, size):
+    """Train with a loss that no module computes; return the losses shown by this rank, and its own."""
+    inputs, labels = local(*rows(), rank, size)
+    model, own = DistributedDataParallel(small_model()), []
+    shown = []
+    keep = CallbackSubscriber("loss_mean", lambda message: shown.append(message.data), backend="null")
+    with loops.watching(model, None, [installed.MeanSubscriber("loss", backend="null"), keep]):
+        optimizer = loops.sgd(model)
+        for x, y in zip(inputs, labels, strict=True):
+            optimizer.zero_grad()
+            parts = [torch.nn.functional.cross_entropy(model(x[i::2]), y[i::2]) / 2 for i in range(2)]
+            for part in parts:
+                part.backward()
+            optimizer.step()
+            own.append(sum(part.item() for part in parts))
+    return shown, own

@@ -15,7 +15,7 @@ from tests.subscribers import EVERY_SUBSCRIBER
 NAMES = (
     *("every_subscriber", "evaluation_ddp", "evaluation_fsdp", "matrices", "spread", "nan_on_one_rank", "files"),
     *("pipeline", "evaluation_on_rank_0", "two_exporters", "scaled_and_checkpointed", "compiled"),
-    "noise_of_ranks",
+    *("noise_of_ranks", "found_loss"),
 )
 
 
@@ -178,3 +178,9 @@ def test_ranks_are_micro_batches_to_the_noise_of_gradients(two):
     terms = [value for (kind, _, _), value in one.items() if kind in ("gradient_square", "gradient_covariance_trace")]
     assert len(terms) == 2 * loops.STEPS
     assert all(map(math.isfinite, terms))
+
+
+def test_a_loss_that_is_found_is_the_mean_over_ranks_of_the_sums_of_their_micro_batches(two):
+    (first, own), (second, other) = (outcome["found_loss"] for outcome in two)
+    assert first == second
+    assert first == pytest.approx([(a + b) / 2 for a, b in zip(own, other, strict=True)], rel=1e-6)

@@ -215,9 +215,9 @@ SETUP_ERRORS = {
         "set_model.. needs a torch.nn.Module, got NoneType",
     ),
     "loss": (
-        lambda bus: Exporter(message_bus=bus).set_loss(nn.functional.cross_entropy),
+        lambda bus: Exporter(message_bus=bus).set_loss("cross_entropy"),
         ConfigTypeError,
-        "set_loss.. needs a torch.nn.Module",
+        "set_loss.. needs a module such as nn.CrossEntropyLoss.. or a function",
     ),
 }
 
@@ -601,13 +601,13 @@ def test_accuracy_counts_right_answers(bus):
     assert set(values) == {"train_accuracy", "nonfinite_rows", "loss"}
 
 
-def test_without_set_loss_the_missing_loss_is_logged_once(bus, caplog):
+def test_without_set_loss_the_missing_labels_are_logged_once(bus, caplog):
     loop = Loop(CASES["mlp"])
     with Exporter(message_bus=bus) as exporter:
         exporter.add_modules(loop.model)
-        bus.register_subscriber(LossSubscriber(backend="null"))
+        bus.register_subscriber(TrainAccuracySubscriber(backend="null"))
         loop.run(3)
-    assert caplog.text.count("set_loss(loss_module)") == 1
+    assert caplog.text.count("loss = exporter.set_loss(loss)") == 1
 
 
 def test_two_exporters_share_a_bus_if_their_names_differ(bus):

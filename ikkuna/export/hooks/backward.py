@@ -10,6 +10,7 @@ from torch.autograd import Variable
 
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.hook import Hook, in_backward
+from ikkuna.export.hooks.loss import LossHooks
 from ikkuna.export.hooks.nested_tensors import Leaves
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.model.parameters import Backward, GradientState
@@ -41,6 +42,8 @@ class BackwardHooks:
     Parameters
     ----------
     context : HookContext
+    loss : LossHooks
+        Records the loss of which a backward computes gradients.
 
     Attributes
     ----------
@@ -48,8 +51,9 @@ class BackwardHooks:
         Called at the end of each backward that has added to gradients of parameters.
     """
 
-    def __init__(self, context: HookContext) -> None:
+    def __init__(self, context: HookContext, loss: LossHooks) -> None:
         self.context = context
+        self._loss = loss
         self.ended: list[Callable[[], None]] = []
         self._running: dict[int, _Running] = {}
 
@@ -84,7 +88,9 @@ class BackwardHooks:
             if kind is not Backward.CHECKPOINTED:
                 captured = kind is Backward.CAPTURES
                 self.context.apply(self.context.tracker.backward_reached(forward, captured))
-        return forward.part if kind is Backward.ACCUMULATES else forward.provisional_part
+            if len(running.forwards) == 1:
+                self._loss.backward_begins(_part(kind, forward))
+        return _part(kind, forward)
 
     def reach_latest(self) -> int | None:
         """Report that the running backward has reached the forward that it reached last, or else the latest one."""
@@ -142,6 +148,10 @@ class BackwardHooks:
         self.context.parameters.forget_gradients()
         if torch._C._current_graph_task_id() == -1:
             self._running.clear()
+
+
+def _part(kind: Backward, forward: Forward) -> int:
+    return forward.part if kind is Backward.ACCUMULATES else forward.provisional_part
 
 
 def _backward_ended(reference: "weakref.ref[BackwardHooks]", task: int, again: bool) -> None:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Collection, Iterator
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,13 +11,25 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["count_running_calls", "in_compiled_call", "in_dry_run", "in_reentrant_checkpoint", "running_steps"]
+__all__ = [
+    "SEES_BACKWARD",
+    "backward_roots",
+    "count_running_calls",
+    "in_compiled_call",
+    "in_dry_run",
+    "in_reentrant_checkpoint",
+    "running_steps",
+]
 
 _CALL = nn.Module._call_impl.__code__
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 _STAGE = "torch.distributed.pipelining.stage"
 _DRY_RUNS = ("_forward_metadata_inference", "_shape_inference")  # their name depends on the version of torch
 _RECOMPUTE = CheckpointFunction.backward.__code__
+_ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+SEES_BACKWARD = _ENGINE is not None
+"""Whether this version of torch shows on the stack what a backward starts from."""
 
 
 def _frames() -> Iterator[FrameType]:
@@ -86,6 +99,42 @@ def in_compiled_call() -> bool:
     """
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and any(frame.f_globals is vars(compiler) for frame in _frames())
+
+
+def backward_roots() -> list[tuple[Any, Any]]:
+    """Return what the running backward starts from: tensors, each with its gradient; empty if that cannot be seen.
+
+    Around a reentrant checkpoint this is the user's own backward.  Hooks of tensors on an accelerator run on a thread of autograd;
+    the thread that called ``backward()`` waits then, and if several of them wait, nothing is returned.
+
+    Examples
+    --------
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> handle = x.register_hook(lambda grad: print(backward_roots()))
+    >>> x.backward()
+    [(tensor(3., requires_grad=True), tensor(1.))]
+    >>> backward_roots()
+    []
+    """
+    if not SEES_BACKWARD:
+        return []
+    if (own := _outermost_backward(sys._getframe(1))) is None:
+        waiting = [found for frame in sys._current_frames().values() if (found := _outermost_backward(frame))]
+        own = waiting[0] if len(waiting) == 1 else None
+    if own is None:
+        return []
+    values = own.f_locals
+    gradients = values["args"][0] if values.get("args") else ()
+    roots = tuple(values.get("t_outputs", ()))
+    return list(zip(roots, (*gradients, *(None for _ in roots)), strict=False))
+
+
+def _outermost_backward(frame: FrameType | None) -> FrameType | None:
+    found = None
+    while frame is not None:
+        found = frame if frame.f_code is _ENGINE else found
+        frame = frame.f_back
+    return found
 
 
 def in_reentrant_checkpoint() -> bool:

@@ -1,4 +1,4 @@
-"""Handles the calls of roots, of observed modules and of the loss module."""
+"""Handles the calls of roots and of observed modules."""
 
 from collections.abc import Callable
 from threading import get_ident
@@ -13,12 +13,11 @@ from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.graph_operators import ObservedSites
 from ikkuna.export.hooks.hook import in_backward
 from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
-from ikkuna.export.hooks.loss_weight import loss_weight
+from ikkuna.export.hooks.loss import LossHooks
 from ikkuna.export.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
 from ikkuna.export.steps.forward import Forward
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.logger import log
-from ikkuna.numerics.elements import has_numbers
 
 __all__ = ["ForwardHooks"]
 
@@ -40,6 +39,8 @@ class ForwardHooks:
         Reports which forwards a backward reaches.
     gradients : LayerGradientHooks
         Observes the gradients of what modules return.
+    loss : LossHooks
+        Records the loss of models that return it.
 
     Attributes
     ----------
@@ -47,10 +48,13 @@ class ForwardHooks:
         Called with each call of a root, and whether it was that of a compiled graph.
     """
 
-    def __init__(self, context: HookContext, backward: BackwardHooks, gradients: LayerGradientHooks) -> None:
+    def __init__(
+        self, context: HookContext, backward: BackwardHooks, gradients: LayerGradientHooks, loss: LossHooks
+    ) -> None:
         self.context = context
         self._backward = backward
         self._gradients = gradients
+        self._loss = loss
         self.root_was_called: Callable[[bool], None] = _ignore
         self._warned = False
 
@@ -116,7 +120,7 @@ class ForwardHooks:
             return []
         return [self.context.parameters.number(optimizer) for optimizer in running_steps()[0]]
 
-    def root_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def root_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Handle the end of a root's call; `output` is ``None`` if the call has raised."""
         context = self.context
         if context.is_off or not context.tracker.calls(thread := get_ident()):
@@ -127,6 +131,7 @@ class ForwardHooks:
             return
         if context.model.returns_output(module):
             self._record_all("network_output", output, forward)
+            self._loss.root_ended(module, kwargs, output, forward)
         if torch.is_grad_enabled():
             self._backward.arm(leaves(output), forward)
 
@@ -181,24 +186,3 @@ class ForwardHooks:
         if sites.outputs is not None:
             for path, tensor in outputs:
                 receive(sites.outputs, tensor if path else with_batch_sizes(tensor, sizes), path, part=part)
-
-    # -- the loss -------------------------------------------------------------------------------------------------
-
-    def loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Record what one call of the loss module receives and returns."""
-        context = self.context
-        if context.is_off or in_backward() or not isinstance(output, Tensor):
-            return
-        if (forward := context.tracker.last_forward(get_ident())) is None:
-            return
-        given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        seen = dict(zip(("network_output", "input_labels"), given, strict=False))
-        seen = {kind: tensor.detach() for kind, tensor in {**seen, "loss": output}.items()}
-        recorder, labels, part = context.recorder, seen.get("input_labels"), forward.part
-        if labels is not None:
-            recorder.receive(context.sites("input_labels"), labels, "", part=part)
-        if recorder.wants(loss := context.sites("loss")):
-            is_readable = labels is None or has_numbers(labels)
-            weight = loss_weight(module, output, seen.get("network_output"), labels) if is_readable else None
-            recorder.receive(loss, output, "", weight, part=part)
-        recorder.receive_together(seen, part=part)

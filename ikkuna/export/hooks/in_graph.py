@@ -36,12 +36,15 @@ class GraphSwitch:
         The number of the network, to which a compiled root reports its calls and backwards.
     inputs, outputs : bool
         Whether a subscriber wants what a root receives and returns.
+    loss : bool
+        Whether the loss of the next step is sampled, which the backward through a root shows.
     """
 
     on: bool = False
     root: Tensor | None = None
     inputs: bool = False
     outputs: bool = False
+    loss: bool = False
 
 
 class ModuleHook(Hook):
@@ -129,9 +132,9 @@ class RootEndsHook(RootBeginsHook):
         switch = self.switch
         if switch is None or (root := switch.root) is None or torch.compiler.is_exporting():
             return
-        if args[0].training and torch.is_grad_enabled() and switch.on:
-            outputs = leaves(args[2])
-            if switch.outputs:
+        if args[0].training and torch.is_grad_enabled() and (switch.on or switch.loss):
+            outputs = leaves(args[3])
+            if switch.on and switch.outputs:
                 for path, tensor in outputs:
                     observe(tensor.detach(), root, OUTPUTS, path, next_call())
             for _, tensor in outputs:

@@ -12,6 +12,7 @@ from ikkuna.export.hooks.fast_path import FastPathHooks
 from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.hook import Hook, Remove, remove_all
 from ikkuna.export.hooks.in_graph import GraphSwitch, RootBeginsHook, RootEndsHook
+from ikkuna.export.hooks.loss import LossHooks
 from ikkuna.export.hooks.optimizer_steps import StepHooks, call_at_steps
 from ikkuna.export.hooks.optimizers import OptimizerHooks
 
@@ -24,7 +25,9 @@ class PermanentHooks:
     Parameters
     ----------
     forward : ForwardHooks
-        Handles the calls of roots and of the loss.
+        Handles the calls of roots.
+    losses : LossHooks
+        Handles the calls of the loss module.
     optimizers : OptimizerHooks
         Handles the steps of optimizers.
     fast_paths : FastPathHooks
@@ -36,11 +39,13 @@ class PermanentHooks:
     def __init__(
         self,
         forward: ForwardHooks,
+        losses: LossHooks,
         optimizers: OptimizerHooks,
         fast_paths: FastPathHooks,
         switch: GraphSwitch | None,
     ) -> None:
         self._forward = forward
+        self._losses = losses
         self._fast_paths = fast_paths
         self._optimizers = optimizers
         self._switch = switch
@@ -56,13 +61,13 @@ class PermanentHooks:
             ends = RootEndsHook(self._forward, ForwardHooks.root_ends, self._switch)
             handles: list[Any] = [
                 root.register_forward_pre_hook(begins, with_kwargs=True),
-                root.register_forward_hook(ends, always_call=True),
+                root.register_forward_hook(ends, with_kwargs=True, always_call=True),
             ]
             if (guard := self._fast_paths.guard(root)) is not None:
                 handles.append(guard)
             self._remove.append(remove_all(handles))
         if loss is not None:
-            hook = Hook(self._forward, ForwardHooks.loss_called)
+            hook = Hook(self._losses, LossHooks.loss_called)
             self._remove.append(remove_all([loss.register_forward_hook(hook, with_kwargs=True)]))
         self._remove.append(_install_for_optimizers(self._optimizers))
 

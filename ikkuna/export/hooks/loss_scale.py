@@ -32,8 +32,13 @@ class LossScale:
         self.is_used = scaler is not None
         return scaler is not known
 
+    @property
+    def factor(self) -> Tensor | None:
+        """The factor of the scaler, a tensor that it changes in place; ``None`` without a scaler."""
+        scaler = self._scaler() if self._scaler is not None else None
+        return None if scaler is None else scaler._scale
+
     def removed_from(self, grad: Tensor) -> Tensor:
         """Return a gradient without the factor, in at least float32."""
-        scaler = self._scaler() if self._scaler is not None else None
-        scale = None if scaler is None else scaler._scale
+        scale = self.factor
         return grad if scale is None else divided(grad, scale.to(grad.device, non_blocking=True))

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["loss_weight"]
+__all__ = ["label_weight", "loss_weight"]
 
 _BY_SEQUENCE = ("CTCLoss",)
 
@@ -51,10 +51,17 @@ def loss_weight(
         return 1
     if labels.is_floating_point() or getattr(module, "ignore_index", None) is None:
         return labels.numel()
-    return _label_weight(labels, int(module.ignore_index), getattr(module, "weight", None))  # type: ignore[arg-type]
+    return label_weight(labels, int(module.ignore_index), getattr(module, "weight", None))  # type: ignore[arg-type]
 
 
-def _label_weight(labels: Tensor, ignored: int, weights: Tensor | None) -> int | Tensor:
+def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) -> int | Tensor:
+    """Return the number of labels that are not ignored, or the sum of their classes' weights.
+
+    Examples
+    --------
+    >>> label_weight(torch.tensor([0, 1, 1, -100]), -100)
+    3
+    """
     counts = labels != ignored
     if weights is None:
         count = torch.count_nonzero(counts)

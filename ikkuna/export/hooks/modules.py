@@ -99,6 +99,7 @@ class ModuleHooks:
         """Prepare compiled models for the next step."""
         if self.switch is not None:
             self.switch.on = plan.is_in_graph
+            self.switch.loss = "loss" in plan.kinds
         self._stance.set_eager(plan.is_in_graph and self.switch is None)
 
     def set_sampled_pass(self, plan: Plan) -> None:
@@ -129,13 +130,15 @@ class ModuleHooks:
         may_be_compiled = bool(self._fast_paths.layers) and (
             model.is_compiled or not self._is_settled or in_compiled_call()
         )
-        for named in model.modules if plan.forward else ():
+        # the calls of its parts are the only sign of a model that is never called as a whole
+        needs_calls = self._context.tracker.is_rootless and "loss" in plan.kinds
+        for named in model.modules if plan.forward or needs_calls else ():
             known = self._hooks.get(named.name)
             had = known[0] if known else ObservedSites()
             sites = ObservedSites(
                 *(self._site(plan, kind, named, site) for kind, site in zip(FORWARD_KINDS, had, strict=True))
             )
-            if sites == had:
+            if sites == had and (known or not needs_calls):
                 continue
             if may_be_compiled and self._fast_paths.is_frozen(named.module):
                 if self._is_settled:

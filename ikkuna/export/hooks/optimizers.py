@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed, local_tensor
 from ikkuna.export.hooks.call_stack import running_steps
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.loss import LossHooks
 from ikkuna.export.messages.kinds import UNCLIPPED_KINDS
 from ikkuna.export.model.untrained import UntrainedParameters
 from ikkuna.export.rows.plan import Plan
@@ -43,6 +44,8 @@ class OptimizerHooks:
     Parameters
     ----------
     context : HookContext
+    loss : LossHooks
+        Assigns losses to optimizers.
 
     Attributes
     ----------
@@ -57,8 +60,9 @@ class OptimizerHooks:
         Logs which trainable parameters are not trained.
     """
 
-    def __init__(self, context: HookContext) -> None:
+    def __init__(self, context: HookContext, loss: LossHooks) -> None:
         self.context = context
+        self._loss = loss
         self.rates: dict[str, Any] = {}
         self.wants_rates = False
         self.skipped_updates = 0
@@ -126,6 +130,7 @@ class OptimizerHooks:
             shared = owners.shared
             self._record_updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
             self._record_states(optimizer, observed)
+        self._loss.optimizer_ends(number, parameters.owned_ids(optimizer))
         if context.recorder.rows is not None:
             context.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
         context.apply(tracker.optimizer_ends(number, owners.numbers, owners.covered))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.model.own_loss import takes_labels
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.model.stages import StagePosition, stage_positions, stage_within
 from ikkuna.logger import log
@@ -168,6 +169,11 @@ class WatchedModel:
     def sees_loss(self) -> bool:
         """Whether this process may compute the loss; of a pipeline only the last stage does."""
         return not self.stages or any(stage.is_last for stage in self.stages.values())
+
+    @property
+    def sees_arguments_of_loss(self) -> bool:
+        """Whether the outputs and labels are known from which the loss is computed."""
+        return self.loss is not None or any(map(takes_labels, self.callable))
 
     def names_by_stage(self) -> dict[str, list[str]]:
         """Return the names of the modules of each stage of a pipeline, by the stage's number."""

@@ -122,9 +122,10 @@ class Recorder:
             Borrowed; it may be attached to a graph.
         path : str
             Name of the parameter or path of the output.
-        weight : float, Tensor or "sum", optional
+        weight : float, Tensor, "sum" or "total", optional
             The number of elements that the tensor is the mean of; the step's value is then the weighted mean of all calls.
-            ``"sum"`` for a sum; the step's value is then the sum of all calls.
+            ``"sum"`` for a sum over data; the step's value is then the sum of all calls of all ranks.
+            ``"total"`` for a part of the rank's value; the step's value is then the mean over ranks of the sums of their calls.
         part : int
             The part of the step, see `Rows`; nothing is measured for a negative number.
         """
@@ -220,7 +221,7 @@ class Recorder:
         """Measure a tensor; return whether it has numbers."""
         task = target.task
         if weight is not None:
-            target.part.reductions[target.row] = "sum" if isinstance(weight, str) else "mean"
+            target.part.reductions[target.row] = weight if isinstance(weight, str) else "mean"
         if type(tensor) is not Tensor and is_distributed(tensor):
             return self._receive_shard(target, tensor, weight)
         if task.fields and not self._measure_fields(target, tensor, weight):

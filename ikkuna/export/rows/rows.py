@@ -15,6 +15,7 @@ from ikkuna.export.rows.host_copy import HostCopy
 from ikkuna.export.rows.part import Part, PartPool
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.row_index import Key, RowIndex
+from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.device import Taken
@@ -26,6 +27,7 @@ __all__ = ["RankMerge", "Rows"]
 
 _NO_FIELDS = frozenset[str]()
 _NO_ROWS = empty_rows(0)
+_EMPTY = empty_rows(1)[0]
 _N, _NANS, _INFS, _MEAN = (COLUMN[name] for name in ("n", "nans", "infs", "mean"))
 
 _Pending = tuple[dict[Any, Any], Any, Tensor]
@@ -93,6 +95,8 @@ class Rows:
         self._pool = pool
         self._parts: dict[int, Part] = {}
         self._flags: dict[int, Any] = {}
+        self._scales: dict[int, Any] = {}
+        self._totals: dict[int, int] = {}
         self._taken: list[tuple[Taken, dict[Any, Any]]] = []
         self._device_codes: list[dict[int, dict[str, Any]]] = []
         self._copies: list[tuple[list[_Pending], HostCopy]] = []
@@ -141,6 +145,13 @@ class Rows:
         if found_inf is not None:
             self._flags[len(self._flags)] = found_inf.detach().clone()
 
+    def rename_total(self, site: Site, path: str, name: str, scale: Tensor | None = None) -> None:
+        """Give a row that is a total another path; its parts are multiplied by `scale`, which is removed from the sum."""
+        row = self.index.row(site, path)
+        self._totals[row] = self.index.row(site, name)
+        if scale is not None:
+            self._scales[row] = scale.detach().clone()
+
     def close(self, parts: Iterable[int] = ()) -> None:
         """Merge some parts into part 0, drop the others, and start one copy to the host per device."""
         for number in parts:
@@ -156,7 +167,7 @@ class Rows:
         self.values, codes = whole.host.take(len(self.keys))
         self.codes = codes
         pending: list[_Pending] = [(self._flags, i, flag) for i, flag in self._flags.items()]
-        holders: list[dict[Any, Any]] = [self.together, *self.measured.values(), *codes.values()]
+        holders: list[dict[Any, Any]] = [self._scales, self.together, *self.measured.values(), *codes.values()]
         for statistics in whole.devices.values():
             taken, codes = statistics.take()
             self._device_codes.append(codes)
@@ -196,7 +207,22 @@ class Rows:
         for codes in self._device_codes:
             merge_codes(self.codes, codes)
         self.skipped = self.skipped or any(bool(flag.any()) for flag in self._flags.values())
+        self._sum_totals()
         self._copies, self._taken, self._device_codes, self._flags = [], [], [], {}
+
+    def _sum_totals(self) -> None:
+        """Replace the rows that are totals of this rank by their sums, under their own paths."""
+        sums: dict[int, float] = {}
+        for row in [row for row, reduction in self.reductions.items() if reduction == "total"]:
+            del self.reductions[row]
+            n, nans, infs, mean = self.values[row, [_N, _NANS, _INFS, _MEAN]].tolist()
+            scale = float(np.ravel(self._scales.get(row, 1.0))[0])
+            if n:
+                sums[self._totals.get(row, row)] = np.nan if nans + infs else mean * n / scale
+            self.values[row] = _EMPTY
+        for row, value in sums.items():
+            self.values[row] = row_of(value)
+            self.reductions[row] = "mean"
 
     def complete(self) -> None:
         """Merge the measurements of all ranks, and the calls of a loss, waiting if necessary."""

@@ -440,6 +440,11 @@ class StepTracker:
             return ()
         return tuple(self._close())
 
+    @property
+    def optimizers_stepped(self) -> int:
+        """Number of optimizers that have stepped in the open step."""
+        return len(self._stepped)
+
     def is_stepping(self, optimizer: int) -> bool:
         """Whether a step of this optimizer that counts is running, and is not inside another call of itself."""
         return optimizer in self._running and self._running[optimizer].depth == 1

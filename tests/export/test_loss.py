@@ -1,0 +1,514 @@
+"""The loss of every kind of loop is shown, and equals the figure that the loop computes itself."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ikkuna
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import (
+    LossSubscriber,
+    NormSubscriber,
+    PerplexitySubscriber,
+    PredictionSubscriber,
+    TrainAccuracySubscriber,
+)
+from ikkuna.testing import RecordingBackend
+
+X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
+
+
+class Watched:
+    """Models under an exporter, and the losses shown, by name and step."""
+
+    def __init__(self, *models, loss=None, subscribers=(), **options):
+        self.backend = RecordingBackend()
+        self.exporter = Exporter(message_bus=MessageBus("loss"), on_error="raise", **options)
+        for model in models:
+            self.exporter.add_modules(model)
+        if loss is not None:
+            self.exporter.set_loss(loss)
+        for make in subscribers or (LossSubscriber,):
+            self.exporter.message_bus.register_subscriber(make(backend=self.backend))
+
+    def shown(self, kind="loss", name=None):
+        self.exporter.close()
+        return {s: value for series, value, s in self.backend.values if (series.kind, series.name) == (kind, name)}
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def train(model, loss_of, steps=3, scaler=None):
+    """Train, and return the losses of the loop."""
+    optimizer, losses = sgd(model), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        (optimizer if scaler is None else scaler).step(*([] if scaler is None else [optimizer]))
+        if scaler is not None:
+            scaler.update()
+        losses.append(loss.item())
+    return dict(enumerate(losses))
+
+
+def functional(model):
+    return F.cross_entropy(model(X), Y)
+
+
+def test_functional_loss():
+    model = network()
+    watched = Watched(model)
+    expected = train(model, functional)
+    assert watched.shown() == pytest.approx(expected, rel=1e-7)
+
+
+def test_training_is_bit_identical_and_the_graph_is_freed():
+    alone, model = network(), network()
+    watched = Watched(model)
+    freed = []
+
+    def loss_of(model):
+        loss = functional(model)
+        loss.grad_fn.register_hook(lambda *_: None)
+        import weakref
+
+        weakref.finalize(loss, freed.append, None)
+        return loss
+
+    assert train(alone, functional) == train(model, loss_of)
+    assert all(map(torch.equal, alone.parameters(), model.parameters()))
+    assert len(freed) == 3
+    watched.exporter.close()
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_accumulation_shows_the_sum_of_what_backward_was_called_on(divided):
+    model, expected = network(), {}
+    watched, optimizer = Watched(model), sgd(network())
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss = F.cross_entropy(model(X[part::2]), Y[part::2]) / (2 if divided else 1)
+            loss.backward()
+            expected[step] = expected.get(step, 0.0) + loss.item()
+        optimizer.step()
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_gradient_scaler_is_unscaled_from_the_first_step_on(fused, micro):
+    model, expected = network(), {}
+    watched = Watched(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(5):
+        optimizer.zero_grad()
+        for part in range(micro):
+            loss = F.cross_entropy(model(X[part::micro]), Y[part::micro]) / micro
+            scaler.scale(loss).backward()
+            expected[step] = expected.get(step, 0.0) + loss.item()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4096.0
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_step_that_a_scaler_skips_shows_no_loss():
+    model = network()
+    watched, optimizer = Watched(model), sgd(model)
+    scaler, expected = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = functional(model) * (float("inf") if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        expected += [] if step == 1 else [loss.item()]
+    assert list(watched.shown().values()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_closure_shows_the_last_evaluation():
+    model, evaluations, expected = network(), [], {}
+    watched = Watched(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = functional(model)
+        loss.backward()
+        evaluations.append(loss.item())
+        return loss
+
+    for step in range(3):
+        optimizer.step(closure)
+        expected[step] = evaluations[-1]
+    assert len(evaluations) > 3
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("watched_as", ["whole", "parts", "discriminator"])
+def test_two_losses(watched_as):
+    """Each optimizer has its own loss: ``loss``, and ``loss/1``; a single network has its own."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    whole = nn.ModuleDict({"g": generator, "d": discriminator})
+    models = {"whole": (whole,), "parts": (("g", generator), ("d", discriminator)), "discriminator": (discriminator,)}
+    watched, of_discriminator, of_generator = Watched(*models[watched_as]), [], []
+    of_g, of_d = sgd(generator), sgd(discriminator)
+    for _ in range(4):
+        real, fake = torch.randn(4, 3), generator(torch.randn(4, 2))
+        of_d.zero_grad()
+        losses = [F.softplus(-discriminator(real)).mean(), F.softplus(discriminator(fake.detach())).mean()]
+        for loss in losses:
+            loss.backward()
+        of_d.step()
+        of_discriminator.append(sum(losses).item())
+        of_g.zero_grad()
+        loss = F.softplus(-discriminator(fake)).mean()
+        loss.backward()
+        of_g.step()
+        of_generator.append(loss.item())
+    shown, other = list(watched.shown().values()), list(watched.shown(name="1").values())
+    # a whole that is never called is recognised by its first step
+    missing = 1 if watched_as == "whole" else 0
+    assert shown == pytest.approx(of_discriminator[missing:], rel=1e-6)
+    assert other == pytest.approx([] if watched_as == "discriminator" else of_generator, rel=1e-6)
+
+
+def test_another_optimizer_of_the_same_parameters_has_the_same_loss():
+    model = network()
+    watched = Watched(model)
+    expected = [*train(model, functional, 2).values(), *train(model, functional, 2).values()]
+    assert list(watched.shown().values()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_two_optimizers_after_one_backward_have_one_loss():
+    model = network()
+    watched, expected = Watched(model), {}
+    optimizers = sgd(model[0]), sgd(model[2])
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = functional(model)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        expected[step] = loss.item()
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler itself
+@pytest.mark.parametrize("what", ["loss", "model", "both"])
+@pytest.mark.parametrize("module", [False, True], ids=["found", "set_loss"])
+def test_compiled_loss(what, module):
+    torch.compiler.reset()
+    model, loss_function = network(), nn.CrossEntropyLoss()
+    watched = Watched(model, loss=loss_function if module else None)
+    if what == "model":
+        compiled = torch.compile(model, backend="aot_eager")
+        expected = train(model, lambda _: loss_function(compiled(X), Y))
+    elif what == "loss":
+        compiled = torch.compile(loss_function, backend="aot_eager")
+        expected = train(model, lambda model: compiled(model(X), Y))
+    else:
+        compiled = torch.compile(lambda x, y: loss_function(model(x), y), backend="aot_eager")
+        expected = train(model, lambda _: compiled(X, Y))
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradient_penalties_and_attacks_are_no_losses():
+    model, expected = network(), {}
+    watched, optimizer = Watched(model), sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = X.clone().requires_grad_()
+        penalty = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().mean()
+        loss = functional(model) + 0.1 * penalty
+        loss.backward()
+        optimizer.step()
+        expected[step] = loss.item()
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_of_the_users_own_are_no_loss(caplog):
+    """``tensor.backward(gradient)`` starts from several numbers; one line says that there is no loss."""
+    model = network()
+    watched, optimizer = Watched(model), sgd(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(X).backward(torch.ones(8, 4))
+        optimizer.step()
+    assert watched.shown() == {}
+    assert caplog.text.count("a subscriber wants the loss, which cannot be seen") == 1
+
+
+def test_losses_with_weights_and_several_roots():
+    """``torch.autograd.backward`` of several scalars, and with a gradient, is the weighted sum."""
+    model, expected = network(), {}
+    watched, optimizer = Watched(model), sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        first, second = F.cross_entropy(model(X), Y), model(X).square().mean()
+        torch.autograd.backward([first, second], [None, torch.tensor(0.5)])
+        optimizer.step()
+        expected[step] = first.item() + 0.5 * second.item()
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+
+
+def test_checkpoints():
+    """A backward inside a backward is not the loop's own."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.net, self.reentrant = network(), reentrant
+
+        def forward(self, x):
+            return checkpoint(self.net, x, use_reentrant=self.reentrant)
+
+    for reentrant in (False, True):
+        model = Checkpointed(reentrant)
+        watched, x = Watched(model), X.clone().requires_grad_()
+        expected = train(model, lambda model, x=x: F.cross_entropy(model(x), Y))
+        assert watched.shown() == pytest.approx(expected, rel=1e-6)
+
+
+# -- functions given by the user --------------------------------------------------------------------------------------
+
+
+def test_a_function_is_called_through_what_set_loss_returns():
+    model, subscribers = network(), (LossSubscriber, TrainAccuracySubscriber)
+    watched = Watched(model, subscribers=subscribers)
+    loss_function = watched.exporter.set_loss(F.cross_entropy)
+    assert watched.exporter.loss is loss_function
+    accuracy = {}
+
+    def loss_of(model):
+        accuracy[len(accuracy)] = (model(X).argmax(1) == Y).float().mean().item()
+        return loss_function(model(X), Y)
+
+    expected = train(model, loss_of)
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+    assert watched.shown("train_accuracy") == pytest.approx(accuracy)
+
+
+def test_a_function_that_is_called_directly_shows_the_loss_and_says_that_labels_are_unknown(caplog):
+    model = network()
+    watched = Watched(model, loss=F.cross_entropy, subscribers=(LossSubscriber, TrainAccuracySubscriber))
+    expected = train(model, functional)
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+    assert caplog.text.count("a subscriber wants the labels, which cannot be seen") == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_function_is_averaged_over_micro_batches_as_a_module(reduction):
+    import functools
+
+    model, labels = network(), torch.tensor([0, 1, 0, 2, 0, 0, 3, 1])
+    watched = Watched(model)
+    loss_function = watched.exporter.set_loss(functools.partial(F.cross_entropy, ignore_index=0, reduction=reduction))
+    optimizer = sgd(model)
+    whole = F.cross_entropy(model(X), labels, ignore_index=0, reduction=reduction).item()
+    for part in (slice(0, 3), slice(3, 8)):
+        loss_function(model(X[part]), labels[part]).backward()
+    optimizer.step()
+    assert watched.shown() == pytest.approx({0: whole}, rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [3, "cross_entropy", nn.CrossEntropyLoss, None])
+def test_a_loss_that_cannot_be_called_is_refused(wrong):
+    with Exporter(message_bus=MessageBus()) as exporter, pytest.raises(ConfigTypeError, match="set_loss"):
+        exporter.set_loss(wrong)
+
+
+def test_watch_takes_a_function_and_shows_the_loss_without_one(tmp_path):
+    model = network()
+    with ikkuna.watch(model, log_dir=tmp_path) as exporter:
+        kinds = {kind for r in exporter.message_bus.registered for kind in r.kinds}
+        assert "loss" in kinds
+        assert "input_labels" not in kinds
+    with ikkuna.watch(model, loss=F.cross_entropy, log_dir=tmp_path) as exporter:
+        assert "train_accuracy" in exporter.message_bus.kinds
+
+
+def test_evaluation_computes_a_functional_loss():
+    model = network()
+    watched = Watched(
+        model, loss=F.cross_entropy, subscribers=(lambda backend: LossSubscriber(tag="testing", backend=backend),)
+    )
+    expected = F.cross_entropy(model(X), Y).item()
+    watched.exporter.evaluate([(X, Y)])
+    assert watched.shown() == pytest.approx({0: expected}, rel=1e-6)
+
+
+# -- what is not sampled costs nothing --------------------------------------------------------------------------------
+
+
+def test_no_hook_is_registered_on_steps_that_are_not_sampled(monkeypatch):
+    model, looked = network(), []
+    watched = Watched(model, subscribers=(lambda backend: LossSubscriber(subsample=3, backend=backend),))
+    from ikkuna.export.hooks import loss
+
+    monkeypatch.setattr(loss, "backward_roots", lambda was=loss.backward_roots: looked.append(0) or was())
+    hooks = []
+
+    def loss_of(model):
+        output = model(X)
+        hooks.append(len(output._backward_hooks or ()))
+        return F.cross_entropy(output, Y)
+
+    expected = train(model, loss_of, 5)
+    assert watched.shown() == pytest.approx({0: expected[0], 3: expected[3]}, rel=1e-6)
+    assert (hooks, len(looked)) == ([1, 0, 0, 1, 0], 2)
+
+
+# -- trainers and language models -------------------------------------------------------------------------------------
+
+
+def language_model(kind="gpt2"):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=11, n_positions=16)
+        return transformers.GPT2LMHeadModel(config)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=11, **shape))
+
+
+TEXT = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_language_model_that_computes_its_own_loss(kind):
+    """Loss, perplexity and accuracy; a causal model is compared with the next token, ignored labels are left out."""
+    labels = TEXT.clone()
+    labels[:, :3] = -100
+    model = language_model(kind).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    makes = (LossSubscriber, PerplexitySubscriber, TrainAccuracySubscriber, PredictionSubscriber)
+    watched, optimizer, losses, accuracies = Watched(model, subscribers=makes), sgd(model), {}, {}
+    for step in range(3):
+        optimizer.zero_grad()
+        output = model(input_ids=TEXT, labels=labels)
+        logits, own = (output.logits[:, :-1], labels[:, 1:]) if kind == "gpt2" else (output.logits, labels)
+        valid = own != -100
+        accuracies[step] = (logits.argmax(-1) == own)[valid].float().mean().item()
+        losses[step] = F.cross_entropy(logits[valid], own[valid]).item()
+        output.loss.backward()
+        optimizer.step()
+    assert watched.shown() == pytest.approx(losses, rel=1e-5)
+    assert watched.shown("perplexity") == pytest.approx({s: math.exp(v) for s, v in losses.items()}, rel=1e-5)
+    assert watched.shown("train_accuracy") == pytest.approx(accuracies)
+    assert watched.shown("output_cross_entropy") == pytest.approx(losses, rel=1e-4)
+    assert watched.shown("output_classes") == {0: 11, 1: 11, 2: 11}
+
+
+def test_labels_that_are_not_shifted_yet():
+    """A language model of the user's own, whose loss function shifts the labels itself."""
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+
+    def shifted(logits, labels):
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    makes = [
+        lambda backend, make=make: make(shift=1, backend=backend)
+        for make in (TrainAccuracySubscriber, PredictionSubscriber)
+    ]
+    watched, optimizer = Watched(model, subscribers=makes), sgd(model)
+    loss_function = watched.exporter.set_loss(shifted)
+    logits = model(TEXT)
+    loss = loss_function(logits, TEXT)
+    loss.backward()
+    optimizer.step()
+    accuracy = (logits[:, :-1].argmax(-1) == TEXT[:, 1:]).float().mean().item()
+    assert watched.shown("train_accuracy") == pytest.approx({0: accuracy})
+    assert watched.shown("output_cross_entropy") == pytest.approx({0: loss.item()}, rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [TrainAccuracySubscriber, PredictionSubscriber])
+@pytest.mark.parametrize("shift", [-1, 0.5, True, "1"])
+def test_wrong_shifts_are_refused(make, shift):
+    with pytest.raises(ConfigError, match="shift"):
+        make(shift=shift)
+
+
+def test_evaluation_of_a_model_that_computes_its_own_loss():
+    """The mean over all labels, not over batches."""
+    labels = TEXT.clone()
+    labels[0, :6] = -100
+    model = language_model()
+    watched = Watched(model, subscribers=(lambda backend: LossSubscriber(tag="testing", backend=backend),))
+    watched.exporter.evaluate([{"input_ids": TEXT[i], "labels": labels[i]} for i in (slice(0, 1), slice(1, 4))])
+    with torch.no_grad():
+        whole = model.eval()(input_ids=TEXT, labels=labels).loss.item()
+    assert watched.shown() == pytest.approx({0: whole}, rel=1e-5)
+
+
+def test_transformers_trainer_with_accumulation(tmp_path):
+    """The loss of a step is that which the trainer reports."""
+    transformers = pytest.importorskip("transformers")
+    model = language_model()
+    watched = Watched(model)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    items = [{"input_ids": text, "labels": text} for text in TEXT.repeat(4, 1)]
+    trainer = transformers.Trainer(model, arguments, train_dataset=items)
+    trainer.train()
+    reported = {line["step"] - 1: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    assert len(reported) == 4
+    assert watched.shown() == pytest.approx(reported, abs=1e-4)  # the trainer rounds
+
+
+def test_lightning_step_that_returns_a_dict():
+    lightning = pytest.importorskip("lightning")
+    losses = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, index):
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            losses.append(loss.item())
+            return {"loss": loss, "extra": 1}
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    module = Module()
+    watched = Watched(module)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 2)
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", barebones=True, accumulate_grad_batches=2)
+    trainer.fit(module, data)
+    assert watched.shown() == pytest.approx({0: sum(losses[:2]) / 2, 1: sum(losses[2:]) / 2}, rel=1e-6)
+
+
+def test_two_kinds_of_subscribers_see_the_same_loss():
+    model = network()
+    watched = Watched(model, subscribers=(LossSubscriber, lambda backend: NormSubscriber("loss", backend=backend)))
+    expected = train(model, functional)
+    assert watched.shown("loss_norm2") == pytest.approx(expected, rel=1e-6)
