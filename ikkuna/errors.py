@@ -9,6 +9,7 @@
     ├── ClosedError(RuntimeError)       an exporter or run was used after close()
     ├── PluginError(ImportError)        a plugin could not be loaded, or is no subclass of the expected class
     ├── LogDirError(OSError)            the log directory cannot be created or written
+    ├── DumpError(ValueError)           a dump of the flight recorder is damaged, or does not fit the model
     └── SnapshotError(ValueError)       a snapshot file is damaged or unsafe
 
 `StopTraining` is raised in a training loop, but only if ``stop=`` asks for it.
@@ -21,6 +22,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "ConfigTypeError",
+    "DumpError",
     "IkkunaError",
     "LogDirError",
     "PluginError",
@@ -57,6 +59,10 @@ class PluginError(IkkunaError, ImportError):
 
 class LogDirError(IkkunaError, OSError):
     """The log directory cannot be created or written."""
+
+
+class DumpError(IkkunaError, ValueError):
+    """A dump of the flight recorder is damaged, lacks what is needed, or does not fit the model."""
 
 
 class SnapshotError(IkkunaError, ValueError):

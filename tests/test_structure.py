@@ -51,8 +51,8 @@ LAYERS = {
     "monitor": ("errors", "modules", "numerics", "netdict"),
     "running": ("errors", "arrays", "numerics"),
     "diagnosis": (
-        *("errors", "failures", "logger", "plugins", "modules", "undisturbed", "arrays", "numerics", "probe"),
-        *("visualization", "reading"),
+        *("errors", "atomic_file", "background", "failures", "signal_handlers", "logger", "plugins", "modules"),
+        *("undisturbed", "arrays", "numerics", "probe", "visualization", "reading"),
     ),
     "export": (
         *("errors", "failures", "signal_handlers", "logger", "plugins", "modules", "undisturbed", "numerics"),
@@ -68,7 +68,7 @@ LAYERS = {
 # The rooms of ikkuna.export: each imports only rooms that stand before it.
 ROOMS = (
     *("messages", "steps", "model", "subscriber", "bus", "rows", "ranks", "hooks", "session"),
-    *("rule_statistics", "rules", "evaluation", "at_exit", "health", "attachment", "exporter", "preset", "watch"),
+    *("rule_statistics", "rules", "recorder", "evaluation", "at_exit", "health", "attachment", "exporter", "preset", "watch"),
 )
 # What a metric may import of ikkuna: the same as the metrics of other packages.
 DOORS = (

@@ -2,6 +2,8 @@
 
 from ikkuna.diagnosis.finding import Finding
 from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.flight_recorder.dump import Dump, read_dump
+from ikkuna.diagnosis.flight_recorder.options import RecorderOptions
 from ikkuna.diagnosis.history import History
 from ikkuna.diagnosis.installed import get_rules
 from ikkuna.diagnosis.judge import Judge
@@ -11,13 +13,16 @@ from ikkuna.diagnosis.time_series import TimeSeries
 
 __all__ = [
     "GROUP",
+    "Dump",
     "Finding",
     "Findings",
     "History",
     "Judge",
     "Network",
+    "RecorderOptions",
     "Rule",
     "Score",
     "TimeSeries",
     "get_rules",
+    "read_dump",
 ]

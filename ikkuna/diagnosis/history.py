@@ -75,6 +75,12 @@ class History:
         """Return the series of a kind by name, in the order of the network."""
         return self._curves.get((kind, pass_name), {})
 
+    def all_curves(self) -> Iterator[tuple[str, str, str | None, TimeSeries]]:
+        """Yield kind, pass, name and curve of every series."""
+        for (kind, pass_name), curves in self._curves.items():
+            for name, curve in curves.items():
+                yield kind, pass_name, name, curve
+
     def curve(self, kind: str, pass_name: str = TRAINING) -> TimeSeries | None:
         """Return the first series of a kind; ``None`` if there is none."""
         return next(iter(self.curves(kind, pass_name).values()), None)

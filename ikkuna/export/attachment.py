@@ -15,6 +15,7 @@ from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.health import Health, health_of
 from ikkuna.export.hooks.install import pause_after_fork
 from ikkuna.export.model.roots import Root, Roots
+from ikkuna.export.recorder.flight_recorder import FlightRecorder
 from ikkuna.export.session import Session
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule
@@ -50,6 +51,8 @@ class Attachment:
         The bus.
     session : Session
         The session.
+    recorder : FlightRecorder, optional
+        Keeps the last steps.
     is_closed : bool
         Whether it was closed.
     """
@@ -61,6 +64,7 @@ class Attachment:
         self._owner = weakref.ref(owner)
         self.bus = bus
         self._health: Health | None = None
+        self.recorder: FlightRecorder | None = None
         self.session = Session(bus, roots, self._names_of_others, native, in_graph)
         bus.attach(self, log_dir)
         self.is_closed = False
@@ -142,7 +146,7 @@ class Attachment:
 
     def health(self) -> Health:
         """Return the state of the monitor itself; after :meth:`close` that at the end."""
-        return self._health if self._health is not None else health_of(self.session)
+        return self._health if self._health is not None else health_of(self.session, recorder=self.recorder)
 
     def close(self) -> None:
         """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable."""
@@ -153,13 +157,15 @@ class Attachment:
             session.finish(for_good=True)
             bus.drain(wait=True)  # while a subscriber can still evaluate the model
         finally:
+            if self.recorder is not None:
+                self.recorder.close()
             self.is_closed = True
             _OPEN.discard(self)
             session.exchange.close()
             session.uninstall()
             run, registered = bus.run, bus.registered
             bus.detach(self)
-            self._health = health_of(session, run, registered)
+            self._health = health_of(session, run, registered, self.recorder)
             if not _OPEN:
                 stop_workers()
 

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from ikkuna.diagnosis import Findings
+from ikkuna.diagnosis import Findings, RecorderOptions
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.attachment import Attachment, release_unreachable
 from ikkuna.export.bus.bus import MessageBus, get_default_bus
@@ -15,6 +15,7 @@ from ikkuna.export.health import Health
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.model.loss_function import observable_loss
 from ikkuna.export.model.roots import Root, Roots
+from ikkuna.export.recorder.flight_recorder import FlightRecorder
 from ikkuna.export.rules import RuleSelection, RuleSubscriber, register_rules
 from ikkuna.modules import ModuleFilter, NamedModule
 
@@ -214,6 +215,63 @@ class Exporter:
             raise ConfigError("rules are applied already; pass all of them in one call of apply_rules()")
         options.setdefault("sees_loss", self._session.context.model.sees_arguments_of_loss)
         self._rules = register_rules(self.message_bus, rules, **options)
+        self._connect_recorder()
+
+    def record_steps(self, options: RecorderOptions | None = None) -> None:
+        """Keep the last sampled steps in memory, and write them to the directory of the run when something goes wrong.
+
+        A dump is written after a finding of the rules, a number that becomes NaN or infinite, a loss that jumps,
+        an exception that ends the process or leaves the exporter's ``with`` block, and the signals in `options`.
+        For a few steps after a dump everything is measured.  Training does not wait for the disk.
+
+        Parameters
+        ----------
+        options : RecorderOptions, optional
+            The settings.
+
+        Raises
+        ------
+        ConfigError
+            If steps are recorded already, or if a signal cannot be handled.
+        """
+        self._attachment.require_open()
+        if self._attachment.recorder is not None:
+            raise ConfigError("steps are recorded already; pass all settings in one call of record_steps()")
+        if options is not None and not isinstance(options, RecorderOptions):
+            raise ConfigTypeError(f"record_steps() needs RecorderOptions, got {type(options).__name__}")
+        self._attachment.recorder = FlightRecorder(
+            self._session.context, self.message_bus, options or RecorderOptions()
+        )
+        self._connect_recorder()
+
+    def _connect_recorder(self) -> None:
+        if (recorder := self._attachment.recorder) is not None and self._rules is not None:
+            recorder.judge = self._rules.judge
+            self._rules.actions.append(recorder.action())
+
+    def dump(self, reason: str = "asked for", timeout: float = 10.0) -> Path | None:
+        """Write the last sampled steps to the disk, and return the directory.
+
+        Returns
+        -------
+        Path or None
+            ``None`` if it was not written within `timeout` seconds; the log says why.
+
+        Raises
+        ------
+        ConfigError
+            If steps are not recorded, see :meth:`record_steps`.
+        """
+        self._attachment.require_open()
+        if (recorder := self._attachment.recorder) is None:
+            raise ConfigError("no step is recorded; call record_steps() before training")
+        return recorder.dump(reason, timeout)
+
+    @property
+    def dumps(self) -> tuple[Path, ...]:
+        """The directories of the dumps that are on the disk, also after :meth:`close`."""
+        recorder = self._attachment.recorder
+        return recorder.dumps if recorder is not None else ()
 
     @property
     def findings(self) -> Findings:
@@ -322,7 +380,9 @@ class Exporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and self._attachment.recorder is not None:
+            self._attachment.recorder.process_fails(error)
         self.close()
 
 

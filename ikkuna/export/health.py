@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ikkuna.export.recorder.flight_recorder import FlightRecorder
 from ikkuna.export.session import Session
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.visualization.run import Run
@@ -33,6 +34,10 @@ class Health:
         and of updates for which memory was missing.
     overhead : float
         Time that ikkuna spent on the training thread divided by the rest of the time, from the second step on.
+    dumps : int
+        Number of dumps of the flight recorder that are on the disk.
+    failed_dumps : int
+        Number of dumps that could not be written.
     seconds : dict of str to float
         Time spent in the code of each subscriber, by class and kinds; includes the subscribers of its results.
     """
@@ -45,10 +50,17 @@ class Health:
     disabled: tuple[str, ...]
     skipped: int
     overhead: float
+    dumps: int
+    failed_dumps: int
     seconds: dict[str, float]
 
 
-def health_of(session: Session, run: Run | None = None, subscribers: tuple[Registered, ...] = ()) -> Health:
+def health_of(
+    session: Session,
+    run: Run | None = None,
+    subscribers: tuple[Registered, ...] = (),
+    recorder: FlightRecorder | None = None,
+) -> Health:
     """Return the health of a session and its bus; `run` and `subscribers` are those of a bus that was closed since."""
     bus = session.bus
     run, subscribers = run or bus.run, subscribers or bus.registered
@@ -66,5 +78,7 @@ def health_of(session: Session, run: Run | None = None, subscribers: tuple[Regis
         disabled=tuple(bus.error_guard.disabled),
         skipped=session.skipped,
         overhead=session.context.stopwatch.overhead,
+        dumps=len(recorder.dumps) if recorder is not None else 0,
+        failed_dumps=recorder.failed if recorder is not None else 0,
         seconds=seconds,
     )

@@ -50,6 +50,11 @@ class RuleSubscriber(Subscriber):
         The number of steps between two samples of facts that rarely change.
     **options : Any
         See `Subscriber`.
+
+    Attributes
+    ----------
+    actions : list of callable
+        Functions of ikkuna that are called with each new finding, as the flight recorder's.
     """
 
     fields = ("mean",)
@@ -71,6 +76,7 @@ class RuleSubscriber(Subscriber):
         self._on_finding = on_finding
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
         self._every = every
+        self.actions: list[OnFinding] = []
 
     @property
     def findings(self) -> Findings:
@@ -160,6 +166,8 @@ class RuleSubscriber(Subscriber):
         log.warning("%s", finding)
         text = f"**{finding}**\n\n{finding.advice}"
         self._show(NetworkMessage(stamp, "findings", path=finding.rule), text, "findings")
+        for action in self.actions:
+            action(finding)
         if self._on_finding is not None:
             try:
                 self._on_finding(finding)

@@ -195,7 +195,7 @@ class Session:
         wishes = Plan(tuple(r for r in self.bus.registered if not r.disabled))
         if wishes.takes_data:
             warm_up({named.parameter.device for named in self.context.parameters.all})
-        self.optimizers.wants_rates = self.bus.is_wanted("batch_finished")
+        self.optimizers.wants_rates = self.bus.is_wanted("batch_finished") or self.context.observer is not None
         self.context.wants_steps = any(map(self.bus.is_wanted, ("batch_started", "batch_finished")))
         if self._modules.prepare(wishes, self._next_plan()):
             log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
@@ -250,6 +250,8 @@ class Session:
             if recorder.rows is not None:  # an exception has kept them from being closed
                 recorder.close()
             self._record(stamp)
+        if (observer := self.context.observer) is not None:
+            observer.step_opened(stamp, recorder.plan)
         if recorder.plan.takes_data:
             self._follow(inside_step=True)
         self._micro_gradients.step_opened()
@@ -293,7 +295,7 @@ class Session:
         if rows is not None:
             rows.skipped = rows.skipped or closed.skipped
             self.exchange.take(rows, plan)
-            self.bus.post(Finished(rows, finished))
+            self.bus.post(Finished(rows, finished, self.context.observer))
         if not closed.carried:
             self._prepare_next()
         self.bus.drain(wait=self.exchange.must_wait(stamp))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ikkuna.diagnosis import RecorderOptions
 from ikkuna.export.attachment import attachments_of
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.exporter import Exporter
@@ -30,6 +31,7 @@ def watch(
     log_dir: str | Path | None = None,
     rules: RuleSelection | None = "default",
     stop: str | None = None,
+    recorder: RecorderOptions | bool = True,
 ) -> Exporter:
     """Observe a model on a bus of its own, and return the open exporter.
 
@@ -55,6 +57,8 @@ def watch(
         or `ikkuna.diagnosis.Rule` objects; ``None`` for no rules.
     stop : {'info', 'warning', 'error'}, optional
         The least severity of a finding that raises `ikkuna.errors.StopTraining` at the end of the step.
+    recorder : bool or RecorderOptions
+        Whether the last sampled steps are kept, and written when something goes wrong, see `Exporter.record_steps`.
 
     Examples
     --------
@@ -78,6 +82,8 @@ def watch(
             exporter.message_bus.register_subscriber(subscriber)
         if rules is not None:
             exporter.apply_rules(rules, stop=stop)
+        if recorder is not False:
+            exporter.record_steps(None if recorder is True else recorder)
     except BaseException:
         exporter.close()
         raise

@@ -67,7 +67,7 @@ class Run:
         is_needed = any(guarded.stores and guarded.is_opened for guarded in list(self._backends.values()))
         if self._directory is None and is_needed and self._process == os.getpid():
             with contextlib.suppress(LogDirError):
-                return self._make_directory()
+                return self.make_directory()
         return self._directory
 
     def prepare(self, backends: Sequence[str | Backend]) -> None:
@@ -116,7 +116,7 @@ class Run:
             return
         for backend in backends:
             guarded = self._backends.get(_key(backend)) or self._create(backend)
-            guarded.add(method, arguments, step, self._make_directory, sender)
+            guarded.add(method, arguments, step, self.make_directory, sender)
 
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
         return GuardedBackend(_label(name), backend, self._modules)
@@ -130,7 +130,14 @@ class Run:
             guarded.disable(f"cannot be created, its values are lost: {error}")
         return self._backends.setdefault(_key(backend), guarded)
 
-    def _make_directory(self) -> Path:
+    def make_directory(self) -> Path:
+        """Return the directory of this run, which is created if there is none; may be called by any thread.
+
+        Raises
+        ------
+        LogDirError
+            If it cannot be created.
+        """
         with self._lock:
             if self._directory is None:
                 self._directory = make_run_directory(self._log_dir)

@@ -96,7 +96,7 @@ def test_the_one_line_for_the_hurried(tmp_path):
 
 def test_watch_takes_subscribers_of_ones_own():
     with ikkuna.watch(nn.Linear(2, 2), NormSubscriber("weights", backend="null"), rules=None) as exporter:
-        assert [type(s.subscriber).__name__ for s in exporter.message_bus.registered] == ["NormSubscriber"]
+        assert type(exporter.message_bus.registered[0].subscriber).__name__ == "NormSubscriber"
 
 
 def test_watch_leaves_nothing_behind_when_it_fails():

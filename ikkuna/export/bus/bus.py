@@ -344,6 +344,12 @@ class MessageBus:
         """The open run; ``None`` before the first value."""
         return self._run
 
+    def open_run(self) -> Run | None:
+        """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
+        if self._run is None and not self.is_silent:
+            self._run = Run(self.log_dir or "run", self.network)
+        return self._run
+
     def show(
         self,
         series: Series,
@@ -353,10 +359,8 @@ class MessageBus:
         sender: Sender | None = None,
     ) -> None:
         """Send a value to backends; the first value opens the run."""
-        if self._run is None and not self.is_silent:
-            self._run = Run(self.log_dir or "run", self.network)
-        if self._run is not None:
-            self._run.show(series, value, step, backends, sender)
+        if (run := self._run or self.open_run()) is not None:
+            run.show(series, value, step, backends, sender)
 
     def close(self) -> None:
         """Deliver the queue, close the run, and unregister every subscriber."""

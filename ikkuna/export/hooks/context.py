@@ -10,6 +10,7 @@ from ikkuna.export.hooks.hook import in_backward
 from ikkuna.export.hooks.loss_scale import LossScale
 from ikkuna.export.model.parameters import TrackedParameters
 from ikkuna.export.model.watched_model import WatchedModel
+from ikkuna.export.rows.observer import StepObserver
 from ikkuna.export.rows.recorder import Recorder
 from ikkuna.export.steps.decisions import Decision
 from ikkuna.export.steps.step_tracker import StepTracker
@@ -53,6 +54,8 @@ class HookContext:
         Nothing is recorded then until the next forward.
     wants_steps : bool
         Whether a subscriber wants to know when steps begin or end.
+    observer : StepObserver, optional
+        Observes steps as a whole.
     """
 
     recorder: Recorder
@@ -69,6 +72,7 @@ class HookContext:
     is_paused: bool = False
     is_interrupted: bool = False
     wants_steps: bool = False
+    observer: StepObserver | None = None
 
     @property
     def is_off(self) -> bool:

@@ -15,6 +15,7 @@ from ikkuna.export.hooks.hook import in_backward
 from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
 from ikkuna.export.hooks.loss import LossHooks
 from ikkuna.export.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
+from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.steps.forward import Forward
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.logger import log
@@ -81,6 +82,8 @@ class ForwardHooks:
         calls = tracker.calls(thread)
         if len(calls) == 1 and (forward := calls[0]) is not None and context.model.takes_input(module):
             self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
+            if context.observer is not None and tracker.pass_name == TRAINING:
+                context.observer.model_called(args, kwargs)
 
     def forward_begins(
         self, thread: int, training: bool, gradients: bool, depth: int | None = None, is_compiled: bool = False

@@ -74,6 +74,8 @@ class LossHooks:
             weight = loss_weight(module, output, seen.get("network_output"), labels) if is_readable else None
             self._record(output, weight, forward.part)
         self._record_arguments(seen, forward)
+        if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
+            context.observer.loss_called(args, kwargs)
 
     def _record(self, loss: Tensor, weight: Any, part: int, path: str = "") -> None:
         self.context.recorder.receive(self.context.sites("loss"), loss, path, weight, part=part)

@@ -200,6 +200,15 @@ class TrackedParameters:
             self._owners = self._find_owners()
         return self._owners
 
+    def optimizers(self) -> list[Optimizer]:
+        """Return the living optimizers that own parameters of the model, in the order in which they were found."""
+        owners = self.known_owners().numbers
+        return [
+            optimizer
+            for optimizer, number in sorted(self._numbers.items(), key=lambda item: item[1])
+            if number in owners
+        ]
+
     def _find_owners(self) -> "_Owners":
         by_group: dict[int, tuple[int, frozenset[int]]] = {}
         for optimizer, number in list(self._numbers.items()):

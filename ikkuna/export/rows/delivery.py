@@ -7,6 +7,7 @@ from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.rows.observer import StepObserver
 from ikkuna.export.rows.rows import Rows
 from ikkuna.export.subscriber.registered import Registered
 
@@ -25,10 +26,13 @@ class Finished:
         Its measurements.
     event : NetworkMessage or None
         The message ``batch_finished`` of a training step.
+    observer : StepObserver, optional
+        Observes training steps beside the subscribers.
     """
 
     rows: Rows
     event: NetworkMessage | None
+    observer: StepObserver | None = None
 
     def arrived(self) -> bool:
         """Return whether all measurements have reached the host."""
@@ -36,8 +40,19 @@ class Finished:
 
     def deliver(self, bus: MessageBus) -> None:
         """Deliver every row, then the event, then the end of the step."""
-        rows = self.rows
+        rows, observer = self.rows, self.observer
         rows.complete()
+        if observer is None or self.event is None:
+            self._deliver(bus)
+            return
+        observer.rows_complete(rows, self.event)
+        try:
+            self._deliver(bus)
+        finally:
+            observer.step_delivered(rows.stamp)
+
+    def _deliver(self, bus: MessageBus) -> None:
+        rows = self.rows
         self._deliver_rows(bus)
         for registered, data in rows.together.items():
             if not registered.disabled and self._is_seen_by(registered):

@@ -1,0 +1,1 @@
+"""Connects the flight recorder with an exporter."""

@@ -1,0 +1,29 @@
+"""What observes the steps of an exporter as a whole, beside the subscribers."""
+
+from typing import Any, Protocol
+
+from ikkuna.export.messages.message import NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.rows.plan import Plan
+from ikkuna.export.rows.rows import Rows
+
+__all__ = ["StepObserver"]
+
+
+class StepObserver(Protocol):
+    """Observes the steps of one exporter; its methods raise nothing but exceptions that belong to the user."""
+
+    def step_opened(self, stamp: Stamp, plan: Plan) -> None:
+        """Handle the beginning of a step, before the first forward."""
+
+    def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle what the model is called with in a step, borrowed."""
+
+    def loss_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle what the loss module is called with in a step, borrowed."""
+
+    def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:
+        """Handle the complete measurements of a training step, before they are delivered to subscribers."""
+
+    def step_delivered(self, stamp: Stamp) -> None:
+        """Handle the end of the delivery, also after an exception."""
