@@ -1,4 +1,4 @@
-"""The cost of the flight recorder while nothing goes wrong: process CPU time of a training step with it over a step without.
+"""Measures the cost of the flight recorder while nothing goes wrong, as a share of the CPU time of a training step.
 
 One thread is used, and all variants are interleaved.  ``watch`` is ``ikkuna.watch`` without the flight recorder,
 ``recorder`` is ``ikkuna.watch`` as it is; both show their values with the backend ``null``.

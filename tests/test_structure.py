@@ -68,7 +68,18 @@ LAYERS = {
 # The rooms of ikkuna.export: each imports only rooms that stand before it.
 ROOMS = (
     *("messages", "steps", "model", "subscriber", "bus", "rows", "ranks", "hooks", "session"),
-    *("rule_statistics", "rules", "recorder", "evaluation", "at_exit", "health", "attachment", "exporter", "preset", "watch"),
+    *(
+        "rule_statistics",
+        "rules",
+        "recorder",
+        "evaluation",
+        "at_exit",
+        "health",
+        "attachment",
+        "exporter",
+        "preset",
+        "watch",
+    ),
 )
 # What a metric may import of ikkuna: the same as the metrics of other packages.
 DOORS = (

@@ -157,9 +157,9 @@ class Attachment:
             session.finish(for_good=True)
             bus.drain(wait=True)  # while a subscriber can still evaluate the model
         finally:
+            self.is_closed = True
             if self.recorder is not None:
                 self.recorder.close()
-            self.is_closed = True
             _OPEN.discard(self)
             session.exchange.close()
             session.uninstall()

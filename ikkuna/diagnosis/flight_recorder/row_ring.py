@@ -17,7 +17,7 @@ _FIRST_CAPACITY = 64
 
 
 class Tasks(Protocol):
-    """Knows which statistics were measured."""
+    """The plan of a step, which names the statistics that were measured."""
 
     def task(self, kind: str, module: str | None) -> Any:
         """Return an object with the attribute `fields`; ``None`` if nothing was measured."""

@@ -22,7 +22,7 @@ _OF_PARAMETERS = tuple(
 
 
 class BurstSubscriber(Subscriber):
-    """Asks for all statistics and exact histograms of all modules at every step; it shows nothing.
+    """Requests all statistics and exact histograms of all modules at every step; it shows nothing.
 
     Takes the kinds of modules; publishes nothing.
 

@@ -354,9 +354,12 @@ class FlightRecorder:
 
     def close(self) -> None:
         """End a burst, wait for the thread at most 2 seconds, and remove the hooks of the process."""
-        self._context.observer = None
-        self._unhook()
-        if self._burst is not None:
-            self._burst.end()
-        self._handle.remove()
-        self._writer.close(2.0)
+        try:
+            self._context.observer = None
+            self._unhook()
+            if self._burst is not None:
+                self._burst.end()
+            self._handle.remove()
+            self._writer.close(2.0)
+        except Exception as error:
+            self._context.error_guard.report_internal("closing the flight recorder", error)

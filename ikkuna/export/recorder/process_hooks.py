@@ -30,7 +30,7 @@ class ProcessHooks:
     """The hooks of this process, which call all open recorders, and then what was installed before.
 
     ``sys.excepthook`` is replaced while a recorder is open, and signal handlers while a recorder asks for the signal.
-    What somebody else has installed since is left as it is.
+    A hook that was installed later is left as it is.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,13 @@ class ProcessHooks:
         return lambda: self._remove(reference(), numbers)
 
     def _remove(self, recorder: Any, numbers: list[int]) -> None:
-        self._recorders.discard(recorder)
+        if recorder is not None:  # the garbage collector has not deleted it
+            self._recorders.discard(recorder)
         if not self._recorders and self._former_hook is not None and sys.excepthook == self.exception_hook:
             sys.excepthook, self._former_hook = self._former_hook, None
         for number in numbers:
             users = self._signals.get(number)
-            if users is not None:
+            if users is not None and recorder is not None:
                 users.discard(recorder)
             if not users and number in self._former:
                 self._restore(number)
