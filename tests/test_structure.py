@@ -59,7 +59,7 @@ LAYERS = {
         *("distributed", "visualization", "diagnosis"),
     ),
     "reading": ("errors", "logger", "native", "visualization"),
-    "report": ("errors", "logger", "plugins", "numerics", "plot", "visualization", "reading", "diagnosis"),
+    "report": ("__version__", "errors", "atomic_file", "visualization", "reading", "diagnosis"),
     "cli": (
         *("__version__", "errors", "logger", "plugins", "numerics", "visualization", "reading", "diagnosis", "report"),
         "export",

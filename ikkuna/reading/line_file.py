@@ -20,6 +20,8 @@ class LineFile(NamedTuple):
         Kind, name and pass of each series.
     series, steps, values, times : list of int or float
         For each number the position of its series in `heads`, its step, value and time.
+    restarts : list of (int, int)
+        For each resumed training how many numbers are before it, and the step from which on it replaces them.
     others : list of dict
         The lines with something else than a number: histograms, matrices and texts.
     lost : int
@@ -33,6 +35,7 @@ class LineFile(NamedTuple):
     steps: list[int]
     values: list[float]
     times: list[float]
+    restarts: list[tuple[int, int]]
     others: list[dict[str, Any]]
     lost: int
     waiting: int
@@ -48,6 +51,7 @@ class _Builder:
         self.steps: list[int] = []
         self.values: list[float] = []
         self.times: list[float] = []
+        self.restarts: list[tuple[int, int]] = []
         self.others: list[dict[str, Any]] = []
         self.lost = 0
 
@@ -81,7 +85,9 @@ class _Builder:
             self.lost += 1
             return
         if "value" not in entry:
-            if "replaces" not in entry:
+            if isinstance(step := entry.get("resumed"), int) and _FIRST <= step <= _LAST:
+                self.restarts.append((len(self.series), step))
+            elif "replaces" not in entry:
                 self.others.append(entry)
             return
         try:
@@ -126,5 +132,5 @@ def read_lines(path: Path, size: int | None = None) -> LineFile:
     if rest and jsonl.parse_line(rest) is not None:  # other programs may write no end of the last line
         builder.add(rest.strip())
         rest = b""
-    lists = builder.series, builder.steps, builder.values, builder.times, builder.others
+    lists = builder.series, builder.steps, builder.values, builder.times, builder.restarts, builder.others
     return LineFile(list(builder.heads), *lists, builder.lost, len(rest))

@@ -116,7 +116,8 @@ class StoredRun:
     def update(self) -> None:
         """Read what has been added to the files since the last call."""
         found = self._reader.read()
-        self._table, self._all = found.table(), tuple(found.series)
+        self._table, self.all_series = found.table(), tuple(found.series)
+        """All series; `session_columns` names them by their positions."""
         self.modules: tuple[ModuleEntry, ...] = found.modules
         self.texts: dict[str, str] = found.texts
         self.lost: int = found.lost
@@ -127,14 +128,14 @@ class StoredRun:
         self.matrices: list[dict[str, Any]] = found.matrices
         self._order = ModuleOrder(self.modules)
         self._index: dict[tuple[str, str], dict[str | None, int]] = {}
-        for number, series in enumerate(self._all):
+        for number, series in enumerate(self.all_series):
             if self._table.size(number):
                 self._index.setdefault((series.kind, series.pass_name), {})[series.name] = number
 
     @property
     def count(self) -> int:
         """The number of numbers that the run holds."""
-        return sum(self._table.size(number) for number in range(len(self._all)))
+        return sum(self._table.size(number) for number in range(len(self.all_series)))
 
     @property
     def last_step(self) -> int:
@@ -230,15 +231,22 @@ class StoredRun:
         kinds : frozenset of str, optional
             Yield the values of these kinds only.
         """
-        wanted = np.array([kinds is None or series.kind in kinds for series in self._all], bool)
+        for numbers, steps, values in self.session_columns(kinds):
+            yield self._points(numbers, steps, values)
+
+    def session_columns(
+        self, kinds: frozenset[str] | None = None
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]]:
+        """Yield the values of :meth:`sessions` as arrays: positions in `all_series`, steps and values."""
+        wanted = np.array([kinds is None or series.kind in kinds for series in self.all_series], bool)
         for numbers, steps, values in self._table.sessions():
             mask = wanted[numbers]
-            yield self._points(numbers[mask], steps[mask], values[mask])
+            yield numbers[mask], steps[mask], values[mask]
 
     def _points(
         self, numbers: NDArray[np.int32], steps: NDArray[np.int64], values: NDArray[np.float64]
     ) -> Iterator[Point]:
-        heads = [(series.kind, series.name, series.pass_name) for series in self._all]
+        heads = [(series.kind, series.name, series.pass_name) for series in self.all_series]
         for number, step, value in zip(numbers.tolist(), steps.tolist(), values.tolist(), strict=True):
             kind, name, pass_name = heads[number]
             yield Point(kind, name, pass_name, step, value)

@@ -216,7 +216,12 @@ def _add_lines(contents: RunContents, paths: list[Path]) -> None:
         contents.waiting += file.waiting
         series = [Series(*head) for head in file.heads]
         numbers = [-1 if each in known else contents.number_of(each) for each in series]
-        for i, step, value, time in zip(file.series, file.steps, file.values, file.times, strict=True):
+        resumed = dict(file.restarts)
+        for place, (i, step, value, time) in enumerate(
+            zip(file.series, file.steps, file.values, file.times, strict=True)
+        ):
+            if place in resumed:
+                restarts.append((len(columns), resumed[place]))
             if numbers[i] >= 0:
                 if is_restart(series[i].pass_name, numbers[i], step):
                     restarts.append((len(columns), step))

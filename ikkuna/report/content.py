@@ -1,0 +1,218 @@
+"""Collects what a report shows of a run."""
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.errors import IkkunaError
+from ikkuna.reading import StoredRun
+from ikkuna.report.colour_scale import scale_type
+from ikkuna.report.curves import ReportChart, ReportCurve, draw_chart, sparkline
+from ikkuna.report.expected_rows import with_missing_rows
+from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
+
+__all__ = [
+    "ModuleRow",
+    "RunContent",
+    "fan_charts",
+    "heatmaps_of",
+    "module_kinds",
+    "module_rows",
+    "network_charts",
+    "run_name",
+    "spread_charts",
+]
+
+_FIRST_KINDS = (
+    *("loss", "train_accuracy", "test_accuracy", "perplexity", "learning_rate", "global_norm", "clip"),
+    *("speed", "steps_per_second"),
+)
+_MODULE_KINDS = ("update", "gradient", "activation", "weight", "bias")
+_PERCENTILE = re.compile(r"(.+)_percentile_([0-9.]+)$")
+_FANS = 12
+_COLUMNS = 6
+
+
+@dataclass
+class RunContent:
+    """What a report shows of one run.
+
+    Parameters
+    ----------
+    name : str
+        The name of the run.
+    run : StoredRun
+        The run.
+    colour : int
+        The number of its colour.
+    findings : Findings or None
+        What the rules have found; ``None`` if they were not applied.
+    judged : str
+        A sentence about the steps that the rules judged.
+    config, environment : dict of str to str
+        The configuration and the environment that the run has stored.
+    """
+
+    name: str
+    run: StoredRun
+    colour: int = 0
+    findings: Any = None
+    judged: str = ""
+    config: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def read_settings(self) -> None:
+        """Read ``run.json`` in the directory of the run, if there is one."""
+        try:
+            stored = json.loads((self.run.path / "run.json").read_bytes())
+        except (OSError, ValueError):
+            return
+        if isinstance(stored, dict):
+            self.config = _texts(stored.get("config"))
+            self.environment = _texts(stored.get("environment"))
+            if created := stored.get("created"):
+                self.environment.setdefault("created", str(created))
+
+
+def _texts(value: object) -> dict[str, str]:
+    return {str(key): str(item) for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def _rank(kind: str) -> tuple[int, str]:
+    found = (i for i, word in enumerate(_FIRST_KINDS) if word in kind)
+    return next(found, len(_FIRST_KINDS)), kind
+
+
+def network_charts(contents: list[RunContent]) -> list[ReportChart]:
+    """Return a chart for each kind of the whole network, with a curve for each run and pass; the loss is first."""
+    kinds: dict[str, list[ReportCurve]] = {}
+    for content in contents:
+        for pass_name in content.run.passes():
+            for kind in content.run.kinds(pass_name):
+                if None in content.run.names(kind, pass_name):
+                    found = content.run.series(kind, None, pass_name)
+                    parts = [content.name] if len(contents) > 1 else []
+                    parts += [pass_name] if pass_name != "training" or not parts else []
+                    colour = content.colour if len(contents) > 1 else len(kinds.get(kind, ()))
+                    kinds.setdefault(kind, []).append(ReportCurve(" · ".join(parts), found.steps, found.values, colour))
+    return [
+        draw_chart(kind, kinds[kind], is_log=_is_log(kind), unit=scale_type(kind) == "share")
+        for kind in sorted(kinds, key=_rank)
+    ]
+
+
+def _is_log(kind: str) -> bool:
+    return bool(re.search("norm|ratio|variance", kind)) and scale_type(kind) == "log"
+
+
+def module_kinds(run: StoredRun) -> list[str]:
+    """Return the kinds with values of modules, those of updates, gradients and activations first.
+
+    Percentiles are left out, because they have figures of their own.
+    """
+    kinds = [kind for kind in run.kinds() if any(name is not None for name in run.names(kind))]
+    kinds = [kind for kind in kinds if not _PERCENTILE.match(kind)]
+
+    def rank(kind: str) -> tuple[int, str]:
+        return next((i for i, word in enumerate(_MODULE_KINDS) if word in kind), len(_MODULE_KINDS)), kind
+
+    return sorted(kinds, key=rank)
+
+
+def heatmaps_of(run: StoredRun) -> list[ReportHeatmap]:
+    """Return a heat map for each kind with values of several modules."""
+    found = []
+    for kind in module_kinds(run):
+        names, steps, values = run.matrix(kind)
+        if not len(steps):
+            continue
+        present = _presence(run, kind, names, steps)
+        names, values, present = with_missing_rows(run.modules, kind, names, values, present)
+        found.append(draw_heatmap(kind, kind, names, steps, values, present))
+    return found
+
+
+def _presence(run: StoredRun, kind: str, names: tuple[str, ...], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    present = np.zeros((len(names), len(steps)), bool)
+    for row, name in zip(present, names, strict=True):
+        row[np.searchsorted(steps, run.series(kind, name).steps)] = True
+    return present
+
+
+def spread_charts(run: StoredRun) -> list[ReportChart]:
+    """Return a chart for each kind with the spread over modules: minimum, quartiles, median and maximum."""
+    found = []
+    for kind in module_kinds(run):
+        names, steps, values = run.matrix(kind)
+        if len(names) < 3 or not len(steps):
+            continue
+        with np.errstate(all="ignore"):
+            usable = np.isfinite(values).any(axis=0)
+            finite = np.where(np.isfinite(values), values, np.nan)[:, usable]
+            levels = np.nanpercentile(finite, [0, 25, 50, 75, 100], axis=0) if usable.any() else np.empty((5, 0))
+        labels = ("minimum", "25 %", "median", "75 %", "maximum")
+        curves = [ReportCurve(label, steps[usable], level) for label, level in zip(labels, levels, strict=True)]
+        found.append(
+            draw_chart(kind, curves, is_log=scale_type(kind) == "log", unit=scale_type(kind) == "share", band=True)
+        )
+    return found
+
+
+def fan_charts(run: StoredRun) -> list[ReportChart]:
+    """Return percentile fans of each kind with percentiles, for at most 12 modules; each curve has the name of its percentile."""
+    levels: dict[str, list[tuple[float, str]]] = {}
+    for kind in run.kinds():
+        if match := _PERCENTILE.match(kind):
+            levels.setdefault(match[1], []).append((float(match[2]), kind))
+    charts = []
+    for base, kinds in sorted(levels.items()):
+        kinds.sort()
+        names = run.names(kinds[0][1])
+        for name in [names[round(i)] for i in np.linspace(0, len(names) - 1, min(len(names), _FANS))]:
+            found = [(level, run.series(kind, name)) for level, kind in kinds if name in run.names(kind)]
+            curves = [ReportCurve(f"{level:g} %", values.steps, values.values) for level, values in found]
+            charts.append(draw_chart(f"{base} · {name or 'network'}", curves, band=True))
+    return charts
+
+
+@dataclass
+class ModuleRow:
+    """A row of the table of modules: name, class, number of parameters, and last value and small curve of each kind."""
+
+    name: str
+    class_name: str
+    parameters: int | None
+    cells: list[tuple[str, str]]
+
+
+def module_rows(run: StoredRun) -> tuple[list[str], list[ModuleRow]]:
+    """Return the kinds of the columns, and a row for each module or series of a module."""
+    kinds = module_kinds(run)[:_COLUMNS]
+    entries = {entry.name: entry for entry in run.modules}
+    rows = []
+    for name in run.module_names():
+        entry = entries.get(name)
+        cells = [_cell(run, kind, name) for kind in kinds]
+        rows.append(ModuleRow(name, entry.class_name if entry else "", entry.count if entry else None, cells))
+    return kinds, rows
+
+
+def _cell(run: StoredRun, kind: str, name: str) -> tuple[str, str]:
+    try:
+        values = run.series(kind, name).values
+    except IkkunaError:
+        return "", ""
+    last = float(values[-1])
+    return (f"{last:.3g}" if math.isfinite(last) else str(last)), sparkline(values, scale_type(kind) == "log")
+
+
+def run_name(path: Path) -> str:
+    """Return the name of a run: that of its directory."""
+    resolved = path.resolve()
+    return resolved.name or str(resolved)

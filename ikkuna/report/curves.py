@@ -1,0 +1,239 @@
+"""Charts of curves as SVG, with their numbers for the hover."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.report.reduction import reduced_curve
+
+__all__ = ["ReportChart", "ReportCurve", "draw_chart", "sparkline", "ticks"]
+
+_WIDTH, _HEIGHT = 520, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 8, 8, 22
+_COLOURS = 8  # classes c0 to c7 of the style sheet
+
+
+class ReportCurve(NamedTuple):
+    """A curve of a chart.
+
+    Parameters
+    ----------
+    name : str
+        Its name in the legend.
+    steps, values : ndarray (values,)
+        Its points.
+    colour : int
+        The number of its colour.
+    """
+
+    name: str
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    colour: int = 0
+
+
+class ReportChart(NamedTuple):
+    """A drawn chart: its title, its SVG, the legend, and the numbers for the hover."""
+
+    title: str
+    svg: str
+    legend: list[tuple[str, int]]
+    data: dict[str, Any]
+
+
+class _Axis(NamedTuple):
+    """Maps values to positions."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    is_log: bool = False
+
+    def places(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        with np.errstate(all="ignore"):
+            if self.is_log:
+                share = np.log(values / self.low) / math.log(self.high / self.low)
+            else:
+                share = (values - self.low) / (self.high - self.low)
+        return self.begin + share * (self.end - self.begin)
+
+
+def ticks(low: float, high: float, is_log: bool = False, count: int = 4) -> list[float]:
+    """Return round numbers from `low` to `high`.
+
+    Examples
+    --------
+    >>> ticks(0.0, 1.0), ticks(0.01, 50.0, is_log=True)
+    ([0.0, 0.25, 0.5, 0.75, 1.0], [0.01, 0.1, 1.0, 10.0])
+    """
+    if is_log:
+        first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+        every = max(1, math.ceil((last - first + 1) / (count + 1)))
+        found = [10.0**power for power in range(first, last + 1, every)]
+        return found if len(found) > 1 else [value for value in ticks(low, high, count=count) if value > 0]
+    raw = (high - low) / count
+    unit = 10.0 ** math.floor(math.log10(raw))
+    size = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw * 0.999)
+    return [round(i * size, 12) for i in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]
+
+
+def _limits(curves: Sequence[ReportCurve], is_log: bool, unit: bool) -> tuple[float, float]:
+    if unit:
+        return 0.0, 1.0
+    values = np.concatenate([curve.values for curve in curves] or [np.empty(0)])
+    values = np.clip(values[np.isfinite(values)], -1e100, 1e100)
+    if is_log:
+        values = values[values > 1e-100]
+    if not len(values):
+        return (0.1, 1.0) if is_log else (0.0, 1.0)
+    low, high = float(values.min()), float(values.max())
+    if is_log:
+        low = max(low, high * 1e-12)
+        return (low, high) if high > 1.01 * low else (low / 2, high * 2)
+    margin = 0.05 * (high - low) or abs(high) * 0.1
+    margin = margin if margin > 1e-100 else 1.0
+    return low - margin, high + margin
+
+
+def draw_chart(
+    title: str,
+    curves: Sequence[ReportCurve],
+    *,
+    is_log: bool = False,
+    unit: bool = False,
+    band: bool = False,
+    steps: tuple[int, int] | None = None,
+) -> ReportChart:
+    """Draw curves over steps.
+
+    Parameters
+    ----------
+    title : str
+        The title.
+    curves : sequence of ReportCurve
+        The curves.
+    is_log : bool
+        Whether the scale of the values is logarithmic; values that are not positive are left out.
+    unit : bool
+        Whether the scale is [0, 1].
+    band : bool
+        Whether the area between the first and the last curve, and that between the second and the last but one, are filled.
+    steps : (int, int), optional
+        The limits of the axis of steps.
+    """
+    reduced = [ReportCurve(each.name, *reduced_curve(each.steps, each.values), each.colour) for each in curves]
+    low, high = _limits(reduced, is_log, unit)
+    first, last = steps or _step_limits(reduced)
+    x = _Axis(first, last if last > first else first + 1, _LEFT, _WIDTH - _RIGHT)
+    y = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP, is_log)
+    parts = [*_grid(x, y)]
+    if band:
+        for outer in range(len(reduced) // 2):
+            parts.append(_area(reduced[outer], reduced[-1 - outer], x, y))
+    middle = len(reduced) // 2
+    parts += [_line(curve, x, y, band and number != middle) for number, curve in enumerate(reduced)]
+    data = {
+        "x": [x.low, x.high, x.begin, x.end],
+        "curves": [
+            {
+                "name": curve.name,
+                "colour": curve.colour,
+                "steps": curve.steps.tolist(),
+                "values": _rounded(curve.values),
+            }
+            for curve in reduced
+        ],
+    }
+    cursor = f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+    svg = f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}{cursor}</svg>'
+    return ReportChart(title, svg, [(curve.name, curve.colour % _COLOURS) for curve in curves], data)
+
+
+def _step_limits(curves: Sequence[ReportCurve]) -> tuple[int, int]:
+    found = [curve.steps for curve in curves if len(curve.steps)]
+    return (int(min(s[0] for s in found)), int(max(s[-1] for s in found))) if found else (0, 1)
+
+
+def _grid(x: _Axis, y: _Axis) -> list[str]:
+    parts = []
+    for value in ticks(y.low, y.high, y.is_log):
+        place = float(y.places(np.array([value]))[0])
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{place + 3.5:.1f}" text-anchor="end">{value:.4g}</text>')
+    for value in ticks(x.low, x.high, count=5):
+        if value == int(value):
+            place = float(x.places(np.array([value]))[0])
+            anchor = "end" if place > _WIDTH - 30 else "middle"
+            parts.append(
+                f'<text class="tick" x="{place:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{int(value)}</text>'
+            )
+    return parts
+
+
+def _points(
+    curve: ReportCurve, x: _Axis, y: _Axis
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
+    places = y.places(curve.values)
+    is_drawn = np.isfinite(curve.values) & np.isfinite(places)
+    return (
+        x.places(curve.steps.astype(float)),
+        np.clip(np.nan_to_num(places), _TOP - 1, _HEIGHT - _BOTTOM + 1),
+        is_drawn,
+    )
+
+
+def _line(curve: ReportCurve, x: _Axis, y: _Axis, is_faint: bool = False) -> str:
+    """Return the path of a curve, with gaps and red marks where values are not finite."""
+    across, up, is_drawn = _points(curve, x, y)
+    path, pen = [], "M"
+    for px, py, drawn in zip(across.tolist(), up.tolist(), is_drawn.tolist(), strict=True):
+        path.append(f"{pen}{px:.1f} {py:.1f}" if drawn else "")
+        pen = "L" if drawn else "M"
+    bad = across[~np.isfinite(curve.values)].tolist()
+    marks = "".join(f'<line class="bad" x1="{px:.1f}" x2="{px:.1f}" y1="{_TOP}" y2="{_TOP + 8}"/>' for px in bad[:50])
+    is_single = len(across) == 1 and is_drawn[0]
+    colour = f"c{curve.colour % _COLOURS}"
+    single = f'<circle class="{colour} dot" cx="{across[0]:.1f}" cy="{up[0]:.1f}" r="2.5"/>' if is_single else ""
+    faint = " faint" if is_faint else ""
+    return f'<path class="line {colour}{faint}" d="{"".join(path)}"/>{marks}{single}'
+
+
+def _area(low: ReportCurve, high: ReportCurve, x: _Axis, y: _Axis) -> str:
+    """Return the filled area between two curves."""
+    bottom, top = _points(low, x, y), _points(high, x, y)
+    first = [f"{px:.1f} {py:.1f}" for px, py, drawn in zip(*bottom, strict=True) if drawn]
+    second = [f"{px:.1f} {py:.1f}" for px, py, drawn in zip(*top, strict=True) if drawn]
+    if not first or not second:
+        return ""
+    return f'<path class="area c{low.colour % _COLOURS}" d="M{"L".join(first)}L{"L".join(reversed(second))}Z"/>'
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float | str]:
+    """Return numbers with five digits; NaN and infinities as text, because JSON has none."""
+    return [float(f"{value:.5g}") if math.isfinite(value) else repr(value) for value in values.tolist()]
+
+
+def sparkline(values: NDArray[np.float64], is_log: bool, points: int = 28) -> str:
+    """Return the points of a small curve, 80 wide and 18 high, for an SVG ``polyline``; empty without finite values.
+
+    Examples
+    --------
+    >>> sparkline(np.array([0.0, 1.0]), is_log=False)
+    '0,17 80,1'
+    """
+    _, values = reduced_curve(np.arange(len(values)), values, points)
+    with np.errstate(all="ignore"):
+        heights = np.log(values) if is_log else values.astype(float)
+    is_drawn = np.isfinite(heights)
+    if not is_drawn.any():
+        return ""
+    low, high = float(heights[is_drawn].min()), float(heights[is_drawn].max())
+    span = high - low if high > low else 1.0
+    across = np.linspace(0, 80, len(values)) if len(values) > 1 else np.array([40.0])
+    return " ".join(
+        f"{x:.0f},{17 - 16 * (h - low) / span:.0f}" for x, h, d in zip(across, heights, is_drawn, strict=True) if d
+    )

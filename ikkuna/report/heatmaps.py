@@ -1,0 +1,129 @@
+"""Heat maps layer × step as SVG, with a picture of one pixel for each value."""
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.report.colour_scale import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
+from ikkuna.report.png import data_uri
+from ikkuna.report.reduction import reduced_matrix
+
+__all__ = ["ReportHeatmap", "draw_heatmap"]
+
+_WIDTH, _LABELS, _BOTTOM = 900, 210, 20
+_PIXELS = 60_000  # values of a picture
+_TALLEST = 720
+_CHARACTERS = 34
+
+
+class ReportHeatmap(NamedTuple):
+    """A drawn heat map: its title, its SVG, its legend, and the numbers for the hover."""
+
+    title: str
+    svg: str
+    scale: ColourScale
+    specials: list[tuple[str, str]]
+    data: dict[str, Any]
+
+
+def draw_heatmap(
+    title: str,
+    kind: str,
+    names: Sequence[str],
+    steps: NDArray[np.int64],
+    values: NDArray[np.float64],
+    present: NDArray[np.bool_],
+    scale: ColourScale | None = None,
+    is_clear: bool = False,
+) -> ReportHeatmap:
+    """Draw the values of the modules of a kind.
+
+    Parameters
+    ----------
+    title : str
+        The title.
+    kind : str
+        The kind, which decides the scale.
+    names : sequence of str
+        The names of the rows.
+    steps : ndarray (steps,)
+        The steps.
+    values : ndarray (rows, steps)
+        The values.
+    present : ndarray (rows, steps)
+        Which values are there; a row without values is grey.
+    scale : ColourScale, optional
+        The scale of colours, for several heat maps with one scale.
+    is_clear : bool
+        Whether missing values are transparent instead of grey.
+    """
+    columns = int(np.clip(_PIXELS // max(len(names), 1), 40, 240))
+    steps, values, present = reduced_matrix(steps, values, present, columns)
+    scale = scale or ColourScale.of(kind, values[present])
+    indices = scale.indices(values)
+    indices[~present] = MISSING
+    colours = palette(kind)
+    row = float(np.clip(_TALLEST / max(len(names), 1), 1.0, 15.0))
+    height = row * len(names)
+    address = data_uri(indices, colours, MISSING if is_clear else None)
+    picture = (
+        f'<image x="{_LABELS}" y="0" width="{_WIDTH - _LABELS}" height="{height:.1f}" preserveAspectRatio="none" '
+        f'href="{address}"/>'
+    )
+    svg = (
+        f'<svg class="heatmap" viewBox="0 0 {_WIDTH} {height + _BOTTOM:.1f}" role="img">{picture}'
+        f"{_row_labels(names, row)}{_step_labels(steps, height)}</svg>"
+    )
+    specials_shown = (ZERO, NONFINITE) if is_clear else (ZERO, NONFINITE, MISSING)
+    used = {number for number in specials_shown if (indices == number).any()}
+    texts = {ZERO: "exactly zero", NONFINITE: "NaN or infinite", MISSING: "no value"}
+    specials = [(texts[number], "#{:02x}{:02x}{:02x}".format(*colours[number].tolist())) for number in sorted(used)]
+    data = {
+        "names": list(names),
+        "steps": steps.tolist(),
+        "type": scale.type,
+        "low": scale.low,
+        "high": scale.high,
+        "box": [_LABELS, 0, _WIDTH - _LABELS, height],
+        "size": [_WIDTH, height + _BOTTOM],
+        "colours": COLOURS,
+    }
+    return ReportHeatmap(title, svg, scale, specials, data)
+
+
+def _row_labels(names: Sequence[str], row: float) -> str:
+    size = min(11.0, max(row * 0.85, 8.0))
+    every = max(1, math.ceil((size + 1) / row))
+    parts = [
+        f'<text class="row" x="{_LABELS - 6}" y="{(i + 0.5) * row + size * 0.35:.1f}" font-size="{size:.1f}">'
+        f"{html.escape(_short(name))}</text>"
+        for i, name in enumerate(names)
+        if i % every == 0
+    ]
+    return "".join(parts)
+
+
+def _short(name: str) -> str:
+    """Return a name that fits beside a heat map; the middle of a long one is left out."""
+    if len(name) <= _CHARACTERS:
+        return name
+    return f"{name[: _CHARACTERS // 2 - 3]}…{name[-(_CHARACTERS // 2 + 2) :]}"
+
+
+def _step_labels(steps: NDArray[np.int64], height: float) -> str:
+    if not len(steps):
+        return ""
+    width = (_WIDTH - _LABELS) / len(steps)
+    places = sorted({round(i) for i in np.linspace(0, len(steps) - 1, min(6, len(steps)))})
+    parts = []
+    for i in places:
+        x = _LABELS + (i + 0.5) * width
+        anchor = "start" if i == 0 and len(places) > 1 else "end" if x > _WIDTH - 30 else "middle"
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{height + 14:.1f}" text-anchor="{anchor}">{int(steps[i])}</text>'
+        )
+    return "".join(parts)

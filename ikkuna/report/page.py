@@ -1,0 +1,173 @@
+"""Writes the page of a report."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ikkuna import __version__
+from ikkuna.atomic_file import atomic_file
+from ikkuna.reading import StoredRun, read_run
+from ikkuna.report.content import (
+    RunContent,
+    fan_charts,
+    heatmaps_of,
+    module_rows,
+    network_charts,
+    run_name,
+    spread_charts,
+)
+from ikkuna.report.distributions import distributions_of
+from ikkuna.report.judgement import judge_in_time
+
+__all__ = ["render", "report_page", "write_report"]
+
+_FILES = Path(__file__).parent / "page"
+
+
+def write_report(
+    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str] = "report.html",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Write a report about one or several runs: one page of HTML that needs no other file and no network.
+
+    Parameters
+    ----------
+    runs : str, path-like, or sequence of them
+        Directories of runs, event files, or files of JSON lines.
+    path : str or path-like
+        The page; it appears complete or not at all.
+    progress : callable
+        Called with a text before each part of the work.
+
+    Returns
+    -------
+    Path
+        The page.
+
+    Raises
+    ------
+    ConfigError
+        If there is no run.
+    OSError
+        If the page cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     values = Path(directory) / "values.1.jsonl"
+    ...     _ = values.write_text('{"kind": "loss", "module": null, "pass": "training", "step": 0, "value": 0.5}')
+    ...     page = write_report(directory, Path(directory) / "report.html")
+    ...     "<figcaption>loss" in page.read_text(encoding="utf-8")
+    True
+    """
+    paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
+    contents = []
+    for number, each in enumerate(paths):
+        progress(f"reading {each}")
+        run = read_run(each)
+        progress(f"judging {each}")
+        content = RunContent(run_name(run.path), run, number)
+        content.findings, content.judged = judge_in_time(run)
+        content.read_settings()
+        contents.append(content)
+    progress("drawing")
+    page, target = report_page(contents), Path(path)
+    with atomic_file(target) as file:
+        file.write(page.encode("utf-8", "replace"))
+    progress("")
+    return target
+
+
+def report_page(contents: Sequence[RunContent]) -> str:
+    """Return the page of a report about runs."""
+    _separate_names(contents)
+    return render(
+        "report.html",
+        title=f"ikkuna: {', '.join(content.name for content in contents)}",
+        runs=[_run(content) for content in contents],
+        charts=network_charts(list(contents)),
+        several=len(contents) > 1,
+    )
+
+
+def _separate_names(contents: Sequence[RunContent]) -> None:
+    """Give runs of the same name the names of their parents too."""
+    names = [content.name for content in contents]
+    for content in contents:
+        if names.count(content.name) > 1:
+            content.name = f"{content.run.path.resolve().parent.name}/{content.name}"
+
+
+def _run(content: RunContent) -> dict[str, Any]:
+    run = content.run
+    kinds, rows = module_rows(run)
+    return {
+        "name": content.name,
+        "colour": content.colour % 8,
+        "path": str(run.path),
+        "findings": content.findings,
+        "judged": content.judged,
+        "facts": _facts(run),
+        "heatmaps": heatmaps_of(run),
+        "spreads": spread_charts(run),
+        "fans": fan_charts(run),
+        "distributions": distributions_of(run),
+        "kinds": kinds,
+        "rows": rows,
+        "config": content.config,
+        "environment": content.environment,
+        "texts": {title: text for title, text in run.texts.items() if title not in ("Modules", "Config")},
+    }
+
+
+def _facts(run: StoredRun) -> list[str]:
+    """Return sentences about the size of a run, and about what is missing."""
+    facts = [f"{run.last_step + 1:,} steps", f"{run.count:,} values", f"{len(run.kinds(None)):,} kinds"]
+    if run.modules:
+        facts.append(f"{len(run.modules):,} modules, {sum(entry.count for entry in run.modules):,} parameters")
+    if run.lost:
+        facts.append(f"{run.lost:,} bytes or lines are damaged and were skipped")
+    if run.waiting:
+        facts.append("the last record is incomplete: the run was being written, or it ended without close()")
+    return facts
+
+
+def render(name: str, **values: Any) -> str:
+    """Return a page made from a template of this package, with the style sheet and the script of all pages."""
+    shared = {
+        "style": _text("style.css"),
+        "script": _text("hover.js"),
+        "version": __version__,
+        "now": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    return _environment().get_template(name).render(**shared, **values)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_FILES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["json"] = _json
+    return environment
+
+
+def _json(value: Any) -> str:
+    """Return JSON that is safe in an attribute or a script."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _text(name: str) -> str:
+    return (_FILES / name).read_text(encoding="utf-8")
