@@ -23,6 +23,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.modules import class_name, is_bias, name_of, named_modules, owned_parameters
 from ikkuna.netdict.description import record_of
 from ikkuna.numerics.statistics.percentile import SIGMA, percentiles
+from ikkuna.torch_internals import RUNNING_NORMS
 
 __all__ = [
     "SIGMA",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 _NORMS = (
-    nn.modules.batchnorm._NormBase,
+    RUNNING_NORMS,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.LocalResponseNorm,

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ikkuna.torch_internals import set_grad_enabled
+
 __all__ = ["restoring", "run_undisturbed", "undisturbed", "undisturbed_randomness"]
 
 T = TypeVar("T")
@@ -112,8 +114,8 @@ def _enter(undo: _Undo, model: nn.Module, batches: Any, train: bool, autograd: b
     undo.add(_buffers(model))
     if autograd:
         _remove_gradients(undo, model)
-    undo.add(torch._C._set_grad_enabled, torch.is_grad_enabled())
-    torch._C._set_grad_enabled(autograd)
+    undo.add(set_grad_enabled, torch.is_grad_enabled())
+    set_grad_enabled(autograd)
     for module in model.modules():
         module.training = train
 

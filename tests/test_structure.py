@@ -25,13 +25,14 @@ LAYERS = {
     "signal_handlers": ("errors",),
     "background": ("signal_handlers",),
     "logger": ("signal_handlers",),
-    "undisturbed": (),
+    "torch_internals": (),
+    "undisturbed": ("torch_internals",),
     "modules": ("errors",),
     "plugins": ("errors", "logger"),
     "arrays": ("errors", "numerics"),
     "native": ("atomic_file", "logger"),
-    "numerics": ("errors", "atomic_file", "background", "logger", "native"),
-    "probe": ("errors", "modules", "undisturbed", "arrays", "numerics"),
+    "numerics": ("errors", "atomic_file", "background", "logger", "native", "torch_internals"),
+    "probe": ("errors", "torch_internals", "modules", "undisturbed", "arrays", "numerics"),
     "plot": ("errors", "modules", "arrays", "numerics", "probe"),
     "visualization": (
         *(
@@ -46,17 +47,18 @@ LAYERS = {
             "plot",
         ),
     ),
-    "distributed": ("errors", "background", "numerics"),
+    "distributed": ("errors", "torch_internals", "background", "numerics"),
     "netdict": ("errors", "atomic_file", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
-    "monitor": ("errors", "modules", "numerics", "netdict"),
+    "monitor": ("errors", "torch_internals", "modules", "numerics", "netdict"),
     "running": ("errors", "arrays", "numerics"),
     "diagnosis": (
         *("errors", "atomic_file", "background", "failures", "signal_handlers", "logger", "plugins", "modules"),
         *("undisturbed", "arrays", "numerics", "probe", "visualization", "reading"),
+        "torch_internals",
     ),
     "export": (
         *("errors", "failures", "signal_handlers", "logger", "plugins", "modules", "undisturbed", "numerics"),
-        *("distributed", "visualization", "diagnosis"),
+        *("torch_internals", "distributed", "visualization", "diagnosis"),
     ),
     "reading": ("errors", "logger", "native", "visualization"),
     "report": ("__version__", "errors", "atomic_file", "visualization", "reading", "diagnosis"),
@@ -475,3 +477,48 @@ def test_code_on_the_training_thread_catches_no_exception_of_a_signal_handler(pa
         assert raises or called & RAISING, f"{relative(path)}:{line} may catch an exception of a signal handler"
     for name, line in imports(path):
         assert name != "contextlib.suppress", f"{relative(path)}:{line}: use ikkuna.signal_handlers.suppressed"
+
+
+def internals_of_torch(path):
+    """Return the undocumented names of torch that a file uses, lists of parameters at once (``_foreach_norm``) excepted."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Attribute():
+                text = ast.unparse(node)
+                names = text.split(".") if text.replace(".", "").replace("_", "").isalnum() else []
+            case ast.Import():
+                names = [
+                    part
+                    for alias in node.names
+                    for part in ("torch", *alias.name.split(".")[1:])
+                    if alias.name.startswith("torch")
+                ]
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "torch":
+                names = [*module.split("."), *(alias.name for alias in node.names)]
+            case _:
+                continue
+        private = [name for name in names[1:] if name.startswith("_") and not name.startswith(("__", "_foreach_"))]
+        if names and names[0] in {"torch", "nn"} and private:
+            found.append(f"{path.name}:{node.lineno}: {'.'.join(names)}")
+    return found
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=str)
+def test_one_file_knows_the_undocumented_names_of_torch(path):
+    if path.name != "torch_internals.py":
+        assert internals_of_torch(path) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch._C._current_graph_task_id()",
+        "from torch._guards import TracingContext",
+        "import torch._dynamo",
+        "torch.utils._python_dispatch",
+    ],
+)
+def test_undocumented_names_of_torch_are_found(code, tmp_path):
+    (tmp_path / "some.py").write_text(code)
+    assert internals_of_torch(tmp_path / "some.py")

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch.distributed
 
+from ikkuna.torch_internals import default_store
+
 __all__ = ["World"]
 
 
@@ -39,7 +41,7 @@ class World:
     @property
     def store(self) -> Any:
         """The store of the default process group."""
-        return torch.distributed.distributed_c10d._get_default_store()
+        return default_store()
 
 
 _ALONE = World(0, 1)

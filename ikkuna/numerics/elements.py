@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ikkuna.numerics.quantized import dequantized, is_special
+from ikkuna.torch_internals import holds_other_tensors, is_transformed
 
 __all__ = [
     "CHUNK",
@@ -42,12 +42,7 @@ def has_numbers(x: Tensor) -> bool:
     >>> has_numbers(torch.ones(2)), has_numbers(torch.ones(2, device="meta"))
     (True, False)
     """
-    return not (
-        x.is_meta
-        or x.is_nested
-        or type(x).__name__ == "FakeTensor"
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
-    ) and has_storage(x)
+    return not (x.is_meta or x.is_nested or type(x).__name__ == "FakeTensor" or is_transformed(x)) and has_storage(x)
 
 
 def has_storage(x: Tensor) -> bool:
@@ -92,7 +87,7 @@ def _parts(x: Tensor) -> list[Tensor]:
 
 def _wrapped(x: Any) -> list[Tensor]:
     """Return the tensors inside a wrapper; other tensors have none."""
-    if not is_traceable_wrapper_subclass(x):
+    if not holds_other_tensors(x):
         return []
     return [inner for name in x.__tensor_flatten__()[0] if isinstance(inner := getattr(x, name), Tensor)]
 
@@ -201,7 +196,7 @@ def all_finite(x: Tensor) -> Tensor | None:
 
 
 def _values(x: Tensor) -> Tensor:
-    return x.values() if hasattr(x, "values") and x.layout is not torch._mkldnn else x.to_dense()  # type: ignore[attr-defined]
+    return x.values() if hasattr(x, "values") and not x.is_mkldnn else x.to_dense()
 
 
 def in_memory_order(x: Tensor) -> Tensor:

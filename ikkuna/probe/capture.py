@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-from torch.utils import _pytree as pytree
 
 from ikkuna.errors import ConfigError
 from ikkuna.probe.unroll import unroll
+from ikkuna.torch_internals import pytree
 
 __all__ = ["Call", "capture", "first_tensor"]
 

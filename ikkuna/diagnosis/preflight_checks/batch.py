@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from ikkuna.errors import ConfigTypeError
+from ikkuna.torch_internals import pytree
 
 __all__ = ["Batch", "by_sample", "sample_axis", "split_batch", "tensors_of", "without_labels"]
 

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ikkuna.diagnosis.finding import Finding
 from ikkuna.diagnosis.preflight_checks.batch import Batch, by_sample, sample_axis
@@ -17,6 +16,7 @@ from ikkuna.diagnosis.preflight_checks.forward_record import share_between_sampl
 from ikkuna.diagnosis.preflight_checks.perturbed import perturbed_output
 from ikkuna.diagnosis.preflight_checks.signal import _require_different_samples
 from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.torch_internals import BATCH_NORMS
 
 __all__ = ["batch_leak", "ignores_input", "time_leak"]
 
@@ -66,7 +66,7 @@ def _require_samples(trial: Trial) -> None:
     for number, tensor in enumerate(trial.batch.tensors):
         if sample_axis(tensor, size) is None or (number and tensor.shape[:2] == (size, size)):
             raise CannotJudgeError("the inputs have no common axis of samples")
-    norms = [m for m in trial.first_step.record.called if isinstance(m, _BatchNorm)]
+    norms = [m for m in trial.first_step.record.called if isinstance(m, BATCH_NORMS)]
     if any(not norm.track_running_stats for norm in norms):
         raise CannotJudgeError("the model has batch norms without running statistics, which mix samples on purpose")
 

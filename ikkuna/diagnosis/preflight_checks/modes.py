@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from ikkuna.diagnosis.finding import Finding
 from ikkuna.diagnosis.preflight_checks.names import counted, listed
 from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.torch_internals import DROPOUTS, RUNNING_NORMS
 
 __all__ = ["eval_mode"]
 
@@ -33,10 +32,10 @@ def eval_mode(trial: Trial) -> Iterator[Finding]:
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    if isinstance(module, _NormBase):
-        return module.track_running_stats
+    if isinstance(module, DROPOUTS):
+        return bool(module.p)
+    if isinstance(module, RUNNING_NORMS):
+        return bool(module.track_running_stats)
     return isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
 
 

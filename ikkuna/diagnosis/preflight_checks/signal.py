@@ -11,6 +11,7 @@ from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.forward_record import CallRecord, share_between_samples, widened
 from ikkuna.diagnosis.preflight_checks.names import counted, listed
 from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.torch_internals import CONVOLUTIONS
 
 __all__ = ["dead_units", "gradient_scale", "identical_units", "signal_lost", "signal_scale"]
 
@@ -142,7 +143,7 @@ def dead_units(trial: Trial) -> Iterator[Finding]:
 def identical_units(trial: Trial) -> Iterator[Finding]:
     """Find layers whose units all have the same weights, so that they stay equal while they train."""
     trial.require_values()
-    layers = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase)
+    layers = (nn.Linear, CONVOLUTIONS, nn.RNNBase)
     names = [name for module, name in trial.names.items() if isinstance(module, layers) and _has_equal_units(module)]
     if names:
         message = f"All units of {listed(names)} have the same weights, so they will stay equal."

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from ikkuna.diagnosis.preflight_checks.batch import Batch
 from ikkuna.diagnosis.preflight_checks.classification import Classification, arranged_scores
@@ -33,6 +31,7 @@ from ikkuna.diagnosis.preflight_checks.unobserved import unobserved
 from ikkuna.modules import class_name, named_modules, named_parameters
 from ikkuna.probe.isolation import isolated, without_replica_wrappers
 from ikkuna.probe.loss import run_model
+from ikkuna.torch_internals import BATCH_NORMS, pytree
 from ikkuna.undisturbed import undisturbed
 
 __all__ = ["Trial", "train_norms"]
@@ -356,7 +355,7 @@ class Trial:
 def train_norms(model: nn.Module) -> None:
     """Put batch norms into training mode."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BATCH_NORMS):
             module.training = True
 
 

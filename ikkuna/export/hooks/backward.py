@@ -15,6 +15,7 @@ from ikkuna.export.hooks.nested_tensors import Leaves
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.model.parameters import Backward, GradientState
 from ikkuna.export.steps.forward import Forward
+from ikkuna.torch_internals import graph_task
 
 __all__ = ["BackwardHooks"]
 
@@ -79,7 +80,7 @@ class BackwardHooks:
 
     def reach(self, forward: Forward) -> int:
         """Report that the running backward has reached a forward; return the part to which gradients are recorded, or -1."""
-        running = self._running.get(torch._C._current_graph_task_id()) or self._current()
+        running = self._running.get(graph_task()) or self._current()
         kind = running.kind
         if kind is Backward.PASSES_BY:
             return -1
@@ -99,7 +100,7 @@ class BackwardHooks:
         return None if forward is None else self.reach(forward)
 
     def _current(self) -> _Running:
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         running = self._running.get(task)
         return running if running is not None else self._begin(task)
 
@@ -146,7 +147,7 @@ class BackwardHooks:
     def step_ended(self) -> None:
         """Forget the gradients of the step, and backwards that have raised."""
         self.context.parameters.forget_gradients()
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task() == -1:
             self._running.clear()
 
 

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
+from ikkuna.torch_internals import MODULE_CALL
+
 __all__ = [
     "SEES_BACKWARD",
     "backward_roots",
@@ -21,7 +23,6 @@ __all__ = [
     "running_steps",
 ]
 
-_CALL = nn.Module._call_impl.__code__
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 _STAGE = "torch.distributed.pipelining.stage"
 _DRY_RUNS = ("_forward_metadata_inference", "_shape_inference")  # their name depends on the version of torch
@@ -75,7 +76,7 @@ def count_running_calls(modules: Collection[nn.Module]) -> int:
     0
     """
     ids = {id(module) for module in modules}
-    return sum(frame.f_code is _CALL and id(frame.f_locals.get("self")) in ids for frame in _frames())
+    return sum(frame.f_code is MODULE_CALL and id(frame.f_locals.get("self")) in ids for frame in _frames())
 
 
 def in_dry_run() -> bool:

@@ -10,13 +10,13 @@ that return the same tensor, or receive the same gradient.
 
 import weakref
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from ikkuna.export.rows.site import Site
+from ikkuna.torch_internals import current_trace
 
 __all__ = [
     "BASE",
@@ -96,12 +96,12 @@ class Sites:
 # process-wide: a graph outlives the objects it was traced with
 _NUMBERED: dict[int, tuple["weakref.ref[Sites]", ObservedSites]] = {}
 _NEXT_NUMBER = count()
-_CALLS: "weakref.WeakKeyDictionary[TracingContext, count[int]]" = weakref.WeakKeyDictionary()
+_CALLS: "weakref.WeakKeyDictionary[Any, count[int]]" = weakref.WeakKeyDictionary()
 
 
 def next_call() -> int:
     """Return how many calls were traced before into the graph that is being compiled."""
-    return next(_CALLS.setdefault(TracingContext.get(), count()))
+    return next(_CALLS.setdefault(current_trace(), count()))
 
 
 torch.compiler.assume_constant_result(next_call)  # the compiler calls it while it traces, and inserts the result

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ikkuna.torch_internals import compiled_programs, function_transforms, graph_task, skip_in_compiler, tracing_state
+
 __all__ = ["Hook", "Remove", "in_backward", "remove_all", "was_compiled"]
 
 Remove = Callable[[], None]
-
-_interpreters, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-_programs_of = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
 
 
 def _no_owner() -> None:
@@ -22,7 +21,7 @@ def _no_owner() -> None:
 
 def in_backward() -> bool:
     """Whether autograd runs on this thread; a forward that begins then is the recomputation of a checkpoint."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def _do_nothing(*args: object) -> None:
@@ -61,7 +60,7 @@ class Hook:
         if torch.compiler.is_compiling():
             self.leave_in_graph(*args)
             return
-        if _interpreters() is not None or _tracing_state() is not None or (owner := self.owner()) is None:
+        if function_transforms() is not None or tracing_state() is not None or (owner := self.owner()) is None:
             return
         context = owner.context
         stopwatch = context.stopwatch
@@ -85,23 +84,15 @@ class Hook:
         return getattr, (nullcontext(), "__exit__")
 
 
-def _do_not_compile_alone(function: Callable[..., Any]) -> None:
-    """Keep the compiler from compiling a function as a program of its own where it does not trace the caller.
-
-    The compiler does that with hooks around a root's forward.  Inside a graph the function is traced as usual.
-    """
-    frames = torch._C._dynamo.eval_frame
-    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(function.__code__, strategy)
-
-
-_do_not_compile_alone(Hook.__call__)
+skip_in_compiler(
+    Hook.__call__
+)  # the compiler would compile hooks around the forward of a root, where it does not trace the caller
 
 
 def was_compiled(module: nn.Module) -> bool:
     """Whether the compiler has a program for a module's forward, which does not see hooks that are registered later."""
     code = getattr(type(module).forward, "__code__", None)
-    return code is not None and bool(_programs_of(code))
+    return code is not None and bool(compiled_programs(code))
 
 
 def remove_all(handles: Iterable[Any]) -> Remove:

@@ -17,14 +17,11 @@ from ikkuna.distributed.dtensor import holds_gradients, is_distributed, sharded_
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule, NamedParameter, parameters_of
 from ikkuna.signal_handlers import raise_users_exception
+from ikkuna.torch_internals import autograd_enabled_inside_operators, current_node, will_execute
 
 __all__ = ["Backward", "GradientState", "TrackedParameters"]
 
 _SENTINELS = 8
-_AUTOGRAD_KEYS = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")
-)
 
 _Contents = list[tuple[dict[str, Any], tuple[Any, ...]]]
 """The ``_modules`` or ``_parameters`` of modules, and their values at one time, kept alive so that no new object gets their ids."""
@@ -274,7 +271,7 @@ class TrackedParameters:
         for parameter in self._trainable():
             node = self.accumulate_node(parameter)
             try:
-                if node is None or torch._C._will_engine_execute_node(node):
+                if node is None or will_execute(node):
                     return Backward.ACCUMULATES
             except RuntimeError as error:  # torch refuses the question for a parameter of torch.autograd.grad
                 raise_users_exception(error)
@@ -293,20 +290,14 @@ class TrackedParameters:
         with torch.enable_grad():
             function = parameter.view_as(parameter).grad_fn
             if function is None:  # inside an operator, which autograd does not look into
-                include, exclude = (
-                    torch._C._dispatch_tls_local_include_set(),
-                    torch._C._dispatch_tls_local_exclude_set(),
-                )
-                for key in _AUTOGRAD_KEYS:
-                    exclude = exclude.remove(key)
-                with torch._C._ForceDispatchKeyGuard(include, exclude):
+                with autograd_enabled_inside_operators():
                     function = parameter.view_as(parameter).grad_fn
         return None if function is None else function.next_functions[0][0]
 
 
 def _has_checkpoint() -> bool:
     """Whether the running backward still has to go through a reentrant checkpoint."""
-    waiting: list[Any] = [torch._C._current_autograd_node()]
+    waiting: list[Any] = [current_node()]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()

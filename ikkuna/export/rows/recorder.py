@@ -25,6 +25,7 @@ from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.quantized import dequantized, is_special
 from ikkuna.numerics.statistics.native import library
 from ikkuna.signal_handlers import raise_users_exception
+from ikkuna.torch_internals import set_grad_enabled
 
 __all__ = ["Recorder"]
 
@@ -340,16 +341,16 @@ def _without_autograd(device: str, function: Callable[..., T], *arguments: Any) 
     gradients, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device)
     try:
         try:
-            torch._C._set_grad_enabled(False)
+            set_grad_enabled(False)
             if autocast:
                 torch.set_autocast_enabled(device, False)
             return function(*arguments)
         finally:
-            torch._C._set_grad_enabled(gradients)
+            set_grad_enabled(gradients)
             if autocast:
                 torch.set_autocast_enabled(device, True)
     except BaseException:
-        torch._C._set_grad_enabled(gradients)
+        set_grad_enabled(gradients)
         torch.set_autocast_enabled(device, autocast)
         raise
 

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ikkuna.numerics.curvature.batch_norm import batch_norm
 from ikkuna.numerics.curvature.convolution import convolution
+from ikkuna.torch_internals import saves_tensors_elsewhere
 
 __all__ = ["twice_differentiable"]
 
@@ -53,15 +54,7 @@ class _Replacing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        replacement = None if _is_saved_by_others() else _REPLACEMENTS.get(func)
+        # the second run of a checkpoint must save the same tensors as its first; inside of torch.autograd.grad torch calls no mode for it
+        replacement = None if saves_tensors_elsewhere() else _REPLACEMENTS.get(func)
         output = replacement(*args, **(kwargs or {})) if replacement else None
         return func(*args, **(kwargs or {})) if output is None else output
-
-
-def _is_saved_by_others() -> bool:
-    """Return whether a checkpoint is active, whose second run must save the same tensors as its first.
-
-    The second run is inside :func:`torch.autograd.grad`, where torch calls no mode.
-    """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None

@@ -12,6 +12,7 @@ from ikkuna.numerics.elements import in_memory_order
 from ikkuna.numerics.statistics.native.worker_pool import worker_pool
 from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, empty_rows
+from ikkuna.torch_internals import is_transformed
 
 __all__ = ["DTYPES", "Library"]
 
@@ -26,7 +27,6 @@ _SUMMED = frozenset(("mean", "m2", "m3", "m4", "l1", "zeros"))
 _PART = 1 << 19
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _STRIDED = torch.strided
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 _Kernel = Callable[..., None]
 
@@ -73,7 +73,7 @@ class Library:
             and x.layout is _STRIDED
             and not x.is_nested
             and not x.is_neg()
-            and not _is_functorch_wrapped(x)
+            and not is_transformed(x)
             and x.data_ptr() != 0  # a tensor without elements has no address
             and x.nbytes + x.storage_offset() * x.itemsize <= x.untyped_storage().nbytes()
             and (x.is_contiguous() or in_memory_order(x).is_contiguous())  # ``channels_last``, for example

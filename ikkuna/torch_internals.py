@@ -1,0 +1,150 @@
+"""The names of torch that ikkuna uses although torch does not document them, each with a fallback for a torch without it.
+
+No other file uses such a name, so that this file is all that a new version of torch can break; ``tests/test_structure.py`` checks this.
+The functions are aliases where possible, because some of them run in every hook.
+"""
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "BATCH_NORMS",
+    "CONVOLUTIONS",
+    "DROPOUTS",
+    "MODULE_CALL",
+    "RUNNING_NORMS",
+    "autograd_enabled_inside_operators",
+    "compiled_programs",
+    "current_node",
+    "current_trace",
+    "default_store",
+    "function_transforms",
+    "graph_task",
+    "holds_other_tensors",
+    "is_transformed",
+    "pytree",
+    "saves_tensors_elsewhere",
+    "set_grad_enabled",
+    "skip_in_compiler",
+    "tracing_state",
+    "will_execute",
+]
+
+_C: Any = torch._C
+_FUNCTORCH: Any = getattr(_C, "_functorch", None)
+_FRAMES: Any = getattr(getattr(_C, "_dynamo", None), "eval_frame", None)
+_DISPATCH: Any = getattr(torch.utils, "_python_dispatch", None)
+
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+BATCH_NORMS: Any = getattr(nn.modules.batchnorm, "_BatchNorm", _BATCH)
+"""The base class of batch normalisations, for ``isinstance``; without it, the documented classes, which miss those of other projects."""
+
+RUNNING_NORMS: Any = getattr(nn.modules.batchnorm, "_NormBase", (*_BATCH, *_INSTANCE))
+"""The base class of batch and instance normalisations, for ``isinstance``; without it, the documented classes."""
+
+CONVOLUTIONS: Any = getattr(nn.modules.conv, "_ConvNd", (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+"""The base class of convolutions, for ``isinstance``; without it, the documented classes that are not transposed."""
+
+DROPOUTS: Any = getattr(nn.modules.dropout, "_DropoutNd", _DROPOUTS)
+"""The base class of dropouts, for ``isinstance``; without it, the documented classes."""
+
+set_grad_enabled: Callable[[bool], object] = getattr(_C, "_set_grad_enabled", torch.set_grad_enabled)
+"""Switch gradients on this thread on or off; without it, the documented class, which does the same and is slower."""
+
+graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
+"""Return the number of the backward that runs on this thread, or -1; without it, -1: a checkpoint's second forward is not recognised."""
+
+current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda: None)
+"""Return the node of autograd that runs on this thread; without it, ``None``: a reentrant checkpoint is not recognised."""
+
+will_execute: Callable[[Any], bool] = getattr(_C, "_will_engine_execute_node", lambda node: True)
+"""Whether the running backward will execute a node; without it, each backward counts as one that adds to gradients."""
+
+function_transforms: Callable[[], Any] = getattr(_FUNCTORCH, "peek_interpreter_stack", lambda: None)
+"""Return the innermost transform of :mod:`torch.func` on this thread; without it, ``None``: hooks inside of it fail and are counted."""
+
+is_transformed: Callable[[Tensor], bool] = getattr(_FUNCTORCH, "is_functorch_wrapped_tensor", lambda x: False)
+"""Whether a tensor exists only inside of a transform of :mod:`torch.func`; without it, it is measured and the failure counted."""
+
+holds_other_tensors: Callable[[object], bool] = getattr(_DISPATCH, "is_traceable_wrapper_subclass", lambda x: False)
+"""Whether a tensor is a subclass around other tensors; without it, no: its storage is read, if it has one."""
+
+MODULE_CALL: CodeType = getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__
+"""The code that calls a module's forward and hooks."""
+
+tracing_state: Callable[[], Any] = getattr(_C, "_get_tracing_state", lambda: None)
+"""Return the state of :func:`torch.jit.trace` on this thread, or ``None``; without it, ``None``: a traced model contains our hooks."""
+
+compiled_programs: Callable[[CodeType], list[Any]] = getattr(_FRAMES, "_debug_get_cache_entry_list", lambda code: [])
+"""Return the compiler's programs of a function; without it, none: a model compiled before the exporter is not recognised."""
+
+
+def skip_in_compiler(function: Callable[..., Any]) -> None:
+    """Keep the compiler from compiling a function as a program of its own; inside of a graph it is traced as usual.
+
+    torch before 2.7 has another name for it; without either, the function is compiled, which takes time and changes no value.
+    """
+    if hasattr(_FRAMES, "set_code_exec_strategy"):
+        skip = _FRAMES._FrameAction.SKIP
+        _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(skip, skip))
+    elif hasattr(_FRAMES, "skip_code"):
+        _FRAMES.skip_code(function.__code__)
+
+
+def autograd_enabled_inside_operators() -> AbstractContextManager[Any]:
+    """Return a context in which autograd records although an operator runs, into which autograd does not look."""
+    if not hasattr(_C, "_ForceDispatchKeyGuard"):
+        return nullcontext()
+    include, exclude = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+        exclude = exclude.remove(getattr(_C.DispatchKey, name))
+    guard: AbstractContextManager[Any] = _C._ForceDispatchKeyGuard(include, exclude)
+    return guard
+
+
+def saves_tensors_elsewhere() -> bool:
+    """Return whether hooks for saved tensors are active, as inside a checkpoint; torch before 2.7 does not tell.
+
+    Examples
+    --------
+    >>> saves_tensors_elsewhere()
+    False
+    """
+    top = getattr(getattr(_C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+def current_trace() -> Hashable:
+    """Return an object that stands for the graph that the compiler traces at the moment.
+
+    Without torch's own, one object stands for all graphs: their calls get other numbers, and equal blocks are compiled each by itself.
+    """
+    try:
+        from torch._guards import TracingContext
+    except ImportError:
+        return current_trace
+    return TracingContext.get()
+
+
+def default_store() -> Any:
+    """Return the store through which the processes of the default group met; torch has no other way to it, so there is no fallback.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no default group, or if torch has no such function.
+    """
+    from torch.distributed import distributed_c10d
+
+    if not hasattr(distributed_c10d, "_get_default_store"):
+        raise RuntimeError(f"torch {torch.__version__} does not give access to the store of the default process group")
+    return distributed_c10d._get_default_store()
