@@ -1,22 +1,31 @@
 """The cost of the rules: process CPU time of a training step with them over a step without.
 
-One thread is used, and all variants are interleaved.
+One thread is used, and all variants are interleaved step by step.
+The figure of a variant is the mean over a period of samples, with the median of the steps of which the same is measured.
+The first 300 steps, in which more steps are sampled, are excluded; ``--warm-up 0`` measures them.
 ``default`` is ``ikkuna.watch`` without rules, ``rules`` is ``ikkuna.watch`` as it is; both show their values with the backend ``null``.
 
-    python benchmarks/rules.py [--models mlp conv transformer] [--steps 400]
+    python benchmarks/rules.py [--models mlp conv transformer gru] [--steps 240] [--warm-up 320]
 """
 
 import argparse
+import math
 import statistics
 import time
+from collections import defaultdict
 
+import overhead
 import torch
-from overhead import MODELS, Workload
+from overhead import Workload
+from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.preset import GROUP, Preset
 from ikkuna.plugins import load_plugin
+
+PERIOD = 80
+"""The number of steps after which the same statistics are measured again."""
 
 
 def observe(workload: Workload, rules: bool) -> None:
@@ -31,33 +40,68 @@ def observe(workload: Workload, rules: bool) -> None:
     workload.close = exporter.close
 
 
-def measure(make, steps: int) -> dict[str, float]:
-    """Return the mean CPU seconds of a step of each variant, over rounds of ten steps, of which one is sampled."""
+def gru() -> Workload:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.rnn = nn.Embedding(1000, 128), nn.GRU(128, 256, batch_first=True)
+            self.fc, self.act, self.head = nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 100)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.act(self.fc(self.rnn(self.embedding(x))[0])))
+
+    return Workload(Tagger(), torch.randint(0, 1000, (16, 32)), torch.randint(0, 100, (16, 32)))
+
+
+MODELS = {**overhead.MODELS, "gru": gru}
+
+
+def measure(make, steps: int, warm_up: int) -> dict[str, float]:
+    """Return the mean CPU seconds of a step of each variant: the medians of the steps of a period, averaged."""
     variants = {name: make() for name in ("none", "default", "rules")}
     observe(variants["default"], rules=False)
     observe(variants["rules"], rules=True)
-    rounds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(steps // 10):
+    for workload in variants.values():
+        warm(workload, warm_up)
+    seconds = {name: defaultdict[int, list[float]](list) for name in variants}
+    for step in range(warm_up, warm_up + steps):
         for name, workload in variants.items():
             began = time.process_time()
-            for _ in range(10):
-                workload.step()
-            rounds[name].append((time.process_time() - began) / 10)
+            workload.step()
+            seconds[name][kind_of(step)].append(time.process_time() - began)
     for workload in variants.values():
         workload.close()
-    return {name: statistics.median(values[2:]) for name, values in rounds.items()}
+    kinds = [kind_of(step) for step in range(PERIOD)]
+    return {
+        name: statistics.mean(statistics.median(of_kind[kind]) for kind in kinds) for name, of_kind in seconds.items()
+    }
+
+
+def warm(workload: Workload, steps: int) -> None:
+    """Take steps with batches of one sample."""
+    whole = workload.inputs, workload.labels
+    workload.inputs, workload.labels = (part[:1] for part in whole)
+    for _ in range(steps):
+        workload.step()
+    workload.inputs, workload.labels = whole
+
+
+def kind_of(step: int) -> int:
+    """Return a number that is equal for steps of which the same is measured; 0 for a step that is not sampled."""
+    return 0 if step % 10 else math.gcd(step, PERIOD)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--warm-up", type=int, default=320, help="steps before the measurement")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print("| model | step, ms | default metrics | default metrics and rules | rules alone |\n|---|---|---|---|---|")
     for name in arguments.models:
         torch.manual_seed(0)
-        cost = measure(MODELS[name], arguments.steps)
+        cost = measure(MODELS[name], arguments.steps, arguments.warm_up)
         none, default, rules = cost["none"], cost["default"], cost["rules"]
         shares = f"{default / none - 1:.2%} | {rules / none - 1:.2%} | {(rules - default) / none:.2%}"
         print(f"| {name} | {none * 1e3:.1f} | {shares} |", flush=True)

@@ -81,7 +81,7 @@ class Alarm:
             place = self._places.get(score.module)
             if place is None:
                 place = self._places[score.module] = _Place()
-            if self._is_raised(place, step, score.value):
+            if self._is_raised(place, step if score.step is None else score.step, score.value):
                 raised.append(Raised(score, place.since))
             is_judged = True
         self.judged += is_judged

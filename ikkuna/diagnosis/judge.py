@@ -71,11 +71,16 @@ class Judge:
         self.disabled: dict[str, str] = {}
         self._alarms = {rule.name: Alarm(rule) for rule in self.rules}
         self._list = FindingList({rule.name: rule.explains for rule in self.rules})
-        self._by_kind: dict[str, tuple[Rule, ...]] = {}
+        self._readers: dict[str, tuple[Rule, ...]] = {}
+        self._judges: dict[str, tuple[Rule, ...]] = {}
         for rule in self.rules:
-            for kind in (*rule.needs, *rule.uses):
-                self._by_kind[kind] = (*self._by_kind.get(kind, ()), rule)
+            for kind in dict.fromkeys((*rule.needs, *rule.uses)):
+                self._readers[kind] = (*self._readers.get(kind, ()), rule)
+                if not rule.judged_on or kind in rule.judged_on:
+                    self._judges[kind] = (*self._judges.get(kind, ()), rule)
+        self._latest: dict[Rule, int] = {}
         self._changed: set[str] = set()
+        self._urgent: set[str] = set()
         self._seen: set[str] = set()
         self._judged: set[str] = set()
         self._failures = FailureCounter()
@@ -83,19 +88,22 @@ class Judge:
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds that the rules read."""
-        return frozenset(self._by_kind)
+        return frozenset(self._readers)
 
     def add(self, kind: str, name: str | None, step: int, value: float, pass_name: str = TRAINING) -> None:
         """Add a value of a series; a kind that no rule reads is ignored."""
-        if kind not in self._by_kind:
+        if kind not in self._readers:
             return
         if pass_name == TRAINING and step < self.history.step:
             self._restart()
         self.history.add(kind, name, step, value, pass_name)
         self._changed.add(kind)
+        if value - value != 0 or pass_name != TRAINING:
+            self._urgent.add(kind)
 
     def _restart(self) -> None:
         self.history.clear()
+        self._latest.clear()
         for alarm in self._alarms.values():
             alarm.clear()
 
@@ -105,13 +113,31 @@ class Judge:
             return []
         changed, self._changed = self._changed, set()
         self._seen |= changed
-        due = dict.fromkeys(rule for kind in changed for rule in self._by_kind[kind])
+        due = self._due(changed, step)
+        if not due:
+            return []
         raised = [(rule, found) for rule in self.rules if rule in due and (found := self._judge(rule, step))]
         new = []
         for rule, places in raised:
             new += [finding for finding in self._findings(rule, places) if self._list.add(finding)]
         causes = {finding.rule for finding in self._list}
         return [finding for finding in new if finding.rule in causes]
+
+    def _due(self, changed: set[str], step: int) -> set[Rule]:
+        """Return the rules that judge this step."""
+        latest = self._latest
+        due = {
+            rule
+            for kind in changed
+            for rule in self._judges.get(kind, ())
+            if rule.stride == 1 or step - latest.get(rule, -rule.stride) >= rule.stride
+        }
+        if self._urgent:
+            due.update(rule for kind in self._urgent for rule in self._readers[kind])
+            self._urgent.clear()
+        for rule in due:
+            latest[rule] = step
+        return due
 
     def _judge(self, rule: Rule, step: int) -> list[Raised]:
         if rule.name in self.disabled or not self._seen.issuperset(rule.needs):

@@ -30,12 +30,15 @@ class Score(NamedTuple):
         The name of the series; ``None`` for the network.
     kind : str, optional
         The kind of the series that shows the mistake; by default the first kind that the rule needs.
+    step : int, optional
+        The step at which the mistake begins; by default the present step.
     """
 
     value: float
     figure: float
     module: str | None = None
     kind: str | None = None
+    step: int | None = None
 
 
 class Rule(ABC):
@@ -65,6 +68,11 @@ class Rule(ABC):
         The kinds that the rule needs, and the subscriber that publishes each.
     uses : mapping of str to str
         Further kinds that the rule reads if they are published.
+    judged_on : frozenset of str
+        The kinds whose new values make the rule judge; by default all of `needs` and `uses`.
+    stride : int
+        The least number of steps between two judgements.
+        A rule about the loss, which has a value in every step, judges every tenth step and reads the values since its last judgement.
     thresholds : tuple of str
         The names of attributes that are thresholds: positive numbers that the constructor accepts.
     severity : {'info', 'warning', 'error'}
@@ -101,6 +109,8 @@ class Rule(ABC):
     name: ClassVar[str] = ""
     needs: ClassVar[Mapping[str, str]] = {}
     uses: ClassVar[Mapping[str, str]] = {}
+    judged_on: ClassVar[frozenset[str]] = frozenset()
+    stride: ClassVar[int] = 1
     thresholds: ClassVar[tuple[str, ...]] = ()
     origin: ClassVar[str] = "first"
     explains: ClassVar[frozenset[str]] = frozenset()
@@ -123,6 +133,10 @@ class Rule(ABC):
         owner = type(self).__name__
         if not self.name.isidentifier() or not self.needs:
             raise ConfigError(f"{owner} needs a name that is an identifier and at least one kind in `needs`")
+        if unread := self.judged_on.difference(self.needs, self.uses):
+            raise ConfigError(f"{owner} is judged on {sorted(unread)}, which is in neither `needs` nor `uses`")
+        if isinstance(self.stride, bool) or not isinstance(self.stride, int) or self.stride < 1:
+            raise ConfigError(f"{owner} needs stride >= 1, got {self.stride!r}")
         if self.severity not in SEVERITIES:
             raise ConfigError(f"{owner}: {unknown_name('severity', self.severity, SEVERITIES)}")
         if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
@@ -155,7 +169,8 @@ class Rule(ABC):
     def scores(self, history: History) -> Iterable[Score]:
         """Yield a score for each series or for the network, in the order of the network.
 
-        Called at each step at which a kind in `needs` or `uses` has a new value.
+        Called at each step at which a kind in `judged_on` has a new value, if the last call is at least `stride` steps ago.
+        A value that is NaN or infinite, and a value of another pass, causes a call at once, whatever its kind.
         """
 
     def describe(self, score: Score) -> str:

@@ -114,12 +114,12 @@ class RuleSubscriber(Subscriber):
         if not self.judge.history.network.modules:
             self.judge.history.network = Network(self.network)
         self.receive(message, "step_skipped", float(message.skipped))
-        if message.skipped:
+        if message.skipped or message.global_step % self._every:
             return
         data = message.data or {}
         rates = data.get("learning_rates", {})
         self._add_rates(message, rates)
-        if rates and message.global_step % self._every == 0:  # without rates the user's loop makes the steps
+        if rates:  # without rates the user's loop makes the steps
             trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
             self._add_unowned(message, trainable)
 
@@ -138,7 +138,7 @@ class RuleSubscriber(Subscriber):
 
     def _add_rates(self, message: NetworkMessage, rates: dict[str, Any]) -> None:
         names = {name: f"group {name}" if name.isdigit() else name for name in rates}
-        is_shown = message.global_step % self._every == 0 and self.is_shown("learning_rate")
+        is_shown = self.is_shown("learning_rate")
         for name, rate in rates.items():
             if rate is None:
                 continue
@@ -181,6 +181,7 @@ def register_rules(
     rules: RuleSelection = "default",
     *,
     every: int = 10,
+    later: int | None = None,
     sees_loss: bool = True,
     on_finding: OnFinding | None = None,
     stop: str | None = None,
@@ -197,7 +198,10 @@ def register_rules(
     rules : str, Rule, or iterable of them
         See `ikkuna.diagnosis.get_rules`.
     every : int
-        The number of steps between two samples of modules; the loss and the learning rates are read at every step.
+        The number of steps between two samples of modules; the loss is read at every step.
+    later : int, optional
+        The number of steps between two samples from step ``30 * every`` on, a multiple of `every`; by default ``4 * every``.
+        It concerns what no other subscriber measures: most mistakes show in the first steps, and these statistics are most of the cost.
     sees_loss : bool
         Whether the module that computes the loss is known.
     on_finding : callable, optional
@@ -216,6 +220,7 @@ def register_rules(
         raise ConfigError(unknown_name("severity", stop, SEVERITIES))
     if on_finding is not None and not callable(on_finding):
         raise ConfigTypeError(f"on_finding needs a function of a Finding, got {type(on_finding).__name__}")
+    thinning = 30 * every, _factor(every, later)
     judge = Judge(get_rules(rules), Network(bus.network))
     used = list(
         {(b if isinstance(b, str) else id(b)): b for r in bus.registered for b in r.subscriber.backends}.values()
@@ -224,7 +229,7 @@ def register_rules(
     handles: list[Handle] = []
     try:
         for rule in judge.rules:
-            handles += _register_needs(bus, rule, judge.history.network, every, sees_loss, options)
+            handles += _register_needs(bus, rule, judge.history.network, every, thinning, sees_loss, options)
         published = {kind for r in bus.registered for kind in r.subscriber.publishes}
         kinds = ["batch_finished", *(("loss",) if sees_loss else ()), *sorted((judge.kinds & published) - set(_OWN))]
         subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, **options)
@@ -238,6 +243,7 @@ def register_rules(
                 modules=_few(judge.history.network) if kind in MICRO_KINDS else None,
                 **options,
             )
+            reader.subscription = reader.subscription.thinned(*thinning)
             handles.append(bus.register_subscriber(reader))
         bus.register_subscriber(subscriber)
     except BaseException:
@@ -247,8 +253,24 @@ def register_rules(
     return subscriber
 
 
+def _factor(every: int, later: int | None) -> int:
+    """Return how many times fewer steps are sampled later."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ConfigError(f"every must be an int >= 1, got {every!r}")
+    later = 4 * every if later is None else later
+    if isinstance(later, bool) or not isinstance(later, int) or later < every or later % every:
+        raise ConfigError(f"later needs a multiple of every={every}, got {later!r}")
+    return later // every
+
+
 def _register_needs(
-    bus: MessageBus, rule: Rule, network: Network, every: int, sees_loss: bool, options: dict[str, Any]
+    bus: MessageBus,
+    rule: Rule,
+    network: Network,
+    every: int,
+    thinning: tuple[int, int],
+    sees_loss: bool,
+    options: dict[str, Any],
 ) -> list[Handle]:
     """Register the subscribers that a rule brings along; one that cannot work with this model is left out."""
     handles = []
@@ -259,6 +281,7 @@ def _register_needs(
         ):
             continue
         subscriber.backends = tuple(_as_list(options["backend"]))
+        subscriber.subscription = subscriber.subscription.thinned(*thinning)
         try:
             handles.append(bus.register_subscriber(subscriber))
         except ConfigError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, name_results
-from ikkuna.numerics.activation import dead_share, dormant_share, unit_counters
+from ikkuna.numerics.activation import active_units, dead_share, dormant_share, unit_counters
 from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["DeadUnitsSubscriber"]
@@ -29,6 +29,8 @@ class DeadUnitsSubscriber(PlotSubscriber):
     Elements that are not finite are left out; units without a finite element are left out, and without any unit the value is NaN.
     A tensor without axes publishes nothing.  Of several calls in a step, those with another number of units than the first are left out.
     For each layer it keeps ``3 * window`` float64 numbers per unit, on the host.
+    With ``inactivity=0, tau=None`` only the largest element of each unit is read, in a single pass over at most 8192 positions of a unit;
+    a unit with a NaN then counts as active.
 
     Look for: above one half the layer is broken, and dead units do not recover; a jump follows a step that was too large.
 
@@ -40,8 +42,8 @@ class DeadUnitsSubscriber(PlotSubscriber):
         The number of samples over which activity is counted.
     inactivity : float
         The share of positions, in [0, 1], below which a unit is dead; with 0 only a unit that is never active.
-    tau : float
-        The score at or below which a unit is dormant.
+    tau : float, optional
+        The score at or below which a unit is dormant; with ``None`` only ``{kind}_dead`` is published.
     channel_axis : int, optional
         The axis of units, if it is another one.
     **options : Any
@@ -68,16 +70,16 @@ class DeadUnitsSubscriber(PlotSubscriber):
         *,
         window: int = 10,
         inactivity: float = 0.01,
-        tau: float = 0.025,
+        tau: float | None = 0.025,
         channel_axis: int | None = None,
         **options: Any,
     ) -> None:
         require_integers("DeadUnitsSubscriber", window=window)
-        if not 0 <= inactivity <= 1 or not tau >= 0:
+        if not 0 <= inactivity <= 1 or not (tau is None or tau >= 0):
             raise ConfigError(
                 f"DeadUnitsSubscriber needs an inactivity in [0, 1] and tau >= 0, got {inactivity!r} and {tau!r}"
             )
-        name_results(options, f"{kind}_dead", f"{kind}_dormant")
+        name_results(options, f"{kind}_dead", *([] if tau is None else [f"{kind}_dormant"]))
         super().__init__(kind, **options)
         self.window = window
         self.inactivity = inactivity
@@ -91,19 +93,31 @@ class DeadUnitsSubscriber(PlotSubscriber):
         axis = self.channel_axis
         if axis is not None and not -message.data.ndim <= axis < message.data.ndim:
             return None
-        counters = unit_counters(message.data, axis)
+        counters = self._counters(message.data, axis)
         stamp, units = self._units.get(message.series_name, (None, 0))
         if not counters.numel() or (stamp == message.stamp and units != counters.shape[1]):
             return None  # counters of another number of units cannot be added to those of this step
         self._units[message.series_name] = message.stamp, counters.shape[1]
         return counters
 
+    def _counters(self, activations: Tensor, axis: int | None) -> Tensor:
+        return active_units(activations, axis).unsqueeze(0) if self._is_fast else unit_counters(activations, axis)
+
+    @property
+    def _is_fast(self) -> bool:
+        return self.tau is None and self.inactivity == 0
+
     def compute(self, message: ModuleMessage) -> None:
-        """Emit both shares."""
+        """Emit the shares."""
         window = self._windows.setdefault(message.series_name, deque(maxlen=self.window))
         if window and window[-1].shape != message.data.shape:
             window.clear()
         window.append(message.data.copy())
+        if self._is_fast:
+            dead = np.logical_not(window).all(axis=(0, 1)) if len(window) > 1 else window[0][0] == 0
+            self.emit(message, float(dead.mean()), self.publishes[0])
+            return
         counters = torch.from_numpy(np.sum(window, axis=0))
         self.emit(message, dead_share(counters, self.inactivity).item(), self.publishes[0])
-        self.emit(message, dormant_share(counters, self.tau).item(), self.publishes[1])
+        if self.tau is not None:
+            self.emit(message, dormant_share(counters, self.tau).item(), self.publishes[1])

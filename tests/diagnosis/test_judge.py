@@ -232,3 +232,61 @@ def test_a_curve_keeps_a_bounded_number_of_values():
         judge.finish_step(step)
     curve = judge.history.curve("figure")
     assert (len(curve.values), len(curve.first), curve.count) == (400, 20, 3000)
+
+
+class PacedRule(Rule):
+    """Counts its judgements of the loss."""
+
+    name, needs, uses, stride = "paced", {"loss": ""}, {"weights_norm2": ""}, 10
+    judged_on = frozenset(("loss",))
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.steps = []
+
+    def scores(self, history):
+        self.steps.append(history.step)
+        yield Score(0.0, 0.0)
+
+
+def judged_steps(losses, kind="loss", pass_name="training"):
+    judge = Judge([PacedRule()])
+    judge.add("loss", None, 0, 1.0)
+    judge.finish_step(0)
+    for step, value in losses.items():
+        judge.add(kind, None, step, value, pass_name)
+        judge.finish_step(step)
+    return judge.rules[0].steps
+
+
+def test_a_rule_judges_again_after_its_stride():
+    assert judged_steps(dict.fromkeys(range(1, 35), 1.0)) == [0, 10, 20, 30]
+
+
+def test_a_value_that_is_not_finite_or_of_another_pass_is_judged_at_once():
+    assert judged_steps({1: 1.0, 2: math.inf, 3: math.nan, 4: 1.0}) == [0, 2, 3]
+    assert judged_steps({1: 1.0, 2: 1.0}, pass_name="testing") == [0, 1, 2]
+
+
+def test_a_kind_that_a_rule_only_reads_causes_no_judgement():
+    assert judged_steps(dict.fromkeys(range(1, 35), 1.0), kind="weights_norm2") == [0]
+
+
+@pytest.mark.parametrize("attributes", [{"stride": 0}, {"stride": True}, {"judged_on": frozenset(("biases_norm2",))}])
+def test_a_rule_with_a_wrong_pace_is_refused(attributes):
+    with pytest.raises(ConfigError):
+        type("WrongRule", (PacedRule,), attributes)()
+
+
+def test_a_score_can_name_the_step_at_which_the_mistake_began():
+    class LateRule(PacedRule):
+        """Names an earlier step."""
+
+        patience = 1
+
+        def scores(self, history):
+            yield Score(2.0, 2.0, step=history.step - 3)
+
+    judge = Judge([LateRule()])
+    judge.add("loss", None, 7, 1.0)
+    assert [finding.step for finding in judge.finish_step(7)] == [4]

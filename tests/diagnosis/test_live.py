@@ -124,7 +124,13 @@ def test_training_is_bit_identical_with_all_rules(bus):
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"stop": "fatal"}, ConfigError), ({"on_finding": "mail"}, ConfigTypeError), ({"every": 0}, ConfigError)],
+    [
+        ({"stop": "fatal"}, ConfigError),
+        ({"on_finding": "mail"}, ConfigTypeError),
+        ({"every": 0}, ConfigError),
+        ({"later": 5}, ConfigError),
+        ({"later": 25}, ConfigError),
+    ],
 )
 def test_wrong_options_leave_the_bus_unchanged(bus, options, error):
     with Exporter(message_bus=bus) as exporter:
@@ -188,6 +194,22 @@ def test_two_optimizers_that_step_in_turn_leave_no_parameter_without_optimizer(b
         optimizers[step % 2].step()
     exporter.close()
     assert not exporter.findings
+
+
+def test_what_only_rules_need_is_measured_less_often_after_thirty_samples(bus):
+    backend, model = RecordingBackend(), small_model()
+    exporter = Exporter(message_bus=bus, on_error="raise")
+    exporter.add_modules(model)
+    bus.register_subscriber(NormSubscriber("weights", subsample=2, backend=backend))
+    exporter.apply_rules(["weight_decay", "vanishing_gradient"], backend=backend, every=2, later=6)
+    train(model, nn.CrossEntropyLoss(), steps=80)
+    exporter.close()
+    steps = {
+        kind: [s for series, _, s in backend.values if (series.kind, series.name) == (kind, "last")]
+        for kind in ("weights_norm2", "weight_gradients_norm2")
+    }
+    assert steps["weights_norm2"] == list(range(0, 80, 2))
+    assert steps["weight_gradients_norm2"] == [*range(0, 60, 2), 60, 66, 72, 78]
 
 
 def test_nothing_that_another_subscriber_shows_is_shown_again(bus):

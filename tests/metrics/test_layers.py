@@ -18,6 +18,7 @@ from ikkuna.export.subscriber import (
     PrecisionSubscriber,
     SaturationSubscriber,
 )
+from ikkuna.numerics.activation import active_units
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves, watched
 from tests.metrics.strategies import numbers, tensors
@@ -49,6 +50,31 @@ def test_dead_and_dormant_units_over_a_window(seed, shape, window):
     expected = [dead_and_dormant(flat[max(0, i + 1 - window) : i + 1]) for i in range(4)]
     assert found["activations_dead"] == pytest.approx([dead for dead, _ in expected])
     assert found["activations_dormant"] == pytest.approx([dormant for _, dormant in expected])
+
+
+@FEW
+@given(st.integers(0, 99), st.sampled_from([(6,), (5, 4), (2, 3, 4), (3, 4, 2, 2), (2, 4, 3, 2, 2)]), st.integers(1, 3))
+def test_units_that_are_never_active_over_a_window(seed, shape, window):
+    """Without dormant units and with an inactivity of 0, only the sign of the largest element counts."""
+    generator = torch.Generator().manual_seed(seed)
+    axis = 1 if len(shape) > 3 else -1
+    steps = [torch.randn(shape, generator=generator) - 1.2 for _ in range(4)]
+    found = watched(lambda **o: DeadUnitsSubscriber(window=window, inactivity=0, tau=None, **o), *steps)
+    units = [x.reshape(-1, 1) if x.ndim == 1 else x.movedim(axis, -1).flatten(0, -2) for x in steps]
+    expected = [
+        (torch.cat(units[max(0, i + 1 - window) : i + 1]).numpy() <= 0).all(0).mean() for i in range(len(steps))
+    ]
+    assert found == {"activations_dead": pytest.approx(expected)}
+
+
+@pytest.mark.parametrize("shape", [(10_000, 3), (1, 100, 3), (7, 3, 40, 50), (1, 3, 200, 100)])
+def test_of_a_large_layer_an_equally_spaced_part_is_read(shape):
+    """A unit that is always active is active in every part, and one that never is in none; a NaN is no sign of death."""
+    axis = 1 if len(shape) > 3 else -1
+    x = torch.full(shape, -1.0)
+    x.movedim(axis, -1)[..., 0] = 1.0
+    x.movedim(axis, -1)[..., 2] = torch.nan
+    assert active_units(x, positions=64).tolist() == [1.0, 0.0, 1.0]
 
 
 def test_a_layer_with_a_huge_negative_bias_is_dead():

@@ -41,7 +41,12 @@ def _describe(registered: Registered) -> str:
     known = {name: value for name, value in sorted(vars(subscriber).items()) if name not in _SHOWN_ONLY}
     arguments = {name: value for name, value in known.items() if not name.startswith("_") and _is_plain(value)}
     wish = registered.subscription
-    arguments |= {"subsample": wish.subsample, "tag": wish.tag, "modules": _named(wish.modules)}
+    arguments |= {
+        "subsample": wish.subsample,
+        "thinning": wish.thinning,
+        "tag": wish.tag,
+        "modules": _named(wish.modules),
+    }
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{type(subscriber).__name__}({', '.join(registered.kinds)}; {shown})"
 

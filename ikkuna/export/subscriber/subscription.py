@@ -1,10 +1,11 @@
 """The messages that a subscriber asks for: kinds, modules, pass, and how often."""
 
+import copy
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.message import Message, ModuleMessage
@@ -63,6 +64,8 @@ class Subscription:
     ----------
     matches : callable
         ``matches(name)`` returns whether the module of this name is among `modules`.
+    thinning : tuple of int
+        The step from which fewer steps are sampled, and the factor, see :meth:`thinned`.
 
     Raises
     ------
@@ -81,6 +84,7 @@ class Subscription:
     subsample: int
     modules: ModulePattern
     matches: Callable[[str], bool]
+    thinning: tuple[int, int]
     is_joined: ClassVar[bool] = False
 
     def __init__(
@@ -97,7 +101,7 @@ class Subscription:
         names = _checked_kinds(kinds)
         if self.is_joined and len(names) < 2:
             raise ConfigError(f"join=True needs at least 2 kinds, got 1: {names[0]!r}")
-        values = {"kinds": names, "tag": tag, "subsample": subsample, "modules": modules}
+        values = {"kinds": names, "tag": tag, "subsample": subsample, "modules": modules, "thinning": (0, 1)}
         for name, value in (values | {"matches": _matcher(modules)}).items():
             object.__setattr__(self, name, value)
 
@@ -105,7 +109,25 @@ class Subscription:
         """Return whether data of this step is sampled: a pure function of the stamp, so that all ranks agree."""
         if self.tag is not None and self.tag != stamp.pass_name:
             return False
-        return stamp.pass_name != TRAINING or stamp.global_step % self.subsample == 0
+        if stamp.pass_name != TRAINING:
+            return True
+        begin, factor = self.thinning
+        return stamp.global_step % (self.subsample if stamp.global_step < begin else self.subsample * factor) == 0
+
+    def thinned(self, begin: int, factor: int) -> Self:
+        """Return a subscription that takes only every `factor`-th sample from step `begin` on.
+
+        Examples
+        --------
+        >>> thinned = Subscription("weights", subsample=10).thinned(100, 4)
+        >>> [step for step in range(200) if thinned.samples(Stamp(step, step, 1))]
+        [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 120, 160]
+        """
+        if begin < 0 or factor < 1:
+            raise ConfigError(f"thinned needs begin >= 0 and factor >= 1, got {begin!r} and {factor!r}")
+        thinned = copy.copy(self)
+        object.__setattr__(thinned, "thinning", (begin, factor))
+        return thinned
 
     def takes(self, message: Message) -> bool:
         """Return whether this message is delivered.  Events of epochs are delivered whatever the tag."""

@@ -38,7 +38,9 @@ class DeadUnitsRule(Rule):
     def subscribers(self, network: Network, every: int) -> Sequence[Any]:
         """Return a subscriber for the rectified layers."""
         names = network.named(*_RECTIFIERS)
-        return (DeadUnitsSubscriber(modules=list(names), window=3, subsample=2 * every),) if names else ()
+        if not names:
+            return ()
+        return (DeadUnitsSubscriber(modules=list(names), window=3, inactivity=0, tau=None, subsample=2 * every),)
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each rectified layer."""

@@ -14,7 +14,7 @@ __all__ = ["DivergesRule"]
 class DivergesRule(Rule):
     """The loss, median of ten steps, stays above its level at the start: training made it worse.
 
-    Threshold: 1.3 times the first level and a fifth of the loss of a guess more, for 10 steps in a row;
+    Threshold: 1.3 times the first level and a fifth of the loss of a guess more, at two judgements in a row, which are 10 steps apart;
     healthy runs stay below a quarter of this.
     Cannot see: losses that are negative at the start, such as rewards, and those of adversarial networks, which are games;
     a slow rise after a long fall.
@@ -26,7 +26,8 @@ class DivergesRule(Rule):
     thresholds = ("factor",)
     factor: float = 1.3
     severity = "error"
-    patience = 10
+    patience = 2
+    stride = 10
     explains = frozenset(
         ("no_learning", "ignores_input", "class_collapse", "plateau", "logit_growth", "loss_spike", "overfit")
     )

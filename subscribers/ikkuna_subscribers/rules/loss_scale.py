@@ -18,6 +18,7 @@ class LossScaleRule(Rule):
 
     name = "loss_scale"
     needs = sources("loss", "output_cross_entropy", "label_count")
+    judged_on = frozenset(("output_cross_entropy",))
     thresholds = ("tolerance",)
     tolerance: float = 0.02
     explains = frozenset(

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
-from ikkuna.diagnosis import History, Rule, Score
+from ikkuna.diagnosis import History, Rule, Score, TimeSeries
 from ikkuna.diagnosis.time_series import middle
 from ikkuna_subscribers._helpers.rule_figures import scale_of_loss
 from ikkuna_subscribers._helpers.rule_sources import sources
@@ -23,6 +24,8 @@ class LossSpikeRule(Rule):
     name = "loss_spike"
     needs = sources("loss")
     uses = sources("output_classes", "label_count")
+    judged_on = frozenset(("loss",))
+    stride = 10
     thresholds = ("rise", "deviations")
     rise: float = 0.2
     deviations: float = 6.0
@@ -31,25 +34,53 @@ class LossSpikeRule(Rule):
     advice = "lower the learning rate, clip gradients, look at the batch and at the learning rate of this step"
 
     def scores(self, history: History) -> Iterator[Score]:
-        """Yield a score when a value is complete."""
-        curve, counts = history.now("loss"), history.curve("label_count")
+        """Yield the worst score of the values since the last judgement."""
+        curve, scale = history.now("loss"), scale_of_loss(history)
         if curve is None:
             return
-        usual = counts.median(20) if counts is not None else math.inf
-        group = max(math.ceil(32 / max(usual, 1)), 1) if usual > 0 else 1
-        values = history.memory[self.name].setdefault("values", [])
-        if curve.count % group:
-            return
-        values.append(math.fsum(curve.tail(group)) / group if group > 1 else curve.last)
-        del values[:-33]
-        scale = scale_of_loss(history)
-        if len(values) < 33 or not scale > 0 or curve.count < 40 * group:
-            return
-        past = [value for value in values[-32:-2] if math.isfinite(value)]
-        high, low = max(values[-2:]), min(values[-2:])
-        if len(past) < 20 or not math.isfinite(high):
-            return
-        center, top = middle(past), max(past)
-        deviation = max(1.4826 * middle([abs(value - center) for value in past]), 1e-9)
-        scores = (high - top) / scale / self.rise, (low - top) / scale / (0.1 * self.rise), (high - center) / deviation
-        yield Score(min(scores[0], scores[1], scores[2] / self.deviations), high)
+        memory = history.memory[self.name]
+        values, steps = memory.setdefault("values", []), memory.setdefault("steps", [])
+        fresh = _add_means(memory, curve, _group(history))
+        begin = max(len(values) - fresh, 39)
+        if begin < len(values) and scale > 0:
+            scores = [
+                self._score(values[i - 31 : i - 1], values[i - 1 : i + 1], scale) for i in range(begin, len(values))
+            ]
+            worst = scores.index(max(scores))
+            yield Score(scores[worst], max(values[begin + worst - 1 : begin + worst + 1]), step=steps[begin + worst])
+        if len(values) > 80:
+            del values[:-60], steps[:-60]
+
+    def _score(self, past: list[float], now: list[float], scale: float) -> float:
+        """Return how far two values are above the thirty before them; 0 if one of the two is not finite."""
+        high, low, top = max(now), min(now), max(past)
+        score = min((high - top) / scale / self.rise, (low - top) / scale / (0.1 * self.rise))
+        if not score >= self.release or low == -math.inf:
+            return 0.0 if low == -math.inf or not score > 0 else score
+        known = [value for value in past if value > -math.inf]
+        if len(known) < 20:
+            return 0.0
+        center = middle(known)
+        deviation = max(1.4826 * middle([abs(value - center) for value in known]), 1e-9)
+        return min(score, (high - center) / deviation / self.deviations)
+
+
+def _group(history: History) -> int:
+    """Return the number of steps that together have at least 32 labels."""
+    counts = history.curve("label_count")
+    usual = counts.median(20) if counts is not None else math.inf
+    return max(math.ceil(32 / max(usual, 1)), 1) if usual > 0 else 1
+
+
+def _add_means(memory: dict[Any, Any], curve: TimeSeries, group: int) -> int:
+    """Append the means over groups of values that have come since the last call, -inf for one that is not finite; return their number."""
+    used = max(memory.get("used", 0), curve.count - len(curve.values))
+    number = (curve.count - used) // group
+    first = len(curve.values) - (curve.count - used)
+    for i in range(first, first + number * group, group):
+        part = [curve.values[j] for j in range(i, i + group)]
+        mean = sum(part) / group
+        memory["values"].append(mean if math.isfinite(mean) else -math.inf)
+        memory["steps"].append(curve.steps[i])
+    memory["used"] = used + number * group
+    return number

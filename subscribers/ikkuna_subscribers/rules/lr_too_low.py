@@ -22,6 +22,7 @@ class LrTooLowRule(Rule):
 
     name = "lr_too_low"
     needs = sources("weight_updates_weights_ratio", "loss", "output_cross_entropy", "output_classes")
+    judged_on = frozenset(("weight_updates_weights_ratio",))
     thresholds = ("ratio",)
     ratio: float = 1e-4
     patience = 5

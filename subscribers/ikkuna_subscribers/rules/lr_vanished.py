@@ -22,6 +22,7 @@ class LrVanishedRule(Rule):
     share: float = 1e-4
     steps: float = 30
     patience = 1
+    stride = 10
     explains = frozenset(("lr_too_low", "no_learning", "plateau", "update_ratio", "lost_updates", "never_moves"))
     meaning = "The learning rate has fallen to {figure:.1g}, less than 1/10000 of its largest value."
     advice = "check whether the scheduler is called once per epoch or once per batch"
@@ -31,7 +32,7 @@ class LrVanishedRule(Rule):
         memory = history.memory[self.name]
         for name, curve in history.fresh("learning_rate"):
             largest, since = memory.get(name, (0.0, history.step))
-            largest = max(largest, curve.last)
+            largest = max(largest, *curve.tail(self.stride))
             if curve.last > self.share * largest or largest == 0:
                 since = history.step
             memory[name] = largest, since

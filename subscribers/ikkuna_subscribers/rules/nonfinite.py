@@ -21,6 +21,7 @@ class NonFiniteRule(Rule):
     name = "nonfinite"
     needs = sources("weights_norm2")
     uses = sources("loss", "activations_variance", "weight_gradients_norm2", "nonfinite_producer")
+    judged_on = frozenset(("weights_norm2", "activations_variance", "weight_gradients_norm2", "nonfinite_producer"))
     severity = "error"
     patience = 1
     explains = frozenset(

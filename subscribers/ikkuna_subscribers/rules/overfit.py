@@ -21,6 +21,7 @@ class OverfitRule(Rule):
     thresholds = ("factor", "passes")
     factor: float = 1.05
     passes: float = 3
+    stride = 10
     severity = "info"
     patience = 2
     meaning = "The loss on held-out data is {figure:.2f} times its best value, while the training loss is less than half of it."

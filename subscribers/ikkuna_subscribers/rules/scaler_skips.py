@@ -20,7 +20,8 @@ class ScalerSkipsRule(Rule):
     needs = sources("step_skipped")
     thresholds = ("share",)
     share: float = 0.2
-    patience = 10
+    patience = 2
+    stride = 10
     meaning = "{figure:.0%} of the last 50 steps were skipped because gradients overflow."
     advice = "search for the layer whose gradients overflow, or train in bfloat16"
 

@@ -18,6 +18,7 @@ class SoftmaxTwiceRule(Rule):
 
     name = "softmax_twice"
     needs = sources("output_is_probability", "output_cross_entropy", "loss")
+    judged_on = frozenset(("output_cross_entropy",))
     severity = "error"
     explains = frozenset(
         ("no_learning", "ignores_input", "vanishing_gradient", "lr_too_low", "class_collapse", "plateau")
