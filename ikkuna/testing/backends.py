@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.backend import Backend, Series, SeriesGroup
 from ikkuna.visualization.matrix import Matrix
 
 __all__ = ["check_backend"]
@@ -35,6 +35,7 @@ _SERIES = (
     Series("weights", "Schicht α\n\0"),
     Series("", ""),
 )
+_GROUP = SeriesGroup("weights_mean", ("features.0", "../outside", None), title="Mean")
 _VALUES = (0.5, -0.0, math.nan, math.inf, -math.inf, 1e300, 5e-324)
 
 
@@ -72,6 +73,7 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
     for step, value in enumerate(_VALUES):
         for series in _SERIES:
             backend.add_scalar(series, value, step)
+        backend.add_group(_GROUP, np.array([value, 0.5, value]), step)
         backend.add_histogram(_SERIES[2], _Histogram(), step)
         backend.add_matrix(_SERIES[3], Matrix(("a", "b"), ("x", "y\0"), np.array([[0.5, value], [-1.0, 1.0]])), step)
         backend.add_text("Model", "| a | b |\n|---|---|\n| 1 | 2 |", step)

@@ -3,15 +3,20 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ikkuna.errors import ConfigError, ConfigTypeError, unknown_name
+from ikkuna.overriding import overrides_both
 from ikkuna.plugins import load_plugin, plugin_names
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
 
-__all__ = ["GROUP", "Backend", "Series", "get_backend"]
+__all__ = ["GROUP", "Backend", "Series", "SeriesGroup", "get_backend"]
 
 GROUP = "ikkuna.backends"
 
@@ -40,6 +45,38 @@ class Series:
     pass_name: str = "training"
     title: str | None = None
     ylims: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SeriesGroup:
+    """Curves of one kind and pass that get their values together, such as those of all modules.
+
+    A group equals only itself, and the same one comes with the values of many steps, so that backends can keep what they
+    have computed for it.
+
+    Parameters
+    ----------
+    kind, pass_name, title, ylims
+        See `Series`.
+    names : tuple of str or None
+        The name of each series.
+
+    Examples
+    --------
+    >>> [series.name for series in SeriesGroup("weights_norm2", ("conv", "fc")).series]
+    ['conv', 'fc']
+    """
+
+    kind: str
+    names: tuple[str | None, ...]
+    pass_name: str = "training"
+    title: str | None = None
+    ylims: tuple[float, float] | None = None
+
+    @cached_property
+    def series(self) -> tuple[Series, ...]:
+        """The series in order."""
+        return tuple(Series(self.kind, name, self.pass_name, self.title, self.ylims) for name in self.names)
 
 
 class Backend(ABC):
@@ -74,6 +111,16 @@ class Backend(ABC):
     @abstractmethod
     def add_scalar(self, series: Series, value: float, step: int) -> None:
         """Add one value of a series; it may be NaN or infinite."""
+
+    def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
+        """Add one value of each series of a group; by default :meth:`add_scalar` is called for each of them."""
+        for series, value in zip(group.series, values.tolist(), strict=True):
+            self.add_scalar(series, value, step)
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether :meth:`add_group` stores the same as :meth:`add_scalar`: no subclass overrides the second alone."""
+        return overrides_both(type(self), "add_group", "add_scalar", Backend)
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:  # noqa: B027 - optional
         """Add one :class:`~ikkuna.visualization.histogram.HistogramLike` of a series."""

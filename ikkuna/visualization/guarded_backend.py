@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.backend import Backend
+from ikkuna.visualization.backend import Backend, SeriesGroup
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.sender import Sender
 
@@ -37,6 +40,7 @@ class GuardedBackend:
         self._name = name
         self._modules = modules
         self.backend = backend
+        self._takes_groups = backend.takes_groups
         self.disabled = False
         self._opened_at: int | None = None  # a step
         self._failures = FailureCounter()  # by method and sender, because one may work where another does not
@@ -52,8 +56,9 @@ class GuardedBackend:
         step: int,
         directory: Callable[[], Path],
         sender: Sender | None = None,
+        count: int = 1,
     ) -> None:
-        """Pass a value to a method of the backend; open the backend first if this is its first value."""
+        """Pass a number of values to a method of the backend; open the backend first if these are its first values."""
         if self._opened_at is None:
             self._open(directory, step)
         if not self._pending:
@@ -63,9 +68,24 @@ class GuardedBackend:
             self._step = step
         is_refused = self.disabled or (self._failures.counts and self._failures.is_exhausted((method, sender)))
         if not is_refused and self._call(method, *arguments, sender=sender):
-            self._pending += 1
+            self._pending += count
         else:
-            self._dropped += 1
+            self._dropped += count
+
+    def add_group(
+        self,
+        group: SeriesGroup,
+        values: NDArray[np.float64],
+        step: int,
+        directory: Callable[[], Path],
+        sender: Sender | None = None,
+    ) -> None:
+        """Pass one value of each series of a group to the backend, one by one if it takes them so."""
+        if self._takes_groups:
+            self.add("add_group", (group, values, step), step, directory, sender, len(values))
+            return
+        for series, value in zip(group.series, values.tolist(), strict=True):
+            self.add("add_scalar", (series, value, step), step, directory, sender)
 
     def _open(self, directory: Callable[[], Path], step: int) -> None:
         try:

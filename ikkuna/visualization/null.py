@@ -1,6 +1,9 @@
 """The backend that stores nothing."""
 
-from ikkuna.visualization.backend import Backend, Series
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.visualization.backend import Backend, Series, SeriesGroup
 
 __all__ = ["NullBackend"]
 
@@ -9,4 +12,7 @@ class NullBackend(Backend):
     """Discard every value; for subscribers that only publish."""
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
+        """Do nothing."""
+
+    def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
         """Do nothing."""

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
 from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.backend import Backend, Series, get_backend
+from ikkuna.visualization.backend import Backend, Series, SeriesGroup, get_backend
 from ikkuna.visualization.files.run_directory import check_log_dir, log_path, make_run_directory
 from ikkuna.visualization.guarded_backend import GuardedBackend
 from ikkuna.visualization.histogram import is_histogram
@@ -117,6 +120,22 @@ class Run:
         for backend in backends:
             guarded = self._backends.get(_key(backend)) or self._create(backend)
             guarded.add(method, arguments, step, self.make_directory, sender)
+
+    def show_group(
+        self,
+        group: SeriesGroup,
+        values: NDArray[np.float64],
+        step: int,
+        backends: Sequence[str | Backend] = ("tb",),
+        sender: Sender | None = None,
+    ) -> None:
+        """Pass one number of each series of a group to `backends`; see :meth:`show`."""
+        if self._closed is not None or self._process != os.getpid():
+            self._refused += len(backends) * len(values)
+            return
+        for backend in backends:
+            guarded = self._backends.get(_key(backend)) or self._create(backend)
+            guarded.add_group(group, values, step, self.make_directory, sender)
 
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
         return GuardedBackend(_label(name), backend, self._modules)

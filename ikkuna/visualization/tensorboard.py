@@ -4,9 +4,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ikkuna.logger import log
-from ikkuna.visualization.backend import Series
+from ikkuna.visualization.backend import Series, SeriesGroup
 from ikkuna.visualization.files.event_file import (
     EventFormat,
     float32,
@@ -32,6 +36,30 @@ _DRAWING_INTERVAL = 5.0  # seconds
 STATISTICS = ("min", "median", "max")
 
 
+class _Packed:
+    """The encoded values of a group of series, apart from their four bytes each.
+
+    Parameters
+    ----------
+    prefixes : list of bytes
+        The bytes before each value.
+    members : array
+        The positions of the series that belong to the summary of their kind.
+    """
+
+    def __init__(self, prefixes: list[bytes], group: "_Group | None", names: tuple[str, ...], members: Any) -> None:
+        self._template = np.frombuffer(b"".join(prefix + bytes(4) for prefix in prefixes), np.uint8)
+        ends = np.cumsum([len(prefix) + 4 for prefix in prefixes])
+        self._places = (ends - 4)[:, None] + np.arange(4)
+        self.group, self.names, self.members = group, names, members
+
+    def entries(self, values: NDArray[np.float64]) -> bytes:
+        block = self._template.copy()
+        with np.errstate(over="ignore"):
+            block[self._places] = values.astype("<f4")[:, None].view(np.uint8)
+        return block.tobytes()
+
+
 class _Group:
     """The modules of a kind in a pass: three curves summarise their values, and a heat map shows all of them."""
 
@@ -39,10 +67,25 @@ class _Group:
         self.prefixes = [scalar_prefix(overview_tag(member, statistic)) for statistic in STATISTICS]
         self.heatmap = heatmap
         self.values: dict[str, float] = {}
+        self._many: list[tuple[tuple[str, ...], NDArray[np.float64]]] = []
 
-    def entries(self, values: dict[str, float]) -> list[bytes]:
-        summary = overview(list(values.values()))
-        return [prefix + float32(value) for prefix, value in zip(self.prefixes, summary, strict=True)]
+    def add(self, names: tuple[str, ...], values: NDArray[np.float64]) -> None:
+        """Add the values of several modules."""
+        self._many.append((names, values))
+
+    def take(self) -> tuple[Sequence[str], NDArray[np.float64]]:
+        """Return the names and values of a step, and forget them."""
+        single, self.values = self.values, {}  # first, so that an exception cannot make them appear twice
+        many, self._many = self._many, []
+        if len(many) == 1 and not single:
+            return many[0]
+        for names, values in many:
+            single.update(zip(names, values.tolist(), strict=True))
+        return tuple(single), np.fromiter(single.values(), np.float64, len(single))
+
+    def entries(self, values: NDArray[np.float64]) -> list[bytes]:
+        """Return the three values that summarise those of a step."""
+        return [prefix + float32(value) for prefix, value in zip(self.prefixes, overview(values), strict=True)]
 
 
 class TensorBoardBackend(FileBackend):
@@ -60,6 +103,7 @@ class TensorBoardBackend(FileBackend):
         super().__init__(**options)
         self._curves: dict[Series, tuple[bytes, _Group | None]] = {}
         self._groups: dict[tuple[str, str], _Group] = {}
+        self._packed: WeakKeyDictionary[SeriesGroup, _Packed] = WeakKeyDictionary()
         self._entries: list[bytes] = []
         self._started = self._closed = False
         self._matrices = MatrixQueue()
@@ -81,6 +125,26 @@ class TensorBoardBackend(FileBackend):
         if curve[1] is not None and series.name is not None:
             curve[1].values[series.name] = value
         self._values += 1
+
+    def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
+        """Add one value of each series of a group to the step's event."""
+        packed = self._packed.get(group)
+        if packed is None:
+            if any(series not in self._curves for series in group.series):  # their first values may carry titles
+                super().add_group(group, values, step)
+                return
+            packed = self._packed[group] = self._pack(group)
+        self._entries.append(packed.entries(values))
+        if packed.group is not None:
+            packed.group.add(packed.names, values if len(packed.names) == len(values) else values[packed.members])
+        self._values += len(values)
+
+    def _pack(self, group: SeriesGroup) -> _Packed:
+        curves = [self._curves[series] for series in group.series]
+        members = [i for i, (_, summary) in enumerate(curves) if summary is not None]
+        summary = curves[members[0]][1] if members else None  # one for all series of a kind and pass
+        names = tuple(name for i in members if (name := group.names[i]) is not None)
+        return _Packed([prefix for prefix, _ in curves], summary, names, members)
 
     def _group(self, series: Series) -> _Group | None:
         if series.name is None or not self._order.belongs(series.name):
@@ -170,10 +234,10 @@ class TensorBoardBackend(FileBackend):
 
     def _take_block(self, step: int) -> bytes:
         for group in self._groups.values():
-            values, group.values = group.values, {}  # first, so that an exception cannot make them appear twice
+            names, values = group.take()
             if len(values) > 1:
                 self._entries += group.entries(values)
-                group.heatmap.add(step, values)
+                group.heatmap.add(step, names, values)
                 self._thread.open()
         entries, self._entries = self._entries, []
         if not entries:
@@ -186,20 +250,20 @@ class TensorBoardBackend(FileBackend):
         return block
 
 
-def overview(values: list[float]) -> tuple[float, float, float]:
+def overview(values: NDArray[np.float64]) -> tuple[float, float, float]:
     """Return minimum, median and maximum of at least one value; all are NaN if one of the values is.
 
     A layer that has diverged must stay visible.
 
     Examples
     --------
-    >>> overview([4.0, 1.0, 2.0, 3.0])
+    >>> overview(np.array([4.0, 1.0, 2.0, 3.0]))
     (1.0, 2.5, 4.0)
-    >>> overview([4.0, float("nan")])
+    >>> overview(np.array([4.0, float("nan")]))
     (nan, nan, nan)
     """
-    if any(map(math.isnan, values)):
+    if np.isnan(values).any():
         return math.nan, math.nan, math.nan
-    ordered = sorted(values)
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return ordered[0], low if low == high else low / 2 + high / 2, ordered[-1]
+    ordered = np.sort(values)
+    low, high = float(ordered[(len(ordered) - 1) // 2]), float(ordered[len(ordered) // 2])
+    return float(ordered[0]), low if low == high else low / 2 + high / 2, float(ordered[-1])

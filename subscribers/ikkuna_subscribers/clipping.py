@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.messages import MessageBatch, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna_subscribers._helpers.arguments import require_integers
 
@@ -59,6 +59,10 @@ class ClippingSubscriber(PlotSubscriber):
         """Store the norm of one gradient until the step is over."""
         assert message.record is not None
         self._norms[message.kind in _UNCLIPPED].append(message.record.l2_norm)
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Store the norms of the gradients of a kind until the step is over."""
+        self._norms[batch.kind in _UNCLIPPED] += batch.records.l2_norm.tolist()
 
     def abandon(self, stamp: Stamp) -> None:
         """Forget the norms of a step of which some are missing."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.messages import MessageBatch, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber
 
 __all__ = ["GlobalNormSubscriber"]
@@ -68,6 +68,10 @@ class GlobalNormSubscriber(PlotSubscriber):
         """Store the norm of one tensor until the step is over."""
         assert message.record is not None
         self._norms.append(message.record.l2_norm)
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Store the norms of all tensors of a kind until the step is over."""
+        self._norms += batch.records.l2_norm.tolist()
 
     def finish(self, stamp: Stamp) -> None:
         """Emit the norm of all tensors of the step."""

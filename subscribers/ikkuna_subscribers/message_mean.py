@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.messages import MessageBatch, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber
 
 __all__ = ["MessageMeanSubscriber"]
@@ -43,6 +43,10 @@ class MessageMeanSubscriber(PlotSubscriber):
         """Store the value of one module until the step is over."""
         assert message.record is not None
         self._values.append(message.record.mean)
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Store the values of all modules until the step is over."""
+        self._values += batch.records.mean.tolist()
 
     def finish(self, stamp: Stamp) -> None:
         """Emit the mean of the values of the step."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikkuna.export.messages import Message, NetworkMessage, Stamp
+from ikkuna.export.messages import Message, MessageBatch, NetworkMessage, Stamp
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import all_finite
@@ -97,6 +97,15 @@ class NonFiniteSubscriber(PlotSubscriber):
             self._skipped = message.skipped
         elif message.record is not None and message.record.nonfinite:
             self._broken.append((message.data[0], message))
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether the order of calls is not needed."""
+        return not self._finds_producer and super().takes_batches
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Emit the counts of all modules."""
+        self.emit_batch(batch, batch.records.nonfinite)
 
     def abandon(self, stamp: Stamp) -> None:
         """Forget the tensors of a step of which some are missing."""

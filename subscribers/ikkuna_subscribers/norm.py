@@ -91,11 +91,11 @@ class NormSubscriber(SharedStatisticSubscriber):
         """Return the norm, if it is a shared statistic."""
         return (getattr(record, self._property),)
 
-    def compute(self, message: Message) -> None:
-        """Emit the norm."""
+    def values_of(self, message: Message) -> tuple[float]:
+        """Return the norm of one message."""
         if self.fields:
-            super().compute(message)
-        elif isinstance(message.data, float):  # a result of another subscriber
-            self.emit(message, abs(message.data))
-        else:
-            self.emit(message, message.data[0] ** (1 / self.p))
+            assert message.record is not None
+            return self.values(message.record)
+        if isinstance(message.data, float):  # a result of another subscriber
+            return (abs(message.data),)
+        return (message.data[0] ** (1 / self.p),)

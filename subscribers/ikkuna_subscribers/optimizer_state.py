@@ -3,7 +3,7 @@
 from typing import Any
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import ModuleMessage
+from ikkuna.export.messages import MessageBatch, ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber, name_results
 
 __all__ = ["OptimizerStateSubscriber"]
@@ -60,3 +60,8 @@ class OptimizerStateSubscriber(PlotSubscriber):
         assert record is not None
         value = record.l2_norm if self.statistic == "norm" else record.mean
         self.emit(message, value, self.publishes[self.kinds.index(message.kind)])
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Emit the statistics of all parameters."""
+        values = batch.records.l2_norm if self.statistic == "norm" else batch.records.mean
+        self.emit_batch(batch, values, self.publishes[self.kinds.index(batch.kind)])

@@ -4,8 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import Message, MessageBundle
+from ikkuna.export.messages import BatchBundle, Message, MessageBatch, MessageBundle
 from ikkuna.export.subscriber import PlotSubscriber
 
 __all__ = ["RatioSubscriber"]
@@ -57,9 +60,20 @@ class RatioSubscriber(PlotSubscriber):
         dividend, divisor = (_magnitude(bundle[kind]) for kind in self.kinds)
         self.emit(bundle, dividend / divisor if divisor else math.nan)
 
+    def compute_batch(self, bundle: BatchBundle) -> None:
+        """Emit the ratios of all modules."""
+        dividend, divisor = (_magnitudes(bundle[kind]) for kind in self.kinds)
+        with np.errstate(all="ignore"):
+            self.emit_batch(bundle, np.where(divisor != 0, dividend / divisor, math.nan))
+
 
 def _magnitude(message: Message) -> float:
     if isinstance(message.data, float):
         return message.data
     assert message.record is not None
     return message.record.l2_norm
+
+
+def _magnitudes(batch: MessageBatch) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = batch.records.l2_norm if batch.data is None else batch.data
+    return found

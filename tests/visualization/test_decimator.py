@@ -152,7 +152,9 @@ def test_empty_histograms_are_ignored():
 def test_a_heat_map_holds_the_values_of_its_steps(length):
     heatmap = Heatmap()
     for step in range(length):
-        heatmap.add(step, {"b": step / 4, "a": -1.0} if step % 2 else {"a": -1.0, "b": step / 4})
+        heatmap.add(
+            step, *((("b", "a"), np.array([step / 4, -1.0])) if step % 2 else (("a", "b"), np.array([-1.0, step / 4])))
+        )
     view = heatmap.view()
     assert len(view.steps) <= CAPACITY
     assert view.values.shape == view.known.shape == (len(view.names), len(view.steps))

@@ -20,6 +20,10 @@ from ikkuna.visualization.tensorboard import TensorBoardBackend
 from tests.plugins.children import answer_of
 
 
+def add(heatmap, step, values):
+    heatmap.add(step, tuple(values), np.array(list(values.values())))
+
+
 def cells(values, known=None, names=None):
     values = np.asarray(values, np.float32)
     rows, columns = values.shape
@@ -31,7 +35,7 @@ def cells(values, known=None, names=None):
 def test_a_long_run_is_thinned_out_evenly():
     heatmap = Heatmap()
     for step in range(0, 30_000, 3):
-        heatmap.add(step, {"a": float(step), "b": 1.0})
+        add(heatmap, step, {"a": float(step), "b": 1.0})
         held = heatmap.view()
         assert len(held.steps) <= CAPACITY
     assert len(held.steps) > CAPACITY // 2
@@ -44,9 +48,9 @@ def test_a_long_run_is_thinned_out_evenly():
 
 def test_modules_may_come_late_leave_and_change_their_order():
     heatmap = Heatmap()
-    heatmap.add(0, {"a": 1.0})
-    heatmap.add(1, {"b": 2.0, "a": 3.0})
-    heatmap.add(2, {"c": math.nan, "b": 1e300})
+    add(heatmap, 0, {"a": 1.0})
+    add(heatmap, 1, {"b": 2.0, "a": 3.0})
+    add(heatmap, 2, {"c": math.nan, "b": 1e300})
     held = heatmap.view()
     assert held.names == ("a", "b", "c")
     assert held.known.tolist() == [[True, True, False], [False, True, True], [False, False, True]]
@@ -56,15 +60,15 @@ def test_modules_may_come_late_leave_and_change_their_order():
 def test_what_was_thinned_out_does_not_show_through():
     heatmap = Heatmap()
     for step in range(CAPACITY + 1):
-        heatmap.add(step, {"a": 1.0, "b": 1.0} if step < CAPACITY else {"a": 1.0})
+        add(heatmap, step, {"a": 1.0, "b": 1.0} if step < CAPACITY else {"a": 1.0})
     assert heatmap.view().known[:, -1].tolist() == [True, False]
 
 
 def test_cells_are_a_copy():
     heatmap = Heatmap()
-    heatmap.add(0, {"a": 1.0})
+    add(heatmap, 0, {"a": 1.0})
     held = heatmap.view()
-    heatmap.add(1, {"a": 2.0})
+    add(heatmap, 1, {"a": 2.0})
     assert held.values.tolist() == [[1.0]]
 
 
@@ -119,13 +123,13 @@ def image(order=None, interval=0.0):
 def test_a_heat_map_is_drawn_if_it_is_due_and_has_new_values():
     made, drawn = image(interval=1000.0)
     for step in range(3):
-        made.add(step, {"a": 1.0, "b": 2.0})
+        add(made, step, {"a": 1.0, "b": 2.0})
     assert not made.changed
     made._due = 0.0
     assert made.changed
     made.draw()
     assert [(tag, step) for tag, _, step in drawn] == [("Heatmaps/x", 2)]
-    made.add(3, {"a": 1.0, "b": 2.0})
+    add(made, 3, {"a": 1.0, "b": 2.0})
     assert not made.changed
     made.finish()
     assert made.changed
@@ -139,7 +143,7 @@ def test_intervals_grow(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     made, _ = image(interval=10.0)
     for step in range(2):
-        made.add(step, {"a": 1.0, "b": 2.0})
+        add(made, step, {"a": 1.0, "b": 2.0})
     for seconds in (15.0, 22.5):
         made.draw()
         assert made._due == pytest.approx(seconds)
@@ -147,11 +151,11 @@ def test_intervals_grow(monkeypatch):
 
 def test_one_module_or_one_step_is_no_heatmap():
     made, _ = image()
-    made.add(0, {"a": 1.0})
-    made.add(1, {"a": 1.0})
+    add(made, 0, {"a": 1.0})
+    add(made, 1, {"a": 1.0})
     assert not made.changed
     made, _ = image()
-    made.add(1, {"a": 1.0, "b": 1.0})
+    add(made, 1, {"a": 1.0, "b": 1.0})
     assert not made.changed
 
 
@@ -225,7 +229,7 @@ def test_rows_are_in_the_order_of_the_network(monkeypatch):
     monkeypatch.setattr(matrix_picture, "draw_heatmap", lambda view: views.append(view) or draw_heatmap(view))
     made, _ = image(ModuleOrder([ModuleEntry(name, "Linear") for name in ("stem", "body.2", "body.10", "a")]))
     for step in range(2):
-        made.add(step, dict.fromkeys(("a", "new", "body.10", "body.2:1", "body.2", "stem"), 1.0))
+        add(made, step, dict.fromkeys(("a", "new", "body.10", "body.2:1", "body.2", "stem"), 1.0))
     made.draw()
     assert views[0].names == ("stem", "body.2", "body.2:1", "body.10", "a", "new")
 

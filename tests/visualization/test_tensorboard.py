@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ikkuna.visualization.backend import Series
+from ikkuna.visualization.backend import Series, SeriesGroup
 from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.tensorboard import TensorBoardBackend, overview
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -62,6 +63,39 @@ def test_tensorboard_reads_what_was_written(backend, tmp_path):
     assert times == sorted(times)
 
 
+@pytest.mark.parametrize("title", [None, "Norm"])
+@pytest.mark.parametrize("known", [True, False], ids=["modules known", "modules unknown"])
+def test_groups_of_values_are_written_as_single_values(tmp_path, title, known):
+    """The same curves, titles and summaries, also if the values of a kind come in several groups, or as one alone."""
+    groups = [SeriesGroup("a", ("x", "y", "opt"), title=title), SeriesGroup("a", ("z",), title=title)]
+    groups += [SeriesGroup("a", ("x", None), "testing"), SeriesGroup("b", ("y",))]
+    found = []
+    for name, at_once in (("single", False), ("groups", True)):
+        backend = TensorBoardBackend()
+        backend.open_later(lambda name=name: tmp_path / name)
+        (tmp_path / name).mkdir()
+        if known:
+            backend.describe([ModuleEntry(module, "Linear") for module in "xyz"])
+        for step in range(4):
+            for i, group in enumerate(groups[: 2 + step]):
+                values = np.array([step + 0.1 * i + j for j in range(len(group.names))])
+                values[0] = (values[0], math.nan, 1e300, values[0])[step]
+                add = backend.add_group if at_once else super(TensorBoardBackend, backend).add_group
+                add(group, values, step)
+            backend.add_scalar(Series("a", "w", title=title), 0.5, step)
+            backend.commit(step)
+        assert backend.close(30)
+        assert backend.dropped == 0
+        events = load(tmp_path / name)
+        points_of = {tag: [(s, str(v)) for s, v in points(events, tag)] for tag in events.Tags()["scalars"]}
+        found.append(
+            (points_of, events.Tags()["images"], events.SummaryMetadata("a/z").display_name if title else None)
+        )
+    assert found[0] == found[1]
+    assert len(found[0][0]["a/x"]) == 4
+    assert "Overview/a_max" in found[0][0]
+
+
 def test_a_single_module_has_no_overview(backend, tmp_path):
     backend.add_scalar(Series("a", "fc"), 1.0, 0)
     backend.add_scalar(Series("a", "fc"), 2.0, 0)
@@ -85,8 +119,8 @@ def test_the_overview_is_of_one_step_and_one_pass(backend, tmp_path):
     [([3.0, 1.0, 2.0], (1, 2, 3)), ([1.0, 2.0], (1, 1.5, 2)), ([math.inf, -math.inf, 0], (-math.inf, 0, math.inf))],
 )
 def test_the_overview_is_minimum_median_and_maximum(values, found):
-    assert overview(values) == found
-    assert all(map(math.isnan, overview([*values, math.nan])))
+    assert overview(np.array(values)) == found
+    assert all(map(math.isnan, overview(np.array([*values, math.nan]))))
 
 
 def test_titles_texts_histograms_and_pictures_arrive(backend, tmp_path):

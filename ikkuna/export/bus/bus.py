@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.bus.registration import check_registration, known_kinds
+from ikkuna.export.messages.batch import BatchBundle, MessageBatch
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.model.module_entries import described
@@ -23,7 +25,7 @@ from ikkuna.export.subscriber.registered import Registered
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule
-from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.backend import Backend, Series, SeriesGroup
 from ikkuna.visualization.files.run_directory import check_log_dir
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
@@ -337,6 +339,29 @@ class MessageBus:
             if registered.takes(message):
                 self.error_guard.call(registered, "compute", registered.deliver, message)
 
+    def publish_batch(self, batch: MessageBatch) -> None:
+        """Deliver the results of a step to the subscribers of their kind."""
+        for registered in self._by_kind.get(batch.kind, ()):
+            if (selected := registered.selection(batch)) is not None:
+                self.deliver_batch(registered, selected)
+
+    def deliver_batch(self, registered: Registered, batch: MessageBatch) -> None:
+        """Deliver messages to one subscriber: at once if it takes them so, otherwise one by one."""
+        is_joined = registered.subscription.is_joined
+        if not registered.takes_batches or (is_joined and not registered.can_join(batch)):
+            self._deliver_each(registered, registered.deliver, batch.messages())
+            return
+        joined: MessageBatch | BatchBundle | None = registered.join(batch) if is_joined else batch
+        if joined is None or not self.error_guard.call(registered, "compute", registered.refuses, joined):
+            return
+        self._deliver_each(registered, registered.subscriber.compute, joined.messages())
+
+    def _deliver_each(self, registered: Registered, function: Callable[[Any], None], messages: Iterable[Any]) -> None:
+        for message in messages:
+            if registered.disabled:
+                return
+            self.error_guard.call(registered, "compute", function, message)
+
     # -- the run --------------------------------------------------------------------------------------------------
 
     @property
@@ -361,6 +386,18 @@ class MessageBus:
         """Send a value to backends; the first value opens the run."""
         if (run := self._run or self.open_run()) is not None:
             run.show(series, value, step, backends, sender)
+
+    def show_group(
+        self,
+        group: SeriesGroup,
+        values: NDArray[np.float64],
+        step: int,
+        backends: tuple[str | Backend, ...],
+        sender: Sender | None = None,
+    ) -> None:
+        """Send one number of each series of a group to backends; see :meth:`show`."""
+        if (run := self._run or self.open_run()) is not None:
+            run.show_group(group, values, step, backends, sender)
 
     def close(self) -> None:
         """Deliver the queue, close the run, and unregister every subscriber."""

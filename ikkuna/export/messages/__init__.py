@@ -6,11 +6,22 @@
 from importlib import import_module
 from typing import Any
 
+from ikkuna.export.messages.batch import BatchBundle, MessageBatch
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
 
-__all__ = ["Message", "MessageBundle", "MessageBus", "ModuleMessage", "NetworkMessage", "Stamp", "get_default_bus"]
+__all__ = [
+    "BatchBundle",
+    "Message",
+    "MessageBatch",
+    "MessageBundle",
+    "MessageBus",
+    "ModuleMessage",
+    "NetworkMessage",
+    "Stamp",
+    "get_default_bus",
+]
 
 
 def __getattr__(name: str) -> Any:

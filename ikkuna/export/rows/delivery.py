@@ -1,19 +1,20 @@
 """Delivers the measurements of a finished step to the subscribers."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ikkuna.export.bus.bus import MessageBus
+from ikkuna.export.messages.batch import MessageBatch
 from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.message import NetworkMessage
+from ikkuna.export.messages.message import Message, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.rows.observer import StepObserver
 from ikkuna.export.rows.rows import Rows
+from ikkuna.export.rows.selection import Selection
 from ikkuna.export.subscriber.registered import Registered
+from ikkuna.numerics.statistics.records import Records
+from ikkuna.numerics.statistics.table import Values
 
 __all__ = ["Finished"]
-
-_NOTHING: dict[Registered, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Finished:
         return self.rows.arrived()
 
     def deliver(self, bus: MessageBus) -> None:
-        """Deliver every row, then the event, then the end of the step."""
+        """Deliver the measurements to one subscriber after the other, then the event, then the end of the step."""
         rows, observer = self.rows, self.observer
         rows.complete()
         if observer is None or self.event is None:
@@ -53,16 +54,15 @@ class Finished:
 
     def _deliver(self, bus: MessageBus) -> None:
         rows = self.rows
-        self._deliver_rows(bus)
-        for registered, data in rows.together.items():
+        delivery = _Delivery(rows, bus)
+        for registered in rows.plan.subscriptions:
             if not registered.disabled and self._is_seen_by(registered):
-                messages = {kind: NetworkMessage(rows.stamp, kind) for kind in registered.kinds}
-                bus.error_guard.call(registered, "compute", registered.deliver, MessageBundle(messages, data))
+                delivery.deliver(registered)
         if self.event is not None:
             self.event.skipped = rows.skipped
             bus.publish(self.event)
         for registered in bus.registered:
-            if registered.samples(rows.stamp) and self._is_seen_by(registered):
+            if registered.finishes and registered.samples(rows.stamp) and self._is_seen_by(registered):
                 bus.error_guard.call(registered, "finish", registered.subscriber.finish, rows.stamp)
         for registered in bus.registered:
             registered.drop_incomplete(rows.stamp)
@@ -86,24 +86,79 @@ class Finished:
     def _is_seen_by(self, registered: Registered) -> bool:
         return not self.rows.skipped or registered.subscriber.sees_skipped
 
-    def _deliver_rows(self, bus: MessageBus) -> None:
-        rows, keys, call = self.rows, self.rows.keys, bus.error_guard.call
-        for row in rows.measured_rows():
-            site, path = keys[row]
-            if (task := rows.plan.task(site.kind, site.module)) is None:
+
+class _Delivery:
+    """Delivers the rows of one step.
+
+    Parameters
+    ----------
+    rows : Rows
+        The complete measurements.
+    bus : MessageBus
+        Handles errors and results.
+    """
+
+    def __init__(self, rows: Rows, bus: MessageBus) -> None:
+        self._rows, self._bus = rows, bus
+        self._has_elements = rows.has_elements()
+        self._is_measured = self._has_elements.copy()
+        self._is_measured[list(rows.measured)] = True
+        self._values: dict[Selection, Values] = {}
+        self._records: dict[tuple[Selection, frozenset[str], bool], Records] = {}
+        self._messages: dict[int, Message] = {}
+
+    def deliver(self, registered: Registered) -> None:
+        """Deliver what a subscriber takes: at once if it takes batches, otherwise row by row."""
+        rows = self._rows
+        if registered in rows.together:
+            messages = {kind: NetworkMessage(rows.stamp, kind) for kind in registered.kinds}
+            bundle = MessageBundle(messages, rows.together[registered])
+            self._bus.error_guard.call(registered, "compute", registered.deliver, bundle)
+        elif registered.takes_batches:
+            for selection in rows.selections.of(registered):
+                if (measured := selection.measured(self._has_elements)) is not None:
+                    self._bus.deliver_batch(registered, self._batch(registered, measured))
+        elif registered.fields or registered.subscriber.measures:
+            self._deliver_rows(registered)
+
+    def _batch(self, registered: Registered, selection: Selection) -> MessageBatch:
+        finite_only = registered.subscriber.finite_only
+        key = selection, registered.fields, finite_only
+        if key not in self._records:
+            if selection not in self._values:
+                self._values[selection] = self._rows.values[selection.rows]
+            self._records[key] = Records(self._values[selection], registered.fields, finite_only)
+        return MessageBatch(self._rows.stamp, selection.kind, selection.names, self._records[key])
+
+    def _deliver_rows(self, registered: Registered) -> None:
+        call = self._bus.error_guard.call
+        is_joined, subscriber = registered.subscription.is_joined, registered.subscriber
+        for row in self._rows_of(registered):
+            message = self._message(row, registered)
+            if message is None:
                 continue
-            shared, measured = rows.record(row, task.fields), rows.measured.get(row, _NOTHING)
-            message = site.message(rows.stamp, path, None, shared)  # of all subscribers that need nothing else
-            for registered in task.subscriptions:
-                subscriber = registered.subscriber
-                record, data = shared if subscriber.fields else None, measured.get(registered)
-                if (record is None and data is None) or registered.disabled:
-                    continue
-                if rows.skipped and not subscriber.sees_skipped:
-                    continue
-                if record is not None and subscriber.finite_only:
-                    record = replace(record, finite_only=True)
-                is_plain = data is None and record is shared
-                own = message if is_plain else site.message(rows.stamp, path, data, record)
-                compute = registered.deliver if registered.subscription.is_joined else subscriber.compute
-                call(registered, "compute", compute, own)
+            if registered.disabled:
+                return
+            call(registered, "compute", registered.deliver if is_joined else subscriber.compute, message)
+
+    def _rows_of(self, registered: Registered) -> list[int]:
+        """Return the rows that may have something for a subscriber, in order."""
+        found: list[int] = []
+        for selection in self._rows.selections.of(registered):
+            measured = selection.measured(self._is_measured)
+            found += [] if measured is None else measured.rows.tolist()
+        return sorted(found) if len(registered.kinds) > 1 else found
+
+    def _message(self, row: int, registered: Registered) -> Message | None:
+        """Return the message of a row; one object serves all subscribers that need nothing else than shared statistics."""
+        rows = self._rows
+        data = rows.measured[row].get(registered) if row in rows.measured else None
+        shared = self._messages.get(row)
+        if shared is None:
+            shared = self._messages[row] = rows.message(row, record=rows.record(row, rows.fields(row)))
+        record = shared.record if registered.fields else None
+        if record is None and data is None:
+            return None
+        if record is not None and registered.subscriber.finite_only:
+            record = replace(record, finite_only=True)
+        return shared if data is None and record is shared.record else rows.message(row, data, record)

@@ -54,6 +54,8 @@ class Plan:
     ----------
     takes_data : bool
         Whether any tensor is measured, rather than events and results alone.
+    is_in_graph : bool
+        Whether anything is measured inside the model, which a compiled graph has to do.
     """
 
     def __init__(self, subscriptions: tuple[Registered, ...]) -> None:
@@ -63,17 +65,13 @@ class Plan:
         self.kinds = frozenset(kinds)
         self.together = tuple(s for s in subscriptions if s.together)
         self.forward = bool(kinds & set(FORWARD_KINDS))
+        self.is_in_graph = self.forward or not kinds.isdisjoint(("input_data", "network_output"))
         self.states = tuple(sorted(kind for kind in kinds if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
         is_data = (is_built_in(kind) and kind not in EVENT_KINDS for kind in kinds)
         self.takes_data = bool(self.together) or any(is_data)
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
         self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
-
-    @property
-    def is_in_graph(self) -> bool:
-        """Whether anything is measured inside the model, which a compiled graph has to do."""
-        return self.forward or not self.kinds.isdisjoint(("input_data", "network_output"))
 
     def task(self, kind: str, module: str | None) -> Task | None:
         """Return what to measure of the tensors of a kind and module; ``None`` for nothing."""

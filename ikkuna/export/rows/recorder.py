@@ -17,6 +17,7 @@ from ikkuna.export.rows.part import Part, PartPool
 from ikkuna.export.rows.plan import NOTHING, Plan, Task
 from ikkuna.export.rows.row_index import Key, RowIndex
 from ikkuna.export.rows.rows import Rows
+from ikkuna.export.rows.selection import Selections
 from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered
@@ -75,13 +76,14 @@ class Recorder:
         self.unreadable: set[Key] = set()
         self._may_communicate = may_communicate
         self._index = RowIndex()
+        self._selections = Selections(self._index)
         self._pool = PartPool(error_guard, native)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._warned: set[Registered] = set()
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
         """Begin the rows of a step."""
-        self.plan, self.rows = plan, Rows(stamp, plan, self._index, self._pool)
+        self.plan, self.rows = plan, Rows(stamp, plan, self._index, self._pool, self._selections)
 
     def close(self, parts: Iterable[int] = (), carried: Collection[int] = ()) -> Rows | None:
         """Return the rows of the step, on their way to the host; ``None`` if no step is open.

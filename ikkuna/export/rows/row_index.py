@@ -23,6 +23,8 @@ class RowIndex:
     def __init__(self) -> None:
         self.keys: list[Key] = []
         self._rows: dict[Key, int] = {}
+        self._by_kind: dict[str, list[int]] = {}
+        self._sorted = 0
         self._lock = RLock()  # reentrant, because an exception can interrupt the release
 
     def row(self, site: Site, path: str) -> int:
@@ -37,6 +39,14 @@ class RowIndex:
                 self.keys.append(key)
                 self._rows[key] = len(self.keys) - 1
             return self._rows[key]
+
+    def rows_of_kind(self, kind: str) -> list[int]:
+        """Return the rows of one kind in the order of their first measurement."""
+        with self._lock:
+            for row in range(self._sorted, len(self.keys)):
+                self._by_kind.setdefault(self.keys[row][0].kind, []).append(row)
+            self._sorted = len(self.keys)
+        return self._by_kind.get(kind, [])
 
     def rows_of(self, kinds: frozenset[str]) -> Iterator[int]:
         """Yield the rows of some kinds."""

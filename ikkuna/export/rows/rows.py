@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.distributed.dtensor import ShardPosition
@@ -15,6 +16,7 @@ from ikkuna.export.rows.host_copy import HostCopy
 from ikkuna.export.rows.part import Part, PartPool
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.row_index import Key, RowIndex
+from ikkuna.export.rows.selection import Selections
 from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import Record
@@ -64,6 +66,8 @@ class Rows:
         The recorder's rows.
     pool : PartPool
         The recorder's unused parts.
+    selections : Selections
+        The rows that each subscriber takes.
 
     Attributes
     ----------
@@ -81,8 +85,8 @@ class Rows:
         ``None`` in one process.
     """
 
-    def __init__(self, stamp: Stamp, plan: Plan, index: RowIndex, pool: PartPool) -> None:
-        self.stamp, self.plan, self.index = stamp, plan, index
+    def __init__(self, stamp: Stamp, plan: Plan, index: RowIndex, pool: PartPool, selections: Selections) -> None:
+        self.stamp, self.plan, self.index, self.selections = stamp, plan, index, selections
         self.values = _NO_ROWS
         self.codes: dict[int, dict[str, Any]] = {}
         self.measured: dict[int, dict[Registered, Any]] = {}
@@ -136,7 +140,7 @@ class Rows:
 
     def split(self, parts: Iterable[int]) -> "Rows":
         """Move some parts to new rows of the same step, and return these."""
-        other = Rows(self.stamp, self.plan, self.index, self._pool)
+        other = Rows(self.stamp, self.plan, self.index, self._pool, self.selections)
         other._parts = {number: self._parts.pop(number) for number in parts if number in self._parts}
         return other
 
@@ -164,7 +168,7 @@ class Rows:
         whole = self.part(0)
         self.measured, self.together = whole.measured, whole.together
         self.shards, self.reductions = whole.shards, whole.reductions
-        self.values, codes = whole.host.take(len(self.keys))
+        self.values, codes = whole.host.take(len(self.index.keys))
         self.codes = codes
         pending: list[_Pending] = [(self._flags, i, flag) for i, flag in self._flags.items()]
         holders: list[dict[Any, Any]] = [self._scales, self.together, *self.measured.values(), *codes.values()]
@@ -249,6 +253,12 @@ class Rows:
             return sorted(self.measured)
         rows: list[int] = np.flatnonzero(self.values[:, _N]).tolist()
         return sorted({*rows, *self.measured}) if self.measured else rows
+
+    def has_elements(self) -> NDArray[np.bool_]:
+        """Return for each row of the index whether it has shared statistics."""
+        found = np.zeros(len(self.index.keys), np.bool_)
+        found[: len(self.values)] = self.values[:, _N] > 0
+        return found
 
     def fields(self, row: int) -> frozenset[str]:
         """Return the statistics that a row has."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ikkuna.export.messages.kinds import FORWARD_KINDS
+from ikkuna.export.messages.batch import message_name
 from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.numerics.statistics import Record
@@ -32,8 +32,7 @@ class Site:
         """Return the message of one output or parameter of this site."""
         if self.module is None:
             return NetworkMessage(stamp, self.kind, data, record, path)
-        joint = ":" if self.kind in FORWARD_KINDS else "."
-        name = f"{self.module}{joint}{path}" if path else self.module
+        name = message_name(self.kind, self.module, path)
         return ModuleMessage(stamp, self.kind, data, record, self.module, path, name)
 
     def __str__(self) -> str:

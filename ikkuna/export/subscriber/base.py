@@ -4,18 +4,23 @@ from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from inspect import Signature, signature
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.messages.batch import BatchBundle, BatchNames, MessageBatch
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import TRAINING, Stamp
 from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
 from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics import closure
-from ikkuna.visualization.backend import Backend, Series
+from ikkuna.overriding import overrides_both
+from ikkuna.visualization.backend import Backend, Series, SeriesGroup
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.sender import Sender
 
@@ -49,6 +54,19 @@ class Host(Protocol):
         self, series: Series, value: Any, step: int, backends: tuple[str | Backend, ...], sender: Sender | None = None
     ) -> None:
         """Send a value to backends."""
+
+    def publish_batch(self, batch: MessageBatch) -> None:
+        """Deliver the messages of a batch to the subscribers of its kind."""
+
+    def show_group(
+        self,
+        group: SeriesGroup,
+        values: NDArray[np.float64],
+        step: int,
+        backends: tuple[str | Backend, ...],
+        sender: Sender | None = None,
+    ) -> None:
+        """Send one number of each series of a group to backends."""
 
 
 class _RegisteringType(ABCMeta):
@@ -182,6 +200,7 @@ class Subscriber(metaclass=_RegisteringType):
         self.ylims = ylims
         self._host: Host | None = None
         self._series: dict[tuple[str, str | None, str], Series] = {}
+        self._series_groups: WeakKeyDictionary[BatchNames, dict[tuple[str, str], SeriesGroup]] = WeakKeyDictionary()
         self._sender = Sender(f"{type(self).__name__}({', '.join(self.kinds)})")
         self.evaluate: Callable[..., None] | None = None
 
@@ -229,6 +248,20 @@ class Subscriber(metaclass=_RegisteringType):
     def compute(self, message: Any) -> None:
         """Compute numbers from a merged message or bundle and :meth:`emit` them; called after the end of the step."""
 
+    def compute_batch(self, batch: Any) -> None:
+        """Compute numbers from all messages of one kind and step at once and :meth:`emit_batch` them; optional.
+
+        A subclass whose results are functions of shared statistics alone can implement it beside :meth:`compute`; it is then
+        called with one `MessageBatch` for each kind and step, or with one `BatchBundle` if the kinds are joined.
+        If it raises `NotVectorizedError` before it emits anything, the messages are delivered one by one from then on.
+        """
+        raise NotImplementedError
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether :meth:`compute_batch` is called instead of :meth:`compute`: no subclass overrides the second alone."""
+        return "compute" not in vars(self) and overrides_both(type(self), "compute_batch", "compute", Subscriber)
+
     def finish(self, stamp: Stamp) -> None:
         """Handle the end of a step or pass that this subscriber samples, after all its messages were delivered.
 
@@ -256,6 +289,13 @@ class Subscriber(metaclass=_RegisteringType):
         ConfigError
             If `kind` is not among ``publishes``.
         """
+        kind = self._checked_kind(kind)
+        value = float(value)
+        self._show(message, value, kind)
+        if self._host is not None and self._host.is_wanted(kind):
+            self._host.publish(message.result(kind, value))
+
+    def _checked_kind(self, kind: str | None) -> str:
         if not self.publishes:
             raise ConfigError(
                 f"{type(self).__name__} emits a value but publishes no kind; pass publishes=, or call show()"
@@ -263,10 +303,44 @@ class Subscriber(metaclass=_RegisteringType):
         kind = kind or self.publishes[0]
         if kind not in self.publishes:
             raise ConfigError(f"{type(self).__name__} emits {kind!r} but publishes {list(self.publishes)}")
-        value = float(value)
-        self._show(message, value, kind)
-        if self._host is not None and self._host.is_wanted(kind):
-            self._host.publish(message.result(kind, value))
+        return kind
+
+    def emit_batch(self, batch: MessageBatch | BatchBundle, values: Any, kind: str | None = None) -> None:
+        """Publish one value for each message of `batch`, as :meth:`emit` does for one message, and show them.
+
+        Parameters
+        ----------
+        batch : MessageBatch or BatchBundle
+            The messages that the values were computed from.
+        values : array
+            ``(messages,)``; a single number stands for all of them.
+        kind : str, optional
+            The kind to publish; by default the first one.
+
+        Raises
+        ------
+        ConfigError
+            If `kind` is not among ``publishes``.
+        ValueError
+            If there is not one value for each message.
+        """
+        kind = kind if kind in self.publishes else self._checked_kind(kind)
+        values = np.broadcast_to(np.asarray(values, np.float64), (len(batch.names.names),))
+        if self._host is None:
+            return
+        self._host.show_group(
+            self._series_group(batch, kind), values, batch.stamp.global_step, self.backends, self._sender
+        )
+        if self._host.is_wanted(kind):
+            self._host.publish_batch(batch.result(kind, values))
+
+    def _series_group(self, batch: MessageBatch | BatchBundle, kind: str) -> SeriesGroup:
+        """Return the series of the values of a batch, the same object at each step."""
+        key = kind, batch.stamp.pass_name
+        known = self._series_groups.setdefault(batch.names, {})
+        if key not in known:
+            known[key] = SeriesGroup(kind, batch.names.names, batch.stamp.pass_name, self.title, self.ylims)
+        return known[key]
 
     def show(self, message: Message | MessageBundle, value: Any) -> None:
         """Show `value` under the kind and name of `message`, without publishing it.

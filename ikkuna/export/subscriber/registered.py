@@ -1,15 +1,24 @@
 """A subscriber that is registered on a bus, and its running state."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.export.messages.batch import BatchBundle, BatchNames, MessageBatch, NotVectorizedError
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.kinds import MEASURED_TOGETHER
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.failures import FailureCounter
+from ikkuna.logger import log
+from ikkuna.numerics.statistics import closure
 
 __all__ = ["Registered"]
+
+_FEW = 16
 
 
 class Registered:
@@ -26,6 +35,12 @@ class Registered:
         The messages that the subscriber asks for.
     together : bool
         Whether the subscriber measures the tensors of its kinds in one call, as a `MessageBundle`.
+    fields : frozenset of str
+        The shared statistics that the subscriber reads.
+    takes_batches : bool
+        Whether the subscriber takes the messages of all modules at once.
+    finishes : bool
+        Whether the subscriber handles the end of steps.
     disabled : bool
         Whether the subscriber is no longer called.
     failures : FailureCounter
@@ -44,11 +59,19 @@ class Registered:
         self.together = (
             self.subscription.is_joined and subscriber.measures and set(self.kinds) <= set(MEASURED_TOGETHER)
         )
+        self.fields = closure(subscriber.fields) if subscriber.fields else frozenset[str]()
+        self.takes_batches = subscriber.takes_batches
+        self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
         self.disabled = False
         self.failures = FailureCounter()
         self.seconds = 0.0
         self.dropped = 0
         self._waiting: dict[tuple[object, ...], dict[str, Message]] = {}
+        self._batches: dict[str, MessageBatch] = {}
+        self._rest: list[
+            tuple[_Common, dict[str, MessageBatch]]
+        ] = []  # of bundles whose batches differ in their modules
+        self._common: dict[tuple[BatchNames, ...], _Common] = {}
 
     @property
     def label(self) -> str:
@@ -68,18 +91,123 @@ class Registered:
         if isinstance(message, MessageBundle) or not self.subscription.is_joined:
             self.subscriber.compute(message)
             return
+        self._divide_batches()
+        self._wait(message)
+
+    def refuses(self, batch: MessageBatch | BatchBundle) -> bool:
+        """Call ``compute_batch``; return whether its messages must be delivered one by one, from then on."""
+        try:
+            self.subscriber.compute_batch(batch)
+        except NotVectorizedError as error:
+            log.debug("%s takes messages one by one from now on", self.label, exc_info=error)
+            self.takes_batches = False
+        return not self.takes_batches
+
+    def _wait(self, message: Message) -> None:
         waiting = self._waiting.setdefault(message.identity, {})
         waiting[message.kind] = message
         if len(waiting) == len(self.kinds):
             del self._waiting[message.identity]
             self.subscriber.compute(MessageBundle({kind: waiting[kind] for kind in self.kinds}))
 
+    def selection(self, batch: MessageBatch) -> MessageBatch | None:
+        """Return the messages of a batch that are delivered; ``None`` for nothing."""
+        if self.disabled or not self.subscription.samples(batch.stamp):
+            return None
+        if self.subscription.modules is None:
+            return batch
+        chosen = [i for i, name in enumerate(batch.names.modules) if name is None or self.matches(name)]
+        positions = np.array(chosen, np.intp)
+        return batch.select(positions, batch.names.select(positions)) if chosen else None
+
+    def can_join(self, batch: MessageBatch) -> bool:
+        """Return whether a batch can be joined with others; not if messages wait one by one."""
+        is_other_step = any(other.stamp != batch.stamp for other in self._batches.values())
+        return not (self._waiting or self._rest or batch.kind in self._batches or is_other_step)
+
+    def join(self, batch: MessageBatch) -> BatchBundle | None:
+        """Return the bundle that a batch completes; ``None`` if others have yet to arrive, or have no module in common."""
+        self._batches[batch.kind] = batch
+        if len(self._batches) < len(self.kinds):
+            return None
+        batches, self._batches = {kind: self._batches[kind] for kind in self.kinds}, {}
+        common = self._common_names(tuple(batch.names for batch in batches.values()))
+        if common.rest:
+            self._rest.append((common, batches))
+        return common.bundle(batches)
+
+    def _common_names(self, names: tuple[BatchNames, ...]) -> "_Common":
+        if names not in self._common:
+            if len(self._common) > _FEW:  # the modules that are called change from step to step
+                self._common.clear()
+            self._common[names] = _Common(names)
+        return self._common[names]
+
+    def _divide_batches(self) -> None:
+        """Let the messages of batches wait one by one, because others arrive so; these complete no bundle."""
+        batches, self._batches = self._batches, {}
+        rest, self._rest = self._rest, []
+        for batch in batches.values():
+            for message in batch.messages():
+                self._wait(message)
+        for common, parts in rest:
+            for message in common.others(parts):
+                self._wait(message)
+
     def drop_incomplete(self, stamp: Stamp) -> None:
         """Drop and count the incomplete bundles of a step that is over, and those that exceptions have left of earlier ones."""
+        if not (self._waiting or self._batches or self._rest):
+            return
+        over = [(common, parts) for common, parts in self._rest if _is_over(next(iter(parts.values())).stamp, stamp)]
+        self._rest = [item for item in self._rest if item not in over]
+        self.dropped += sum(len(common.rest) for common, _ in over)
+        self._divide_batches()
         incomplete = [identity for identity in self._waiting if _is_over(identity[0], stamp)]
         for identity in incomplete:
             del self._waiting[identity]
         self.dropped += len(incomplete)
+
+
+class _Common:
+    """The modules and paths that the batches of a bundle have in common.
+
+    Parameters
+    ----------
+    names : tuple of BatchNames
+        Those of each batch.
+
+    Attributes
+    ----------
+    rest : set
+        The modules and paths that some of the batches lack.
+    """
+
+    def __init__(self, names: tuple[BatchNames, ...]) -> None:
+        keys = [key for key in names[0].positions if all(key in other.positions for other in names)]
+        self.rest = {key for part in names for key in part.positions} - set(keys)
+        self._positions: list[NDArray[np.intp] | None] = []
+        for part in names:
+            positions = [part.positions[key] for key in keys]
+            is_whole = positions == list(range(len(part)))
+            self._positions.append(None if is_whole else np.array(positions, np.intp))
+        first = self._positions[0]
+        self._names = names[0] if first is None else names[0].select(first)
+
+    def bundle(self, batches: Mapping[str, MessageBatch]) -> BatchBundle | None:
+        """Return the bundle of the common messages; ``None`` if there are none."""
+        if not len(self._names):
+            return None
+        chosen = zip(batches.items(), self._positions, strict=True)
+        return BatchBundle(
+            {kind: batch if at is None else batch.select(at, self._names) for (kind, batch), at in chosen}
+        )
+
+    def others(self, batches: Mapping[str, MessageBatch]) -> Iterator[Message]:
+        """Yield the messages whose modules and paths are not common."""
+        for batch in batches.values():
+            for key, i in batch.names.positions.items():
+                if key in self.rest:
+                    yield batch.message(i)
 
 
 def _is_over(stamp: Any, last: Stamp) -> bool:

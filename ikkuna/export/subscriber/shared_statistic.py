@@ -4,11 +4,15 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages.batch import MessageBatch, NotVectorizedError
 from ikkuna.export.messages.message import Message
 from ikkuna.export.subscriber.plot import PlotSubscriber
 from ikkuna.export.subscriber.result_names import name_results
-from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.statistics import HISTOGRAMS
+from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["SharedStatisticSubscriber"]
 
@@ -64,15 +68,44 @@ class SharedStatisticSubscriber(PlotSubscriber):
         self.finite_only = finite_only
 
     @abstractmethod
-    def values(self, record: Record) -> Iterable[Any]:
-        """Return one number for each name in `results`.
+    def values(self, record: Any) -> Iterable[Any]:
+        """Return one number for each name in `results`, or one array of such numbers.
 
         Use properties of `record`, arithmetic and numpy functions only, without branches that depend on values:
-        then the same method also works on statistics that are arrays with one element per tensor.
+        `record` is a `Record`, or `Records` with arrays of one element per tensor, so that all modules are computed in one call.
+        A method that fails with arrays is called for one tensor after the other.
         """
+
+    def values_of(self, message: Message) -> Iterable[Any]:
+        """Return the values of one message."""
+        assert message.record is not None
+        return self.values(message.record)
 
     def compute(self, message: Message) -> None:
         """Emit the values."""
-        assert message.record is not None
-        for kind, value in zip(self.publishes, self.values(message.record), strict=True):
+        for kind, value in zip(self.publishes, self.values_of(message), strict=True):
             self.emit(message, value, kind)
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether the values of all modules are computed in one call; histograms and the records of ranks are no arrays."""
+        is_array = bool(self.fields) and HISTOGRAMS.isdisjoint(self.fields) and not self.per_rank
+        return is_array and not self.measures and super().takes_batches
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Emit the values of all modules.
+
+        Raises
+        ------
+        NotVectorizedError
+            If :meth:`values` fails with arrays.
+        """
+        try:
+            with np.errstate(all="ignore"):
+                values = [np.asarray(array, np.float64) for array in self.values(batch.records)]
+            arrays = [np.broadcast_to(array, (len(batch.names.names),)) for array in values]
+        except Exception as error:
+            raise_users_exception(error)
+            raise NotVectorizedError from error
+        for kind, array in zip(self.publishes, arrays, strict=True):
+            self.emit_batch(batch, array, kind)

@@ -166,9 +166,11 @@ class HostStatistics:
 
     def take(self, count: int) -> tuple[Values, dict[int, dict[str, Tensor]]]:
         """Return a copy of the first `count` rows, and the histograms, and empty the table."""
-        self.address(max(count - 1, 0))
+        if count > len(self.values):
+            self.address(count - 1)
         values, codes = self.values[:count].copy(), self.codes
-        self.clear()
+        self.values[:] = EMPTY
+        self.codes, self._outgrown = {}, []
         return values, codes
 
 

@@ -195,8 +195,8 @@ class Record:
         if not self.n:
             return math.nan
         if self.finite_only:
-            return max(-self._known(self.finite_min, "finite_min"), self._known(self.finite_max, "finite_max"))
-        return max(-self._known(self.min, "min"), self._known(self.max, "max"))
+            return max(-self._known(self.finite_min, "finite_min"), self._known(self.finite_max, "finite_max")) + 0.0
+        return max(-self._known(self.min, "min"), self._known(self.max, "max")) + 0.0  # never -0.0
 
     @property
     def rms(self) -> float:

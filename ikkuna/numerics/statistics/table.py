@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ikkuna.numerics.statistics.moments import merge_moments
 
-__all__ = ["COLUMN", "COLUMNS", "EMPTY", "Values", "empty_rows", "merge_rows", "repeat_rows", "row_of"]
+__all__ = ["COLUMN", "COLUMNS", "EMPTY", "Values", "empty_rows", "merge_rows", "repeat_rows", "row_of", "rows_of"]
 
 Values = NDArray[np.float64]
 A = TypeVar("A", Values, Tensor)
@@ -66,6 +66,31 @@ def row_of(value: float, n: float = 1) -> Values:
     if not math.isfinite(value):
         return np.array([n, n * math.isnan(value), n * math.isinf(value), *[0.0] * 7, value, value, np.inf, -np.inf])
     return np.array([n, 0, 0, n * (value == 0), n * abs(value), n * value * value, value, 0, 0, 0, *[value] * 4])
+
+
+def rows_of(values: Values) -> Values:
+    """Return ``(numbers, columns)``, the row of each of several numbers.
+
+    Examples
+    --------
+    >>> bool((rows_of(np.array([-2.0, 0.0]))[0] == row_of(-2.0)).all())
+    True
+    """
+    rows = np.zeros((len(values), len(COLUMNS)))
+    finite = np.isfinite(values)
+    known = np.where(finite, values, 0.0)
+    rows[:, COLUMN["n"]] = 1
+    rows[:, COLUMN["nans"]] = np.isnan(values)
+    rows[:, COLUMN["infs"]] = np.isinf(values)
+    rows[:, COLUMN["zeros"]] = values == 0
+    rows[:, COLUMN["l1"]] = np.abs(known)
+    with np.errstate(over="ignore"):
+        rows[:, COLUMN["sumsq"]] = known * known
+    rows[:, COLUMN["mean"]] = known
+    rows[:, COLUMN["min"]] = rows[:, COLUMN["max"]] = values
+    rows[:, COLUMN["finite_min"]] = np.where(finite, values, np.inf)
+    rows[:, COLUMN["finite_max"]] = np.where(finite, values, -np.inf)
+    return rows
 
 
 def merge_rows(values: A, columns: tuple[str, ...] = COLUMNS, counts: Any = True) -> A:

@@ -2,7 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
@@ -48,10 +51,10 @@ class HeatmapImage:
         self._lock = threading.RLock()  # a signal handler may enter it again
         self._step = self._drawn = -1
 
-    def add(self, step: int, values: dict[str, float]) -> None:
-        """Add the values of a step."""
+    def add(self, step: int, names: Sequence[str], values: NDArray[np.float64]) -> None:
+        """Add one value of each name at a step."""
         with self._lock:
-            self._heatmap.add(step, values)
+            self._heatmap.add(step, names, values)
             self._step = step
 
     def finish(self) -> None:

@@ -1,6 +1,6 @@
 """The values of all modules at some steps, in a table of bounded size."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class Heatmap:
     --------
     >>> heatmap = Heatmap()
     >>> for step in range(3):
-    ...     heatmap.add(step, {"fc": step / 2, "out": 1.0})
+    ...     heatmap.add(step, ("fc", "out"), np.array([step / 2, 1.0]))
     >>> view = heatmap.view()
     >>> view.names, view.steps, view.values.tolist()
     (('fc', 'out'), (0, 1, 2), [[0.0, 0.5, 1.0], [1.0, 1.0, 1.0]])
@@ -61,24 +61,27 @@ class Heatmap:
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
         self._names: list[str] = []
+        self._latest: Sequence[str] = ()
         self._columns: Decimator[_Column] = Decimator(CAPACITY, keep_first)
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step, which is later than those before."""
+    def add(self, step: int, names: Sequence[str], values: NDArray[np.float64]) -> None:
+        """Add one value of each name at a step, which is later than those before."""
         if not self._columns.begins_entry:
             self._columns.skip()
             return
         with np.errstate(over="ignore"):
-            column = np.fromiter(values.values(), np.float32, len(values))
-        self._columns.add(_Column(step, self._rows_of(values), column))
+            column = values.astype(np.float32)
+        self._columns.add(_Column(step, self._rows_of(names), column))
 
-    def _rows_of(self, values: Mapping[str, float]) -> "slice | NDArray[np.intp]":
-        if list(values) == self._names:  # the usual case: the same modules in the same order
-            return slice(0, len(values))
-        for name in values:
-            self._rows.setdefault(name, len(self._rows))
-        self._names = list(self._rows)
-        return np.fromiter((self._rows[name] for name in values), np.intp, len(values))
+    def _rows_of(self, names: Sequence[str]) -> "slice | NDArray[np.intp]":
+        if names is not self._latest:  # the usual case: the same modules in the same order
+            if list(names) != self._names:
+                for name in names:
+                    self._rows.setdefault(name, len(self._rows))
+                self._names = list(self._rows)
+                return np.fromiter((self._rows[name] for name in names), np.intp, len(names))
+            self._latest = names
+        return slice(0, len(names))
 
     @property
     def shape(self) -> tuple[int, int]:
