@@ -36,6 +36,7 @@ from ikkuna.export.steps.forward import MICRO_PART
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.logger import log
 from ikkuna.modules import class_name
+from ikkuna.numerics.statistics import closure
 from ikkuna.numerics.statistics.device import warm_up
 from ikkuna.undisturbed import restoring
 
@@ -194,7 +195,8 @@ class Session:
         """Handle a change of what subscribers want."""
         wishes = Plan(tuple(r for r in self.bus.registered if not r.disabled))
         if wishes.takes_data:
-            warm_up({named.parameter.device for named in self.context.parameters.all})
+            parameters = {(named.parameter.device, named.parameter.dtype) for named in self.context.parameters.all}
+            warm_up(parameters, {closure(r.subscriber.fields) for r in wishes.subscriptions if r.subscriber.fields})
         self.optimizers.wants_rates = self.bus.is_wanted("batch_finished") or self.context.observer is not None
         self.context.wants_steps = any(map(self.bus.is_wanted, ("batch_started", "batch_finished")))
         if self._modules.prepare(wishes, self._next_plan()):

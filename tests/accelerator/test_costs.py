@@ -1,17 +1,21 @@
 """How much a device has to do for a sampled step, counted on the simulated accelerator."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
+    HistogramSubscriber,
     MeanSubscriber,
     MinMaxSubscriber,
     NormSubscriber,
+    RatioSubscriber,
     SparsitySubscriber,
     VarianceSubscriber,
 )
@@ -28,7 +32,12 @@ KINDS = (
 )
 METRICS = {
     "norms": (NormSubscriber,),
-    "five metrics": (NormSubscriber, MeanSubscriber, VarianceSubscriber, MinMaxSubscriber, SparsitySubscriber),
+    "six metrics": (
+        *(NormSubscriber, MeanSubscriber, VarianceSubscriber, MinMaxSubscriber, SparsitySubscriber),
+        lambda kind, **options: RatioSubscriber([kind, "weights" if kind != "weights" else "biases"], **options),
+    ),
+    "exact histograms": (NormSubscriber, partial(HistogramSubscriber, exact=True)),
+    "sampled histograms": (NormSubscriber, HistogramSubscriber),
 }
 
 
@@ -97,9 +106,12 @@ class Costs:
         return log
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt", "convnet"])
+@pytest.mark.parametrize("name", ["mlp", "convnet"])
 @pytest.mark.parametrize("metrics", METRICS)
-def test_a_sampled_step_waits_for_nothing_and_copies_once(bus, name, metrics):
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_a_sampled_step_waits_for_nothing_and_copies_once(bus, request, name, metrics, with_kernels):
+    if with_kernels:
+        request.getfixturevalue("kernels")
     costs = Costs(bus, name, METRICS[metrics])
     assert costs.tensors > 15
     assert costs.log.count("sync") == 0
@@ -109,7 +121,7 @@ def test_a_sampled_step_waits_for_nothing_and_copies_once(bus, name, metrics):
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "convnet"])
 def test_a_step_that_is_not_sampled_costs_nothing(bus, name):
-    costs = Costs(bus, name, METRICS["five metrics"], subsample=1000)
+    costs = Costs(bus, name, METRICS["six metrics"], subsample=1000)
     assert [entry for entry in costs.log if entry.kind != "query"] == costs.alone
 
 
@@ -118,20 +130,60 @@ def test_norms_take_few_launches(bus):
     assert costs.launches <= 0.6 * costs.tensors
 
 
-@pytest.mark.triton
+@pytest.mark.usefixtures("kernels")
 def test_all_statistics_take_the_launches_of_a_norm(bus):
-    norms, all_metrics = (Costs(MessageBus(name), "gpt", METRICS[name]) for name in METRICS)
+    norms, all_metrics = (Costs(MessageBus(name), "gpt", METRICS[name]) for name in ("norms", "six metrics"))
     assert all_metrics.launches == norms.launches <= 0.35 * norms.tensors
 
 
-@pytest.mark.triton
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("metrics", ["exact histograms", "sampled histograms"])
+def test_histograms_take_few_launches_more_than_norms(bus, metrics):
+    """The counts of forward and step are cleared, put together and merged; none of these tensors is large enough for a sample."""
+    costs, norms = Costs(bus, "gpt", METRICS[metrics]), Costs(MessageBus("norms"), "gpt", METRICS["norms"])
+    assert costs.launches == norms.launches + 4 <= 0.4 * costs.tensors
+    reads = [sum(x.read for x in c.log if x.name.startswith("measure_")) for c in (costs, norms)]
+    assert reads[0] == reads[1]
+
+
+@pytest.mark.usefixtures("kernels")
 def test_each_tensor_is_read_once_and_the_weights_are_copied_once(bus):
-    """Weights, gradients and outputs once; the weights again for the copy, and with the copy for the updates."""
-    costs = Costs(bus, "gpt", METRICS["five metrics"])
+    """Weights, gradients and outputs once, and weights and their copy for the updates."""
+    costs = Costs(bus, "gpt", METRICS["six metrics"])
     of_kernels = [entry for entry in costs.log if entry.name.startswith("measure_")]
     assert sum(entry.read for entry in of_kernels) == 4 * costs.weights + 2 * costs.outputs
-    rows = sum(entry.written for entry in of_kernels)
-    assert costs.weights < costs.written < 1.01 * costs.weights + 4 * rows
+    assert not [entry for entry in costs.log if "foreach_copy" in entry.name]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_a_hundredth_of_the_tensors(bus, dtype):
+    """Read: weights, gradients, and weights with their copy; written: the copy, and rows."""
+    layer, x = nn.Linear(512, 512, dtype=dtype), torch.randn(2, 512, dtype=dtype)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step():
+        with recorded() as log:
+            optimizer.zero_grad()
+            layer(x).sum().backward()
+            optimizer.step()
+        return log
+
+    step()
+    alone = step()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(layer)
+        for kind in ("weights", "weight_gradients", "weight_updates", "biases", "bias_gradients", "bias_updates"):
+            for metric in METRICS["six metrics"]:
+                bus.register_subscriber(metric(kind, subsample=1, backend="null"))
+        step()
+        log = step()
+    size = sum(p.numel() * p.element_size() for p in layer.parameters())
+    assert 4 * size <= log.read - alone.read <= 4.04 * size
+    assert size <= log.written - alone.written <= 1.01 * size + 0.02 * size
+    of_kernels = Counter(entry.name for entry in log if entry.name.startswith(("measure", "merge")))
+    assert of_kernels == {"measure_list": 3, "merge_rows": 1}
+    assert log.launches - alone.launches == 6  # and two that put rows together before the merge and before the copy
 
 
 class Reductions:

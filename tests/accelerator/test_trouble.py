@@ -109,15 +109,7 @@ def test_a_part_of_the_model_on_another_stream(bus):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.triton
-def test_kernels_are_compiled_before_the_first_step(bus):
-    watched = Watched(bus, "weights")
-    watched.exporter.close()
-    device = watched.model[0].weight.device
-    assert triton_launcher.triton_kernels(device)._is_warm
-
-
-@pytest.mark.triton
+@pytest.mark.usefixtures("kernels")
 def test_a_kernel_that_fails_is_replaced_by_operators(bus, monkeypatch, caplog):
     kernels = triton_launcher.triton_kernels(torch.device("sim", 0))
     watched, x = Watched(bus, "weights", "activations"), torch.randn(2, 4)

@@ -32,8 +32,8 @@ class OnCuda(DeviceStatistics):
 class OnHost(TritonKernels):
     """The Triton kernels, run by Triton's interpreter on tensors of the host."""
 
-    def _send(self, numbers):
-        return torch.tensor(numbers)
+    def _send(self, numbers, dtype=torch.int64):
+        return torch.tensor(numbers, dtype=dtype)
 
 
 def with_triton():

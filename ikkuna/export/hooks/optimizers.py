@@ -101,12 +101,11 @@ class OptimizerHooks:
         if not context.recorder.plan.parameters:
             return
         observed = parameters.of(optimizer)
-        self._record_weights(parameters.all if not self._recorded else observed)
+        self._record_weights(parameters.all if not self._recorded else observed, observed)
         if not closure:
             self._record_gradients(observed, getattr(optimizer, "grad_scale", None))
             if unowned:
                 self._record_unowned()
-        self._copy(observed)
 
     def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the end of an optimizer's step."""
@@ -149,8 +148,7 @@ class OptimizerHooks:
     def step_opened(self) -> None:
         """Record the weights now if no optimizer will report when they change."""
         if self._by_hand and self.context.recorder.plan.parameters:
-            self._record_weights(self.context.parameters.all)
-            self._copy(self.context.parameters.all)
+            self._record_weights(self.context.parameters.all, self.context.parameters.all)
 
     def before_close(self) -> None:
         """Record the updates of parameters that several optimizers own."""
@@ -173,9 +171,15 @@ class OptimizerHooks:
             name = _unused(str(group.get("name", len(self.rates))), self.rates)
             self.rates[name] = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
-    def _record_weights(self, parameters: Iterable[NamedParameter]) -> None:
-        wanted = self._wanted("weights", "biases", parameters)
-        self.context.recorder.receive_all((site, named.parameter, named.path) for site, named in wanted)
+    def _record_weights(self, parameters: Iterable[NamedParameter], changing: Iterable[NamedParameter]) -> None:
+        """Record weights, and copy those that change now and whose updates are wanted; on a device with few launches."""
+        wanted, copies = self._wanted("weights", "biases", parameters), self._memory(changing)
+        self.context.recorder.receive_all(((site, named.parameter, named.path) for site, named in wanted), copies)
+        by_device: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for weights, copy in copies.values():  # those that were not copied by the kernel that measures them
+            by_device.setdefault((weights.device, weights.dtype), []).append((copy, weights))
+        for pairs in by_device.values():
+            torch._foreach_copy_([copy for copy, _ in pairs], [weights for _, weights in pairs])
 
     def _record_gradients(self, parameters: Iterable[NamedParameter], scale: Tensor | None = None) -> None:
         wanted = self._wanted("weight_gradients", "bias_gradients", parameters)
@@ -231,9 +235,9 @@ class OptimizerHooks:
                 if isinstance(value, Tensor):
                     self.context.recorder.receive(self.context.sites(kind, named.module), value, named.path)
 
-    def _copy(self, parameters: Iterable[NamedParameter]) -> None:
-        """Copy the weights of which updates are wanted; those of a device with few launches."""
-        lists: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    def _memory(self, parameters: Iterable[NamedParameter]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Clone the weights of the host of which updates are wanted, and return those of devices with memory for copies."""
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
         for _, named in self._wanted("weight_updates", "bias_updates", parameters):
             if not named.parameter.requires_grad:
                 continue
@@ -243,11 +247,8 @@ class OptimizerHooks:
                 continue
             self._before[id(named.parameter)] = copy
             if not weights.is_cpu:
-                copies, originals = lists.setdefault((weights.device, weights.dtype), ([], []))
-                copies.append(copy)
-                originals.append(weights)
-        for copies, originals in lists.values():
-            torch._foreach_copy_(copies, originals)
+                copies[id(named.parameter)] = weights, copy
+        return copies
 
     def _wanted(
         self, weights: str, biases: str, parameters: Iterable[NamedParameter]

@@ -30,7 +30,9 @@ from ikkuna.torch_internals import set_grad_enabled
 
 __all__ = ["Recorder"]
 
-_WIDE = frozenset((torch.float32, torch.float64))
+_LISTED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+_PLAIN = (Tensor, torch.nn.Parameter)
+_NO_COPIES: dict[int, tuple[Tensor, Tensor]] = {}
 T = TypeVar("T")
 _Weight = float | Tensor | str | None
 _NO_MEMORY = "the device has no memory to measure it"
@@ -78,7 +80,7 @@ class Recorder:
         self._index = RowIndex()
         self._selections = Selections(self._index)
         self._pool = PartPool(error_guard, native)
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._generator = torch.Generator("cpu").manual_seed(0)
         self._warned: set[Registered] = set()
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
@@ -147,27 +149,43 @@ class Recorder:
         except Exception as error:
             self.error_guard.report_internal(f"measuring {site}", error)
 
-    def receive_all(self, tensors: Iterable[tuple[Site, Tensor, str]]) -> None:
+    def receive_all(
+        self, tensors: Iterable[tuple[Site, Tensor, str]], copies: dict[int, tuple[Tensor, Tensor]] = _NO_COPIES
+    ) -> None:
         """Measure several tensors, each with its site and the name of the parameter; those of a device together.
 
         On the host this is `receive` for each of them.
+
+        Parameters
+        ----------
+        tensors : iterable
+            Site, tensor and name.
+        copies : dict
+            By the id of a tensor, what to copy, and where to.  Copies that were made with the measurement are removed.
         """
-        lists: dict[_ListKey, list[tuple[int, Tensor]]] = {}
+        lists: dict[_ListKey, list[tuple[int, Tensor, int]]] = {}
         for site, tensor, path in tensors:
             if (key := self._list_key(site, tensor)) is None:
                 self.receive(site, tensor, path)
             else:
-                lists.setdefault(key, []).append((self._index.row(site, path), tensor.detach()))
+                lists.setdefault(key, []).append((self._index.row(site, path), tensor.detach(), id(tensor)))
         for (device, _, fields), group in lists.items():
-            numbers = [row for row, _ in group]
+            numbers = [row for row, *_ in group]
+            targets = [copies[name][1] if name in copies else None for *_, name in group]
             with self._reported(f"measuring parameters on {device}", numbers) as rows:
-                rows.part(0).on_device(device).add_all(numbers, [x for _, x in group], fields)
+                target = rows.part(0).on_device(device)
+                has_copies = any(copy is not None for copy in targets)
+                target.add_all(
+                    numbers, [x for _, x, _ in group], fields, self._source(fields), targets if has_copies else ()
+                )
+                for *_, name in group if has_copies else ():
+                    copies.pop(name, None)
 
     def receive_differences(self, differences: Iterable[tuple[Site, Tensor, Tensor, str]]) -> None:
         """Measure ``after - before`` of several tensors, given as site, after, before, and name; `before` may be overwritten."""
         lists: dict[_ListKey, list[tuple[int, Tensor, Tensor]]] = {}
         for site, after, before, path in differences:
-            if after.dtype not in _WIDE or (key := self._list_key(site, after)) is None:
+            if before.device != after.device or (key := self._list_key(site, after)) is None:
                 self.receive_difference(site, after, before, path)
             else:
                 lists.setdefault(key, []).append((self._index.row(site, path), after.detach(), before))
@@ -175,13 +193,19 @@ class Recorder:
             numbers = [row for row, _, _ in group]
             with self._reported(f"measuring updates on {device}", numbers) as rows:
                 afters, befores = [after for _, after, _ in group], [before for _, _, before in group]
-                rows.part(0).on_device(device).add_differences(numbers, afters, befores, fields)
+                rows.part(0).on_device(device).add_differences(numbers, afters, befores, fields, self._source(fields))
 
     def _list_key(self, site: Site, tensor: Tensor) -> "_ListKey | None":
         """Return what the tensors of a list have in common; ``None`` for a tensor that is measured alone."""
         if tensor.is_cpu or self.rows is None or (task := self.plan.task(site.kind, site.module)) is None:
             return None
-        is_listed = task.is_plain and not is_distributed(tensor) and has_numbers(tensor)
+        is_listed = (
+            not task.measurers
+            and tensor.dtype in _LISTED
+            and type(tensor) in _PLAIN
+            and not is_distributed(tensor)
+            and has_numbers(tensor)
+        )
         return (tensor.device, tensor.dtype, task.fields) if is_listed else None
 
     @contextmanager
@@ -271,7 +295,7 @@ class Recorder:
     def _measure_fields(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:
         fields = target.task.fields
         repeats = 1 if weight is None or isinstance(weight, str) else weight
-        generator = self._generator(tensor.device) if "sampled_codes" in fields else None
+        generator = self._source(fields)
         try:
             return target.part.statistics(tensor).add(target.row, tensor, fields, repeats, generator)
         except Exception as error:
@@ -280,11 +304,9 @@ class Recorder:
                 raise
             return False  # a subclass without the operators to read it
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """Return our own source of randomness on a device."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(0)
-        return self._generators[device]
+    def _source(self, fields: frozenset[str]) -> torch.Generator | None:
+        """Return our own source of randomness if `fields` need one."""
+        return self._generator if "sampled_codes" in fields else None
 
     def _measure_all(self, target: "_Target", measurers: Iterable[Registered], tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:

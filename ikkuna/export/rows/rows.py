@@ -208,6 +208,7 @@ class Rows:
             numbers, values = taken.rows(arrays)
             with np.errstate(all="ignore"):
                 self.values[numbers] = merge_rows(np.stack([self.values[numbers], values]))
+            merge_codes(self.codes, taken.codes(arrays))
         for codes in self._device_codes:
             merge_codes(self.codes, codes)
         self.skipped = self.skipped or any(bool(flag.any()) for flag in self._flags.values())

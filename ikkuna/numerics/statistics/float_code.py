@@ -28,12 +28,25 @@ from ikkuna.numerics.elements import (
 )
 from ikkuna.numerics.statistics.native import Library, library
 
-__all__ = ["SAMPLE", "add_codes", "bin_edges", "codes", "half_size", "merge_codes", "sample", "sampled_codes"]
+__all__ = [
+    "SAMPLE",
+    "WORTH_SAMPLING",
+    "add_codes",
+    "bin_edges",
+    "codes",
+    "draw_seed",
+    "half_size",
+    "merge_codes",
+    "sample",
+    "sampled_codes",
+]
 
 SAMPLE = 65_536
 """Number of elements in a sample."""
 
-_WORTH_SAMPLING = 2 * SAMPLE  # native kernels count so many elements in the time that drawing takes
+WORTH_SAMPLING = 2 * SAMPLE
+"""Kernels count so many elements in the time that drawing a sample takes."""
+
 _DEVICE_CHUNK = 1 << 22  # bounds the int64 index a device needs to 32 MiB
 
 
@@ -94,7 +107,7 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 
     x, m, native
         See `codes`.
     generator : torch.Generator, optional
-        Source of randomness, on the device of `x`; by default a new one with seed 0.  The global one is never used.
+        Source of randomness, on the host; by default the seed is 0.  The global one is never used.
 
     Returns
     -------
@@ -115,18 +128,23 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 
     if found is None:
         return torch.zeros(2 * half, dtype=torch.int64, device="cpu")
     flat, implied_zeros, kernels = found
-    if flat.numel() <= (SAMPLE if kernels is None else _WORTH_SAMPLING):
+    if flat.numel() <= (SAMPLE if kernels is None else WORTH_SAMPLING):
         return _count(*found, m)
     if kernels is None:
-        drawn = _count_with_operators(sample(flat, generator), m)
+        own = torch.Generator(flat.device).manual_seed(draw_seed(generator))
+        drawn = _count_with_operators(sample(flat, own), m)
         counts = (drawn.double() * (flat.numel() / SAMPLE)).round().long()
     else:
         counts = torch.empty(2 * half, dtype=torch.int64, device="cpu")
-        seed = int(torch.randint(2**32, (), generator=generator, device="cpu").item()) if generator else 0
-        kernels.sampled_codes(flat, m, counts, seed)
+        kernels.sampled_codes(flat, m, counts, draw_seed(generator))
     if implied_zeros:
         counts[half] += implied_zeros
     return counts
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Return 32 random bits of a generator on the host; 0 without a generator."""
+    return 0 if generator is None else int(torch.randint(2**32, (), generator=generator, device="cpu").item())
 
 
 def add_codes(
@@ -202,9 +220,9 @@ def _count_on_host(flat: Tensor, m: int, half: int) -> Tensor:
 def _count_on_device(flat: Tensor, m: int, half: int) -> Tensor:
     """Count without ``bincount``, which synchronises with the device to find the largest code."""
     counts = torch.zeros(2 * half, dtype=torch.int64, device=flat.device)
+    one = counts.new_ones(())
     for chunk in torch.split(flat, _DEVICE_CHUNK):
-        index = (_leading_bits(chunk, m) + half).long()
-        counts.scatter_add_(0, index, counts.new_ones(()).expand(index.numel()))
+        counts.scatter_add_(0, _leading_bits(chunk, m).add_(half).long(), one.expand(chunk.numel()))
     return counts
 
 

@@ -1,5 +1,6 @@
 """Rows of statistics of tensors on a device, computed there without waiting for it."""
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -11,10 +12,17 @@ from torch import Tensor
 
 from ikkuna.numerics.elements import flatten, has_numbers, pieces, readable, without_repeats
 from ikkuna.numerics.statistics.device import operators
+from ikkuna.numerics.statistics.device.code_counts import CodeCounts, CountBuffer, CountOwner
 from ikkuna.numerics.statistics.device.doubts import Doubts
 from ikkuna.numerics.statistics.device.exact import measure_exactly
-from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels, Written, triton_kernels
-from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
+from ikkuna.numerics.statistics.device.triton_launcher import (
+    TensorList,
+    TritonKernels,
+    Written,
+    histograms_of,
+    triton_kernels,
+)
+from ikkuna.numerics.statistics.float_code import SAMPLE, WORTH_SAMPLING, add_codes, draw_seed, merge_codes
 from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
 from ikkuna.numerics.statistics.table import EMPTY, Values, merge_rows, repeat_rows, row_of
 
@@ -23,6 +31,9 @@ __all__ = ["DeviceStatistics", "ReducedTensor", "Taken"]
 _DROPPED = -1  # the owner of written rows that were cleared
 _PIECE = 1 << 18  # elements of a tensor that is read in parts
 _MOST_EXACT = 256  # rows of float64 that wait to be merged
+_MOST_COUNTS = 2048  # histograms that wait to be merged, 32 MiB
+_NUMBER = frozenset(("n",))
+_SAMPLED = frozenset(("sampled_codes",))
 
 
 class ReducedTensor(NamedTuple):
@@ -61,6 +72,8 @@ class Taken:
         Rows that Triton kernels write.
     kernels : TritonKernels, optional
         Those kernels.
+    counted : list of CountBuffer
+        The histograms that Triton kernels count.
 
     Attributes
     ----------
@@ -77,12 +90,16 @@ class Taken:
         doubts: Doubts,
         written: Sequence[Written] = (),
         kernels: TritonKernels | None = None,
+        counted: Sequence[CountBuffer] = (),
     ) -> None:
         self._exact, self._reduced, self._doubts = exact, reduced, doubts
         self._merged: tuple[int, ...] = ()
+        self._counts: tuple[tuple[int, tuple[str, ...]], ...] = ()
         self.tensors: dict[Any, Tensor] = {}
         if written and kernels is not None:
             self._merged, self.tensors["merged"] = kernels.merge(written)
+        if counted and kernels is not None:
+            self._counts, self.tensors["counts"] = kernels.merge_counts(counted)
         self.numbers = {*(row for row, *_ in exact), *(measured.row for measured in reduced), *self._merged} - {
             _DROPPED
         }
@@ -93,7 +110,28 @@ class Taken:
             for result in measured.results:
                 by_dtype.setdefault(result.dtype, []).append(result)
         self.tensors |= {dtype: torch.stack(results) for dtype, results in by_dtype.items()}
-        self._written = written  # kept until the copy has arrived: their memory may belong to other streams
+        self._kept: list[Any] = [
+            written,
+            counted,
+        ]  # kept until the copy has arrived: their memory may belong to other streams
+
+    def keep(self, objects: Iterable[Any]) -> None:
+        """Keep objects alive until the copy has arrived."""
+        self._kept += objects
+
+    def codes(self, arrays: dict[Any, Any]) -> dict[int, dict[str, Any]]:
+        """Return the histograms that kernels have counted, by row and field.
+
+        Parameters
+        ----------
+        arrays : dict
+            `tensors`, or their copies.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for (row, names), counts in zip(self._counts, arrays.get("counts", ()), strict=True):
+            if row != _DROPPED:
+                merge_codes(found, {row: dict.fromkeys(names, counts)})
+        return found
 
     def rows(self, arrays: dict[Any, NDArray[Any]]) -> tuple[list[int], Values]:
         """Return the numbers of the measured rows, each once, and their values ``(rows, columns)``.
@@ -153,9 +191,11 @@ class DeviceStatistics:
         self.codes: dict[int, dict[str, Tensor]] = {}
         self._doubts = Doubts() if doubts is None else doubts
         self._kernels = triton_kernels(device)
+        self._counts = CodeCounts(device)
         self._exact: list[tuple[int, frozenset[str], Tensor]] = []
         self._reduced: list[ReducedTensor] = []
         self._written: list[Written] = []
+        self._settled: list[Taken] = []
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._streams: list[Any] = []
 
@@ -175,7 +215,9 @@ class DeviceStatistics:
         x, times = without_repeats(x)
         weight = weight * times
         is_weighted = isinstance(weight, Tensor) or weight != 1
-        if not x.numel() or (not is_weighted and self._write(row, x, fields)):
+        if x.numel() and not is_weighted and self._write(row, x, fields, generator):
+            return True
+        if not x.numel():
             pass
         elif _overlaps(x):
             for part in pieces(x, _PIECE):
@@ -191,8 +233,11 @@ class DeviceStatistics:
 
     def _note_stream(self) -> None:
         """Remember on which stream the results are computed."""
-        if hasattr(self._module, "current_stream") and (stream := self._module.current_stream()) not in self._streams:
+        if (stream := self._stream()) is not None and stream not in self._streams:
             self._streams.append(stream)
+
+    def _stream(self) -> Any:
+        return self._module.current_stream() if hasattr(self._module, "current_stream") else None
 
     def _wait_for_streams(self) -> None:
         """Let the kernels that follow wait for all results, without waiting on the host."""
@@ -200,55 +245,147 @@ class DeviceStatistics:
             if stream != (current := self._module.current_stream()):
                 current.wait_stream(stream)
 
-    def _write(self, row: int, x: Tensor, fields: frozenset[str]) -> bool:
-        """Measure a tensor with a Triton kernel, if there is one for it."""
-        if self._kernels is None or not self._kernels.accepts(x, fields):
+    def _write(self, row: int, x: Tensor, fields: frozenset[str], generator: torch.Generator | None) -> bool:
+        """Measure a tensor with Triton kernels, if there is one for it."""
+        if (kernels := self._kernels) is None or not kernels.accepts_one(x, fields):
             return False
-        written = self._kernels.measure(row, x, fields)
-        if written is not None:
+        n = x.numel()
+        if names := _counted(n, fields):
+            counts = self._counts.of(CountOwner(row, names), n, histograms_of(n), self._stream())
+        if names or not fields <= HISTOGRAMS | {"n"}:
+            written = kernels.measure(row, x, fields, counts[: histograms_of(n)] if names else None)
+            if written is None:
+                return False
             self._written.append(written)
-        return written is not None
+        else:
+            self._reduced.append(ReducedTensor(row, n, _NUMBER, []))
+        if _is_sampled(n, fields):
+            counts = self._counts.reserve([_sampled(row, n)], self._stream())
+            if not kernels.sample(x, counts, draw_seed(generator)):
+                add_codes(self.codes.setdefault(row, {}), x, _SAMPLED, generator)
+        self._settle_counts()
+        return True
 
-    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], fields: frozenset[str]) -> None:
-        """Add the statistics of several tensors of one dtype, each to its row; norms of all take few launches."""
+    def add_all(
+        self,
+        rows: Sequence[int],
+        tensors: Sequence[Tensor],
+        fields: frozenset[str],
+        generator: torch.Generator | None = None,
+        copies: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Add the statistics of several tensors of one dtype, each to its row; norms of all take few launches.
+
+        Parameters
+        ----------
+        rows, tensors, fields, generator
+            See `add`.
+        copies : sequence of Tensor or None
+            Where to copy the tensors to, each with the shape and strides of its tensor; the kernel that reads them does so.
+        """
         self._note_stream()
-        if self._write_all(rows, tensors, fields):
-            return
+        left = self._write_all(rows, TensorList(tensors, copies, copies=True), fields, generator)
+        wanted = [(copy, tensors[i]) for i in left if copies and (copy := copies[i]) is not None]
+        if wanted:
+            torch._foreach_copy_([copy for copy, _ in wanted], [x for _, x in wanted])
         together = [
-            (row, x)
-            for row, x in zip(rows, tensors, strict=True)
-            if operators.accepts_list(x, fields) and row not in self._doubts and x.numel()
+            (rows[i], tensors[i])
+            for i in left
+            if operators.accepts_list(tensors[i], fields) and rows[i] not in self._doubts and tensors[i].numel()
         ]
         if together:
             results = operators.reduce_list([x for _, x in together], fields)
             for (row, x), found in zip(together, results, strict=True):
                 self._reduced.append(ReducedTensor(row, x.numel(), fields, found))
         done = {row for row, _ in together}
-        for row, x in zip(rows, tensors, strict=True):
-            if row not in done:
-                self.add(row, x, fields)
+        for i in left:
+            if rows[i] not in done:
+                self.add(rows[i], tensors[i], fields, generator=generator)
 
-    def add_differences(self, rows: Sequence[int], xs: list[Tensor], ys: list[Tensor], fields: frozenset[str]) -> None:
-        """Add the statistics of ``x - y`` of several pairs of one dtype, float32 or float64; `ys` may be overwritten."""
+    def add_differences(
+        self,
+        rows: Sequence[int],
+        xs: Sequence[Tensor],
+        ys: Sequence[Tensor],
+        fields: frozenset[str],
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Add the statistics of ``x - y``, in at least float32, of several pairs of one dtype; `ys` may be overwritten."""
         self._note_stream()
-        if not self._write_all(rows, xs, fields, ys):
-            torch._foreach_sub_(ys, xs)
-            torch._foreach_neg_(ys)
-            self.add_all(rows, ys, fields)
+        if not (left := self._write_all(rows, TensorList(xs, ys), fields, generator)):
+            return
+        rows, xs, ys = [rows[i] for i in left], [xs[i] for i in left], [ys[i] for i in left]
+        if xs[0].dtype.itemsize < 4:
+            for row, x, y in zip(rows, xs, ys, strict=True):
+                self.add(row, x.float().sub_(y), fields, generator=generator)
+            return
+        torch._foreach_sub_(ys, xs)
+        torch._foreach_neg_(ys)
+        self.add_all(rows, ys, fields, generator)
 
     def _write_all(
-        self, rows: Sequence[int], xs: Sequence[Tensor], fields: frozenset[str], minus: Sequence[Tensor] = ()
-    ) -> bool:
-        """Measure several tensors with one Triton kernel, if it accepts all of them."""
-        kernels = self._kernels
-        if kernels is None or not all(kernels.accepts(x, fields) for x in (*xs, *minus)):
+        self, rows: Sequence[int], tensors: TensorList, fields: frozenset[str], generator: torch.Generator | None
+    ) -> list[int]:
+        """Measure several tensors with one Triton kernel, and with another one for samples; return the numbers of those left."""
+        left = list(range(len(rows)))
+        chosen = [i for i in left if self._is_written(i, tensors, fields)]
+        if not chosen or (kernels := self._kernels) is None:
+            return left
+        rows, xs = [rows[i] for i in chosen], [tensors.xs[i] for i in chosen]
+        others = [tensors.others[i] for i in chosen] if tensors.others else []
+        most = _most_counted(fields)
+        owners = [
+            CountOwner(row, _counted(n, fields))
+            for row, n in zip(rows, (x.numel() for x in xs), strict=True)
+            if n <= most
+            for _ in range(histograms_of(n, in_list=True))
+        ]
+        counts = self._counts.reserve(owners, self._stream()) if owners else None
+        part = TensorList(xs, others, tensors.copies, counts, most)
+        if (written := kernels.measure_list(rows, part, fields)) is None:
+            return left
+        self._written.append(written)
+        self._sample_all(kernels, rows, part, fields, generator)
+        self._settle_counts()
+        return [i for i in left if i not in set(chosen)] if len(chosen) < len(left) else []
+
+    def _is_written(self, i: int, tensors: TensorList, fields: frozenset[str]) -> bool:
+        """Return whether a Triton kernel can measure a tensor of a list."""
+        if (kernels := self._kernels) is None or not kernels.accepts(x := tensors.xs[i], fields):
             return False
-        if any(x.stride() != y.stride() for x, y in zip(xs, minus, strict=False)):
-            return False
-        written = kernels.measure_list(rows, xs, fields, minus)
-        if written is not None:
-            self._written.append(written)
-        return written is not None
+        y = tensors.others[i] if tensors.others else None
+        if y is None:
+            return True
+        are_alike = x.stride() == y.stride() and x.dtype == y.dtype
+        return are_alike and kernels.accepts_one(x, fields) and kernels.accepts_one(y, fields)
+
+    def _sample_all(
+        self,
+        kernels: TritonKernels,
+        rows: Sequence[int],
+        tensors: TensorList,
+        fields: frozenset[str],
+        generator: torch.Generator | None,
+    ) -> None:
+        """Count samples of the large tensors of a list."""
+        drawn = [i for i, x in enumerate(tensors.xs) if _is_sampled(x.numel(), fields)]
+        if not drawn:
+            return
+        counts = self._counts.reserve([_sampled(rows[i], tensors.xs[i].numel()) for i in drawn], self._stream())
+        if kernels.sample_list(tensors, drawn, counts, draw_seed(generator)):
+            return
+        for i in drawn:
+            y = None if tensors.copies or not tensors.others else tensors.others[i]
+            x = tensors.xs[i] if y is None else tensors.xs[i].float() - y
+            add_codes(self.codes.setdefault(rows[i], {}), x, _SAMPLED, generator)
+
+    def _settle_counts(self) -> None:
+        """Merge the histograms of samples, of which each call has its own, before they need much memory."""
+        if len(self._counts) > _MOST_COUNTS and self._kernels is not None:
+            self._wait_for_streams()
+            taken = Taken([], [], self._doubts, (), self._kernels, self._counts.take())
+            self._settled.append(taken)  # its memory may belong to other streams
+            merge_codes(self.codes, taken.codes(taken.tensors))
 
     def _add_exactly(self, row: int, x: Tensor, fields: frozenset[str], weight: float | Tensor) -> None:
         read = readable(x)
@@ -276,11 +413,14 @@ class DeviceStatistics:
             for rows in self._written
             if any(mine := [owner == row for owner in rows.owners])
         ]
-        taken = Taken(exact, reduced, self._doubts, written, self._kernels)
-        _, values = taken.rows({name: tensor.cpu().double().numpy() for name, tensor in taken.tensors.items()})
+        taken = Taken(exact, reduced, self._doubts, written, self._kernels, self._counts.used())
+        arrays = {name: tensor.cpu().numpy() for name, tensor in taken.tensors.items()}
+        _, values = taken.rows({name: array.astype(np.float64) for name, array in arrays.items()})
         record = record_of(values[0] if len(values) else EMPTY, fields)
-        for name, counts in self.codes.get(row, {}).items():
-            setattr(record, name, counts.cpu().numpy())
+        codes = taken.codes(arrays)
+        merge_codes(codes, {row: {name: counts.cpu().numpy() for name, counts in self.codes.get(row, {}).items()}})
+        for name, counts in codes[row].items():
+            setattr(record, name, counts)
         return record
 
     def merge(self, other: "DeviceStatistics") -> None:
@@ -288,13 +428,16 @@ class DeviceStatistics:
         self._exact += other._exact
         self._streams += (stream for stream in other._streams if stream not in self._streams)
         self._written += other._written
+        self._counts.merge(other._counts)
+        self._settled += other._settled
         self._reduced += other._reduced
         merge_codes(self.codes, other.codes)
 
     def clear(self, rows: Iterable[int] | None = None) -> None:
         """Empty some rows, or all."""
         if rows is None:
-            self._exact, self._reduced, self._written, self.codes = [], [], [], {}
+            self._exact, self._reduced, self._written, self._settled, self.codes = [], [], [], [], {}
+            self._counts.take()
             return
         dropped = set(rows)
         self._exact = [found for found in self._exact if found[0] not in dropped]
@@ -303,6 +446,7 @@ class DeviceStatistics:
             Written(tuple(_DROPPED if owner in dropped else owner for owner in rows.owners), rows.values)
             for rows in self._written
         ]
+        self._counts.drop(dropped)
         for row in dropped:
             self.codes.pop(row, None)
 
@@ -310,8 +454,10 @@ class DeviceStatistics:
         """Return everything that was measured, and the histograms; empty all rows."""
         self._wait_for_streams()
         self._streams = []
-        taken, codes = Taken(self._exact, self._reduced, self._doubts, self._written, self._kernels), self.codes
-        self._exact, self._reduced, self._written, self.codes = [], [], [], {}
+        counted, codes = self._counts.take(), self.codes
+        taken = Taken(self._exact, self._reduced, self._doubts, self._written, self._kernels, counted)
+        taken.keep(self._settled)
+        self._exact, self._reduced, self._written, self._settled, self.codes = [], [], [], [], {}
         return taken, codes
 
 
@@ -329,6 +475,26 @@ def _merged(exact: Sequence[tuple[int, frozenset[str], Tensor]]) -> list[tuple[i
         rows = merge_rows(stacked.unflatten(0, (len(keys), count)).transpose(0, 1)) if count > 1 else stacked
         found += [(*key, values) for key, values in zip(keys, islice(rows, len(keys)), strict=True)]
     return found
+
+
+def _most_counted(fields: frozenset[str]) -> float:
+    """Return how many elements a tensor may have whose codes are all counted."""
+    return math.inf if "codes" in fields else WORTH_SAMPLING if "sampled_codes" in fields else -1
+
+
+def _counted(n: int, fields: frozenset[str]) -> tuple[str, ...]:
+    """Return the histograms that count all of `n` elements."""
+    return tuple(
+        name for name in ("codes", "sampled_codes") if name in fields and not (name[0] == "s" and n > WORTH_SAMPLING)
+    )
+
+
+def _is_sampled(n: int, fields: frozenset[str]) -> bool:
+    return "sampled_codes" in fields and n > WORTH_SAMPLING
+
+
+def _sampled(row: int, n: int) -> CountOwner:
+    return CountOwner(row, ("sampled_codes",), n / SAMPLE)
 
 
 def _overlaps(x: Tensor) -> bool:

@@ -3,7 +3,8 @@
 The columns of a row are those of `ikkuna.numerics.statistics.table`, in float64.  A program reads one chunk of a tensor, tile by tile.
 Powers are taken of numbers that were scaled by a power of two and centred about the mean of their own tile.  So nothing overflows,
 vanishes or cancels, whatever the magnitude; tiles and rows are merged in float64 (Chan, Golub & LeVeque 1979, Pébay 2008).
-There are no atomic operations: the same data give the same bits.
+Only counts of float codes use atomic operations, on integers, whose order does not matter: the same data give the same bits.
+Arguments that are numbers have one type and no specialisations: Triton would compile others when they first occur, within a step.
 
 This module needs Triton, which the CUDA and ROCm builds of torch contain.
 """
@@ -11,9 +12,14 @@ This module needs Triton, which the CUDA and ROCm builds of torch contain.
 import triton
 import triton.language as tl
 
-__all__ = ["measure_list", "measure_one", "merge_rows"]
+__all__ = ["measure_list", "measure_one", "merge_codes", "merge_rows", "sample_list", "sample_one"]
 
 WIDTH = tl.constexpr(14)
+HALF = tl.constexpr(2048)  # the number of float codes of either sign, see `ikkuna.numerics.statistics.float_code`
+CODES = tl.constexpr(4096)
+SHIFT = tl.constexpr(20)  # a code has 3 bits of the mantissa
+PARTS = tl.constexpr(65_536)  # a sample is one element out of each part
+PARTS_LOG2 = tl.constexpr(16)
 
 
 @triton.jit
@@ -57,9 +63,55 @@ def _tile_moments(v, finite, k, back, LEVEL: tl.constexpr):
 
 
 @triton.jit
+def _count_codes(x, there, counts_ptr):
+    """Count the float codes of numbers; zeros are counted together, because many of them would wait for one another."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF) >> SHIFT
+    code = tl.where(bits < 0, HALF - 1 - magnitude, HALF + magnitude)
+    is_zero = bits == 0
+    tl.atomic_add(counts_ptr + code, 1, mask=there & (bits != 0), sem="relaxed")
+    tl.atomic_add(counts_ptr + HALF, tl.sum((there & is_zero).to(tl.int32)), sem="relaxed")
+
+
+@triton.jit
+def _wide(x):
+    """Return numbers in float32; the bits of a bfloat16 are shifted, which keeps those of a NaN."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _spread(number, BLOCK: tl.constexpr):
+    """Return a block of equal numbers; the interpreter takes no masks that are scalars."""
+    return tl.zeros((BLOCK,), tl.int64) + number
+
+
+@triton.jit
+def _load_tile(x_ptr, y_ptr, begin, stop, other, IS_FULL: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr):
+    """Return which elements of a tile exist, and the tile of x, or of x - y; unless `other` is 0, copy x to y."""
+    at = begin + tl.arange(0, BLOCK)
+    if IS_FULL:  # without a mask, so that loads are of 16 bytes
+        there = tl.full((BLOCK,), True, tl.int1)
+        loaded = tl.load(x_ptr + at)
+    else:
+        there = at < stop
+        loaded = tl.load(x_ptr + at, mask=there, other=0)
+    x = _wide(loaded)
+    if OTHER == 1:
+        x = x - _wide(tl.load(y_ptr + at, mask=there, other=0))
+    if OTHER == 2:
+        tl.store(y_ptr + at, loaded, mask=there & (_spread(other, BLOCK) != 0))
+    return there, x
+
+
+@triton.jit
 def _measure_tile(
     x_ptr,
     y_ptr,
+    counts_ptr,
     begin,
     stop,
     low,
@@ -76,23 +128,18 @@ def _measure_tile(
     m2,
     m3,
     m4,
+    other,
+    histogram,
     IS_FULL: tl.constexpr,
-    DIFFERENCE: tl.constexpr,
+    OTHER: tl.constexpr,
+    COUNT: tl.constexpr,
     LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add one tile of x, or of x - y, to the statistics so far."""
-    at = begin + tl.arange(0, BLOCK)
-    if IS_FULL:  # without a mask, so that loads are of 16 bytes
-        there = tl.full((BLOCK,), True, tl.int1)
-        x = tl.load(x_ptr + at).to(tl.float32)
-        if DIFFERENCE:
-            x = x - tl.load(y_ptr + at).to(tl.float32)
-    else:
-        there = at < stop
-        x = tl.load(x_ptr + at, mask=there, other=0).to(tl.float32)
-        if DIFFERENCE:
-            x = x - tl.load(y_ptr + at, mask=there, other=0).to(tl.float32)
+    """Add one tile to the statistics so far, and unless `histogram` is negative, count its codes; see `_load_tile`."""
+    there, x = _load_tile(x_ptr, y_ptr, begin, stop, other, IS_FULL, OTHER, BLOCK)
+    if COUNT:
+        _count_codes(x, there & (_spread(histogram, BLOCK) >= 0), counts_ptr)
     finite = there & (tl.abs(x) < float("inf"))
     known = there & (x == x)
     low = tl.minimum(low, tl.min(tl.where(known, x, float("inf"))))
@@ -140,9 +187,23 @@ def _write_row(row_ptr, n, nans, infs, zeros, l1, sumsq, mean, m2, m3, m4, low, 
 
 @triton.jit
 def _measure_chunk(
-    x_ptr, y_ptr, start, stop, row_ptr, DIFFERENCE: tl.constexpr, LEVEL: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    y_ptr,
+    counts_ptr,
+    start,
+    stop,
+    row_ptr,
+    other,
+    histogram,
+    OTHER: tl.constexpr,
+    COUNT: tl.constexpr,
+    LEVEL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write the row of x[start:stop], or of x - y.  LEVEL 0: no moments, 1: mean and m2, 2: all."""
+    """Write the row of x[start:stop].
+
+    OTHER 0: y is not used, 1: the row is that of x - y, 2: x is copied to y.  LEVEL 0: no moments, 1: mean and m2, 2: all.
+    """
     zero = tl.zeros((), tl.float64)
     low = tl.full((), float("inf"), tl.float32)
     high = tl.full((), float("-inf"), tl.float32)
@@ -151,13 +212,13 @@ def _measure_chunk(
     whole = start + (stop - start) // BLOCK * BLOCK
     for begin in range(start, whole, BLOCK):
         low, high, finite_low, finite_high, nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4 = _measure_tile(
-            *(x_ptr, y_ptr, begin, stop, low, high, finite_low, finite_high),
-            *(nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4, True, DIFFERENCE, LEVEL, BLOCK),
+            *(x_ptr, y_ptr, counts_ptr, begin, stop, low, high, finite_low, finite_high),
+            *(nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4, other, histogram, True, OTHER, COUNT, LEVEL, BLOCK),
         )
     if whole < stop:
         low, high, finite_low, finite_high, nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4 = _measure_tile(
-            *(x_ptr, y_ptr, whole, stop, low, high, finite_low, finite_high),
-            *(nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4, False, DIFFERENCE, LEVEL, BLOCK),
+            *(x_ptr, y_ptr, counts_ptr, whole, stop, low, high, finite_low, finite_high),
+            *(nans, infs, zeros, l1, sumsq, n, mean, m2, m3, m4, other, histogram, False, OTHER, COUNT, LEVEL, BLOCK),
         )
     total = n + nans + infs
     unknown = nans > 0  # the extrema of numbers with a NaN are NaN
@@ -169,43 +230,135 @@ def _measure_chunk(
     )
 
 
-@triton.jit
-def measure_one(x_ptr, n, rows_ptr, share, LEVEL: tl.constexpr, BLOCK: tl.constexpr):
-    """Measure one contiguous tensor of `n` elements; each program reads `share` of them and writes a row."""
+@triton.jit(do_not_specialize=["n", "share", "histograms"])
+def measure_one(
+    x_ptr,
+    n: tl.int64,
+    rows_ptr,
+    share: tl.int64,
+    counts_ptr,
+    histograms,
+    COUNT: tl.constexpr,
+    LEVEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Measure one contiguous tensor of `n` elements; each program reads `share` of them and writes a row.
+
+    With COUNT, it also adds their float codes to one of several histograms of the tensor.
+    """
     program = tl.program_id(0)
     start = program.to(tl.int64) * share
     stop = tl.minimum(start + share, n)
-    _measure_chunk(x_ptr, x_ptr, start, stop, rows_ptr + program * WIDTH, False, LEVEL, BLOCK)
+    mine = counts_ptr + (program % histograms) * CODES
+    _measure_chunk(*(x_ptr, x_ptr, mine, start, stop, rows_ptr + program * WIDTH, 0, 0, 0, COUNT, LEVEL, BLOCK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def measure_list(
     pointers_ptr,
     count,
     chunks_ptr,
     rows_ptr,
+    counts_ptr,
     DTYPE: tl.constexpr,
-    DIFFERENCE: tl.constexpr,
+    OTHER: tl.constexpr,
     ALIGNED: tl.constexpr,
+    COUNT: tl.constexpr,
     LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Measure `count` contiguous tensors of one dtype, or their differences to as many others.
+    """Measure `count` contiguous tensors of one dtype, or their differences to as many others, or copy them to these.
 
     The tensors are given by their addresses, first those of the one list, then those of the other.
-    Each program reads a chunk ``(tensor, start / BLOCK, stop)`` and writes a row.
+    Each program reads a chunk ``(tensor, start / BLOCK, stop, histogram)`` and writes a row; codes are counted unless
+    the number of the histogram is negative.  A tensor is copied unless the other address is 0.
     """
     program = tl.program_id(0)
-    chunk = chunks_ptr + program * 3
+    chunk = chunks_ptr + program * 4
     tensor = tl.load(chunk)
+    x_ptr = tl.load(pointers_ptr + tensor).to(tl.pointer_type(DTYPE))
+    y_ptr = x_ptr
+    other = tensor * 0
+    if OTHER > 0:
+        other = tl.load(pointers_ptr + count + tensor)
+        y_ptr = other.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        x_ptr, y_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(y_ptr, 16)
+    start, stop = tl.load(chunk + 1) * BLOCK, tl.load(chunk + 2)
+    histogram = tl.load(chunk + 3)
+    _measure_chunk(
+        *(x_ptr, y_ptr, counts_ptr + histogram * CODES, start, stop, rows_ptr + program * WIDTH),
+        *(other, histogram, OTHER, COUNT, LEVEL, BLOCK),
+    )
+
+
+@triton.jit
+def _mixed(h):
+    """Return the finalizer of MurmurHash3 (Appleby 2011) of 32 bits."""
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _count_drawn(x_ptr, y_ptr, n, seed, first, counts_ptr, DIFFERENCE: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the codes of one element out of each of BLOCK parts of x, or of x - y; the C++ kernels draw the same."""
+    i = first + tl.arange(0, BLOCK)
+    wide = i.to(tl.int64)
+    begin = (wide * n) >> PARTS_LOG2
+    end = ((wide + 1) * n) >> PARTS_LOG2
+    random = _mixed(seed + i.to(tl.uint32) * 0x9E3779B9)
+    at = begin + ((random.to(tl.int64) * (end - begin)) >> 32)
+    x = _wide(tl.load(x_ptr + at))
+    if DIFFERENCE:
+        x = x - _wide(tl.load(y_ptr + at))
+    _count_codes(x, tl.full((BLOCK,), True, tl.int1), counts_ptr)
+
+
+@triton.jit(do_not_specialize=["n", "seed"])
+def sample_one(x_ptr, n: tl.int64, counts_ptr, seed: tl.int64, BLOCK: tl.constexpr):
+    """Count the float codes of 2**16 random elements of a contiguous tensor."""
+    first = tl.program_id(0) * BLOCK
+    _count_drawn(x_ptr, x_ptr, n.to(tl.int64), seed.to(tl.uint32), first, counts_ptr, False, BLOCK)
+
+
+@triton.jit(do_not_specialize=["count", "seed"])
+def sample_list(
+    pointers_ptr,
+    count,
+    drawn_ptr,
+    counts_ptr,
+    seed: tl.int64,
+    DTYPE: tl.constexpr,
+    DIFFERENCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the float codes of 2**16 random elements of each of some tensors ``(tensor, size, histogram)``, or of differences."""
+    programs = PARTS // BLOCK
+    drawn = drawn_ptr + tl.program_id(0) // programs * 3
+    tensor = tl.load(drawn)
     x_ptr = tl.load(pointers_ptr + tensor).to(tl.pointer_type(DTYPE))
     y_ptr = x_ptr
     if DIFFERENCE:
         y_ptr = tl.load(pointers_ptr + count + tensor).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        x_ptr, y_ptr = tl.multiple_of(x_ptr, 16), tl.multiple_of(y_ptr, 16)
-    start, stop = tl.load(chunk + 1) * BLOCK, tl.load(chunk + 2)
-    _measure_chunk(x_ptr, y_ptr, start, stop, rows_ptr + program * WIDTH, DIFFERENCE, LEVEL, BLOCK)
+    own = _mixed(seed.to(tl.uint32) + tensor.to(tl.uint32))
+    first = tl.program_id(0) % programs * BLOCK
+    counts = counts_ptr + tl.load(drawn + 2) * CODES
+    _count_drawn(x_ptr, y_ptr, tl.load(drawn + 1), own, first, counts, DIFFERENCE, BLOCK)
+
+
+@triton.jit
+def merge_codes(counts_ptr, order_ptr, begin_ptr, scales_ptr, merged_ptr, BLOCK: tl.constexpr):
+    """Merge the histograms of each site, scaled and rounded: those numbered order[begin[i]:begin[i + 1]] become number i."""
+    blocks = CODES // BLOCK
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.int64)
+    for j in range(tl.load(begin_ptr + i), tl.load(begin_ptr + i + 1)):
+        number = tl.load(order_ptr + j)
+        scaled = tl.load(counts_ptr + number * CODES + at).to(tl.float64) * tl.load(scales_ptr + number)
+        total += ((scaled + 4503599627370496.0) - 4503599627370496.0).to(tl.int64)  # 2**52: ties to even
+    tl.store(merged_ptr + i * CODES + at, total)
 
 
 @triton.jit
