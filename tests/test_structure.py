@@ -65,7 +65,7 @@ LAYERS = {
     "reading": ("errors", "logger", "native", "visualization"),
     "report": ("__version__", "errors", "atomic_file", "visualization", "reading", "diagnosis"),
     "cli": (
-        *("__version__", "errors", "logger", "plugins", "numerics", "visualization", "reading", "diagnosis", "report"),
+        *("__version__", "errors", "plugins", "native", "numerics", "visualization", "reading", "diagnosis", "report"),
         "export",
     ),
 }

@@ -61,6 +61,14 @@ def _run(arguments: list[str], terminal: Terminal) -> int:
     return status
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Writes the name of each command and its help in one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+        self._action_max_length = 16  # argparse does not count the indentation of commands
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises `ConfigError` instead of ending the process."""
 
@@ -70,7 +78,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return a parser with the command that is named first, or with all commands if none is."""
-    parser = _Parser("ikkuna", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    parser = _Parser("ikkuna", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False, formatter_class=_Formatter)
     parser.add_argument("--version", action="version", version=f"ikkuna {__version__}")
     group = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     names = command_names()

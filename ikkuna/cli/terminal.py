@@ -91,7 +91,7 @@ class Terminal:
 
     def warn(self, text: str) -> None:
         """Write a warning to the standard error."""
-        _write(self._err, f"ikkuna: warning: {text}\n")
+        _write(self._err, f"ikkuna: {text}\n")
 
     def error(self, text: str) -> None:
         """Write an error to the standard error."""

@@ -30,7 +30,7 @@ def test_help_lists_every_command_and_imports_no_heavy_package():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
     for name in NAMES:
-        assert f"    {name} " in done.stdout
+        assert f"\n    {name}" in done.stdout
         assert load_command(name).help in " ".join(done.stdout.split())
 
 
@@ -94,7 +94,7 @@ def test_a_new_module_is_a_new_command(added, capsys):
         ("raise ConfigError('no such run')", 2, "ikkuna: no such run\n"),
         ("open('/nowhere/at/all')", 2, "ikkuna: [Errno 2] No such file or directory: '/nowhere/at/all'\n"),
         ("raise KeyboardInterrupt", 130, ""),
-        ("log.warning('%d lines', 3); return 0", 0, "ikkuna: warning: 3 lines\n"),
+        ("log.warning('%d lines', 3); return 0", 0, "ikkuna: 3 lines\n"),
     ],
 )
 def test_exceptions_become_a_line_and_a_status(added, body, status, error, capsys):

@@ -1,0 +1,57 @@
+"""``ikkuna summary``: a run at a glance, in the terminal."""
+
+import argparse
+import time
+
+from ikkuna.cli.command import Command
+from ikkuna.cli.terminal import Terminal
+
+__all__ = ["command"]
+
+_CLEAR = "\x1b[2J\x1b[H"
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN", help="the directory of a run, an event file, or a file of JSON lines")
+    parser.add_argument("--kind", help="draw the heat map of this kind only")
+    parser.add_argument("--watch", action="store_true", help="write the summary again whenever the run has grown")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, help="seconds between two looks with --watch (default: 2)"
+    )
+    parser.add_argument("--json", action="store_true", help="write the last values as JSON")
+
+
+def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+    from ikkuna.cli.run_summary import summary_values, write_summary
+    from ikkuna.errors import ConfigError
+    from ikkuna.reading import StoredRun, read_run
+
+    if not options.interval > 0:
+        raise ConfigError(f"--interval needs a positive number, got {options.interval}")
+    if not options.watch:
+        run = read_run(options.path)
+        if options.json:
+            terminal.write_json(summary_values(run))
+        else:
+            write_summary(run, terminal, options.kind)
+        return 0
+    run, seen = StoredRun(options.path), None
+    while True:  # until the user interrupts
+        if (run.count, run.last_step) != seen:
+            seen = run.count, run.last_step
+            if options.json:
+                terminal.write_json(summary_values(run))
+            else:
+                terminal.write(_CLEAR if terminal.is_interactive else "")
+                write_summary(run, terminal, options.kind if run.count else None)
+            terminal.flush()
+        time.sleep(options.interval)
+        run.update()
+
+
+command = Command(
+    help="show a run at a glance in the terminal",
+    description="Show the last values, curves and heat maps of a run in the terminal.",
+    add_arguments=_add_arguments,
+    run=_run,
+)

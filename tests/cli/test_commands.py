@@ -1,0 +1,177 @@
+"""Each command works on real runs, and answers bad input with a line."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ikkuna import cli
+from ikkuna.cli.sample_training import train_sample
+from ikkuna.reading import read_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    train_sample(directory, steps=41, rules=None)
+    return directory / "run0001"
+
+
+def output(capsys, *arguments, status=0):
+    assert cli.main([str(argument) for argument in arguments]) == status
+    return capsys.readouterr().out
+
+
+def test_the_demo_finds_its_mistake(tmp_path, capsys):
+    out = output(capsys, "demo", "--log-dir", tmp_path, "--steps", 60)
+    assert "dead" in out.split("finding\n")[1]
+    assert f"ikkuna report {tmp_path}/run0001" in out
+    assert cli.main(["demo", "--steps", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("subscribers", "NormSubscriber"), ("backends", "jsonl"), ("presets", "default")]
+)
+def test_plugins_are_listed_with_distribution_and_description(command, name, capsys):
+    rows = json.loads(output(capsys, command, "--json"))
+    [row] = [row for row in rows if row["name"] == name]
+    assert row["distribution"].startswith("ikkuna ")
+    assert row["description"].endswith((".", "always."))
+    assert f"\n{name} " in output(capsys, command)
+    assert name in output(capsys, command, name)
+    assert cli.main([command, name[:-1]]) == 2
+    assert f"did you mean '{name}'?" in capsys.readouterr().err
+
+
+def test_lists_of_plugins_import_no_torch():
+    code = "import sys; from ikkuna.cli import main; main(['subscribers']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+
+
+def test_plugins_of_every_type_are_listed_and_imported(capsys):
+    rows = json.loads(output(capsys, "plugins", "--load", "--json"))
+    assert {row["type"] for row in rows} == {"subscriber", "preset", "backend", "rule"}
+    assert {row["state"] for row in rows} == {"works"}
+
+
+def test_a_broken_plugin_is_named(capsys, monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from ikkuna import plugins
+
+    monkeypatch.setattr(plugins, "plugins", lambda group: {"bad": (EntryPoint("bad", "no_such_module:X", group),)})
+    rows = json.loads(output(capsys, "plugins", "--load", "--json", status=1))
+    assert "No module named 'no_such_module'" in rows[0]["state"]
+
+
+def test_kinds_of_a_run_and_of_the_library(run, capsys):
+    rows = json.loads(output(capsys, "kinds", run, "--json"))
+    stored = read_run(run)
+    assert [row["kind"] for row in rows] == [*stored.kinds()]
+    assert sum(int(row["values"]) for row in rows) == stored.count
+    assert "\nweight_updates " in output(capsys, "kinds")
+
+
+def test_the_doctor_measures(capsys):
+    report = json.loads(output(capsys, "doctor", "--json"))
+    assert report["test measurement"]["state"] == "ok"
+    assert report["torch"]["text"]
+
+
+def test_the_doctor_reports_a_failure(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no C++ compiler was found" in output(capsys, "doctor", status=1)
+
+
+def test_the_summary_shows_curves_and_heat_maps(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    out = output(capsys, "summary", run)
+    assert out.startswith(f"{run}  41 steps, ")
+    dead = [line for line in out.splitlines() if line.startswith("relu3 ")]
+    assert dead
+    assert set(dead[0].split()[1]) == {"0"}
+    assert max(map(len, out.splitlines()[1:6])) <= 90
+    assert output(capsys, "summary", run, "--kind", "weights_norm2").count("hidden4") == 1
+
+
+def test_the_summary_is_the_last_value_of_each_series_as_json(run, capsys):
+    report = json.loads(output(capsys, "summary", run, "--json"))
+    assert report["last_step"] == 40
+    assert report["last"]["training"]["loss"][""] == read_run(run).series("loss").values[-1]
+
+
+@pytest.mark.parametrize("columns", ["1", "20", "500"])
+def test_the_summary_is_written_at_any_width_without_unicode(run, columns):
+    environment = {**os.environ, "COLUMNS": columns, "PYTHONIOENCODING": "ascii", "TERM": "dumb"}
+    command = [sys.executable, "-m", "ikkuna", "summary", str(run)]
+    done = subprocess.run(command, capture_output=True, check=True, env=environment)
+    assert done.stderr == b""
+    assert b"relu3" in done.stdout
+    assert b"?" not in done.stdout.replace(b" ... ", b"")
+
+
+def test_an_unknown_kind_is_refused_with_a_hint(run, capsys):
+    assert cli.main(["summary", str(run), "--kind", "weight_norm2"]) == 2
+    assert "did you mean 'weights_norm2'?" in capsys.readouterr().err
+
+
+def test_the_summary_follows_a_run_that_is_written_until_it_is_interrupted(run, tmp_path):
+    (file,) = run.glob("events*")
+    data = file.read_bytes()
+    (tmp_path / file.name).write_bytes(data[:4000])
+    reading, writing = pty.openpty()
+    command = [sys.executable, "-m", "ikkuna", "summary", str(tmp_path), "--watch", "--interval", "0.05"]
+    process = subprocess.Popen(command, stdout=writing, stderr=subprocess.STDOUT)
+    os.close(writing)
+    seen = b""
+    deadline = time.monotonic() + 60
+    while b"41 steps" not in seen and time.monotonic() < deadline:
+        seen += os.read(reading, 65536)
+        if b" steps, " in seen:
+            (tmp_path / file.name).write_bytes(data)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    os.close(reading)
+    assert b"Traceback" not in seen
+    assert seen.count(b" steps, ") >= 2
+    assert b"\x1b[0m  41 steps" in seen
+
+
+def test_tensorboard_is_started_on_a_directory(run, capsys):
+    assert f"-m tensorboard.main --logdir {run} --port 6006" in output(capsys, "tensorboard", run, "--dry-run")
+    assert cli.main(["tensorboard", "/nowhere"]) == 2
+
+
+BAD = {
+    "missing": lambda path: path / "missing",
+    "empty": lambda path: path,
+    "foreign": lambda path: _write(path, b"GIF89a" * 100),
+    "zeros": lambda path: _write(path, bytes(4096)),
+    "nothing": lambda path: _write(path, b""),
+    "a pipe": lambda path: _pipe(path),
+}
+
+
+def _write(path, data):
+    (path / "events.out.tfevents.1").write_bytes(data)
+    return path
+
+
+def _pipe(path):
+    os.mkfifo(path / "events.out.tfevents.1")
+    return path / "events.out.tfevents.1"
+
+
+@pytest.mark.parametrize("make", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("command", ["check", "summary", "kinds", "report"])
+def test_what_is_no_run_is_refused_in_a_line(command, make, tmp_path, capsys):
+    assert cli.main([command, str(make(tmp_path))]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ikkuna: ")
+    assert error.count("\n") == 1
