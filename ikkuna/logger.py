@@ -1,11 +1,12 @@
 """The logger of the library."""
 
 import logging
+import sys
 from typing import Any
 
 from ikkuna.signal_handlers import suppressed
 
-__all__ = ["log"]
+__all__ = ["announce", "log"]
 
 
 class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
@@ -29,3 +30,16 @@ class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
 
 log = _SafeLogger(logging.getLogger("ikkuna"))
 """Logs to the logger ``"ikkuna"`` of the standard library, which the user may configure."""
+
+
+def announce(text: str) -> None:
+    """Log a line of level INFO; without any configuration of logging, write it to the standard error stream.
+
+    The level WARNING of the logger ``"ikkuna"`` or of a handler silences it.
+    """
+    logger = log.logger
+    if logger.hasHandlers() or logger.level != logging.NOTSET or logging.root.level != logging.WARNING:
+        log.info(text)
+    elif sys.stderr is not None:
+        with suppressed(Exception):
+            print(text, file=sys.stderr)  # noqa: T201

@@ -79,6 +79,7 @@ ROOMS = (
         "evaluation",
         "at_exit",
         "health",
+        "checkpoint",
         "attachment",
         "exporter",
         "preset",

@@ -3,13 +3,12 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ikkuna.errors import ClosedError
-from ikkuna.export import evaluation
+from ikkuna.export import checkpoint, evaluation
 from ikkuna.export.at_exit import close_at_exit
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.health import Health, health_of
@@ -20,6 +19,7 @@ from ikkuna.export.session import Session
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics.native import stop_workers
+from ikkuna.visualization.run_settings import RunSettings
 
 __all__ = ["Attachment", "attachments_of", "release_unreachable"]
 
@@ -42,8 +42,8 @@ class Attachment:
         The added modules.
     native, in_graph : bool
         See `Session`.
-    log_dir : path, optional
-        The directory of the runs.
+    settings : RunSettings
+        The directory of the runs, and what the user chooses for this one.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class Attachment:
     """
 
     def __init__(
-        self, owner: object, bus: MessageBus, roots: Roots, native: bool, in_graph: bool, log_dir: str | Path | None
+        self, owner: object, bus: MessageBus, roots: Roots, native: bool, in_graph: bool, settings: RunSettings
     ) -> None:
         self.is_closed = True
         self._owner = weakref.ref(owner)
@@ -66,7 +66,13 @@ class Attachment:
         self._health: Health | None = None
         self.recorder: FlightRecorder | None = None
         self.session = Session(bus, roots, self._names_of_others, native, in_graph)
-        bus.attach(self, log_dir)
+        bus.attach(self, settings)
+        try:
+            if settings.resume is True:
+                checkpoint.continue_latest(self.session)
+        except BaseException:
+            bus.detach(self)
+            raise
         self.is_closed = False
         _OPEN.add(self)
         pause_after_fork(self.session.context)

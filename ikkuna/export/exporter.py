@@ -9,6 +9,7 @@ from torch import nn
 
 from ikkuna.diagnosis import Findings, RecorderOptions
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export import checkpoint
 from ikkuna.export.attachment import Attachment, release_unreachable
 from ikkuna.export.bus.bus import MessageBus, get_default_bus
 from ikkuna.export.health import Health
@@ -18,6 +19,7 @@ from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.recorder.flight_recorder import FlightRecorder
 from ikkuna.export.rules import RuleSelection, RuleSubscriber, register_rules
 from ikkuna.modules import ModuleFilter, NamedModule
+from ikkuna.visualization.run_settings import RunSettings
 
 __all__ = ["Exporter"]
 
@@ -40,6 +42,16 @@ class Exporter:
         The bus to publish on; by default `get_default_bus`.
     log_dir : path, optional
         The directory of the runs, each in a sub-directory; by default ``run``.
+    run_name : str, optional
+        The name of the run's directory; by default ``run0001`` and so on.  If it is taken, ``_2`` and so on is appended.
+    config : mapping or object with attributes, optional
+        Hyper-parameters, stored with the run; those that are no numbers or strings are stored as their ``repr``.
+    resume : bool or 'auto'
+        Whether the run of a checkpoint is continued in its directory, see :meth:`load_state_dict`.
+        With ``"auto"`` a new run begins if no state is loaded, or if the directory of its run is gone.
+        With ``True`` the second is an error, and without a state the latest run continues after its last step.
+    verbosity : int
+        0 to write no line about the directory of the run.
     on_error : {'disable', 'log', 'raise'}
         Handling of errors of subscribers after set-up: disable the subscriber after ten failures in a row, only log them,
         or raise them, for tests and authors of plugins.
@@ -55,7 +67,7 @@ class Exporter:
     ConfigError, ConfigTypeError
         If an argument is invalid.
     LogDirError
-        If `log_dir` cannot be written.
+        If `log_dir` cannot be written, or if ``resume=True`` and it contains no run.
 
     Examples
     --------
@@ -80,6 +92,10 @@ class Exporter:
         message_bus: MessageBus | None = None,
         *,
         log_dir: str | Path | None = None,
+        run_name: str | None = None,
+        config: Any = None,
+        resume: bool | str = False,
+        verbosity: int = 1,
         on_error: str = "disable",
         kernels: str = "native",
         compiled: str = "in_graph",
@@ -93,8 +109,10 @@ class Exporter:
         self.message_bus = message_bus if message_bus is not None else get_default_bus()
         release_unreachable()
         self.message_bus.error_guard.set_policy(on_error)
+        settings = RunSettings.checked(log_dir, run_name, config, resume, verbosity)
+        roots = Roots(depth, module_filter)
         self._attachment = Attachment(
-            self, self.message_bus, Roots(depth, module_filter), kernels == "native", compiled == "in_graph", log_dir
+            self, self.message_bus, roots, kernels == "native", compiled == "in_graph", settings
         )
         self._session = self._attachment.session
         self._rules: RuleSubscriber | None = None
@@ -132,6 +150,7 @@ class Exporter:
         root = Root.of(module, recursive)
         self._attachment.make_room(root)
         self._session.add(root)
+        checkpoint.check_stored_model(self._session)
 
     def __call__(self, module: M, recursive: bool = True) -> M:
         """Observe a module and return it, for use in a constructor."""
@@ -152,6 +171,7 @@ class Exporter:
         if not isinstance(model, nn.Module):
             raise ConfigTypeError(f"set_model() needs a torch.nn.Module, got {type(model).__name__}")
         self._session.set_model(model)
+        checkpoint.check_stored_model(self._session)
 
     def set_loss(self, loss: nn.Module | Callable[..., Any]) -> nn.Module:
         """Set the module or function that computes the loss, for the kinds ``loss``, ``input_labels`` and ``network_output``.
@@ -344,14 +364,32 @@ class Exporter:
     def steps_per_epoch(self, steps: int | None) -> None:
         self._session.context.tracker.set_steps_per_epoch(steps)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the step and the epoch, to be saved with a checkpoint."""
-        return self._session.context.tracker.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the monitor, to be saved with a checkpoint and read by ``torch.load``.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue to count from a checkpoint; raise `ConfigError` if `state` is not from :meth:`state_dict`."""
+        It contains the step and the epoch, the identity of the run, names and shapes of the parameters,
+        and what subscribers keep over several steps: running means, windows, and reference tensors such as the initial weights.
+        The values of all finished steps are written before.  Call it between two steps: measurements of an open step are
+        left out, because a checkpoint holds no gradients of its micro-batches.
+        """
+        return checkpoint.state_of(self._session)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint.
+
+        Subscribers that are registered later receive their states then.
+        With ``resume=True`` or ``"auto"`` the run continues in its directory: values of the present step and later ones are
+        replaced.
+
+        Raises
+        ------
+        ConfigError
+            If `state` is not from :meth:`state_dict`, or if it belongs to another model.
+        LogDirError
+            With ``resume=True``, if the directory of its run is gone.
+        """
         self._attachment.require_open()
-        self._session.load_state_dict(state)
+        checkpoint.load_state(self._session, state)
 
     def paused(self) -> AbstractContextManager[None]:
         """Suspend recording inside a ``with`` block."""

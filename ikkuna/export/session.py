@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
@@ -39,6 +40,7 @@ from ikkuna.modules import class_name
 from ikkuna.numerics.statistics import closure
 from ikkuna.numerics.statistics.device import warm_up
 from ikkuna.undisturbed import restoring
+from ikkuna.visualization.run_settings import Continued
 
 __all__ = ["Session"]
 
@@ -370,10 +372,14 @@ class Session:
         else:
             self._open_pass()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue to count from a checkpoint, which may be of an earlier step."""
+    def load_counters(self, counters: dict[str, int], continued: Continued | None = None) -> None:
+        """Continue to count from a checkpoint, which may be of an earlier step, and continue a stored run."""
         tracker, before = self.context.tracker, self.context.tracker.global_step
-        tracker.load_state_dict(state)
+        tracker.load_state_dict(counters)
+        if continued is not None:
+            self.bus.continued = continued
+        elif self.bus.continued is not None and self.bus.run is None:
+            self.bus.continued = replace(self.bus.continued, step=tracker.global_step)
         if tracker.global_step < before and self.bus.run is not None:
             self.bus.drain(wait=True)
             self.bus.run.rewind(tracker.global_step)

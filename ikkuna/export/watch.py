@@ -32,6 +32,7 @@ def watch(
     rules: RuleSelection | None = "default",
     stop: str | None = None,
     recorder: RecorderOptions | bool = True,
+    **options: Any,
 ) -> Exporter:
     """Observe a model on a bus of its own, and return the open exporter.
 
@@ -59,6 +60,8 @@ def watch(
         The least severity of a finding that raises `ikkuna.errors.StopTraining` at the end of the step.
     recorder : bool or RecorderOptions
         Whether the last sampled steps are kept, and written when something goes wrong, see `Exporter.record_steps`.
+    **options : Any
+        Further options of the exporter, such as ``run_name``, ``config`` and ``resume``.
 
     Examples
     --------
@@ -72,7 +75,7 @@ def watch(
         if other.bus.name == _BUS:
             log.warning("the model is watched already; closed the exporter of the earlier watch()")
             other.close()
-    exporter = Exporter(message_bus=MessageBus(_BUS), log_dir=log_dir)
+    exporter = Exporter(message_bus=MessageBus(_BUS), log_dir=log_dir, **options)
     try:
         exporter.add_modules(model)
         if loss is not None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ikkuna.errors import ConfigError
+from ikkuna.visualization.files.run_file import RUN_FILE
 
 __all__ = ["RunFiles", "find_files", "find_runs"]
 
@@ -57,6 +58,8 @@ def find_files(path: str | os.PathLike[str]) -> RunFiles:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """Return the directories of runs below a log directory, in the order of their numbers."""
-    found = [child for child in directory.iterdir() if _RUN.fullmatch(child.name) and child.is_dir()]
-    return sorted(found, key=lambda child: (int(child.name[3:]), child.name))
+    """Return the directories of runs below a log directory: named ones, then the others in the order of their numbers."""
+    children = [child for child in directory.iterdir() if child.is_dir()]
+    numbered = [child for child in children if _RUN.fullmatch(child.name)]
+    named = [child for child in children if child not in numbered and (child / RUN_FILE).is_file()]
+    return sorted(named) + sorted(numbered, key=lambda child: (int(child.name[3:]), child.name))

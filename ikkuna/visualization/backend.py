@@ -1,7 +1,7 @@
 """The base class of backends, and how a backend is found by its name."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from ikkuna.overriding import overrides_both
 from ikkuna.plugins import load_plugin, plugin_names
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.visualization.run_config import ConfigValue, config_table
 
 __all__ = ["GROUP", "Backend", "Series", "SeriesGroup", "get_backend"]
 
@@ -131,8 +132,18 @@ class Backend(ABC):
     def add_text(self, title: str, text: str, step: int) -> None:  # noqa: B027 - optional
         """Add a page of Markdown."""
 
+    def add_config(self, config: Mapping[str, ConfigValue], step: int) -> None:
+        """Add the hyper-parameters of the run, before the first value; by default as a page of text."""
+        self.add_text("Config", config_table(config), step)
+
+    def resume(self, step: int) -> None:  # noqa: B027 - optional
+        """Continue a run at `step`: the values of this step and later ones that were stored before are to be replaced.
+
+        Called before the first value of a resumed run, and when the training goes back to a checkpoint.
+        """
+
     def commit(self, step: int) -> None:  # noqa: B027 - optional
-        """Pass on everything added since the last commit; `step` never decreases."""
+        """Pass on everything added since the last commit; `step` never decreases, except after :meth:`resume`."""
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything committed is stored; return whether it is."""
@@ -146,6 +157,10 @@ class Backend(ABC):
     def acked_step(self) -> int | None:
         """The last committed step whose values survive the death of this process; ``None`` if nothing is stored."""
         return None
+
+    def viewer(self, directory: Path) -> str:
+        """Return the command that shows the run in `directory`; empty if there is none."""
+        return ""
 
     @property
     def is_unwritable(self) -> bool:

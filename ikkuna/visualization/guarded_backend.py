@@ -1,7 +1,7 @@
 """A backend of a run, which is opened at its first value and never raises."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.backend import Backend, SeriesGroup
 from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.visualization.run_config import ConfigValue
 from ikkuna.visualization.sender import Sender
 
 __all__ = ["GuardedBackend"]
@@ -34,11 +35,24 @@ class GuardedBackend:
         Opened once, before its first value.
     modules : sequence of ModuleEntry
         Passed to the backend's ``describe()``.
+    config : mapping, optional
+        The hyper-parameters, passed to the backend's ``add_config()`` if there are any.
+    resumed_at : int, optional
+        The step at which the run continues, passed to the backend's ``resume()``.
     """
 
-    def __init__(self, name: str, backend: Backend, modules: Sequence[ModuleEntry] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        modules: Sequence[ModuleEntry] = (),
+        config: Mapping[str, ConfigValue] | None = None,
+        resumed_at: int | None = None,
+    ) -> None:
         self._name = name
         self._modules = modules
+        self._config = config
+        self._resumed_at = resumed_at
         self.backend = backend
         self._takes_groups = backend.takes_groups
         self.disabled = False
@@ -48,6 +62,7 @@ class GuardedBackend:
         self._rewound: tuple[int, int] | None = None  # the acknowledged step then, and the last one that counts since
         self._pending = 0  # values not committed
         self._dropped = 0
+        self._committed: int | None = None
 
     def add(
         self,
@@ -96,6 +111,10 @@ class GuardedBackend:
             self.disable(f"cannot be opened, its values are lost: {error}")
         else:
             self._call("describe", self._modules)
+            if self._resumed_at is not None:
+                self._call("resume", self._resumed_at)
+            if self._config:
+                self._call("add_config", self._config, step)
         self._opened_at = step
 
     @property
@@ -122,6 +141,7 @@ class GuardedBackend:
         if not self._call("commit", step):
             self._dropped += self._pending
         self._pending = 0
+        self._committed = step
 
     def flush(self, timeout: float | None) -> bool:
         """Flush the backend; return ``False`` if it fails or is disabled."""
@@ -153,11 +173,22 @@ class GuardedBackend:
             self._rewound = None
         return acked
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the operating system lacks values that were committed, and the backend can store them now."""
+        if self._committed is None or self.is_unwritable:
+            return False
+        acked = self.acked_step
+        return acked is not None and acked < self._committed
+
     def rewind(self, step: int) -> None:
         """Prepare for values of steps from `step` on, which is earlier than steps that were flushed."""
         if self._opened_at is not None and (acked := self._read("acked_step")) is not None:
             self._opened_at = min(self._opened_at, step)
             self._rewound = acked, step - 1
+            self._committed = None
+        if self._opened_at is not None and not self.disabled:
+            self._call("resume", step)
 
     @property
     def safe_step(self) -> int | None:

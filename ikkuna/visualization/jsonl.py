@@ -7,6 +7,7 @@ so that every line is valid JSON; ``float()`` of the string returns the value.
 
 import json
 import math
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class JSONLinesBackend(FileBackend):
     A matrix has ``matrix`` instead, with ``rows``, ``columns`` and ``values``.
     A page of text has ``title``, ``text``, ``step`` and ``time``.
     A line with ``lost`` has the number of values that could not be written.
+    A line with ``resumed`` begins a resumed run: values of this step and later ones in the lines before are replaced.
     After an error of the disk, the first line of a new file has ``replaces``, the name of an earlier file, and ``size``, the
     number of its bytes that remain valid; the lines after these are repeated in the new file.
     """
@@ -101,6 +103,10 @@ class JSONLinesBackend(FileBackend):
     def add_text(self, title: str, text: str, step: int) -> None:
         """Add a line with the page."""
         self._add(json.dumps({"title": title})[:-1], step, f'"text": {json.dumps(text)}')
+
+    def resume(self, step: int) -> None:
+        """Add a line by which readers drop `step` and later ones of what was written before."""
+        self._lines.append(json.dumps({"resumed": step}) + "\n")
 
     def _take_block(self, step: int) -> bytes:
         lines, self._lines = self._lines, []
@@ -158,17 +164,37 @@ def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """
     path = Path(path)
     files = sorted(path.glob("values.*.jsonl")) if path.is_dir() else [path]
+    entries, damaged = _read_files(files)
+    for file, count in damaged.items():
+        log.warning("'%s': %d incomplete lines were skipped", file, count)
+    return entries
+
+
+def _read_files(files: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[Path, int]]:
+    """Return the entries of the files of one run in their order, and the numbers of damaged lines of the files that have some.
+
+    Lines that a later file or a resumed run replaces are left out.
+    """
     contents = {file.name: file.read_bytes() for file in files}
     for name, size in replaced_ends(contents):
         contents[name] = contents[name][:size]
     entries: list[dict[str, Any]] = []
+    damaged: dict[Path, int] = {}
     for file in files:
-        lines = contents[file.name].splitlines()
-        found = [entry for line in lines if (entry := parse_line(line)) is not None]
-        if len(found) < len(lines):
-            log.warning("'%s': %d incomplete lines were skipped", file, len(lines) - len(found))
-        entries += [entry for entry in found if "replaces" not in entry]
-    return entries
+        for line in contents[file.name].splitlines():
+            entry = parse_line(line)
+            if entry is None:
+                damaged[file] = damaged.get(file, 0) + 1
+            elif isinstance(step := entry.get("resumed"), int):
+                entries = [earlier for earlier in entries if not _is_after(earlier, step)]
+            elif "replaces" not in entry:
+                entries.append(entry)
+    return entries, damaged
+
+
+def _is_after(entry: dict[str, Any], step: int) -> bool:
+    found = entry.get("step")
+    return isinstance(found, int) and found >= step
 
 
 def replaced_ends(contents: dict[str, bytes]) -> list[tuple[str, int]]:

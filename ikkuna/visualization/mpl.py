@@ -37,6 +37,7 @@ class _ChartImage:
         self.picture = PNGPicture(name)
         self.display: NotebookDisplay | None = None
         self.directory: Callable[[], Path] | None = None
+        self.folder = ""
         self._chart = chart
         self._draw = draw
         self._dpi = dpi
@@ -71,7 +72,7 @@ class _ChartImage:
         if self.display is not None:
             self.display.update(self.picture)
         if self.directory is not None:
-            _replace(self.directory() / "pictures" / f"{self.name}.png", self.picture.png)
+            _replace(self.directory() / self.folder / f"{self.name}.png", self.picture.png)
         self._drawn = added
 
 
@@ -124,6 +125,7 @@ class MPLBackend(Backend):
         self._live = live
         self._dpi = dpi
         self._directory: Callable[[], Path] | None = None
+        self._folder = "pictures"
         self._order = ModuleOrder()
         self._images: dict[str, _ChartImage] = {}
         self._of_series: dict[tuple[Series, str], _ChartImage] = {}
@@ -149,6 +151,14 @@ class MPLBackend(Backend):
     def describe(self, modules: Sequence[ModuleEntry]) -> None:
         """Sort the modules in a picture as in the network."""
         self._order = ModuleOrder(modules)
+
+    def resume(self, step: int) -> None:
+        """Leave the pictures of the earlier process, which show the steps before, and draw into another folder.
+
+        If the training of this process goes back to a checkpoint, its pictures stay the same files.
+        """
+        if not self._images:
+            self._folder = f"pictures_from_step_{step}"
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
         """Add a point to a line."""
@@ -180,7 +190,7 @@ class MPLBackend(Backend):
         else:
             chart, draw = Chart(series, self._lines), lambda view: draw_chart(view, self._order.key)
         image = _ChartImage(name, chart, draw, self._dpi)
-        image.directory = self._directory
+        image.directory, image.folder = self._directory, self._folder
         self._images = {**self._images, name: image}  # a new dict, because the thread may be iterating over the old one
         return image
 

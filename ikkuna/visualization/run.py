@@ -12,14 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
+from ikkuna.logger import announce
 from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.backend import Backend, Series, SeriesGroup, get_backend
+from ikkuna.visualization.files.append_file import make_directories, reason
 from ikkuna.visualization.files.run_directory import check_log_dir, log_path, make_run_directory
+from ikkuna.visualization.files.run_file import RunFile, write_run_file
 from ikkuna.visualization.guarded_backend import GuardedBackend
 from ikkuna.visualization.histogram import is_histogram
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.null import NullBackend
+from ikkuna.visualization.run_config import json_config
+from ikkuna.visualization.run_settings import Continued, RunSettings
 from ikkuna.visualization.sender import Sender
 from ikkuna.visualization.shown_value import check_histogram, checked_matrix
 
@@ -43,6 +48,17 @@ class Run:
         Checked only for its type; see :meth:`prepare`.
     modules : sequence of ModuleEntry
         The observed modules in their order in the network, for the backends.
+    settings : RunSettings, optional
+        The name of the run and its hyper-parameters.
+    continued : Continued, optional
+        The stored run that is continued; by default a new directory is created.
+    model : dict, optional
+        The signature of the model, stored with the run.
+
+    Attributes
+    ----------
+    identity : str
+        Identifies the run, also if its directory is moved.
 
     Examples
     --------
@@ -54,9 +70,20 @@ class Run:
     (True, [('loss', 0.5, 0)])
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str] = "run", modules: Sequence[ModuleEntry] = ()) -> None:
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "run",
+        modules: Sequence[ModuleEntry] = (),
+        settings: RunSettings | None = None,
+        continued: Continued | None = None,
+        model: dict[str, Any] | None = None,
+    ) -> None:
         self._log_dir = log_path(log_dir)
         self._modules = modules
+        self._settings = settings or RunSettings()
+        self._continued = continued
+        self._model = model
+        self.identity = (continued and continued.identity) or os.urandom(8).hex()
         self._directory: Path | None = None
         self._lock = threading.RLock()  # the threads of several backends create the directory
         self._backends: dict[str | int, GuardedBackend] = {}
@@ -138,7 +165,8 @@ class Run:
             guarded.add_group(group, values, step, self.make_directory, sender)
 
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
-        return GuardedBackend(_label(name), backend, self._modules)
+        resumed_at = None if self._continued is None else self._continued.step
+        return GuardedBackend(_label(name), backend, self._modules, self._settings.config, resumed_at)
 
     def _create(self, backend: str | Backend) -> GuardedBackend:
         try:
@@ -159,8 +187,27 @@ class Run:
         """
         with self._lock:
             if self._directory is None:
-                self._directory = make_run_directory(self._log_dir)
+                self._directory = self._new_directory()
+                write_run_file(self._directory, RunFile(self.identity, json_config(self._settings.config), self._model))
+                self._announce(self._directory)
             return self._directory
+
+    def _new_directory(self) -> Path:
+        if self._continued is None:
+            return make_run_directory(self._log_dir, self._settings.name)
+        try:
+            make_directories(self._continued.directory)  # it may have been deleted since
+        except OSError as error:
+            raise LogDirError(f"cannot continue the run in '{self._continued.directory}': {reason(error)}") from error
+        return self._continued.directory
+
+    def _announce(self, directory: Path) -> None:
+        if not self._settings.verbosity:
+            return
+        viewers = dict.fromkeys(guarded.backend.viewer(directory) for guarded in list(self._backends.values()))
+        how = "".join(f"; {viewer}" for viewer in viewers if viewer)
+        verb = "is written to" if self._continued is None else f"continues at step {self._continued.step} in"
+        announce(f"ikkuna: the run {verb} '{_shortest(directory)}'{how}")
 
     def commit(self, step: int) -> None:
         """Pass on the values of a step; called at every step, with or without values, in increasing order."""
@@ -178,6 +225,16 @@ class Run:
     def flush(self, timeout: float | None = None) -> bool:
         """Write everything committed to the disk; return whether that was done within `timeout` seconds."""
         return self._process == os.getpid() and self._share("flush", timeout)
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until the operating system has the committed values of all storing backends; return whether it has."""
+        deadline = time.monotonic() + timeout
+        for guarded in list(self._backends.values()):
+            while self._process == os.getpid() and guarded.is_behind:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.0005)
+        return True
 
     def close(self, timeout: float | None = 2.0) -> bool:
         """Store everything, release the files, and return whether no value was lost; a second call does nothing."""
@@ -219,6 +276,13 @@ class Run:
     def dropped(self) -> int:
         """Number of values lost, over all backends."""
         return self._refused + sum(guarded.dropped for guarded in list(self._backends.values()))
+
+
+def _shortest(directory: Path) -> str:
+    """Return a path relative to the current directory, if it lies inside."""
+    with contextlib.suppress(OSError, ValueError):
+        return str(directory.relative_to(Path.cwd()))
+    return str(directory)
 
 
 def _key(backend: str | Backend) -> str | int:

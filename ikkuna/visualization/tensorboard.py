@@ -1,8 +1,10 @@
 """The backend that writes TensorBoard's event files."""
 
 import math
+import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +17,7 @@ from ikkuna.visualization.files.event_file import (
     EventFormat,
     float32,
     histogram_value,
+    hparams_values,
     image_value,
     scalar_prefix,
     start_record,
@@ -29,10 +32,16 @@ from ikkuna.visualization.module_table import ModuleEntry, module_table
 from ikkuna.visualization.names import heatmap_tag, matrix_tag, overview_tag, series_tag, text_tag
 from ikkuna.visualization.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue, import_renderer
 from ikkuna.visualization.pictures.redraw_thread import Drawable, RedrawThread
+from ikkuna.visualization.run_config import ConfigValue
 
 __all__ = ["STATISTICS", "TensorBoardBackend", "overview"]
 
 _DRAWING_INTERVAL = 5.0  # seconds
+_METRICS = (
+    "Network/loss",
+    "Network/train_accuracy",
+    "Network/test_accuracy",
+)  # the columns beside the hyper-parameters
 STATISTICS = ("min", "median", "max")
 
 
@@ -105,7 +114,8 @@ class TensorBoardBackend(FileBackend):
         self._groups: dict[tuple[str, str], _Group] = {}
         self._packed: WeakKeyDictionary[SeriesGroup, _Packed] = WeakKeyDictionary()
         self._entries: list[bytes] = []
-        self._started = self._closed = False
+        self._closed = False
+        self._resumed_at: int | None = None
         self._matrices = MatrixQueue()
         self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL, import_renderer)
         self._order = ModuleOrder()
@@ -180,6 +190,19 @@ class TensorBoardBackend(FileBackend):
         if modules:
             self._entries.append(text_value(text_tag("Modules"), module_table(modules)))
 
+    def add_config(self, config: Mapping[str, ConfigValue], step: int) -> None:
+        """Add the hyper-parameters as a page of text and for the hparams plugin."""
+        super().add_config(config, step)
+        self._entries += hparams_values(config, _METRICS)
+
+    def resume(self, step: int) -> None:
+        """Write the event by which readers drop `step` and later ones of what was written before."""
+        self._resumed_at = step
+
+    def viewer(self, directory: Path) -> str:
+        """Return the command that starts TensorBoard."""
+        return f"tensorboard --logdir {shlex.quote(str(directory.parent))}"
+
     def flush(self, timeout: float | None = None) -> bool:
         """Draw the matrices, write everything committed to the disk, and return whether that was done in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -244,9 +267,9 @@ class TensorBoardBackend(FileBackend):
             return b""
         now = self._clock.now()
         block = step_record(b"".join(entries), step, now)
-        if not self._started and step > 0:
-            block = start_record(step, now) + block
-        self._started = True
+        if self._resumed_at is not None:
+            block = start_record(self._resumed_at, now) + block
+            self._resumed_at = None
         return block
 
 

@@ -80,6 +80,9 @@ class CKASubscriber(ProbeSubscriber):
     ('cka_to_init', 'cka_between_layers')
     """
 
+    state = ("earlier",)
+    state_types = (_Layer,)
+
     def __init__(
         self,
         dataset: Any,

@@ -46,6 +46,7 @@ class ClippingSubscriber(PlotSubscriber):
 
     fields = ("sumsq",)
     of_network = True
+    state = ("_clipped",)
 
     def __init__(self, *, window: int = 100, **options: Any) -> None:
         require_integers("ClippingSubscriber", window=window)

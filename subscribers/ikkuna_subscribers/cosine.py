@@ -48,6 +48,7 @@ class CosineSubscriber(PlotSubscriber):
 
     merge = "last"
     needs_whole = True
+    state = ("_previous",)
 
     def __init__(self, kind: str = "weight_gradients", **options: Any) -> None:
         require_parameter_kind("CosineSubscriber", kind)

@@ -64,6 +64,8 @@ class DeadUnitsSubscriber(PlotSubscriber):
     ('activations_dead', 'activations_dormant')
     """
 
+    state = ("_windows",)
+
     def __init__(
         self,
         kind: str = "activations",

@@ -45,6 +45,8 @@ class DistanceFromInitSubscriber(PlotSubscriber):
     ('weights_distance_from_init', 'weights_relative_distance')
     """
 
+    state = ("_first",)
+
     def __init__(self, kind: str = "weights", **options: Any) -> None:
         require_parameter_kind("DistanceFromInitSubscriber", kind)
         name_results(options, f"{kind}_distance_from_init", f"{kind}_relative_distance")

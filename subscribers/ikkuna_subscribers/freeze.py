@@ -61,6 +61,7 @@ class FreezeSubscriber(PlotSubscriber):
     derived = True
     needs_model = True
     of_network = True
+    state = ("_similar", "_frozen")
 
     def __init__(
         self,

@@ -100,6 +100,8 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
     """
 
     of_network = True
+    state = ("_noise", "_totals", "_samples", "_sizes", "_rows", "_reduced")
+    state_types = (_Total,)
 
     def __init__(
         self,

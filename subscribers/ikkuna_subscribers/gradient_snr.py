@@ -75,6 +75,8 @@ class GradientSNRSubscriber(PlotSubscriber):
     """
 
     merge = "last"
+    state = ("_moments",)
+    state_types = (_Moments,)
 
     def __init__(
         self, kind: str = "weight_micro_gradients", *, window: int = 16, reduction: str = "median", **options: Any

@@ -37,6 +37,7 @@ class ModuleStateSubscriber(PlotSubscriber):
 
     merge = "max"
     needs_model = True
+    state = ("_shown",)
 
     def __init__(self, **options: Any) -> None:
         name_results(options, "evaluation_mode", "weight_requires_grad")

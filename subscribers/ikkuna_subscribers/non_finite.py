@@ -60,6 +60,7 @@ class NonFiniteSubscriber(PlotSubscriber):
     merge = "min"
     derived = True
     sees_skipped = True
+    state = ("_is_finite",)
 
     def __init__(self, kind: str | None = None, **options: Any) -> None:
         if kind is None:

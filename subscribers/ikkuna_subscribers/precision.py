@@ -58,6 +58,8 @@ class PrecisionSubscriber(PlotSubscriber):
     ('weight_gradients_e5m2_underflow', 'weight_gradients_e5m2_subnormal', 'weight_gradients_e5m2_overflow')
     """
 
+    state = ("_generators",)
+
     def __init__(
         self, kind: str, format: str = "fp16", *, scale: float = 1.0, exact: bool = False, **options: Any
     ) -> None:

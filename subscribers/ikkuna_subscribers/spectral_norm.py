@@ -70,6 +70,8 @@ class SpectralNormSubscriber(PlotSubscriber):
     merge = "last"
     needs_whole = True
 
+    state = ("_starts",)
+
     def __init__(
         self,
         kind: str = "weights",

@@ -66,6 +66,8 @@ class SVCCASubscriber(ProbeSubscriber):
     ('svcca_to_previous', 'svcca_chance')
     """
 
+    state = ("earlier",)
+
     def __init__(
         self,
         dataset: Any,

@@ -54,6 +54,8 @@ class TrainAccuracySubscriber(PlotSubscriber):
     (('train_accuracy', 'nonfinite_rows'), ('running_accuracy_top5', 'nonfinite_rows_running_top5'))
     """
 
+    state = ("_correct", "_valid")
+
     def __init__(
         self, *, k: int = 1, ignore_index: int = -100, shift: int = 0, beta: float | None = None, **options: Any
     ) -> None:

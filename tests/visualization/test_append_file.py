@@ -1,6 +1,7 @@
 import errno
 import os
 import stat
+import time
 
 import pytest
 
@@ -180,3 +181,16 @@ def test_a_directory_without_rights_is_refused_with_the_reason(tmp_path):
     tmp_path.chmod(0o555)
     with pytest.raises(LogDirError, match="Permission denied"):
         AppendFile(tmp_path / "run", str)
+
+
+@pytest.mark.parametrize("other", ["{later}.host.1.000", "{now}.zzz.99999999.000", "{earlier}.host.1.000"])
+def test_a_file_is_read_after_those_of_other_processes(tmp_path, other):
+    """A run is resumed within the same second, or by a machine whose clock is behind."""
+    now = int(time.time())
+    name = other.format(now=f"{now:010d}", later=f"{now + 1000:010d}", earlier=f"{now - 1000:010d}")
+    (tmp_path / f"plain.{name}").touch()
+    (tmp_path / "plain.9999999999x.host.1.000").touch()  # no name of ours
+    file = AppendFile(tmp_path, "plain.{}".format)
+    file.close()
+    assert sorted([file.path.name, f"plain.{name}"])[-1] == file.path.name
+    assert file.path.name < "plain.9999999999"

@@ -24,7 +24,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-exporter = Exporter(log_dir="run")
+exporter = Exporter(log_dir="run", verbosity=0)
 exporter.add_modules(model)
 for metric in (NormSubscriber, HistogramSubscriber):
     exporter.message_bus.register_subscriber(metric("weights", backend="mpl"))

@@ -154,12 +154,28 @@ def test_a_run_that_goes_on_replaces_what_came_after_its_checkpoint(tmp_path):
     for begin, end, value in ((0, 100, 1.0), (50, 80, 2.0)):
         backend = TensorBoardBackend()
         backend.open(tmp_path)
+        if begin:
+            backend.resume(begin)
         for step in range(begin, end):
             backend.add_scalar(Series("loss"), value, step)
             backend.commit(step)
         assert backend.close(30)
     found = points(load(tmp_path), "Network/loss")
     assert found == [(step, 1.0 if step < 50 else 2.0) for step in range(80)]
+
+
+def test_a_backend_that_begins_later_hides_nothing(tmp_path):
+    """A second backend in the directory of a run may get its first value at any step."""
+    for begin in (0, 3):
+        backend = TensorBoardBackend()
+        backend.open(tmp_path)
+        for step in range(begin, 6):
+            backend.add_scalar(Series(f"from {begin}"), 1.0, step)
+            backend.commit(step)
+        assert backend.close(30)
+    reader = load(tmp_path)
+    assert [step for step, _ in points(reader, "Network/from 0")] == [0, 1, 2, 3, 4, 5]
+    assert [step for step, _ in points(reader, "Network/from 3")] == [3, 4, 5]
 
 
 def test_a_value_that_cannot_be_stored_leaves_the_step_whole(backend, tmp_path):

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,10 +17,12 @@ from torch import nn
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.bus.registration import check_registration, known_kinds
+from ikkuna.export.bus.stored_states import StoredStates
 from ikkuna.export.messages.batch import BatchBundle, MessageBatch
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.model.module_entries import described
+from ikkuna.export.model.signature import signature
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.failures import FailureCounter
@@ -29,11 +32,13 @@ from ikkuna.visualization.backend import Backend, Series, SeriesGroup
 from ikkuna.visualization.files.run_directory import check_log_dir
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
+from ikkuna.visualization.run_settings import Continued, RunSettings
 from ikkuna.visualization.sender import Sender
 
 __all__ = ["Handle", "Measurements", "MessageBus", "Source", "get_default_bus"]
 
 _PATIENCE = 5.0  # seconds
+_DEFAULT = RunSettings(verbosity=1)
 
 
 class Source(Protocol):
@@ -125,6 +130,10 @@ class MessageBus:
         Handles the errors of subscribers and hooks.
     is_silent : bool
         Whether values are discarded, because another rank writes the run.
+    settings : RunSettings
+        The name of the run, its hyper-parameters, and whether it continues another one.
+    continued : Continued or None
+        The stored run that the first value continues.
     """
 
     def __init__(self, name: str = "bus", log_dir: str | Path | None = None) -> None:
@@ -135,6 +144,9 @@ class MessageBus:
         self._places: dict[int, _Place] = {}  # by the ids of the sources, in the order of their attachment
         self.error_guard = ErrorGuard()
         self.is_silent = False
+        self.settings = _DEFAULT
+        self.continued: Continued | None = None
+        self._states = StoredStates()
         self._queue: deque[Message | Measurements] = deque()
         self._begun: Message | Measurements | None = None
         self._draining = False
@@ -185,7 +197,13 @@ class MessageBus:
         subscriber._host = self
         if subscriber.needs_model:
             self._lend_model(subscriber)
-        self._set_registered((*self.registered, Registered(subscriber)))
+        registered = Registered(subscriber)
+        try:
+            self._states.apply(registered)
+        except ConfigError:
+            subscriber._host = subscriber.evaluate = None
+            raise
+        self._set_registered((*self.registered, registered))
         return Handle(lambda: self._unregister(subscriber))
 
     def _check_registration(self, subscriber: Subscriber) -> None:
@@ -233,13 +251,33 @@ class MessageBus:
         for source in self.sources:
             source.demand_changed()
 
+    def subscriber_states(self) -> list[dict[str, Any]]:
+        """Return what the subscribers keep over several steps, for a checkpoint."""
+        return self._states.of(self.registered)
+
+    def load_subscriber_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load the states of subscribers; those of subscribers that are registered later wait for them.
+
+        Raises
+        ------
+        ConfigError
+            If a subscriber cannot load its state.
+        """
+        self._states.load(self.registered, states)
+
     def _evaluate(self, batches: Iterable[Any], name: str | None = "testing", **options: Any) -> None:
         if len(self.sources) != 1:
             raise ConfigError(f"a subscriber can evaluate the model of one exporter, this bus has {len(self.sources)}")
         self.sources[0].evaluate(batches, name, **options)
 
-    def attach(self, source: Source, log_dir: str | Path | None) -> None:
-        """Add an exporter; raise `ConfigError` if it has another log directory."""
+    def attach(self, source: Source, settings: RunSettings) -> None:
+        """Add an exporter; raise `ConfigError` if it has another log directory, or other settings of the run."""
+        log_dir, own = settings.log_dir, replace(settings, log_dir=None)
+        if own != _DEFAULT and self.settings not in (own, _DEFAULT):
+            raise ConfigError(
+                f"bus {self.name!r} has another exporter with a run_name, config or resume of its own; "
+                "close() the other exporter, or pass message_bus=MessageBus() for a separate run"
+            )
         if log_dir is not None:
             if self.log_dir is not None and Path(log_dir) != Path(self.log_dir):
                 raise ConfigError(
@@ -248,6 +286,8 @@ class MessageBus:
                 )
             check_log_dir(log_dir)
             self.log_dir = log_dir
+        if own != _DEFAULT:
+            self.settings = own
         if not self._places:
             self.error_guard.reset()
         self._places[id(source)] = _Place(weakref.ref(source), self.registered)
@@ -266,6 +306,11 @@ class MessageBus:
                 self._end_run(first.earlier)
 
     # -- delivery -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something in the queue has not been delivered."""
+        return bool(self._queue)
 
     def post(self, item: Message | Measurements) -> None:
         """Append an event, or the measurements of a step, to the queue."""
@@ -372,7 +417,9 @@ class MessageBus:
     def open_run(self) -> Run | None:
         """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
         if self._run is None and not self.is_silent:
-            self._run = Run(self.log_dir or "run", self.network)
+            models = [source.model for source in self.sources]
+            whole = signature(models[0]) if len(models) == 1 and models[0] is not None else None
+            self._run = Run(self.log_dir or "run", self.network, self.settings, self.continued, whole)
         return self._run
 
     def show(
@@ -402,7 +449,7 @@ class MessageBus:
     def close(self) -> None:
         """Deliver the queue, close the run, and unregister every subscriber."""
         self._end_run(self.registered)
-        self.log_dir = None
+        self.log_dir, self.settings, self.continued = None, _DEFAULT, None
 
     def _end_run(self, unregistered: tuple[Registered, ...]) -> None:
         """Deliver the queue, unregister subscribers, and close the run; another value opens another run."""

@@ -16,6 +16,7 @@ from ikkuna.export.messages.batch import BatchBundle, BatchNames, MessageBatch
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import TRAINING, Stamp
+from ikkuna.export.subscriber.state import pack, types_in, unpack
 from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
 from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics import closure
@@ -140,6 +141,10 @@ class Subscriber(metaclass=_RegisteringType):
         For a sharded tensor the row is then :meth:`unknown`, or is measured of the gathered tensor if ``gather=True``.
     per_rank : bool
         Whether it also reads the records of the single ranks, as ``message.record.ranks``.
+    state : collection of str
+        The names of its attributes that :meth:`state_dict` returns: what it keeps from one step to the next.
+    state_types : collection of type
+        The classes of the objects that these attributes may contain besides numbers, texts, arrays, tensors and collections.
 
     Examples
     --------
@@ -168,6 +173,8 @@ class Subscriber(metaclass=_RegisteringType):
     of_network: bool = False
     needs_whole: bool = False
     per_rank: bool = False
+    state: Collection[str] = ()
+    state_types: Collection[type] = ()
 
     def __init__(
         self,
@@ -280,6 +287,30 @@ class Subscriber(metaclass=_RegisteringType):
             self.finish(stamp)
         finally:
             self._host = host
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept over several steps, the attributes named in `state`, as plain values for a checkpoint."""
+        return {name: pack(getattr(self, name)) for name in self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned.
+
+        Raises
+        ------
+        ConfigError
+            If `state` has other names, or cannot be read.
+        """
+        if not isinstance(state, dict) or set(state) != set(self.state):
+            raise ConfigError(f"{type(self).__name__} needs the state {sorted(self.state)}, got {state!r:.200}")
+        types = {kind.__name__: kind for kind in self.state_types}
+        found = {name: unpack(state[name], types | types_in(getattr(self, name))) for name in self.state}
+        for name, value in found.items():
+            own = getattr(self, name)
+            if isinstance(own, dict):  # it may be a defaultdict or a Counter
+                own.clear()
+                own.update(value)
+            else:
+                setattr(self, name, value)
 
     def emit(self, message: Message | MessageBundle, value: float, kind: str | None = None) -> None:
         """Publish `value` as a message of `kind` with the stamp and name of `message`, and show it.

@@ -27,8 +27,27 @@ _FLAGS = (
 
 def unique_stem(second: int, counter: int) -> str:
     """Return `second`, host, process and `counter`, which together are different for every writer."""
+    return f"{second:010d}.{_process()}.{counter:03d}"
+
+
+def _process() -> str:
     host = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname())[:64] or "localhost"
-    return f"{second:010d}.{host}.{os.getpid()}.{counter:03d}"
+    return f"{host}.{os.getpid()}"
+
+
+def _last_second(directory: Path, name: Callable[[str], str]) -> int:
+    """Return the greatest second in the names of such files that other processes have created; -1 if there are none.
+
+    Readers sort the files of a run by their names.  A run can be resumed within a second, or by a machine with another clock.
+    """
+    prefix, suffix = name("\0").split("\0")
+    own, last = f".{_process()}.", -1
+    for entry in os.listdir(directory):
+        stem = entry.removeprefix(prefix).removesuffix(suffix)
+        second = stem.partition(".")[0]
+        if entry == f"{prefix}{stem}{suffix}" and second.isdecimal() and len(second) == 10 and own not in stem:
+            last = max(last, int(second))
+    return last
 
 
 def reason(error: OSError) -> str:
@@ -119,6 +138,7 @@ class AppendFile:
             self._second, self._counter = following._second, following._counter + 1
         try:
             make_directories(directory)
+            self._second = max(self._second, _last_second(directory, name) + 1)
             self._name, self.path, self._descriptor = self._create(directory, name, following is not None)
         except OSError as error:
             raise LogDirError(f"cannot write to log directory '{directory}': {reason(error)}") from error

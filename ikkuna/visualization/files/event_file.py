@@ -4,10 +4,13 @@ Only the protocol buffers of tensorboardX are used.
 The constant bytes of a scalar are computed once for each tag; four more bytes are its value.
 """
 
+import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+from tensorboardX.proto.api_pb2 import DataType, Experiment, HParamInfo, MetricInfo, MetricName
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboardX.proto.plugin_text_pb2 import TextPluginData
 from tensorboardX.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
 from tensorboardX.proto.tensor_pb2 import TensorProto
@@ -16,11 +19,13 @@ from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 from ikkuna.visualization.files.append_file import ReplacedEnd
 from ikkuna.visualization.files.checksum import masked_crc32c
 from ikkuna.visualization.histogram import HistogramLike
+from ikkuna.visualization.run_config import ConfigValue
 
 __all__ = [
     "EventFormat",
     "float32",
     "histogram_value",
+    "hparams_values",
     "image_value",
     "record",
     "scalar_prefix",
@@ -115,6 +120,41 @@ def image_value(tag: str, png: bytes) -> bytes:
     width, height = _PNG_SIZE.unpack_from(png, 16)  # a PNG begins with a signature of 8 bytes and the header chunk
     image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
     return _entry(Summary.Value(tag=tag, image=image))
+
+
+def hparams_values(config: Mapping[str, ConfigValue], metrics: Sequence[str]) -> list[bytes]:
+    """Return the entries of TensorBoard's hparams plugin: the columns of its table, and the row of this run.
+
+    Parameters
+    ----------
+    config : mapping
+        The hyper-parameters; ``None`` and NaN are shown as text.
+    metrics : sequence of str
+        Tags whose last values are shown beside them.
+    """
+    start, infos = SessionStartInfo(), []
+    for name, value in config.items():
+        if isinstance(value, bool):
+            start.hparams[name].bool_value = value
+        elif isinstance(value, int | float) and math.isfinite(value):
+            start.hparams[name].number_value = float(value)
+        else:
+            start.hparams[name].string_value = str(value)
+        kind = {"bool_value": "BOOL", "number_value": "FLOAT64"}.get(start.hparams[name].WhichOneof("kind"), "STRING")
+        infos.append(HParamInfo(name=name, type=DataType.Value(f"DATA_TYPE_{kind}")))
+    experiment = Experiment(
+        hparam_infos=infos, metric_infos=[MetricInfo(name=MetricName(tag=metric)) for metric in metrics]
+    )
+    contents = {
+        "experiment": HParamsPluginData(experiment=experiment, version=0),
+        "session_start_info": HParamsPluginData(session_start_info=start, version=0),
+    }
+    return [_hparams_value(f"_hparams_/{name}", content) for name, content in contents.items()]
+
+
+def _hparams_value(tag: str, content: HParamsPluginData) -> bytes:
+    plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content.SerializeToString())
+    return _entry(Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin)))
 
 
 def step_record(entries: bytes, step: int, wall_time: float) -> bytes:

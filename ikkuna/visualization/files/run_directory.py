@@ -11,14 +11,15 @@ from typing import Any
 from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError
 from ikkuna.visualization.files.append_file import make_directories, reason
 
-__all__ = ["check_log_dir", "log_path", "make_run_directory"]
+__all__ = ["check_log_dir", "check_run_name", "latest_run", "log_path", "make_run_directory"]
 
 _NAME = re.compile(r"run([0-9]{4,18})")
 
 
-def make_run_directory(log_dir: Path) -> Path:
+def make_run_directory(log_dir: Path, name: str | None = None) -> Path:
     """Create and return the next of ``run0001``, ``run0002``, … below `log_dir`, which is created if it is missing.
 
+    With a `name` it is ``name``, or, if that is taken, the next of ``name_2``, ``name_3``, ….
     Two processes never get the same directory, because only one of them can create it.
 
     Raises
@@ -28,11 +29,10 @@ def make_run_directory(log_dir: Path) -> Path:
     """
     try:
         make_directories(log_dir)
-        taken = [int(found[1]) for name in os.listdir(log_dir) if (found := _NAME.fullmatch(name))]
-        number = max(taken, default=0)
+        number = max(_taken(log_dir, name), default=0)
         while True:
             number += 1
-            directory = log_dir / f"run{number:04d}"
+            directory = log_dir / _directory_name(name, number)
             try:
                 directory.mkdir()
             except FileExistsError:
@@ -40,6 +40,47 @@ def make_run_directory(log_dir: Path) -> Path:
             return directory
     except OSError as error:
         raise LogDirError(f"cannot create a run directory in '{log_dir}': {reason(error)}") from error
+
+
+def _directory_name(name: str | None, number: int) -> str:
+    if name is None:
+        return f"run{number:04d}"
+    return name if number == 1 else f"{name}_{number}"
+
+
+def _taken(log_dir: Path, name: str | None) -> dict[int, str]:
+    """Return the numbers of the runs with this name, and the names of their directories."""
+    pattern = _NAME if name is None else re.compile(re.escape(name) + "(?:_([0-9]{1,18}))?")
+    names = (found for entry in os.listdir(log_dir) if (found := pattern.fullmatch(entry)))
+    return {int(found[1] or 1): found[0] for found in names}
+
+
+def latest_run(log_dir: Path, name: str | None = None) -> Path | None:
+    """Return the directory with the highest number that `make_run_directory` has created; ``None`` if there is none."""
+    try:
+        taken = {number: found for number, found in _taken(log_dir, name).items() if (log_dir / found).is_dir()}
+    except FileNotFoundError:
+        return None
+    return log_dir / taken[max(taken)] if taken else None
+
+
+def check_run_name(name: Any) -> str | None:
+    """Return the name of a run if it can be that of a directory.
+
+    Raises
+    ------
+    ConfigTypeError, ConfigError
+        If it is not a string, or not one part of a path.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise ConfigTypeError(f"run_name needs a string, got {type(name).__name__}")
+    if not name.strip() or name in (".", "..") or len(name.encode()) > 200 or re.search(r"[/\\\0]", name):
+        raise ConfigError(
+            f"run_name needs a name for a directory, without '/' and at most 200 bytes long, got {name!r}"
+        )
+    return name
 
 
 def log_path(log_dir: Any) -> Path:
