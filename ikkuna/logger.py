@@ -42,4 +42,4 @@ def announce(text: str) -> None:
         log.info(text)
     elif sys.stderr is not None:
         with suppressed(Exception):
-            print(text, file=sys.stderr)  # noqa: T201
+            sys.stderr.write(f"{text}\n")

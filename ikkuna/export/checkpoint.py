@@ -16,7 +16,7 @@ from ikkuna.visualization.files.run_file import find_run, read_run_file
 from ikkuna.visualization.last_step import last_step
 from ikkuna.visualization.run_settings import Continued
 
-__all__ = ["check_stored_model", "continue_latest", "load_state", "state_of"]
+__all__ = ["check_model", "check_stored_model", "continue_latest", "load_state", "state_of"]
 
 _PATIENCE = 2.0  # seconds
 _COUNTERS = ("global_step", "train_step", "epoch")

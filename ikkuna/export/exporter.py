@@ -44,7 +44,7 @@ class Exporter:
         The directory of the runs, each in a sub-directory; by default ``run``.
     run_name : str, optional
         The name of the run's directory; by default ``run0001`` and so on.  If it is taken, ``_2`` and so on is appended.
-    config : mapping or object with attributes, optional
+    config : dict or object, optional
         Hyper-parameters, stored with the run; those that are no numbers or strings are stored as their ``repr``.
     resume : bool or 'auto'
         Whether the run of a checkpoint is continued in its directory, see :meth:`load_state_dict`.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tensorboardX.proto.event_pb2 import Event
 
+from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.files.recovery import whole_records
 
 __all__ = ["last_step"]
@@ -49,7 +50,8 @@ def _last_of_events(data: bytes) -> int:
     for record in whole_records(data):
         try:
             event = Event.FromString(record[_HEAD:-_FOOT])
-        except Exception:  # protobuf's own error; the record belongs to something else
+        except Exception as error:  # protobuf's own error; the record belongs to something else
+            raise_users_exception(error)
             continue
         if any(value.WhichOneof("value") == "simple_value" for value in event.summary.value):
             last = int(event.step)
@@ -62,6 +64,7 @@ def _last_of_lines(data: bytes) -> int:
             entry = json.loads(line)
             if "kind" in entry:
                 return int(entry["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError) as error:
+            raise_users_exception(error)
             continue
     return -1

@@ -4,8 +4,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ikkuna.visualization.files.run_directory import check_log_dir, log_path, ma
 from ikkuna.visualization.files.run_file import RunFile, write_run_file
 from ikkuna.visualization.guarded_backend import GuardedBackend
 from ikkuna.visualization.histogram import is_histogram
+from ikkuna.visualization.loggers.adapters import adapted
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.null import NullBackend
@@ -86,7 +88,7 @@ class Run:
         self.identity = (continued and continued.identity) or os.urandom(8).hex()
         self._directory: Path | None = None
         self._lock = threading.RLock()  # the threads of several backends create the directory
-        self._backends: dict[str | int, GuardedBackend] = {}
+        self._backends: dict[Hashable, GuardedBackend] = {}
         self._closed: bool | None = None
         self._refused = 0
         self._process = os.getpid()
@@ -116,7 +118,7 @@ class Run:
         """
         if self._closed is not None:
             raise ClosedError("this run is closed; create a new one")
-        made = {_key(backend): self._guarded(backend, get_backend(backend)) for backend in backends}
+        made = {_key(backend): self._guarded(backend, get_backend(adapted(backend))) for backend in backends}
         if self._directory is None and any(guarded.stores for guarded in made.values()):
             check_log_dir(self._log_dir)
         self._backends = made | self._backends
@@ -166,11 +168,11 @@ class Run:
 
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
         resumed_at = None if self._continued is None else self._continued.step
-        return GuardedBackend(_label(name), backend, self._modules, self._settings.config, resumed_at)
+        return GuardedBackend(_label(name, backend), backend, self._modules, self._settings.config, resumed_at)
 
     def _create(self, backend: str | Backend) -> GuardedBackend:
         try:
-            guarded = self._guarded(backend, get_backend(backend))
+            guarded = self._guarded(backend, get_backend(adapted(backend)))
         except Exception as error:
             raise_users_exception(error)
             guarded = self._guarded(backend, NullBackend())
@@ -198,6 +200,7 @@ class Run:
         try:
             make_directories(self._continued.directory)  # it may have been deleted since
         except OSError as error:
+            raise_users_exception(error)
             raise LogDirError(f"cannot continue the run in '{self._continued.directory}': {reason(error)}") from error
         return self._continued.directory
 
@@ -285,12 +288,16 @@ def _shortest(directory: Path) -> str:
     return str(directory)
 
 
-def _key(backend: str | Backend) -> str | int:
-    return backend if isinstance(backend, str) else id(backend)  # the run refers to it, so its id stays unique
+def _key(backend: Any) -> Hashable:
+    if isinstance(backend, str):
+        return backend
+    if isinstance(backend, MethodType):  # each access of a method creates another object
+        return id(backend.__self__), backend.__func__
+    return id(backend)  # the run refers to it, so its id stays unique
 
 
-def _label(backend: str | Backend) -> str:
-    return repr(backend) if isinstance(backend, str) else type(backend).__name__
+def _label(name: Any, backend: Backend) -> str:
+    return repr(name) if isinstance(name, str) else getattr(backend, "label", type(backend).__name__)
 
 
 def _method(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:

@@ -23,7 +23,7 @@ def plain_config(config: Any) -> dict[str, ConfigValue]:
 
     Parameters
     ----------
-    config : mapping, dataclass or object with attributes
+    config : dict or object
         For example a dict, an `argparse.Namespace`, or a configuration object with ``to_dict()``.
 
     Raises

@@ -127,7 +127,7 @@ SETUP_ERRORS = {
     "backend type": (
         lambda bus: NormSubscriber("weights", backend=3),
         ConfigTypeError,
-        "backend needs a name or a Backend, got int 3",
+        "backend needs a name, a Backend, a logger or a function, got int 3",
     ),
     "subscriber's bus": (
         lambda bus: NormSubscriber("weights", message_bus=3),

@@ -17,9 +17,9 @@ from ikkuna.errors import ConfigError, LogDirError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscriber
+from ikkuna.reading import read_run
 from ikkuna.visualization.files.run_file import read_run_file
 from ikkuna.visualization.jsonl import read
-from ikkuna.reading import read_run
 from tests.export.test_resume import Training
 
 ROOT = Path(__file__).parents[2]

@@ -22,6 +22,7 @@ from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics import closure
 from ikkuna.overriding import overrides_both
 from ikkuna.visualization.backend import Backend, Series, SeriesGroup
+from ikkuna.visualization.loggers.adapters import is_target
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.sender import Sender
 
@@ -109,7 +110,8 @@ class Subscriber(metaclass=_RegisteringType):
     tag : str or None
         See `Subscription`.
     backend : str, Backend or list of these
-        Where values are shown: the name of an installed backend (``"tb"``, ``"jsonl"``, ``"null"``) or an object.
+        Where values are shown: the name of an installed backend (``"tb"``, ``"jsonl"``, ``"null"``), a `Backend`,
+        a ``SummaryWriter``, a logger of Lightning, or a function ``f(tag, value, step)``.
     message_bus : MessageBus, optional
         The bus to register with at once; by default the constructor has no effect outside this object.
     gather : bool
@@ -195,8 +197,10 @@ class Subscriber(metaclass=_RegisteringType):
         self.subscription = subscription(kinds, tag, subsample, modules)
         self.publishes = (publishes,) if isinstance(publishes, str) else tuple(publishes)
         self.backends = tuple(backend) if isinstance(backend, list | tuple) else (backend,)
-        if wrong := [b for b in self.backends if not isinstance(b, str | Backend)]:
-            raise ConfigTypeError(f"backend needs a name or a Backend, got {type(wrong[0]).__name__} {wrong[0]!r}")
+        if wrong := [b for b in self.backends if not is_target(b)]:
+            raise ConfigTypeError(
+                f"backend needs a name, a Backend, a logger or a function, got {type(wrong[0]).__name__} {wrong[0]!r}"
+            )
         if message_bus is not None and not callable(getattr(message_bus, "register_subscriber", None)):
             raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__} {message_bus!r}")
         if title is not None and not isinstance(title, str):

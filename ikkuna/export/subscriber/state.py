@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.stamp import Stamp
+from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["pack", "types_in", "unpack"]
 
@@ -133,6 +134,7 @@ class _Unpacker:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
+            raise_users_exception(error)
             raise ConfigError(f"a state cannot be read: {type(error).__name__}: {error}") from error
 
     def _tagged(self, packed: dict[str, Any]) -> Any:
@@ -176,6 +178,7 @@ def _device(text: str) -> torch.device:
     try:
         module = torch.get_device_module(device)
         exists = module.is_available() and (device.index or 0) < module.device_count()
-    except (RuntimeError, AttributeError):
+    except (RuntimeError, AttributeError) as error:
+        raise_users_exception(error)
         exists = False
     return device if exists else torch.device("cpu")

@@ -1,0 +1,1 @@
+"""Connections to other libraries; each needs the extra of the same name."""

@@ -1,0 +1,1 @@
+"""Backends that pass values to the loggers of other libraries."""
