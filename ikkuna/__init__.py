@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["preflight", "watch"]
+__all__ = ["preflight", "replay", "watch"]
 
 __version__ = "0.1.0"
 
@@ -16,4 +16,8 @@ def __getattr__(name: str) -> Any:
         from ikkuna.diagnosis.preflight import preflight
 
         return preflight
+    if name == "replay":
+        from ikkuna.export.replay.replay import replay
+
+        return replay
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -85,6 +85,7 @@ ROOMS = (
         "exporter",
         "preset",
         "watch",
+        "replay",
     ),
 )
 # What a metric may import of ikkuna: the same as the metrics of other packages.

@@ -112,7 +112,7 @@ class FlightRecorder:
             self._random.append((stamp.global_step, random))
             if self._captures:
                 self._takes_call = True
-                step = CapturedStep(stamp.global_step, stamp.train_step, stamp.epoch, random)
+                step = CapturedStep(stamp.global_step, stamp.train_step, stamp.epoch, [random])
                 self._capture.begin(step, self._context.model.roots.whole, self._context.parameters.optimizers())
         except Exception as error:
             self._context.error_guard.report_internal("recording the state before a step", error)
@@ -128,9 +128,9 @@ class FlightRecorder:
 
     def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what the model is called with, if that is asked for."""
-        if self._takes_call:
+        if self._takes_call and self._reader is not None:
             try:
-                self._capture.add_model_call(args, kwargs)
+                self._capture.add_model_call(args, kwargs, self._reader.read)
             except Exception as error:
                 self._context.error_guard.report_internal("copying a batch", error)
 
@@ -316,11 +316,24 @@ class FlightRecorder:
                 for step in steps
             ]
         }
-        if with_state := [step for step in steps if step.state is not None]:
-            found = {"state.pt": {"step": with_state[-1].step, **(with_state[-1].state or {})}, **found}
+        if (first := self._first_to_replay(steps)) is not None:
+            found = {"state.pt": {"step": first.step, **(first.state or {})}, **found}
             if self.judge is not None:
                 arrays["history.npz"] = history_arrays(self.judge.history)
+        arrays["random_calls.npz"] = {
+            f"{step.step} {number} {name}": array
+            for step in steps
+            for number, states in enumerate(step.random)
+            for name, array in states.arrays().items()
+        }
         return found
+
+    def _first_to_replay(self, steps: list[CapturedStep]) -> CapturedStep | None:
+        """Return the latest step with a copy of the state that is not after the beginning of what was found."""
+        with_state = [step for step in steps if step.state is not None]
+        begin = min((f.step for f in self._findings if f.step is not None), default=self._step)
+        before = [step for step in with_state if step.step <= begin]
+        return before[-1] if before else next(iter(with_state), None)
 
     def _facts(self, reasons: list[str]) -> dict[str, Any]:
         last, world = self._last, World.here()

@@ -1,7 +1,7 @@
 """Copies what a step needs to run again: batches, random states, parameters and optimizer states."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ class CapturedStep:
     ----------
     step, train_step, epoch : int
         The counters.
-    random : RandomStates
-        The states of the random generators before the first forward.
+    random : list of RandomStates
+        The states of the random generators before the forward of each micro-batch.
     state : dict, optional
         Copies of parameters, buffers, modes and optimizer states before the step.
     model_calls, loss_calls : list
@@ -41,7 +41,7 @@ class CapturedStep:
     step: int
     train_step: int
     epoch: int
-    random: RandomStates
+    random: list[RandomStates]
     state: dict[str, Any] | None = None
     model_calls: list[Any] = field(default_factory=list)
     loss_calls: list[Any] = field(default_factory=list)
@@ -94,9 +94,15 @@ class StepCapture:
         elif not self._state_every and len(self._steps) > 2:
             self._forget(self._steps.popleft())
 
-    def add_model_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Copy what the model is called with."""
-        if self._steps and (copy := self._copied(lambda: copy_values([args, dict(kwargs)]))) is not None:
+    def add_model_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], random: Callable[[], RandomStates]
+    ) -> None:
+        """Copy what the model is called with, and from the second call of a step on the states of the random generators."""
+        if not self._steps:
+            return
+        if self._steps[-1].model_calls:  # the states before the first call were read when the step began
+            self._steps[-1].random.append(random())
+        if (copy := self._copied(lambda: copy_values([args, dict(kwargs)]))) is not None:
             self._steps[-1].model_calls.append(copy)
             self._count(copy)
 
