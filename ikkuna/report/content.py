@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "module_kinds",
     "module_rows",
     "network_charts",
+    "presence",
     "run_name",
     "spread_charts",
 ]
@@ -132,13 +134,14 @@ def heatmaps_of(run: StoredRun) -> list[ReportHeatmap]:
         names, steps, values = run.matrix(kind)
         if not len(steps):
             continue
-        present = _presence(run, kind, names, steps)
+        present = presence(run, kind, names, steps)
         names, values, present = with_missing_rows(run.modules, kind, names, values, present)
         found.append(draw_heatmap(kind, kind, names, steps, values, present))
     return found
 
 
-def _presence(run: StoredRun, kind: str, names: tuple[str, ...], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+def presence(run: StoredRun, kind: str, names: Sequence[str], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which values of a matrix are there: (names, steps)."""
     present = np.zeros((len(names), len(steps)), bool)
     for row, name in zip(present, names, strict=True):
         row[np.searchsorted(steps, run.series(kind, name).steps)] = True

@@ -25,7 +25,7 @@ from ikkuna.report.content import (
 from ikkuna.report.distributions import distributions_of
 from ikkuna.report.judgement import judge_in_time
 
-__all__ = ["render", "report_page", "write_report"]
+__all__ = ["render", "report_page", "separate_names", "write_report"]
 
 _FILES = Path(__file__).parent / "page"
 
@@ -88,7 +88,7 @@ def write_report(
 
 def report_page(contents: Sequence[RunContent]) -> str:
     """Return the page of a report about runs."""
-    _separate_names(contents)
+    separate_names(contents)
     return render(
         "report.html",
         title=f"ikkuna: {', '.join(content.name for content in contents)}",
@@ -98,7 +98,7 @@ def report_page(contents: Sequence[RunContent]) -> str:
     )
 
 
-def _separate_names(contents: Sequence[RunContent]) -> None:
+def separate_names(contents: Sequence[RunContent]) -> None:
     """Give runs of the same name the names of their parents too."""
     names = [content.name for content in contents]
     for content in contents:

@@ -1,0 +1,82 @@
+"""``ikkuna diff``: finds where two runs part."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ikkuna.cli.command import Command
+from ikkuna.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from ikkuna.report.difference import RunDifference
+
+__all__ = ["command"]
+
+_ROWS = 10
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="A", help="a run: a directory, an event file, or a file of JSON lines")
+    parser.add_argument("second", metavar="B", help="the other run")
+    parser.add_argument(
+        "--repeat", action="append", default=[], metavar="RUN", help="a repeat of A, which measures the noise"
+    )
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference of rounding (default: 1e-4)")
+    parser.add_argument("-o", "--output", help="write a page with both runs side by side")
+    parser.add_argument("--json", action="store_true", help="write JSON instead of text")
+
+
+def _run(options: argparse.Namespace, terminal: Terminal) -> int:
+    from ikkuna.errors import ConfigError
+    from ikkuna.report.diff_page import compare_paths, write_diff
+
+    if not options.tolerance >= 0:
+        raise ConfigError(f"--tolerance needs a number of at least 0, got {options.tolerance}")
+    terminal.progress("reading")
+    found, first, second = compare_paths(options.first, options.second, options.repeat, options.tolerance)
+    terminal.progress("")
+    if options.output:
+        write_diff(found, first, second, options.output, terminal.progress)
+    if options.json:
+        terminal.write_json(found.as_dict())
+    else:
+        _write(found, first.name, second.name, terminal)
+        if options.output:
+            terminal.write(f"wrote {options.output}")
+    return int(bool(found.partings or found.config or not found.is_same_model))
+
+
+def _write(found: "RunDifference", first: str, second: str, terminal: Terminal) -> None:
+    if not found.is_same_model:
+        terminal.write(
+            f"The runs have different models: {found.common} modules are common, {len(found.only_first)} are only in {first}, "
+            f"{len(found.only_second)} only in {second}."
+        )
+    if found.partings:
+        start = found.partings[0]
+        place = f"{start.module}, " if start.module else ""
+        terminal.write(terminal.styled(f"The runs part at step {start.step}: {place}{start.kind}", "bold"))
+        terminal.write(f"{len(found.partings)} of {found.compared} compared series differ beyond the noise.")
+        rows = [
+            (str(p.step), p.module or "-", p.kind, f"{p.first:.6g}", f"{p.second:.6g}", f"{p.noise:.3g}")
+            for p in found.partings[:_ROWS]
+        ]
+        terminal.write_table(("step", "module", "kind", first, second, "noise"), rows)
+    elif found.compared:
+        terminal.write(f"None of {found.compared} compared series differs beyond the noise.")
+    else:
+        terminal.write("The runs have no series in common.")
+    for title, values in (("configuration", found.config), ("environment", found.environment)):
+        if values:
+            terminal.write()
+            terminal.write_table((title, first, second), [(name, *pair) for name, pair in values.items()])
+
+
+command = Command(
+    help="find where two runs part",
+    description=(
+        "Find the first step, layer and kind at which two runs part beyond the noise between them, and what changed in "
+        "configuration and environment. The exit status is 1 if they differ."
+    ),
+    add_arguments=_add_arguments,
+    run=_run,
+)

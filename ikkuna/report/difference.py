@@ -1,0 +1,204 @@
+"""Finds where two runs part beyond the noise between them."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.reading import SeriesValues, StoredRun
+from ikkuna.visualization.module_order import ModuleOrder
+
+__all__ = ["Parting", "RunDifference", "compare_runs"]
+
+_NOT_COMPARED = re.compile("second|time|speed|memory|overhead")  # these differ between any two runs
+_FACTOR = 6.0
+_PERSISTENT = 3  # values
+_PHASES = ("learning_rate|input", "activation|output", "loss|accuracy", "gradient", "update", "weight|bias|param")
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first difference of a series beyond the noise.
+
+    Parameters
+    ----------
+    kind : str
+        The kind.
+    module : str or None
+        The name of the series; ``None`` for the network.
+    step : int
+        The step.
+    first, second : float
+        The values of the two runs.
+    noise : float
+        The difference up to which values count as equal at this step.
+    """
+
+    kind: str
+    module: str | None
+    step: int
+    first: float
+    second: float
+    noise: float
+
+
+@dataclass(slots=True)
+class RunDifference:
+    """How two runs differ.
+
+    Parameters
+    ----------
+    partings : list of Parting
+        The first difference of each series that differs, in the order of steps; within a step in the order of a training step.
+    compared : int
+        The number of compared series.
+    only_first, only_second : list of str
+        Names of modules that one run lacks.
+    common : int
+        The number of common modules.
+    config, environment : dict of str to tuple
+        The settings that differ, with the values of both runs.
+    """
+
+    partings: list[Parting] = field(default_factory=list)
+    compared: int = 0
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    common: int = 0
+    config: dict[str, tuple[str, str]] = field(default_factory=dict)
+    environment: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def is_same_model(self) -> bool:
+        """Whether both runs have the same modules."""
+        return not self.only_first and not self.only_second
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return asdict(self)
+
+
+def compare_runs(
+    first: StoredRun, second: StoredRun, repeats: Sequence[StoredRun] = (), tolerance: float = 1e-4
+) -> RunDifference:
+    """Return the first difference of each common series.
+
+    Values count as different if ``|a - b|`` exceeds all of these:
+
+    * `tolerance` times the larger of ``|a|`` and ``|b|``
+    * with `repeats`, which repeat the first run: 6 times their largest difference from it up to this step
+    * without: 6 times the largest difference between the two runs before this step that was within the noise
+
+    and if this is so for most of the next 3 common steps.
+    Only steps that both runs have are compared, and no kinds that measure time.
+
+    Parameters
+    ----------
+    first, second : StoredRun
+        The runs.
+    repeats : sequence of StoredRun
+        Further runs with the settings of the first run.
+    tolerance : float
+        The relative difference that counts as rounding.
+    """
+    found = RunDifference()
+    for pass_name in (name for name in first.passes() if name in second.passes()):
+        for kind in first.kinds(pass_name):
+            if _NOT_COMPARED.search(kind):
+                continue
+            names = set(second.names(kind, pass_name))
+            for name in (name for name in first.names(kind, pass_name) if name in names):
+                pair = first.series(kind, name, pass_name), second.series(kind, name, pass_name)
+                others = [each.series(kind, name, pass_name) for each in repeats if name in each.names(kind, pass_name)]
+                found.compared += 1
+                label = kind if pass_name == "training" else f"{kind}.{pass_name}"
+                if (parting := _parting(label, name, *pair, others, tolerance)) is not None:
+                    found.partings.append(parting)
+    order = ModuleOrder(first.modules)
+    found.partings.sort(key=lambda parting: _rank(parting, order, len(first.modules)))
+    _compare_modules(found, first, second)
+    return found
+
+
+def _compare_modules(found: RunDifference, first: StoredRun, second: StoredRun) -> None:
+    names = [[entry.name for entry in run.modules] or list(run.module_names()) for run in (first, second)]
+    found.only_first = [name for name in names[0] if name not in set(names[1])]
+    found.only_second = [name for name in names[1] if name not in set(names[0])]
+    found.common = len(names[0]) - len(found.only_first)
+
+
+def _rank(parting: Parting, order: ModuleOrder, count: int) -> tuple[Any, ...]:
+    phase = next((i for i, words in enumerate(_PHASES) if re.search(words, parting.kind)), len(_PHASES))
+    position, natural = order.key(parting.module) if parting.module is not None else (-1, [])
+    return parting.step, phase, -position if phase == 3 else position, natural, parting.kind
+
+
+def _aligned(a: SeriesValues, b: SeriesValues) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    steps, left, right = np.intersect1d(a.steps, b.steps, return_indices=True)
+    return steps, a.values[left], b.values[right]
+
+
+def _distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return ``|a - b|``: 0 where both are the same, also for NaN, and infinite where only one of them is finite."""
+    with np.errstate(all="ignore"):
+        distance = np.abs(a - b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    distance[~same & ~np.isfinite(distance)] = np.inf
+    distance[same] = 0.0
+    return distance
+
+
+def _parting(
+    kind: str,
+    name: str | None,
+    a: SeriesValues,
+    b: SeriesValues,
+    repeats: Iterable[SeriesValues],
+    tolerance: float,
+) -> Parting | None:
+    steps, left, right = _aligned(a, b)
+    if not len(steps):
+        return None
+    distance = _distance(left, right)
+    noise = tolerance * np.maximum(
+        np.abs(np.nan_to_num(left, posinf=0, neginf=0)), np.abs(np.nan_to_num(right, posinf=0, neginf=0))
+    )
+    spread = _spread_of(repeats, a, steps)
+    noise = np.maximum(noise, _FACTOR * spread) if spread is not None else _noise_before(distance, noise)
+    beyond = distance > noise
+    for i in np.flatnonzero(beyond).tolist():
+        following = beyond[i : i + _PERSISTENT]
+        if 2 * int(following.sum()) > len(following):
+            return Parting(kind, name, int(steps[i]), float(left[i]), float(right[i]), float(noise[i]))
+    return None
+
+
+def _noise_before(distance: NDArray[np.float64], least: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return for each step 6 times the largest difference before it that was within the noise, or `least` if that is more."""
+    if not (distance > least).any():
+        return least
+    noise, largest = least.copy(), 0.0
+    for i, (own, rounding) in enumerate(zip(distance.tolist(), least.tolist(), strict=True)):
+        noise[i] = max(rounding, _FACTOR * largest)
+        if own <= noise[i]:
+            largest = max(largest, own)
+    return noise
+
+
+def _spread_of(
+    repeats: Iterable[SeriesValues], a: SeriesValues, steps: NDArray[np.int64]
+) -> NDArray[np.float64] | None:
+    """Return the largest difference between repeats up to each step; ``None`` without repeats."""
+    found = None
+    for repeat in repeats:
+        own, left, right = _aligned(a, repeat)
+        if not len(own):
+            continue
+        largest = np.maximum.accumulate(np.nan_to_num(_distance(left, right), posinf=0.0))
+        places = np.searchsorted(own, steps, "right") - 1
+        spread = np.where(places >= 0, largest[np.maximum(places, 0)], 0.0)
+        found = spread if found is None else np.maximum(found, spread)
+    return found
