@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-triton test-gpu check docs bench clean
+.PHONY: demo test test-slow test-triton test-gpu check docs bench bench-gpu clean
 
 .venv/installed: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -33,6 +33,7 @@ test-triton: .venv/installed
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q --triton
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q --device sim --triton
 
+# Without a device these tests are skipped.
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m gpu
 
@@ -50,6 +51,10 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/probes.py
 	$(BIN)/python benchmarks/metrics.py
+
+# Needs a CUDA or ROCm device; says so if there is none.
+bench-gpu: .venv/installed
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf .venv .venv-triton sphinx/build

@@ -28,6 +28,7 @@ __all__ = [
     "graph_task",
     "holds_other_tensors",
     "is_transformed",
+    "kept_version",
     "pytree",
     "saves_tensors_elsewhere",
     "set_grad_enabled",
@@ -74,6 +75,11 @@ function_transforms: Callable[[], Any] = getattr(_FUNCTORCH, "peek_interpreter_s
 
 is_transformed: Callable[[Tensor], bool] = getattr(_FUNCTORCH, "is_functorch_wrapped_tensor", lambda x: False)
 """Whether a tensor exists only inside of a transform of :mod:`torch.func`; without it, it is measured and the failure counted."""
+
+kept_version: Callable[[Tensor], AbstractContextManager[Any]] = getattr(
+    torch.autograd.grad_mode, "_unsafe_preserve_version_counter", lambda x: nullcontext()
+)
+"""Write to a tensor without a change of its version; without it, a backward that has saved the tensor raises."""
 
 holds_other_tensors: Callable[[object], bool] = getattr(_DISPATCH, "is_traceable_wrapper_subclass", lambda x: False)
 """Whether a tensor is a subclass around other tensors; without it, no: its storage is read, if it has one."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ikkuna.torch_internals import set_grad_enabled
+from ikkuna.torch_internals import kept_version, set_grad_enabled
 
 __all__ = ["restoring", "run_undisturbed", "undisturbed", "undisturbed_randomness"]
 
@@ -190,7 +190,10 @@ def _buffers(model: nn.Module) -> _Restore:
     def restore() -> None:
         for module, name, buffer, value in before:
             module._buffers[name] = buffer
-            if not _equal(buffer, value):  # an unneeded copy would break a backward pass that saved the buffer
+            if not buffer.is_cpu and type(buffer) is Tensor and not buffer.is_inference():
+                with torch.no_grad(), kept_version(buffer):
+                    buffer.copy_(value)  # without a comparison, which would wait for the device
+            elif not _equal(buffer, value):  # an unneeded copy would break a backward pass that saved the buffer
                 with torch.no_grad():
                     buffer.copy_(value)
 

@@ -24,6 +24,7 @@ LAYERS = {
     "atomic_file": (),
     "signal_handlers": ("errors",),
     "background": ("signal_handlers",),
+    "device_thread": ("background",),
     "logger": ("signal_handlers",),
     "torch_internals": (),
     "undisturbed": ("torch_internals",),
@@ -61,7 +62,7 @@ LAYERS = {
     ),
     "export": (
         *("errors", "failures", "signal_handlers", "logger", "plugins", "modules", "undisturbed", "numerics"),
-        *("overriding", "torch_internals", "distributed", "visualization", "diagnosis"),
+        *("device_thread", "overriding", "torch_internals", "distributed", "visualization", "diagnosis"),
     ),
     "reading": ("errors", "logger", "native", "visualization"),
     "report": ("__version__", "errors", "atomic_file", "visualization", "reading", "diagnosis"),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ikkuna.numerics.elements import on_device
 from ikkuna.undisturbed import run_undisturbed
 
 __all__ = ["run"]
@@ -56,7 +57,7 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device)
+        return on_device(value, device) if value.is_cpu else value.to(device)
     if isinstance(value, dict):
         return {key: _to(part, device) for key, part in value.items()}
     if isinstance(value, tuple | list):

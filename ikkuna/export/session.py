@@ -29,7 +29,7 @@ from ikkuna.export.messages.stamp import TRAINING, Stamp
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.model.watched_model import WatchedModel
 from ikkuna.export.ranks.exchange import Exchange
-from ikkuna.export.rows.delivery import Finished
+from ikkuna.export.rows.delivery import Event, Finished
 from ikkuna.export.rows.plan import Demand, Plan
 from ikkuna.export.rows.recorder import Recorder
 from ikkuna.export.steps.decisions import Abandoned, Closed, Decision, EpochFinished, Merged, Opened, Restarted
@@ -199,7 +199,6 @@ class Session:
         if wishes.takes_data:
             parameters = {(named.parameter.device, named.parameter.dtype) for named in self.context.parameters.all}
             warm_up(parameters, {closure(r.subscriber.fields) for r in wishes.subscriptions if r.subscriber.fields})
-        self.optimizers.wants_rates = self.bus.is_wanted("batch_finished") or self.context.observer is not None
         self.context.wants_steps = any(map(self.bus.is_wanted, ("batch_started", "batch_finished")))
         if self._modules.prepare(wishes, self._next_plan()):
             log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
@@ -293,15 +292,20 @@ class Session:
             self.steps += 1
         self._end_hooks()
         finished = NetworkMessage(stamp, "batch_finished", self._report())
-        self.optimizers.step_ended()
         self._warn_of_missing_loss()
+        if recorder.rows is not None:
+            recorder.rows.rates = dict(self.optimizers.rates)
+        self.optimizers.step_ended()
         plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
+        step = None
         if rows is not None:
-            rows.skipped = rows.skipped or closed.skipped
+            rows.skipped = finished.skipped = rows.skipped or closed.skipped
             self.exchange.take(rows, plan)
-            self.bus.post(Finished(rows, finished, self.context.observer))
+            self.bus.post(step := Finished(rows, finished, self.context.observer))
         if not closed.carried:
             self._prepare_next()
+        if step is not None and self.bus.calls_model and not self.exchange.is_shared:
+            step.evaluate(self.bus)
         self.bus.drain(wait=self.exchange.must_wait(stamp))
         self.context.stopwatch.step_ended()
 
@@ -395,8 +399,10 @@ class Session:
         self.optimizers.step_by_hand()
 
     def _finish_epoch(self, stamp: Stamp) -> None:
-        self.bus.post(NetworkMessage(stamp, "epoch_finished"))
+        self.bus.post(event := Event(NetworkMessage(stamp, "epoch_finished")))
         self._follow()
+        if self.bus.calls_model and not self.exchange.is_shared:
+            event.evaluate(self.bus)
         self.bus.drain(wait=self.exchange.must_wait(None))
 
     # -- other passes ---------------------------------------------------------------------------------------------

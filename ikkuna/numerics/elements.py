@@ -22,6 +22,7 @@ __all__ = [
     "host_array",
     "in_memory_order",
     "is_plain",
+    "on_device",
     "pieces",
     "readable",
     "stored",
@@ -174,6 +175,25 @@ def host_array(x: Tensor) -> NDArray[Any]:
 
 
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64, torch.uint8: np.uint8}
+
+
+def on_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return a copy of a tensor of the host on a device, without waiting for the device; on the host, the tensor itself.
+
+    A copy from ordinary memory waits until everything that the device has to do is done; one from pinned memory does not.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> on_device(x, "cpu") is x
+    True
+    """
+    device = torch.device(device)
+    if device.type in ("cpu", x.device.type):
+        return x.to(device)
+    if x.layout is not torch.strided or not hasattr(torch.get_device_module(device), "Stream"):
+        return x.to(device)
+    return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
 
 
 def all_finite(x: Tensor) -> Tensor | None:

@@ -78,7 +78,7 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
 
 def _dependence(rows: Tensor) -> Tensor:
     if len(rows) < 2:
-        return rows.new_tensor(torch.nan)
+        return rows.new_full((), torch.nan)
     return 1 - rows.mean(0).square().sum() / rows.square().sum(1).mean()
 
 
@@ -100,7 +100,7 @@ def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
         [
             _dependence(z - z.mean(1, keepdim=True)),
             cross_entropy,
-            n.new_tensor(classes),
+            n.new_full((), classes),
             is_probability.double(),
             z.abs().amax(),
             log_normalizer.mean(),

@@ -213,15 +213,17 @@ def conv_operator_norm(weight: Tensor, size: int | tuple[int, ...], groups: int 
             f"got the shape {tuple(weight.shape)}, size={size!r}, groups={groups!r}"
         )
     kernel = weight.detach().double()
-    if not kernel.numel() or kernel.is_meta or not kernel.isfinite().all():
+    if not kernel.numel() or kernel.is_meta:
         return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
+    is_finite = kernel.isfinite().all()
+    kernel = torch.where(is_finite, kernel, 0.0)  # a factorisation raises an error for a NaN
     for axis, n in enumerate(sizes, start=2):
         kernel = _wrap(kernel, axis, n)
     transformed = torch.fft.rfftn(kernel, s=sizes, dim=tuple(range(2, kernel.ndim)))
     by_group = transformed.reshape(groups, -1, *transformed.shape[1:])
     per_frequency = by_group.movedim((1, 2), (-2, -1))
     values: Tensor = torch.linalg.svdvals(per_frequency)
-    return values.amax()
+    return torch.where(is_finite, values.amax(), torch.nan)
 
 
 def _wrap(kernel: Tensor, axis: int, n: int) -> Tensor:

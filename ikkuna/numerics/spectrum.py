@@ -26,6 +26,7 @@ __all__ = [
     "power_law_alpha",
     "rank_tolerance",
     "singular_values",
+    "singular_values_of_each",
     "stable_rank",
 ]
 
@@ -55,20 +56,49 @@ def singular_values(weight: Tensor) -> Tensor:
     tensor([5., 0.], dtype=torch.float64)
     """
     w = as_matrix(weight)
-    undefined = torch.full((min(w.shape),), torch.nan, dtype=torch.float64, device="cpu")
+    if w.is_meta or not w.numel():
+        size = min(w.shape) if w.is_meta else 0
+        return torch.full((size,), torch.nan, dtype=torch.float64, device="cpu")
+    return singular_values_of_each(w.unsqueeze(0))[0]
+
+
+def singular_values_of_each(weights: Tensor) -> Tensor:
+    r"""Return :func:`singular_values` of several weights of one shape, with one factorisation for all.
+
+    Parameters
+    ----------
+    weights : Tensor
+        ``(n, out, in, ...)``, with elements.
+
+    Returns
+    -------
+    Tensor
+        ``(n, min(out, in * ...))``
+
+    Examples
+    --------
+    >>> singular_values_of_each(torch.stack([torch.eye(2), torch.full((2, 2), torch.nan)]))
+    tensor([[1., 1.],
+            [nan, nan]], dtype=torch.float64)
+    """
+    matrices = torch.stack([as_matrix(weight) for weight in weights]).double()
     # A factorisation raises an error for a NaN, or ignores it in a triangle that it does not read.
-    if w.is_meta or not w.isfinite().all():
-        return undefined
-    if not w.numel():
-        return undefined[:0]
-    wide = w.double()
-    scale = wide.abs().amax()
+    is_finite = matrices.isfinite().flatten(1).all(1)[:, None]
+    matrices = torch.where(is_finite[..., None], matrices, 0.0)
+    scale = matrices.abs().flatten(1).amax(1)[:, None]
+    values = _factorised(matrices / torch.where(scale > 0, scale, 1.0)[..., None]) * scale
+    noise = max(matrices.shape[1:]) * torch.finfo(torch.float64).eps * values[:, :1]
+    return torch.where(is_finite, torch.where(values <= noise, 0.0, values), torch.nan)
+
+
+def _factorised(matrices: Tensor) -> Tensor:
     try:
-        values = torch.linalg.svdvals(wide / scale) * scale if scale > 0 else wide.new_zeros(min(w.shape))
+        values: Tensor = torch.linalg.svdvals(matrices)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # no convergence; torch documents this class
-        return undefined.to(w.device)
-    noise = max(w.shape) * torch.finfo(torch.float64).eps * values[0]
-    return torch.where(values > noise, values, 0.0)
+        if len(matrices) > 1:
+            return torch.cat([_factorised(matrix) for matrix in matrices.split(1)])
+        values = matrices.new_full((1, min(matrices.shape[1:])), torch.nan)
+    return values
 
 
 def rank_tolerance(weight: Tensor) -> float:

@@ -23,7 +23,7 @@ class AlphaSubscriber(SpectrumSubscriber):
     and ``{kind}_tail_distance``, D, between 0 and 1: above about 0.1 the tail does not follow a power law, and the exponent has no meaning.
     Both are NaN with fewer than two distinct eigenvalues and for a matrix with a NaN or Inf.
     With fewer than about fifty eigenvalues both are unreliable; an empty matrix publishes nothing.
-    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), which waits for the device.
+    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), on an accelerator beside training.
 
     Look for: values between 2 and 6 in layers that have learned; above 6 a layer is close to random; below 2 it overfits.
 

@@ -99,14 +99,20 @@ class AttentionSubscriber(ProbeSubscriber):
                 "AttentionSubscriber found no attention: no MultiheadAttention and no call of scaled_dot_product_attention "
                 f"in modules that modules={self.subscription.modules!r} matches; name the modules with query= and key="
             )
-        for name, row in rows.items() if message is not None else ():
-            assert message is not None
-            values = zip(*(x.tolist() for x in (*attention_means(row.sums), row.max_logit)), strict=True)
+        if message is not None:
+            self.conclude(message, lambda: {name: _values(row) for name, row in rows.items()}, self._emit_all)
+
+    def _emit_all(self, message: NetworkMessage, found: dict[str, list[tuple[float, ...]]]) -> None:
+        for name, values in found.items():
             for head, of_head in enumerate(values):
                 for kind, value in zip(self.publishes, of_head, strict=True):
                     known = math.nan if value == -math.inf else value
                     reason = "no query had a key, or one was not finite"
                     self.emit_module(message, name, known, kind, f"head_{head}", reason)
+
+
+def _values(row: AttentionRow) -> list[tuple[float, ...]]:
+    return list(zip(*(x.tolist() for x in (*attention_means(row.sums), row.max_logit)), strict=True))
 
 
 def _merged(one: AttentionRow, other: AttentionRow) -> AttentionRow:

@@ -1,7 +1,7 @@
 """The centred kernel alignment of layers with their earlier outputs and with each other."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,14 @@ class _Layer(NamedTuple):
 
     kernels: Tensor
     own: float
+
+
+class _Comparison(NamedTuple):
+    """The layers, their values in comparison with earlier results, and their comparison with each other."""
+
+    names: list[str]
+    with_earlier: list[tuple[str, str, float]]
+    between: NDArray[np.float64]
 
 
 class CKASubscriber(ProbeSubscriber):
@@ -128,13 +136,7 @@ class CKASubscriber(ProbeSubscriber):
         if names:
             kernels = torch.stack([torch.cat([batch[name] for batch in batches]) for name in names])
             independence = kernels @ kernels.mT
-            layers = map(_Layer, kernels, independence.diagonal().tolist())
-            found = dict(zip(names, layers, strict=True))
-            if message is not None:
-                self._compare(message, found)
-                if self.between_layers and len(names) > 1:
-                    self._show_all(message, names, cka_of_hsic(independence).cpu().numpy())
-            self.earlier.store(found)
+            self.conclude(message, lambda: self._compare(names, kernels, independence), self._emit_all)
 
     def _rows(self, output: Tensor) -> Tensor:
         if self.pool or output.ndim < 2:
@@ -142,16 +144,29 @@ class CKASubscriber(ProbeSubscriber):
         rows = output.detach().flatten(1)
         return rows if rows.dtype is torch.float64 else rows.float()
 
-    def _compare(self, message: NetworkMessage, found: dict[str, _Layer]) -> None:
-        reason = "its outputs are constant or not finite, or their number has changed"
+    def _compare(self, names: list[str], kernels: Tensor, independence: Tensor) -> _Comparison:
+        layers = map(_Layer, kernels, independence.diagonal().tolist())
+        found = dict(zip(names, layers, strict=True))
+        values = list(self._compare_with_earlier(found))
+        self.earlier.store(found)
+        return _Comparison(names, values, cka_of_hsic(independence).cpu().numpy())
+
+    def _compare_with_earlier(self, found: dict[str, _Layer]) -> Iterator[tuple[str, str, float]]:
+        """Yield layers, kinds and values."""
         for i, kind in enumerate(self.publishes[: len(self.earlier.names)]):
             stored = {name: known for name in found if (known := self.earlier.find(name)[i]) is not None}
             fitting = [name for name, known in stored.items() if known.kernels.shape == found[name].kernels.shape]
             both = [found[name].kernels.dot(stored[name].kernels) for name in fitting]
             values = dict(zip(fitting, torch.stack(both).tolist() if both else (), strict=True))
             for name, known in stored.items():
-                value = _ratio(values.get(name, math.nan), found[name].own, known.own)
-                self.emit_module(message, name, value, kind, reason=reason)
+                yield name, kind, _ratio(values.get(name, math.nan), found[name].own, known.own)
+
+    def _emit_all(self, message: NetworkMessage, found: _Comparison) -> None:
+        reason = "its outputs are constant or not finite, or their number has changed"
+        for name, kind, value in found.with_earlier:
+            self.emit_module(message, name, value, kind, reason=reason)
+        if self.between_layers and len(found.names) > 1:
+            self._show_all(message, found.names, found.between)
 
     def _show_all(self, message: NetworkMessage, names: list[str], matrix: NDArray[np.float64]) -> None:
         kind = self.publishes[-1]

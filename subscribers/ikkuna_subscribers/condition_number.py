@@ -13,7 +13,7 @@ class ConditionNumberSubscriber(SpectrumSubscriber):
 
     Takes any kind with a tensor, read as a matrix ``(out, in * ...)``; publishes ``{kind}_condition_number``, without unit, at least 1.
     It is infinite if a singular value is 0, and NaN for a matrix of zeros or one with a NaN or Inf; an empty matrix publishes nothing.
-    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), which waits for the device.
+    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), on an accelerator beside training.
 
     Look for: growth; 1e3 is common, and at 1e6 the smallest singular value is below the rounding error of half precision.
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,31 @@ from torch import Tensor, nn
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import NetworkMessage
 from ikkuna.export.subscriber import name_results
-from ikkuna.numerics.curvature import HessianProduct, hutchinson_trace
-from ikkuna.numerics.curvature.lanczos import Density, lanczos, spectral_density
+from ikkuna.numerics.curvature import HessianProduct
+from ikkuna.numerics.curvature.hessian_product import quadratic_forms, trace_of
+from ikkuna.numerics.curvature.lanczos import Coefficients, Density, Ritz, density_of, lanczos_coefficients, ritz_of
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
 from ikkuna.numerics.statistics.histogram import Buckets
 from ikkuna_subscribers._helpers.arguments import require_integers
 from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
 __all__ = ["HessianSubscriber"]
+
+
+class _Measured(NamedTuple):
+    """What an evaluation computes on the device: whether everything is finite, and the results of products."""
+
+    healthy: Tensor
+    coefficients: Coefficients
+    forms: Tensor
+    starts: list[Coefficients]
+
+
+class _Found(NamedTuple):
+    """The values of an evaluation, and its density."""
+
+    values: list[float]
+    buckets: Buckets | None
 
 
 class HessianSubscriber(ProbeSubscriber):
@@ -129,7 +146,8 @@ class HessianSubscriber(ProbeSubscriber):
             if message is None:
                 product(torch.zeros_like(product.gradient))
             else:
-                self._emit_all(message, product)
+                measured, size = self._measured(product), product.size
+                self.conclude(message, lambda: self._found(measured, size), self._emit_all)
 
         self.run_model(visit=visit, around=_differentiable)
 
@@ -137,19 +155,30 @@ class HessianSubscriber(ProbeSubscriber):
         found = [p for named in self.modules for p in named.module.parameters() if p.requires_grad]
         return list(dict.fromkeys(found))
 
-    def _emit_all(self, message: NetworkMessage, product: HessianProduct) -> None:
-        healthy = bool(product.loss.isfinite().all() and product.gradient.isfinite().all())
-        values = (
-            [*self._eigenvalues(product), *self._trace_of(product)] if healthy else [math.nan] * len(self.publishes)
+    def _measured(self, product: HessianProduct) -> _Measured:
+        """Compute everything that needs products, without waiting for the device."""
+        starts = self._options(product)
+        return _Measured(
+            product.loss.isfinite().all() & product.gradient.isfinite().all(),
+            lanczos_coefficients(product, product.size, self.steps, **self._options(product)),
+            quadratic_forms(product, product.size, self.trace, **self._options(product)),
+            [lanczos_coefficients(product, product.size, self.steps, **starts) for _ in range(self.density)],
         )
+
+    def _found(self, measured: _Measured, size: int) -> _Found:
+        """Return the values, which waits for the device."""
+        if not measured.healthy:
+            return _Found([math.nan] * len(self._numbers), None)
+        trace = [*trace_of(measured.forms)[:2]] if self.trace else []
+        buckets = _buckets(density_of(measured.starts), self.bins, size) if self.density else None
+        return _Found([*self._eigenvalues(ritz_of(measured.coefficients)), *trace], buckets)
+
+    def _emit_all(self, message: NetworkMessage, found: _Found) -> None:
         reason = "the loss or a derivative is not finite, or there are fewer distinct eigenvalues"
-        for kind, value in zip(self._numbers, values, strict=False):
+        for kind, value in zip(self._numbers, found.values, strict=False):
             self.emit_network(message, value, kind, reason)
-        if self.density and healthy:
-            options = self._options(product)
-            density = spectral_density(product, product.size, self.steps, self.density, **options)
-            if (buckets := _buckets(density, self.bins, product.size)) is not None:
-                self.show(message.carrying(None, kind=self.publishes[-1]), buckets)
+        if found.buckets is not None:
+            self.show(message.carrying(None, kind=self.publishes[-1]), found.buckets)
 
     def _options(self, product: HessianProduct) -> dict[str, Any]:
         gradient = product.gradient
@@ -159,8 +188,7 @@ class HessianSubscriber(ProbeSubscriber):
             "device": gradient.device,
         }
 
-    def _eigenvalues(self, product: HessianProduct) -> list[float]:
-        ritz = lanczos(product, product.size, self.steps, **self._options(product))
+    def _eigenvalues(self, ritz: Ritz) -> list[float]:
         found = [
             number
             for pair in zip(ritz.values.flip(0).tolist(), ritz.bounds.flip(0).tolist(), strict=True)
@@ -168,12 +196,6 @@ class HessianSubscriber(ProbeSubscriber):
         ][: 2 * self.top]
         missing = 2 * self.top - len(found)
         return [*found, *[math.nan] * missing, ritz.values[0].item() if len(ritz.values) else math.nan]
-
-    def _trace_of(self, product: HessianProduct) -> list[float]:
-        if not self.trace:
-            return []
-        value, stderr, _ = hutchinson_trace(product, product.size, self.trace, **self._options(product))
-        return [value, stderr]
 
 
 @contextmanager

@@ -80,12 +80,22 @@ class LayerSaturationSubscriber(ProbeSubscriber):
                 scatters[name] = scatters[name] + part if name in scatters else part
 
         self.collect_outputs(add)
-        for name, scatter in scatters.items() if message is not None else ():
-            assert message is not None
-            width = len(scatter.mean)
-            if scatter.n <= width:
-                self.warn_once(name, f"{scatter.n} rows of {width} features have at most {scatter.n - 1} directions")
-            dimension = intrinsic_dimension(scatter.covariance(), self.threshold, self.compat)
-            reason = "its outputs are constant or not finite"
-            self.emit_module(message, name, dimension / width if width else math.nan, self.publishes[0], reason=reason)
-            self.emit_module(message, name, dimension, self.publishes[1])
+        if message is None:
+            return
+
+        def dimensions() -> dict[str, float]:
+            return {
+                name: intrinsic_dimension(scatter.covariance(), self.threshold, self.compat)
+                for name, scatter in scatters.items()
+            }
+
+        def emit(message: NetworkMessage, found: dict[str, float]) -> None:
+            for name, dimension in found.items():
+                n, width = scatters[name].n, len(scatters[name].mean)
+                if n <= width:
+                    self.warn_once(name, f"{n} rows of {width} features have at most {n - 1} directions")
+                share, reason = dimension / width if width else math.nan, "its outputs are constant or not finite"
+                self.emit_module(message, name, share, self.publishes[0], reason=reason)
+                self.emit_module(message, name, dimension, self.publishes[1])
+
+        self.conclude(message, dimensions, emit)

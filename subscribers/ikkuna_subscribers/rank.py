@@ -19,7 +19,7 @@ class RankSubscriber(SpectrumSubscriber):
     and ``{kind}_effective_rank``, numbers of directions.
     If a step has several calls, the last one counts.  The first axis of activations is the sample, so the batch size bounds every rank.
     They are NaN for a matrix of zeros or one with a NaN or Inf; an empty matrix publishes nothing.
-    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), which waits for the device.
+    Every publication costs a decomposition in float64 (half a second for 1024 x 1024), on an accelerator beside training.
 
     Look for: activations whose ranks fall towards 1, a collapse of the representation; the ranks of weights usually fall late in training.
 

@@ -1,5 +1,6 @@
 """The spectral norm of a weight."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import DeferredRow, PlotSubscriber, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.spectral import conv_operator_norm, spectral_norm
 from ikkuna_subscribers._helpers.arguments import require_integers
@@ -42,7 +43,7 @@ class SpectralNormSubscriber(PlotSubscriber):
         The number of power iterations per step.
     conv : {'matrix', 'operator'}
         How tensors with three to five axes are read.  The operator costs as many decompositions of ``(out, in)`` as an input
-        has pixels, and waits for the device: use a large `subsample`.
+        has pixels, on an accelerator beside training: use a large `subsample`.
     input_size : int or tuple of int
         With ``conv="operator"``: the width of the input along each axis of the kernel.
         A kernel with more axes publishes nothing.
@@ -91,7 +92,7 @@ class SpectralNormSubscriber(PlotSubscriber):
         self.groups = groups
         self._starts: dict[tuple[object, ...], Tensor] = {}
 
-    def measure(self, message: ModuleMessage) -> Tensor | None:
+    def measure(self, message: ModuleMessage) -> Tensor | DeferredRow | None:
         """Return the norm and its residual."""
         if (read := readable(message.data)) is None:
             return None
@@ -100,8 +101,7 @@ class SpectralNormSubscriber(PlotSubscriber):
             size = self.input_size if isinstance(self.input_size, int) else self.input_size[: weight.ndim - 2]
             if not isinstance(size, int) and len(size) < weight.ndim - 2:
                 return None
-            norm = conv_operator_norm(weight, size, self.groups)
-            return torch.stack([norm, torch.zeros_like(norm)])
+            return DeferredRow(weight, _OperatorNorm(size, self.groups))
         identity = (message.kind, message.series_name)
         state = (*identity, weight.shape, weight.dtype, weight.device)
         start = self._starts.get(state)
@@ -114,6 +114,18 @@ class SpectralNormSubscriber(PlotSubscriber):
         """Emit both."""
         for kind, value in zip(self.publishes, message.data, strict=True):
             self.emit(message, value, kind)
+
+
+@dataclass(frozen=True)
+class _OperatorNorm:
+    """Computes the rows of convolutions of one shape."""
+
+    size: int | tuple[int, ...]
+    groups: int
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        norms = torch.stack([conv_operator_norm(weight, self.size, self.groups) for weight in weights])
+        return torch.stack([norms, torch.zeros_like(norms)], 1)
 
 
 def _check_conv(conv: str, input_size: int | tuple[int, ...] | None) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from ikkuna_subscribers._helpers.earlier_results import EarlierResults
 from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
 __all__ = ["SVCCASubscriber"]
+
+
+class _Comparison(NamedTuple):
+    """The comparison of a layer with an earlier result: its kind, the values, and whether the numbers of rows are equal."""
+
+    kind: str
+    mean: float
+    chance: float
+    fits: bool
 
 
 class SVCCASubscriber(ProbeSubscriber):
@@ -96,11 +105,14 @@ class SVCCASubscriber(ProbeSubscriber):
                 rows.setdefault(name, []).append(to_rows(output, self.pool))
 
         self.collect_outputs(add)
-        found = {name: self._basis(name, torch.cat(parts), message is None) for name, parts in rows.items()}
-        if message is not None:
-            for name, basis in found.items():
-                self._compare(message, name, basis)
-        self.earlier.store(found)
+
+        def compare() -> dict[str, list[_Comparison]]:
+            found = {name: self._basis(name, torch.cat(parts), message is None) for name, parts in rows.items()}
+            compared = {} if message is None else {name: self._compare(name, basis) for name, basis in found.items()}
+            self.earlier.store(found)
+            return compared
+
+        self.conclude(message, compare, self._emit_all)
 
     def _basis(self, name: str, rows: Tensor, refuse: bool) -> Tensor:
         n, width = rows.shape
@@ -119,14 +131,18 @@ class SVCCASubscriber(ProbeSubscriber):
             self.warn_once(name, "its outputs are constant or not finite, so they have no correlation")
         return basis
 
-    def _compare(self, message: NetworkMessage, name: str, basis: Tensor) -> None:
-        chances = []
+    def _compare(self, name: str, basis: Tensor) -> list[_Comparison]:
+        found = []
         for kind, stored in zip(self.publishes, self.earlier.find(name), strict=False):
-            if stored is None:
-                continue
-            fits = len(stored) == len(basis)
-            mean, _, _, chance = svcca_of_bases(basis, stored) if fits else (math.nan, 0, 0, math.nan)
-            self.emit_module(message, name, mean, kind, reason="" if fits else "its number of rows has changed")
-            chances.append(chance)
-        if chances:
-            self.emit_module(message, name, chances[0], self.publishes[-1])
+            if stored is not None:
+                fits = len(stored) == len(basis)
+                mean, _, _, chance = svcca_of_bases(basis, stored) if fits else (math.nan, 0, 0, math.nan)
+                found.append(_Comparison(kind, mean, chance, fits))
+        return found
+
+    def _emit_all(self, message: NetworkMessage, compared: dict[str, list[_Comparison]]) -> None:
+        for name, comparisons in compared.items():
+            for kind, mean, _, fits in comparisons:
+                self.emit_module(message, name, mean, kind, reason="" if fits else "its number of rows has changed")
+            if comparisons:
+                self.emit_module(message, name, comparisons[0].chance, self.publishes[-1])

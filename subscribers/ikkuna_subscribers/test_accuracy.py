@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import Pending, PlotSubscriber
 from ikkuna.numerics.accuracy import count_correct
 from ikkuna.undisturbed import undisturbed_randomness
 from ikkuna_subscribers._helpers.arguments import require_integers
@@ -100,10 +100,14 @@ class TestAccuracySubscriber(PlotSubscriber):
             counts.append(count_correct(outputs, labels, self.k, self.ignore_index))
 
         self.evaluate(self.loader, visit=count, forward=self.forward)
-        correct, valid, broken = torch.stack(counts).sum(0).tolist()
-        self.emit(message, correct / valid if valid else math.nan, self.publishes[0])
-        if len(self.publishes) > 1:
-            self.emit(message, broken, self.publishes[1])
+
+        def emit(pending: Pending[list[float]]) -> None:
+            correct, valid, broken = pending.result()
+            self.emit(message, correct / valid if valid else math.nan, self.publishes[0])
+            if len(self.publishes) > 1:
+                self.emit(message, broken, self.publishes[1])
+
+        self.later(message, {x.device for x in counts}, lambda: torch.stack(counts).sum(0).tolist(), emit)
 
 
 def _check_dataset(dataset: Any) -> None:

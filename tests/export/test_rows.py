@@ -245,7 +245,7 @@ def test_a_measurement_must_be_a_tensor():
             return 1.0  # type: ignore[return-value]
 
     case = Case(Returning("activations"))
-    with pytest.raises(TypeError, match="measure must return a Tensor or None, got float"):
+    with pytest.raises(TypeError, match="measure must return a Tensor, a DeferredRow or None, got float"):
         case.see([1.0])
 
 

@@ -30,7 +30,7 @@ class DeviceLoop(Loop):
         super().__init__(CASES[name])
         self.model.to(device)
         self.optimizer = CASES[name].optimizer([p for p in self.model.parameters() if p.requires_grad])
-        self.batches = [[x.to(device) for x in Loop.batch(self)] for _ in range(3 * STEPS + 3)]  # moved beforehand
+        self.batches = [[x.to(device) for x in Loop.batch(self)] for _ in range(6 * STEPS + 3)]  # moved beforehand
 
     def batch(self):
         return self.batches.pop(0)

@@ -1,11 +1,11 @@
 """What CUDA does for an operator of torch: the number of kernels and bytes, and whether the host waits."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 __all__ = ["MIXES_DEVICES", "bytes_of", "converted_bytes", "launches_of", "waits"]
 
@@ -23,13 +23,15 @@ _BLOCKS_PER_LAUNCH = 320
 _BLOCK = 65_536
 
 
-def bytes_of(tensors: Any) -> int:
+def bytes_of(tensors: Tensor | Iterable[Tensor]) -> int:
     """Return the bytes of memory that tensors occupy; an expanded axis occupies one element."""
     total = 0
-    for x in tree_iter(tensors):
-        if isinstance(x, Tensor):
+    for x in (tensors,) if isinstance(tensors, Tensor) else tensors:
+        if 0 in x.stride():
             sizes = (n if stride else min(n, 1) for n, stride in zip(x.shape, x.stride(), strict=True))
             total += x.element_size() * math.prod(sizes)
+        else:
+            total += x.element_size() * x.numel()
     return total
 
 

@@ -1,14 +1,13 @@
 """Operators of the simulated device."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_iter, tree_map
 
 from tests.simulated_device import streams
 from tests.simulated_device.cuda import MIXES_DEVICES, bytes_of, converted_bytes, launches_of, waits
@@ -65,84 +64,125 @@ def _composites() -> dict[str, Callable[..., Any]]:
     return kernels
 
 
+class _Operator(NamedTuple):
+    """What the schema of an operator says: its name, whether it is a view, and the places of its arguments.
+
+    `numbers` are the places where a number stands for a tensor; `changed` and `outputs` are names.
+    """
+
+    name: str
+    is_view: bool
+    returns: bool
+    names: tuple[str, ...]
+    numbers: tuple[int, ...]
+    changed: tuple[str, ...]
+    outputs: frozenset[str]
+
+
+@cache
+def _described(op: Any) -> _Operator:
+    schema = op._schema
+    name, arguments = schema.name.removeprefix("aten::"), schema.arguments
+    is_alias = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+    return _Operator(
+        name,
+        name in ("set_", "is_set_to") or is_alias,
+        bool(schema.returns),
+        tuple(a.name for a in arguments),
+        tuple(i for i, a in enumerate(arguments) if str(a.type) == "Tensor"),
+        tuple(a.name for a in arguments if a.alias_info and a.alias_info.is_write),
+        frozenset(a.name for a in arguments if a.is_out),
+    )
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """Return the tensors in an argument or a result of an operator: a tensor, a list, or neither."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [part for part in x if isinstance(part, Tensor)] if isinstance(x, list | tuple) else []
+
+
 class _Lowered:
     """The arguments of an operator with the memory of device tensors in their place."""
 
-    def __init__(self, schema: Any, args: Any, kwargs: Any) -> None:
+    def __init__(self, op: _Operator, args: Any, kwargs: Any) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id, memory and its tensor
-        self.args = _with_tensors(schema, tree_map(self._lower, args))
-        self.kwargs = {key: tree_map(self._lower, x) for key, x in kwargs.items() if key != "pin_memory"}
-        every = {**dict(zip((a.name for a in schema.arguments), self.args, strict=False)), **self.kwargs}
-        outputs = {id(x) for a in schema.arguments if a.is_out for x in tree_iter(every.get(a.name))}
+        self.args = [self._lower(x) for x in args]
+        self.kwargs = {key: self._lower(x) for key, x in kwargs.items() if key != "pin_memory"}
+        _replace_numbers(op, self.args)
+        every = {**dict(zip(op.names, self.args, strict=False)), **self.kwargs} if op.changed else {}
+        self.changed = [every[name] for name in op.changed if name in every]
+        outputs = {id(x) for name in op.outputs for x in _tensors(every.get(name))}
         self.inputs = [pair for key, pair in self._tensors.items() if key not in outputs]
-        self.changed = [
-            every[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write and a.name in every
-        ]
 
     def _lower(self, x: Any) -> Any:
-        if is_simulated(x):
+        if isinstance(x, Tensor):
+            if x.device.type != "sim":
+                return x
             host = memory_of(x)
             self._tensors[id(host)] = host, x
             return host
+        if isinstance(x, list | tuple):
+            return [self._lower(part) for part in x]
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
     def resize(self) -> None:
         """Give outputs that were too small the memory that the kernel has allocated for them."""
         for host, x in self._tensors.values():
-            if host.untyped_storage().nbytes() != x.untyped_storage().nbytes() or host.shape != x.shape:
+            if host.shape != x.shape or host.untyped_storage().nbytes() != x.untyped_storage().nbytes():
                 allocate(host, x)
 
     def lift(self, x: Any) -> Any:
-        """Return the device tensor of a result."""
-        if not isinstance(x, Tensor):
-            return x
-        return self._tensors[id(x)][1] if id(x) in self._tensors else allocate(x)
+        """Return the device tensors of a result."""
+        if isinstance(x, Tensor):
+            return self._tensors[id(x)][1] if id(x) in self._tensors else allocate(x)
+        if isinstance(x, list | tuple):
+            return type(x)(self.lift(part) for part in x)
+        return x
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator: a view on the shapes alone, others with the host's kernel on the memory of the tensors."""
-    schema, name = op._schema, op._schema.name.removeprefix("aten::")
-    if name in ("set_", "is_set_to") or any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
+    described = _described(op)
+    name = described.name
+    if described.is_view:
         return op.redispatch(_HOST, *args, **kwargs)
-    if name not in MIXES_DEVICES and any(_is_on_host(x) for x in tree_iter((args, kwargs))):
+    if name not in MIXES_DEVICES and any(map(_is_on_host, (*args, *kwargs.values()))):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found sim:0 and cpu")
-    lowered = _Lowered(schema, args, kwargs)
+    lowered = _Lowered(described, args, kwargs)
     for _, x in lowered.inputs:
         streams.require_finished(x)
     result = op(*lowered.args, **lowered.kwargs)
     lowered.resize()
-    written = result if schema.returns else lowered.changed
+    written = _tensors(result) if described.returns else [x for part in lowered.changed for x in _tensors(part)]
     read = [host for host, _ in lowered.inputs]
-    converted = converted_bytes(name, read, written)
+    converted = converted_bytes(name, read, result)
     memory.peak = max(memory.peak, memory.used + converted)
     launches = launches_of(name, lowered.args) + bool(converted)
     write("launch", name, bytes_of(read) + converted, bytes_of(written) + converted, launches)
     streams.current_stream().kernels += 1
     if waits(name, lowered.args):
         streams.wait(name)
-    lifted = tree_map(lowered.lift, result)
-    for x in tree_iter((lifted, [lowered.lift(x) for x in tree_iter(lowered.changed) if isinstance(x, Tensor)])):
-        if is_simulated(x):
+    lifted = lowered.lift(result)
+    for x in (*_tensors(lifted), *(lowered.lift(x) for part in lowered.changed for x in _tensors(part))):
+        if x.device.type == "sim":
             streams.note_written(x)
     return lifted
 
 
 def _is_on_host(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0 and not is_simulated(x)
+    if isinstance(x, list | tuple):
+        return any(map(_is_on_host, x))
+    return isinstance(x, Tensor) and x.dim() > 0 and x.device.type != "sim"
 
 
-def _with_tensors(schema: Any, args: Any) -> list[Any]:
-    """Return arguments with 0-d tensors in place of numbers where the operator takes tensors."""
-    like = next((x for x in tree_iter(args) if isinstance(x, Tensor) and x.is_floating_point()), None)
-
-    def as_tensor(x: Any) -> Tensor:
-        return torch.tensor(x, dtype=like.dtype if like is not None and isinstance(x, float) else None)
-
-    needed = [str(a.type) == "Tensor" for a in schema.arguments]
-    return [
-        as_tensor(x) if n and isinstance(x, bool | int | float | complex) else x
-        for x, n in zip(args, needed, strict=False)
-    ]
+def _replace_numbers(op: _Operator, args: list[Any]) -> None:
+    """Put 0-d tensors in place of numbers where the operator takes tensors."""
+    for i in op.numbers:
+        if i < len(args) and isinstance(args[i], bool | int | float | complex):
+            like = next((x for arg in args for x in _tensors(arg) if x.is_floating_point()), None)
+            dtype = like.dtype if like is not None and isinstance(args[i], float) else None
+            args[i] = torch.tensor(args[i], dtype=dtype, device="cpu")
 
 
 def _empty(size: Any, *stride: Any, dtype: Any = None, memory_format: Any = None, **kwargs: Any) -> Tensor:

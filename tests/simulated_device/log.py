@@ -1,5 +1,7 @@
 """A log of what happens on the simulated device."""
 
+import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,6 +23,10 @@ class Entry(NamedTuple):
         Bytes.
     launches : int
         The number of kernels that CUDA launches for the operator.
+    where : str
+        For ``"sync"``, the innermost function of ikkuna that waits; empty if the code of the user waits.
+    beside : bool
+        Whether it happened in the thread that waits for devices, beside training.
     """
 
     kind: str
@@ -28,10 +34,17 @@ class Entry(NamedTuple):
     read: int = 0
     written: int = 0
     launches: int = 0
+    where: str = ""
+    beside: bool = False
 
 
 class Log(list[Entry]):
     """The entries of a period."""
+
+    @property
+    def waits(self) -> list[Entry]:
+        """Where training has waited for the device."""
+        return [entry for entry in self if entry.kind == "sync" and not entry.beside]
 
     def count(self, kind: str) -> int:  # type: ignore[override]
         """Return the number of entries of a kind."""
@@ -68,5 +81,14 @@ def recorded() -> Iterator[Log]:
 
 def write(kind: str, name: str, read: int = 0, written: int = 0, launches: int = 0) -> None:
     """Append an entry to the open logs."""
+    if not _open:
+        return
+    beside = threading.current_thread().name == "ikkuna device"
+    entry = Entry(kind, name, read, written, launches, _caller() if kind == "sync" else "", beside)
     for log in _open:
-        log.append(Entry(kind, name, read, written, launches))
+        log.append(entry)
+
+
+def _caller() -> str:
+    frames = (f for f in reversed(traceback.extract_stack()) if "/ikkuna" in f.filename)
+    return next((f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in frames), "")

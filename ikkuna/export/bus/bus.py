@@ -4,8 +4,8 @@ import gc
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -14,11 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from ikkuna.device_thread import Pending
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.bus.early_results import EarlyResults
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.bus.registration import check_registration, known_kinds
 from ikkuna.export.bus.stored_states import StoredStates
 from ikkuna.export.messages.batch import BatchBundle, MessageBatch
+from ikkuna.export.messages.kinds import EVENT_KINDS
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.model.module_entries import described
@@ -39,6 +42,8 @@ __all__ = ["Handle", "Measurements", "MessageBus", "Source", "get_default_bus"]
 
 _PATIENCE = 5.0  # seconds
 _DEFAULT = RunSettings(verbosity=1)
+_EVENTS = set(EVENT_KINDS)
+_NONE: Mapping[Registered, EarlyResults] = {}
 
 
 class Source(Protocol):
@@ -95,6 +100,26 @@ class _Place(NamedTuple):
     earlier: tuple[Registered, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _LaterResult:
+    """A result of a subscriber that is being computed."""
+
+    registered: Registered
+    stamp: Stamp
+    pending: Pending[Any]
+    then: Callable[[Pending[Any]], None]
+
+    def arrived(self) -> bool:
+        return self.pending.arrived()
+
+    def deliver(self, bus: "MessageBus") -> None:
+        if not self.registered.disabled:
+            bus.error_guard.call(self.registered, "compute", self.then, self.pending)
+
+    def abandon(self, bus: "MessageBus") -> None:
+        pass
+
+
 class Handle:
     """Removes one registration."""
 
@@ -134,6 +159,10 @@ class MessageBus:
         The name of the run, its hyper-parameters, and whether it continues another one.
     continued : Continued or None
         The stored run that the first value continues.
+    calls_model : bool
+        Whether a subscriber calls the model.
+    late : list of Measurements
+        Parts of the item that is being delivered, which are delivered later, before the items that follow.
     """
 
     def __init__(self, name: str = "bus", log_dir: str | Path | None = None) -> None:
@@ -147,7 +176,9 @@ class MessageBus:
         self.settings = _DEFAULT
         self.continued: Continued | None = None
         self._states = StoredStates()
+        self.calls_model = False
         self._queue: deque[Message | Measurements] = deque()
+        self.late: list[Measurements] = []
         self._begun: Message | Measurements | None = None
         self._draining = False
         self._interruptions = 0
@@ -246,6 +277,7 @@ class MessageBus:
 
     def _set_registered(self, registered: tuple[Registered, ...]) -> None:
         self.registered = registered
+        self.calls_model = any(r.subscriber.needs_model for r in registered)
         kinds = dict.fromkeys(kind for r in registered for kind in r.kinds)
         self._by_kind = {kind: tuple(r for r in registered if kind in r.kinds) for kind in kinds}
         for source in self.sources:
@@ -341,6 +373,7 @@ class MessageBus:
         item = self._queue[0]
         if item is self._begun:
             self._queue.popleft()
+            self.late = []
             self._abandon(item)
             return True
         try:
@@ -355,7 +388,37 @@ class MessageBus:
         except Exception as error:
             self.error_guard.report_internal("delivery", error)
         self._queue.popleft()
+        self._queue.extendleft(reversed(self.late))
+        self.late = []
         return True
+
+    def later(
+        self, subscriber: Subscriber, message: Message, pending: Pending[Any], then: Callable[[Pending[Any]], None]
+    ) -> None:
+        """Deliver a result that is being computed before everything that follows in the queue."""
+        registered = next((r for r in self.registered if r.subscriber is subscriber), None)
+        if registered is not None:
+            self.late.append(_LaterResult(registered, message.stamp, pending, then))
+
+    def evaluate_early(self, message: Message, into: dict[Registered, EarlyResults]) -> None:
+        """Let subscribers that evaluate the model handle an event now, and keep their results until the event is delivered."""
+        for registered in self._by_kind.get(message.kind, ()):
+            subscriber = registered.subscriber
+            if not (subscriber.needs_model and set(registered.kinds) <= _EVENTS and registered.takes(message)):
+                continue
+            if registered.subscription.is_joined:
+                continue
+            results = EarlyResults(self)
+            draining, self._draining = self._draining, True
+            try:
+                subscriber._host = results
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    self.error_guard.call(registered, "compute", registered.deliver, message)
+                into[registered] = results
+            finally:
+                if subscriber._host is results:  # it may have unregistered itself
+                    subscriber._host = self
+                self._draining = draining
 
     def _abandon(self, item: Message | Measurements) -> None:
         self._interruptions += 1
@@ -378,10 +441,12 @@ class MessageBus:
         """Return whether a subscriber takes messages of this kind."""
         return kind in self._by_kind
 
-    def publish(self, message: Message) -> None:
-        """Deliver an event or a result to its subscribers."""
+    def publish(self, message: Message, early: Mapping[Registered, EarlyResults] = _NONE) -> None:
+        """Deliver an event or a result to its subscribers; `early` has the results of those that have handled it already."""
         for registered in self._by_kind.get(message.kind, ()):
-            if registered.takes(message):
+            if registered in early:
+                early[registered].deliver()
+            elif registered.takes(message):
                 self.error_guard.call(registered, "compute", registered.deliver, message)
 
     def publish_batch(self, batch: MessageBatch) -> None:

@@ -52,8 +52,6 @@ class OptimizerHooks:
     rates : dict
         Learning rates of the open step by the name or number of the parameter group; if two groups share a name,
         the second one is numbered: ``decay``, ``decay_1``.
-    wants_rates : bool
-        Whether a subscriber wants the learning rates.
     skipped_updates : int
         Number of updates that were not recorded because the weights were freed, or there was no memory for a copy.
     untrained : UntrainedParameters
@@ -64,7 +62,6 @@ class OptimizerHooks:
         self.context = context
         self._loss = loss
         self.rates: dict[str, Any] = {}
-        self.wants_rates = False
         self.skipped_updates = 0
         self.untrained = UntrainedParameters()
         self._before: dict[int, Tensor] = {}  # copies of weights, by the id of the parameter
@@ -93,7 +90,7 @@ class OptimizerHooks:
             return
         if (scaler is not None or context.loss_scale.is_used) and context.loss_scale.set_scaler(scaler):
             self._drop_scaled()
-        if self.wants_rates:
+        if "batch_finished" in context.recorder.plan.kinds or context.observer is not None:
             self._note_rates(optimizer)
         unowned = parameters.known_owners().unowned
         if not closure and (unowned or self.untrained.settled is not parameters.all):

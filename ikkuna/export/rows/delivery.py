@@ -1,8 +1,9 @@
 """Delivers the measurements of a finished step to the subscribers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ikkuna.export.bus.bus import MessageBus
+from ikkuna.export.bus.early_results import EarlyResults
 from ikkuna.export.messages.batch import MessageBatch
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, NetworkMessage
@@ -14,7 +15,46 @@ from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics.records import Records
 from ikkuna.numerics.statistics.table import Values
 
-__all__ = ["Finished"]
+__all__ = ["Event", "Finished"]
+
+
+_Early = dict[Registered, EarlyResults]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of the whole network, such as the end of an epoch.
+
+    Parameters
+    ----------
+    message : NetworkMessage
+        Its message.
+    early : dict
+        The results of subscribers that have evaluated the model already.
+    """
+
+    message: NetworkMessage
+    early: _Early = field(default_factory=dict)
+
+    def evaluate(self, bus: MessageBus) -> None:
+        """Let subscribers evaluate the model now, before training changes it; their results are delivered with the event."""
+        bus.evaluate_early(self.message, self.early)
+
+    @property
+    def stamp(self) -> Stamp:
+        """The step before the event."""
+        return self.message.stamp
+
+    def arrived(self) -> bool:
+        """Return ``True``."""
+        return True
+
+    def deliver(self, bus: MessageBus) -> None:
+        """Deliver the event."""
+        bus.publish(self.message, self.early)
+
+    def abandon(self, bus: MessageBus) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +69,19 @@ class Finished:
         The message ``batch_finished`` of a training step.
     observer : StepObserver, optional
         Observes training steps beside the subscribers.
+    early : dict
+        The results of subscribers that have evaluated the model already.
     """
 
     rows: Rows
     event: NetworkMessage | None
     observer: StepObserver | None = None
+    early: _Early = field(default_factory=dict)
+
+    def evaluate(self, bus: MessageBus) -> None:
+        """Let subscribers evaluate the model now, before training changes it; their results are delivered with the event."""
+        if self.event is not None:
+            bus.evaluate_early(self.event, self.early)
 
     def arrived(self) -> bool:
         """Return whether all measurements have reached the host."""
@@ -46,11 +94,13 @@ class Finished:
         if observer is None or self.event is None:
             self._deliver(bus)
             return
+        self.event.data["learning_rates"] = rows.rates
         observer.rows_complete(rows, self.event)
         try:
             self._deliver(bus)
         finally:
-            observer.step_delivered(rows.stamp)
+            if not bus.late:
+                observer.step_delivered(rows.stamp)
 
     def _deliver(self, bus: MessageBus) -> None:
         rows = self.rows
@@ -60,7 +110,16 @@ class Finished:
                 delivery.deliver(registered)
         if self.event is not None:
             self.event.skipped = rows.skipped
-            bus.publish(self.event)
+            self.event.data["learning_rates"] = rows.rates
+            bus.publish(self.event, {} if rows.skipped else self.early)
+        if bus.late:  # results of this step that are being computed
+            bus.late.append(_End(self))
+        else:
+            self.end(bus)
+
+    def end(self, bus: MessageBus) -> None:
+        """Deliver the end of the step, after all of its results."""
+        rows = self.rows
         for registered in bus.registered:
             if registered.finishes and registered.samples(rows.stamp) and self._is_seen_by(registered):
                 bus.error_guard.call(registered, "finish", registered.subscriber.finish, rows.stamp)
@@ -162,3 +221,27 @@ class _Delivery:
         if record is not None and registered.subscriber.finite_only:
             record = replace(record, finite_only=True)
         return shared if data is None and record is shared.record else rows.message(row, data, record)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of a step, which is delivered after the results that its subscribers wait for."""
+
+    finished: Finished
+
+    @property
+    def stamp(self) -> Stamp:
+        return self.finished.stamp
+
+    def arrived(self) -> bool:
+        return True
+
+    def deliver(self, bus: MessageBus) -> None:
+        try:
+            self.finished.end(bus)
+        finally:
+            if self.finished.observer is not None:
+                self.finished.observer.step_delivered(self.stamp)
+
+    def abandon(self, bus: MessageBus) -> None:
+        self.finished.abandon(bus)

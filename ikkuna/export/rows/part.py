@@ -1,19 +1,21 @@
 """The measurements of one part of an open step."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ikkuna.distributed.dtensor import ShardPosition
 from ikkuna.export.bus.error_guard import ErrorGuard
+from ikkuna.export.subscriber.deferred_row import DeferredRow
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics.device import DeviceStatistics, Doubts
 from ikkuna.numerics.statistics.host import HostStatistics
 
 __all__ = ["Part", "PartPool"]
 
-_MERGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_MERGE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -53,8 +55,8 @@ class Part:
         self._error_guard, self._doubts = error_guard, doubts
         self.host = HostStatistics(native)
         self.devices: dict[torch.device, DeviceStatistics] = {}
-        self.measured: dict[int, dict[Registered, Tensor]] = {}
-        self.together: dict[Registered, Tensor] = {}
+        self.measured: dict[int, dict[Registered, Tensor | DeferredRow]] = {}
+        self.together: dict[Registered, Tensor | DeferredRow] = {}
         self.shards: dict[int, ShardPosition] = {}
         self.reductions: dict[int, str] = {}
 
@@ -69,7 +71,11 @@ class Part:
         return found
 
     def add_measured(
-        self, row: int | None, registered: Registered, value: Tensor, device: torch.device | None = None
+        self,
+        row: int | None,
+        registered: Registered,
+        value: Tensor | DeferredRow,
+        device: torch.device | None = None,
     ) -> None:
         """Add the result of a subscriber's ``measure`` to its row; ``None`` if it measures several tensors together.
 
@@ -81,8 +87,12 @@ class Part:
         known = results.get(registered)
         stage = "keep" if known is None else "merge"  # a first result does not reset the count of failed merges
 
-        def merged(value: Tensor) -> Tensor:
+        def merged(value: Tensor | DeferredRow) -> Tensor | DeferredRow:
             value = _copied(value, device) if device is not None else value
+            if isinstance(value, DeferredRow) and registered.subscriber.merge != "last":
+                raise TypeError(
+                    f"measure may return a DeferredRow if merge is 'last', got {registered.subscriber.merge!r}"
+                )
             return value if known is None else _MERGE[registered.subscriber.merge](known, value)
 
         if (result := self._error_guard.call(registered, stage, merged, value)) is not None:
@@ -113,8 +123,12 @@ class Part:
                 by_row.pop(row, None)
 
 
-def _copied(value: Tensor, device: torch.device) -> Tensor:
+def _copied(value: Tensor | DeferredRow, device: torch.device) -> Tensor | DeferredRow:
     """Return a copy in float64; raise `TypeError` if it cannot be copied to the host."""
+    if isinstance(value, DeferredRow):
+        if not value.tensor.is_cpu:
+            return value.copied()
+        value = value.row()
     value = value.detach()
     if value.is_complex():
         raise TypeError(f"measure must return real numbers, got {value.dtype}")
@@ -135,16 +149,21 @@ class PartPool:
     ----------
     error_guard, native
         See `Part`.
+
+    Attributes
+    ----------
+    error_guard : ErrorGuard
+        Handles errors.
     """
 
     def __init__(self, error_guard: ErrorGuard, native: bool) -> None:
-        self._error_guard, self._native = error_guard, native
+        self.error_guard, self._native = error_guard, native
         self._doubts = Doubts()
         self._free: list[Part] = []
 
     def take(self) -> Part:
         """Return an empty part."""
-        return self._free.pop() if self._free else Part(self._error_guard, self._native, self._doubts)
+        return self._free.pop() if self._free else Part(self.error_guard, self._native, self._doubts)
 
     def release(self, parts: Iterable[Part]) -> None:
         """Empty parts, and keep them for later."""

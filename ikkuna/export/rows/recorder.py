@@ -20,6 +20,7 @@ from ikkuna.export.rows.rows import Rows
 from ikkuna.export.rows.selection import Selections
 from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber.base import Subscriber
+from ikkuna.export.subscriber.deferred_row import DeferredRow
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.logger import log
 from ikkuna.numerics.elements import has_numbers
@@ -328,8 +329,8 @@ class Recorder:
             site = Site(registered.kinds[0]) if row is None else self._index.keys[row][0]
             self.error_guard.disable(registered, f"it changed {site.kind!r} of {site.module or 'the network'} in place")
 
-    def _call_measure(self, registered: Registered, message: Message | MessageBundle) -> Tensor | None:
-        measured: Tensor | None = self.error_guard.call(
+    def _call_measure(self, registered: Registered, message: Message | MessageBundle) -> Tensor | DeferredRow | None:
+        measured: Tensor | DeferredRow | None = self.error_guard.call(
             registered, "measure", partial(_measure, registered.subscriber), message
         )
         return measured
@@ -379,10 +380,10 @@ def _without_autograd(device: str, function: Callable[..., T], *arguments: Any) 
         raise
 
 
-def _measure(subscriber: Subscriber, message: Any) -> Tensor | None:
+def _measure(subscriber: Subscriber, message: Any) -> Tensor | DeferredRow | None:
     result = subscriber.measure(message)
-    if result is not None and not isinstance(result, Tensor):
-        raise TypeError(f"measure must return a Tensor or None, got {type(result).__name__}")
+    if result is not None and not isinstance(result, Tensor | DeferredRow):
+        raise TypeError(f"measure must return a Tensor, a DeferredRow or None, got {type(result).__name__}")
     return result
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ikkuna.device_thread import Pending, run_beside
 from ikkuna.distributed.dtensor import ShardPosition
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import Stamp
@@ -18,6 +20,7 @@ from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.row_index import Key, RowIndex
 from ikkuna.export.rows.selection import Selections
 from ikkuna.export.rows.site import Site
+from ikkuna.export.subscriber.deferred_row import DeferredRow
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.device import Taken
@@ -32,7 +35,7 @@ _NO_ROWS = empty_rows(0)
 _EMPTY = empty_rows(1)[0]
 _N, _NANS, _INFS, _MEAN = (COLUMN[name] for name in ("n", "nans", "infs", "mean"))
 
-_Pending = tuple[dict[Any, Any], Any, Tensor]
+_Place = tuple[dict[Any, Any], Any, Any]
 """A dictionary and a key, and the tensor there that an array replaces once it has reached the host."""
 
 
@@ -83,6 +86,8 @@ class Rows:
         Whether the optimizer left the weights unchanged.
     rank_merge : RankMerge, optional
         ``None`` in one process.
+    rates : dict
+        Learning rates of the step by the name of the parameter group: numbers, or tensors until the copy has arrived.
     """
 
     def __init__(self, stamp: Stamp, plan: Plan, index: RowIndex, pool: PartPool, selections: Selections) -> None:
@@ -96,6 +101,7 @@ class Rows:
         self.ranks: dict[int, tuple[Values | None, ...]] = {}
         self.skipped = False
         self.rank_merge: RankMerge | None = None
+        self.rates: dict[str, Any] = {}
         self._pool = pool
         self._parts: dict[int, Part] = {}
         self._flags: dict[int, Any] = {}
@@ -103,7 +109,8 @@ class Rows:
         self._totals: dict[int, int] = {}
         self._taken: list[tuple[Taken, dict[Any, Any]]] = []
         self._device_codes: list[dict[int, dict[str, Any]]] = []
-        self._copies: list[tuple[list[_Pending], HostCopy]] = []
+        self._copies: list[tuple[list[_Place], HostCopy]] = []
+        self._deferred: list[tuple[list[tuple[dict[Any, Any], Any]], Pending[list[Tensor]]]] = []
 
     @property
     def keys(self) -> Sequence[Key]:
@@ -163,14 +170,18 @@ class Rows:
                 self.merge_part(number, 0)
             elif number in self._parts:
                 self._parts[0] = self._parts.pop(number)
-        if not (self._parts or self._flags):
+        rates: list[_Place] = []
+        for name, rate in self.rates.items():
+            if isinstance(rate, Tensor):
+                rates.append((self.rates, name, rate))
+        if not (self._parts or self._flags or rates):
             return
         whole = self.part(0)
         self.measured, self.together = whole.measured, whole.together
         self.shards, self.reductions = whole.shards, whole.reductions
         self.values, codes = whole.host.take(len(self.index.keys))
         self.codes = codes
-        pending: list[_Pending] = [(self._flags, i, flag) for i, flag in self._flags.items()]
+        pending: list[_Place] = [*rates, *((self._flags, i, flag) for i, flag in self._flags.items())]
         holders: list[dict[Any, Any]] = [self._scales, self.together, *self.measured.values(), *codes.values()]
         for statistics in whole.devices.values():
             taken, codes = statistics.take()
@@ -182,20 +193,29 @@ class Rows:
         self._pool.release(self._parts.values())
         self._parts = {}
 
-    def _start_copies(self, pending: Iterable[_Pending]) -> None:
-        by_device: dict[torch.device, list[_Pending]] = {}
+    def _start_copies(self, pending: Iterable[_Place]) -> None:
+        by_device: dict[torch.device, list[_Place]] = {}
+        deferred: dict[torch.device, list[tuple[dict[Any, Any], Any, DeferredRow]]] = {}
         for holder, key, tensor in pending:
-            if tensor.device.type == "cpu":
+            if isinstance(tensor, DeferredRow):
+                deferred.setdefault(tensor.tensor.device, []).append((holder, key, tensor))
+            elif tensor.device.type == "cpu":
                 holder[key] = tensor.numpy()
             else:
                 by_device.setdefault(tensor.device, []).append((holder, key, tensor))
         self._copies = [(group, HostCopy([tensor for *_, tensor in group])) for group in by_device.values()]
+        for device, group in deferred.items():
+            rows = [row for *_, row in group]
+            places = [(holder, key) for holder, key, _ in group]
+            self._deferred.append((places, run_beside((device,), partial(DeferredRow.rows, rows))))
 
     # -- after the step -------------------------------------------------------------------------------------------
 
     def arrived(self) -> bool:
         """Return whether all copies have reached the host, and the measurements of other ranks are here."""
         if not all(copy.arrived() for _, copy in self._copies):
+            return False
+        if self._deferred and not all(computed.arrived() for _, computed in self._deferred):
             return False
         return self.rank_merge is None or self.rank_merge.arrived(self)
 
@@ -204,6 +224,11 @@ class Rows:
         for group, copy in self._copies:
             for (holder, key, _), array in zip(group, copy.arrays(), strict=True):
                 holder[key] = array
+        for places, computed in self._deferred:
+            self._load_deferred(places, computed)
+        for name, rate in self.rates.items():
+            if isinstance(rate, np.ndarray):
+                self.rates[name] = float(rate)
         for taken, arrays in self._taken:
             numbers, values = taken.rows(arrays)
             with np.errstate(all="ignore"):
@@ -213,7 +238,18 @@ class Rows:
             merge_codes(self.codes, codes)
         self.skipped = self.skipped or any(bool(flag.any()) for flag in self._flags.values())
         self._sum_totals()
-        self._copies, self._taken, self._device_codes, self._flags = [], [], [], {}
+        self._copies, self._taken, self._device_codes, self._flags, self._deferred = [], [], [], {}, []
+
+    def _load_deferred(self, places: list[tuple[dict[Any, Any], Any]], computed: Pending[list[Tensor]]) -> None:
+        try:
+            rows = computed.result()
+        except Exception as error:  # such as a lack of memory
+            for holder, key in places:
+                del holder[key]
+            self._pool.error_guard.report_internal("computing deferred rows", error)
+            return
+        for (holder, key), row in zip(places, rows, strict=True):
+            holder[key] = row.numpy()
 
     def _sum_totals(self) -> None:
         """Replace the rows that are totals of this rank by their sums, under their own paths."""
@@ -245,7 +281,8 @@ class Rows:
         numbers = {row for taken, _ in self._taken for row in taken.numbers}
         count = len(numbers.union(self.measured_rows())) + len(self.together)
         self.values, self.measured, self.together = self.values[:0], {}, {}
-        self._copies, self._taken, self._device_codes, self.reductions = [], [], [], {}
+        self._copies, self._taken, self._device_codes, self._deferred, self.reductions = [], [], [], [], {}
+        self.rates = {name: rate for name, rate in self.rates.items() if not isinstance(rate, Tensor)}
         return count
 
     def measured_rows(self) -> list[int]:

@@ -6,9 +6,11 @@ Importing this package loads no plugin; ``from ikkuna.export.subscriber import *
 
 from typing import TYPE_CHECKING, Any
 
+from ikkuna.device_thread import Pending
 from ikkuna.errors import PluginError, unknown_name
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.callback import CallbackSubscriber
+from ikkuna.export.subscriber.deferred_row import DeferredRow
 from ikkuna.export.subscriber.plot import PlotSubscriber
 from ikkuna.export.subscriber.result_names import name_results
 from ikkuna.export.subscriber.shared_statistic import SharedStatisticSubscriber
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     __all__ = [
         "GROUP",
         "CallbackSubscriber",
+        "DeferredRow",
+        "Pending",
         "PlotSubscriber",
         "SharedStatisticSubscriber",
         "Subscriber",
@@ -31,7 +35,16 @@ GROUP = "ikkuna.export.subscriber"
 
 
 _OWN = (
-    *("GROUP", "CallbackSubscriber", "PlotSubscriber", "SharedStatisticSubscriber", "Subscriber", "Subscription"),
+    *(
+        "GROUP",
+        "CallbackSubscriber",
+        "DeferredRow",
+        "Pending",
+        "PlotSubscriber",
+        "SharedStatisticSubscriber",
+        "Subscriber",
+        "Subscription",
+    ),
     *("SynchronizedSubscription", "name_results"),
 )
 

@@ -3,7 +3,7 @@
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from inspect import Signature, signature
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ikkuna.device_thread import Pending, run_beside
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.batch import BatchBundle, BatchNames, MessageBatch
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import TRAINING, Stamp
+from ikkuna.export.subscriber.deferred_row import DeferredRow
 from ikkuna.export.subscriber.state import pack, types_in, unpack
 from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
 from ikkuna.modules import NamedModule
@@ -28,6 +30,7 @@ from ikkuna.visualization.sender import Sender
 
 __all__ = ["MERGES", "Host", "Subscriber"]
 
+T = TypeVar("T")
 MERGES = ("sum", "min", "max", "last")
 """How the rows of one module and path are merged over calls, micro-batches and ranks."""
 
@@ -69,6 +72,11 @@ class Host(Protocol):
         sender: Sender | None = None,
     ) -> None:
         """Send one number of each series of a group to backends."""
+
+    def later(
+        self, subscriber: "Subscriber", message: Message, pending: Pending[Any], then: Callable[[Pending[Any]], None]
+    ) -> None:
+        """Deliver a result that is being computed."""
 
 
 class _RegisteringType(ABCMeta):
@@ -243,11 +251,12 @@ class Subscriber(metaclass=_RegisteringType):
         An exception is raised by the registration.
         """
 
-    def measure(self, message: Any) -> Tensor | None:
+    def measure(self, message: Any) -> Tensor | DeferredRow | None:
         """Return the row of a message, a small tensor of fixed size and type, or ``None``.
 
         Called in the hook with the borrowed tensor in ``message.data``, detached, without gradients and autocast.
-        It must not synchronise with the device, keep the tensor, write to it, or draw from a global random generator.
+        It must not synchronise with the device; a row that cannot be computed without that is a `DeferredRow`.
+        It must not keep the tensor, write to it, or draw from a global random generator.
         """
         raise NotImplementedError
 
@@ -272,6 +281,35 @@ class Subscriber(metaclass=_RegisteringType):
     def takes_batches(self) -> bool:
         """Whether :meth:`compute_batch` is called instead of :meth:`compute`: no subclass overrides the second alone."""
         return "compute" not in vars(self) and overrides_both(type(self), "compute_batch", "compute", Subscriber)
+
+    def later(
+        self,
+        message: Message,
+        devices: Iterable[torch.device],
+        work: Callable[[], T],
+        then: Callable[[Pending[T]], None],
+    ) -> None:
+        """Call `work`, which waits for devices, beside training, and pass its result to `then` at a boundary between steps.
+
+        Steps that follow are delivered afterwards.  On the host both are called at once.
+
+        Parameters
+        ----------
+        message : Message
+            The message that the result belongs to.
+        devices : iterable of torch.device
+            The devices on which `work` computes.
+        work : callable
+            Called in another thread, without gradients, in the order of the calls of this method.
+            Its tensors must not be changed by training.
+        then : callable
+            Called with a `Pending`, which returns the result or raises the exception of `work` when it is called.
+        """
+        pending = run_beside(devices := tuple(devices), work)
+        if self._host is None or all(device.type == "cpu" for device in devices):
+            then(pending)
+        else:
+            self._host.later(self, message, pending, then)
 
     def finish(self, stamp: Stamp) -> None:
         """Handle the end of a step or pass that this subscriber samples, after all its messages were delivered.

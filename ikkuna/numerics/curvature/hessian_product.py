@@ -2,8 +2,7 @@ r"""Products of the Hessian of a loss with vectors, and its trace.
 
 A Hessian is never formed: :class:`HessianProduct` multiplies it with a vector for the cost of one to two gradients.
 All other functions here and in :mod:`~ikkuna.numerics.curvature.lanczos` accept any function ``v -> A v`` with a
-symmetric A. Random numbers come from a separate generator.  All functions wait for the device and are too slow for a
-training step.
+symmetric A. Random numbers come from a separate generator.  All functions are too slow for a training step.
 """
 
 import math
@@ -17,7 +16,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.numerics.curvature.lanczos import Matvec, random_signs
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
 
-__all__ = ["HessianProduct", "Trace", "hutchinson_trace"]
+__all__ = ["HessianProduct", "Trace", "hutchinson_trace", "quadratic_forms", "trace_of"]
 
 
 class HessianProduct:
@@ -167,10 +166,29 @@ def hutchinson_trace(
     >>> hutchinson_trace(lambda v: torch.tensor([1.0, 2.0, 3.0]) * v, 3, samples=2)
     Trace(value=6.0, stderr=0.0, samples=2)
     """
+    return trace_of(quadratic_forms(matvec, size, samples, generator, dtype, device))
+
+
+def quadratic_forms(
+    matvec: Matvec,
+    size: int,
+    samples: int = 30,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    r"""Return :math:`z^\top A z` of each random vector of :func:`hutchinson_trace`, ``(samples,)``, without waiting for the device."""
     own = generator or torch.Generator().manual_seed(0)
     if samples < 1 or size < 1:
-        return Trace(math.nan, math.nan, 0)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     signs = (random_signs(size, own, dtype, device) for _ in range(samples))
-    forms = torch.tensor([(z.double() @ matvec(z).double()).item() for z in signs], dtype=torch.float64, device="cpu")
+    return torch.stack([z.double() @ matvec(z).double() for z in signs])
+
+
+def trace_of(forms: Tensor) -> Trace:
+    """Return the result of :func:`hutchinson_trace` for its quadratic forms; this waits for their device."""
+    forms, samples = forms.cpu(), len(forms)
+    if not samples:
+        return Trace(math.nan, math.nan, 0)
     spread = forms.std().item() / math.sqrt(samples) if samples > 1 else math.nan
     return Trace(forms.mean().item(), spread, samples)

@@ -1,16 +1,29 @@
 r"""The spectrum of a symmetric matrix, computed from its products with vectors.
 
-Random numbers come from a separate generator.  All functions wait for the device.
+Random numbers come from a separate generator.  All functions but :func:`lanczos_coefficients` wait for the device.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Density", "Matvec", "Ritz", "lanczos", "random_signs", "spectral_density"]
+from ikkuna.numerics.elements import on_device
+
+__all__ = [
+    "Coefficients",
+    "Density",
+    "Matvec",
+    "Ritz",
+    "density_of",
+    "lanczos",
+    "lanczos_coefficients",
+    "random_signs",
+    "ritz_of",
+    "spectral_density",
+]
 
 Matvec = Callable[[Tensor], Tensor]
 """A function from ``(size,)`` to ``(size,)`` that multiplies by a symmetric matrix."""
@@ -20,7 +33,7 @@ _PART = 65_536
 def random_signs(size: int, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return ``(size,)`` independent random signs, which give the estimate of a trace the smallest variance."""
     signs = torch.randint(2, (size,), generator=generator, device=generator.device)
-    return (2 * signs - 1).to(device, dtype)
+    return on_device((2 * signs - 1).to(dtype), device) if signs.is_cpu else (2 * signs - 1).to(device, dtype)
 
 
 def _own(generator: torch.Generator | None) -> torch.Generator:
@@ -33,6 +46,13 @@ class Ritz(NamedTuple):
     values: Tensor
     bounds: Tensor
     weights: Tensor
+
+
+class Coefficients(NamedTuple):
+    """A tridiagonal matrix, ``(steps, 2)``: its diagonal and what is beside it; and the precision of the vectors."""
+
+    rows: Tensor
+    eps: float
 
 
 def lanczos(
@@ -82,60 +102,90 @@ def lanczos(
     >>> lanczos(lambda v: diagonal * v, 5, dtype=torch.float64).values.round(decimals=6).tolist()
     [-3.0, 0.5, 1.0, 2.0, 5.0]
     """
-    count = min(steps, size)
-    empty = torch.zeros(0, dtype=torch.float64, device="cpu")
+    return ritz_of(lanczos_coefficients(matvec, size, steps, generator, dtype, device))
+
+
+def lanczos_coefficients(
+    matvec: Matvec,
+    size: int,
+    steps: int = 25,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Coefficients:
+    """Return the coefficients of :func:`lanczos`, on the device of the vectors, without waiting for it.
+
+    On the host the iteration ends as soon as the Krylov space is exhausted; on a device it makes all steps,
+    and :func:`ritz_of` ignores those that follow.
+
+    Examples
+    --------
+    >>> diagonal = torch.tensor([5.0, 2.0])
+    >>> coefficients = lanczos_coefficients(lambda v: diagonal * v, 2, dtype=torch.float64)
+    >>> ritz_of(coefficients).values.round(decimals=6).tolist()
+    [2.0, 5.0]
+    """
+    eps, count = torch.finfo(dtype).eps, min(steps, size)
     if count < 1:
-        return Ritz(empty, empty, empty)
+        return Coefficients(torch.zeros(0, 2, dtype=torch.float64, device="cpu"), eps)
     basis = torch.empty(count + 1, size, dtype=dtype, device=device)  # each vector is computed in its row
     basis[0] = random_signs(size, _own(generator), dtype, device) / math.sqrt(size)
-    diagonal: list[float] = []
-    beside: list[float] = []
+    rows: list[Tensor] = []
     for j in range(count):
         image = matvec(basis[j]).to(basis)
-        diagonal.append(_dot(basis[j], image))
-        image = torch.sub(image, basis[j], alpha=diagonal[-1], out=basis[j + 1])
+        middle = _dot(basis[j], image)
+        image = torch.addcmul(image, basis[j], middle.to(dtype), value=-1, out=basis[j + 1])
         if j:
-            image.sub_(basis[j - 1], alpha=beside[-1])
+            image.addcmul_(basis[j - 1], rows[-1][1].to(dtype), value=-1)
         length = _orthogonalise(image, basis[: j + 1])
-        beside.append(length if math.isfinite(diagonal[-1]) else math.nan)
-        if not math.isfinite(beside[-1]):
-            nan = torch.full((1,), torch.nan, dtype=torch.float64, device="cpu")
-            return Ritz(nan, nan, nan)
-        scale = max(abs(a) for a in diagonal + beside)
-        exhausted = beside[-1] <= 100 * torch.finfo(dtype).eps * scale
-        if exhausted or j + 1 == count:
+        rows.append(torch.stack([middle, torch.where(middle.isfinite(), length, torch.nan)]))
+        if image.is_cpu and _ending(torch.stack(rows).tolist(), eps) is not None:
             break
-        image.div_(beside[-1])
-    return _ritz(diagonal, beside)
+        image.div_(length.to(dtype))
+    return Coefficients(torch.stack(rows), eps)
 
 
-def _orthogonalise(vector: Tensor, basis: Tensor) -> float:
+def _ending(rows: list[list[float]], eps: float) -> int | None:
+    """Return how many of the first steps there are until the last of them is not finite or leaves nothing; ``None`` if it does not end."""
+    scale = 0.0
+    for j, row in enumerate(rows):
+        scale = max(scale, *map(abs, row))
+        if not all(map(math.isfinite, row)) or row[1] <= 100 * eps * scale:
+            return j + 1
+    return None
+
+
+def _orthogonalise(vector: Tensor, basis: Tensor) -> Tensor:
     """Subtract from `vector`, in place, its projection onto orthonormal rows, and return the length of the rest.
 
-    One pass leaves errors as large as the subtracted part, so a second pass follows if this was most of the vector.
+    One pass leaves errors as large as the subtracted part, so a second pass follows, on the host only if this was most of the vector.
     Two passes are enough (B. Parlett, The symmetric eigenvalue problem, 1980).
     """
     for _ in range(2):
         shares = basis @ vector
         vector.addmv_(basis.mT, shares, alpha=-1)
         square = _dot(vector, vector)
-        if not _dot(shares, shares) > square:
+        if vector.is_cpu and not _dot(shares, shares) > square:
             break
-    return math.sqrt(square)
+    return square.sqrt()
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
+def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product in float64, computed in parts that fit into the cache."""
     parts = [x.double() @ y.double() for x, y in zip(a.split(_PART), b.split(_PART), strict=True)]
-    return torch.stack(parts).sum().item()
+    return torch.stack(parts).sum()
 
 
-def _ritz(diagonal: list[float], beside: list[float]) -> Ritz:
-    off = torch.tensor(beside[:-1], dtype=torch.float64, device="cpu")
-    tridiagonal = (
-        torch.diag(torch.tensor(diagonal, dtype=torch.float64, device="cpu")) + torch.diag(off, 1) + torch.diag(off, -1)
-    )
-    values, vectors = torch.linalg.eigh(tridiagonal)
+def ritz_of(coefficients: Coefficients) -> Ritz:
+    """Return the result of :func:`lanczos` for its coefficients; this waits for their device."""
+    rows = coefficients.rows.tolist()
+    rows = rows[: _ending(rows, coefficients.eps)]
+    if not rows or not all(map(math.isfinite, rows[-1])):
+        nothing = torch.full((1 if rows else 0,), torch.nan, dtype=torch.float64, device="cpu")
+        return Ritz(nothing, nothing, nothing)
+    diagonal, beside = torch.tensor(rows, dtype=torch.float64, device="cpu").unbind(1)
+    off = beside[:-1]
+    values, vectors = torch.linalg.eigh(torch.diag(diagonal) + torch.diag(off, 1) + torch.diag(off, -1))
     return Ritz(values, beside[-1] * vectors[-1].abs(), vectors[0].square())
 
 
@@ -216,7 +266,12 @@ def spectral_density(
     (1.0, 2.0)
     """
     own = _own(generator)
-    found = [lanczos(matvec, size, steps, own, dtype, device) for _ in range(probes)]
+    return density_of([lanczos_coefficients(matvec, size, steps, own, dtype, device) for _ in range(probes)])
+
+
+def density_of(starts: Sequence[Coefficients]) -> Density:
+    """Return the result of :func:`spectral_density` for the coefficients of several starts; this waits for their device."""
+    found = [ritz_of(coefficients) for coefficients in starts]
     empty = torch.zeros(0, dtype=torch.float64, device="cpu")
     nodes = torch.cat([empty, *(ritz.values for ritz in found)])
-    return Density(nodes, torch.cat([empty, *(ritz.weights / probes for ritz in found)]))
+    return Density(nodes, torch.cat([empty, *(ritz.weights / len(found) for ritz in found)]))

@@ -1,6 +1,7 @@
 """Rows of statistics as arrays: their columns, and the merge of rows."""
 
 import math
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ikkuna.numerics.elements import on_device
 from ikkuna.numerics.statistics.moments import merge_moments
 
 __all__ = ["COLUMN", "COLUMNS", "EMPTY", "Values", "empty_rows", "merge_rows", "repeat_rows", "row_of", "rows_of"]
@@ -132,8 +134,13 @@ def merge_rows(values: A, columns: tuple[str, ...] = COLUMNS, counts: Any = True
     return cast(A, xp.stack([merged[name] for name in columns], -1))
 
 
+@cache
+def _repeated_on(device: torch.device) -> Tensor:
+    return on_device(torch.from_numpy(_REPEATED), device)
+
+
 def repeat_rows(values: A, times: Any) -> A:
     """Return the rows ``(..., columns)`` of every element repeated `times`: a mean of that many elements has this weight."""
     if isinstance(values, Tensor):
-        return torch.where(torch.from_numpy(_REPEATED).to(values.device), values * times, values)
+        return torch.where(_repeated_on(values.device), values * times, values)
     return np.where(_REPEATED, values * times, values)

@@ -3,9 +3,9 @@
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import Pending, PlotSubscriber
 from ikkuna_subscribers._helpers.evaluation_schedule import scheduled_kind
 from ikkuna_subscribers._helpers.probe_data import ProbeData
 
 __all__ = ["ProbeSubscriber", "first_tensor"]
 
+T = TypeVar("T")
 log = logging.getLogger("ikkuna")
 
 
@@ -89,14 +90,38 @@ class ProbeSubscriber(PlotSubscriber):
         """Evaluate the model, unless the optimizer skipped the step."""
         if message.skipped or self.evaluate is None:
             return
-        try:
+        with self._failing(message):
             self.evaluate_and_emit(message)
+
+    @contextmanager
+    def _failing(self, message: NetworkMessage) -> Iterator[None]:
+        """Emit NaN for all values if memory is short or the model has changed."""
+        try:
+            yield
         except Exception as error:
             if not (isinstance(error, ConfigError) or _is_out_of_memory(error)):
                 raise
             self.warn_once("all values", f"{_text(error)}{_advice(error)}")
             for module, path, kind in self._emitted:
                 self._emit(message, module, path, kind, math.nan)
+
+    def conclude(
+        self, message: NetworkMessage | None, work: Callable[[], T], emit: Callable[[NetworkMessage, T], None]
+    ) -> None:
+        """Compute results of an evaluation with `work`, which may wait for the device, and pass them to `emit`.
+
+        On an accelerator `work` runs beside training, on tensors that training does not change, and after that of the evaluation before.
+        At registration only `work` is called.
+        """
+        if message is None:
+            work()
+            return
+
+        def then(pending: Pending[T]) -> None:
+            with self._failing(message):
+                emit(message, pending.result())
+
+        self.later(message, {p.device for named in self.modules for p in named.module.parameters()}, work, then)
 
     def run_model(
         self,

@@ -1,0 +1,143 @@
+"""Runs work that waits for an accelerator beside training, in a thread and on a stream of its own."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from ikkuna.background import BackgroundThread
+
+__all__ = ["DeviceThread", "Pending", "run_beside"]
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """The result of a function that runs beside training.
+
+    Parameters
+    ----------
+    work : callable
+        Called once, by the thread or by :meth:`result`.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._claim = threading.Lock()
+        self._done = threading.Event()
+        self._result: T
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Call the function, unless that was done or is being done."""
+        if not self._claim.acquire(blocking=False) or self._work is None:
+            return
+        try:
+            self._result = self._work()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._work = None  # refers to tensors
+            self._done.set()
+
+    def arrived(self) -> bool:
+        """Return whether the result is there."""
+        return self._done.is_set()
+
+    def result(self) -> T:
+        """Return the result, or raise the exception of the function; wait if necessary."""
+        self.run()  # if the thread has not begun
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def __call__(self) -> T:
+        """Return the result as `result` does."""
+        return self.result()
+
+
+class DeviceThread:
+    """Calls functions one after the other in a thread, which ends when there is nothing to do.
+
+    What a function computes on a device, it computes on a stream of its own, after everything that the streams of the caller
+    had to do when the function was added.
+
+    Parameters
+    ----------
+    devices : iterable of torch.device
+        The devices that the functions use.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._modules = [(device, torch.get_device_module(device)) for device in devices]
+        self._streams: list[Any] = []
+        self._queue: deque[Pending[Any]] = deque()
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._process = os.getpid()
+
+    def add(self, work: Callable[[], T]) -> Pending[T]:
+        """Call a function later, and return its result to come."""
+        events = [module.current_stream(device).record_event() for device, module in self._modules]
+        pending = Pending(lambda: self._on_own_streams(work, events))
+        with self._lock:
+            if self._process != os.getpid():  # the thread does not exist in a forked process
+                self._process, self._is_running = os.getpid(), False
+            self._queue.append(pending)
+            starts, self._is_running = not self._is_running, True
+        if starts and not BackgroundThread(self._run, "ikkuna device").start():
+            self._run()
+        return pending
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._is_running = False
+                    return
+                pending = self._queue.popleft()
+            pending.run()
+            del pending
+
+    def _on_own_streams(self, work: Callable[[], T], events: list[Any]) -> T:
+        if not self._streams:
+            self._streams = [module.Stream(device) for device, module in self._modules]
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for stream, event, (_, module) in zip(self._streams, events, self._modules, strict=True):
+                stack.enter_context(module.stream(stream))
+                stream.wait_event(event)
+            result = work()
+            for stream in self._streams:  # before the memory of its tensors is used again by other streams
+                stream.synchronize()
+        return result
+
+
+@cache
+def _thread(devices: tuple[torch.device, ...]) -> DeviceThread:
+    return DeviceThread(devices)
+
+
+def run_beside(devices: Iterable[torch.device], work: Callable[[], T]) -> Pending[T]:
+    """Run a function that waits for devices beside training, in the order of the calls; on the host, run it at once.
+
+    A device without streams, such as ``mps``, has to be waited for: it takes the function at once, too.
+
+    Examples
+    --------
+    >>> pending = run_beside([torch.device("cpu")], lambda: 3)
+    >>> pending.arrived(), pending.result()
+    (True, 3)
+    """
+    found = tuple(sorted({device for device in devices if device.type != "cpu"}, key=str))
+    if found and all(hasattr(torch.get_device_module(device), "Stream") for device in found):
+        return _thread(found).add(work)
+    pending = Pending(work)
+    pending.run()
+    return pending
