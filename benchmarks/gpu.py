@@ -1,4 +1,6 @@
-"""Measures the overhead on an accelerator: the time of a training step, variants interleaved, relative to the step without ikkuna.
+"""Measures the overhead on an accelerator: the time of a training step, relative to the step without ikkuna.
+
+Variants train in turns.
 
 A step is timed from its first launch until the device has finished; events of the device give the time of the device alone, and the
 time of the process that of the host.  The medians of all rounds are printed, and the peak memory.

@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 small: 12 blocks of width 768, 50,257 tokens, 1,024 positions, output and input embedding tied; 124 million weights."""
+    """GPT-2 small: 12 blocks of width 768, 50,257 tokens, 1,024 positions, tied embeddings; 124 million weights."""
 
     def __init__(
         self, tokens: int = 50_257, positions: int = 1024, width: int = 768, blocks: int = 12, heads: int = 12

@@ -1,4 +1,4 @@
-"""Results that arrive after their step: flags and learning rates of the device, and rows that are computed beside training."""
+"""Results that arrive after their step: flags, learning rates, and rows that are computed beside training."""
 
 import threading
 

@@ -177,7 +177,7 @@ def quadratic_forms(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    r"""Return :math:`z^\top A z` of each random vector of :func:`hutchinson_trace`, ``(samples,)``, without waiting for the device."""
+    r"""Return :math:`z^\top A z` of each random vector of :func:`hutchinson_trace`, without waiting for the device."""
     own = generator or torch.Generator().manual_seed(0)
     if samples < 1 or size < 1:
         return torch.zeros(0, dtype=torch.float64, device="cpu")

@@ -146,7 +146,7 @@ def lanczos_coefficients(
 
 
 def _ending(rows: list[list[float]], eps: float) -> int | None:
-    """Return how many of the first steps there are until the last of them is not finite or leaves nothing; ``None`` if it does not end."""
+    """Return the number of steps up to one that is not finite or leaves nothing; ``None`` if there is none."""
     scale = 0.0
     for j, row in enumerate(rows):
         scale = max(scale, *map(abs, row))
