@@ -13,6 +13,7 @@ class FindingList:
 
     A further finding of a rule adds its module to the finding of that rule.
     A finding of a rule that another finding explains becomes a consequence of that finding.
+    A mistake that shows at step 0, before the first update, is not a consequence of one that begins later.
 
     Parameters
     ----------
@@ -51,22 +52,21 @@ class FindingList:
             return False
         if rule in self._folded:
             return False
-        if (cause := self._cause_of(rule)) is not None:
+        if (cause := self._cause_of(finding)) is not None:
             self._fold(rule, cause)
             return False
         self._causes[rule] = finding
         explained = self._explains.get(rule, frozenset())
-        for other in [name for name in self._causes if name != rule and name in explained]:
-            self._demote(other, rule)
+        for other, known in [*self._causes.items()]:
+            if other != rule and other in explained and _can_cause(finding, known):
+                self._demote(other, rule)
         return True
 
-    def _cause_of(self, rule: str) -> str | None:
-        """Return the cause among the findings that explains `rule`, directly or through one of its consequences."""
-        for cause in self._causes:
-            if rule in self._explains.get(cause, ()):
-                return cause
-        for folded, cause in self._folded.items():
-            if rule in self._explains.get(folded, ()):
+    def _cause_of(self, finding: Finding) -> str | None:
+        """Return the rule of the cause that explains a finding, directly or through one of its consequences."""
+        direct = ((cause, cause) for cause in self._causes)
+        for rule, cause in (*direct, *self._folded.items()):
+            if finding.rule in self._explains.get(rule, ()) and _can_cause(self._causes[cause], finding):
                 return cause
         return None
 
@@ -86,3 +86,8 @@ class FindingList:
         demoted = self._causes.pop(rule)
         for name in (rule, *demoted.consequences):
             self._fold(name, cause)
+
+
+def _can_cause(cause: Finding, finding: Finding) -> bool:
+    """Return whether a mistake could have caused another one, by the steps at which they begin."""
+    return finding.step != 0 or not cause.step

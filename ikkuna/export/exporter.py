@@ -235,6 +235,7 @@ class Exporter:
             raise ConfigError("rules are applied already; pass all of them in one call of apply_rules()")
         options.setdefault("sees_loss", self._session.context.model.sees_arguments_of_loss)
         self._rules = register_rules(self.message_bus, rules, **options)
+        self._session.optimizers.untrained.names_unowned = "unowned_parameters" not in self._rules.judge.kinds
         self._connect_recorder()
 
     def record_steps(self, options: RecorderOptions | None = None) -> None:

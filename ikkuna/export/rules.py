@@ -292,14 +292,14 @@ def _register_needs(
 def _few(network: Network, share: float = 0.05, number: int = 4) -> list[str] | None:
     """Return the modules with the smallest weight matrices: the gradients of a few show whether they are carried over.
 
-    Together they have at most a `share` of all parameters, unless it is a single one.
+    Together they have at most a `share` of all parameters or 65,536 elements, whichever is more, unless it is a single one.
     """
     entries = [entry for entry in network.modules if any(len(shape or ()) > 1 for _, shape in entry.parameters)]
     entries.sort(key=lambda entry: entry.count)
     limit, found, total = share * sum(entry.count for entry in network.modules), list[str](), 0
     for entry in entries[:number]:
         total += entry.count
-        if found and total > limit:
+        if found and total > max(limit, 65_536):
             break
         found.append(entry.name)
     return found or None

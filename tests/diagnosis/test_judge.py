@@ -90,6 +90,18 @@ def test_a_consequence_is_folded_into_its_cause_whichever_comes_first():
         assert set(finding.consequences) == {"effect", "end"}
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("steps", "causes"), [((20, 0), {"a", "b"}), ((20, 10), {"a"}), ((0, 0), {"a"}), ((None, 0), {"a"})]
+)
+def test_a_mistake_before_the_first_update_is_no_consequence_of_a_later_one(order, steps, causes):
+    found = FindingList({"a": frozenset({"b"})})
+    findings = [Finding(rule, "warning", "", step=step) for rule, step in zip("ab", steps, strict=True)]
+    for i in order:
+        found.add(findings[i])
+    assert {finding.rule for finding in found} == causes
+
+
 def test_two_rules_that_explain_each_other_leave_one_finding():
     found = FindingList({"a": frozenset({"b"}), "b": frozenset({"a"})})
     assert [found.add(Finding(name, "warning", "")) for name in "ab"] == [True, False]

@@ -238,3 +238,22 @@ def test_rules_show_values_where_the_registered_subscribers_do(tmp_path):
         train(model, nn.CrossEntropyLoss(), steps=1)
     assert {"weights_norm2", "weight_gradients_norm2"} <= {series.kind for series, _, _ in backend.values}
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_parameter_in_no_optimizer_is_named_once_at_the_first_step(tmp_path, caplog):
+    model = small_model()
+    with ikkuna.watch(model, log_dir=tmp_path) as exporter:
+        train(model, nn.CrossEntropyLoss(), steps=31, parameters=list(model.first.parameters()))
+    named = [record.getMessage() for record in caplog.records if "optimizer" in record.getMessage()]
+    assert len(named) == 1
+    assert named[0].startswith("error: not_in_optimizer in last at step 0: No optimizer owns this parameter")
+    assert exporter.findings[0].modules == ("last", "last.bias")
+
+
+def test_without_the_rule_the_log_names_a_parameter_in_no_optimizer(tmp_path, caplog):
+    model = small_model()
+    with ikkuna.watch(model, log_dir=tmp_path, rules=["loss_spike"]):
+        train(model, nn.CrossEntropyLoss(), steps=3, parameters=list(model.first.parameters()))
+    assert [
+        record.getMessage().partition(":")[0] for record in caplog.records if "optimizer" in record.getMessage()
+    ] == ["no optimizer has these parameters, which get gradients"]

@@ -58,6 +58,41 @@ def test_an_installed_plugin_is_imported_by_its_name_and_its_values_are_stored(s
     assert any(0 < value < 1 for _, _, value in got)
 
 
+RULE = """
+import json
+import torch
+from torch import nn
+import ikkuna
+from ikkuna.diagnosis.check import check
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+nn.init.constant_(model[2].weight, 1e-5)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+with ikkuna.watch(model, log_dir="run") as exporter:
+    for step in range(31):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    directory = exporter.message_bus.run.directory
+stored = check(directory)
+print(json.dumps([[[f.rule, f.module, f.step, round(f.value, 6)] for f in found if f.rule == "mostly_zero"]
+                  for found in (exporter.findings, stored)]))
+"""
+
+
+def test_the_rule_of_an_installed_plugin_judges_while_a_model_trains_and_afterwards(site, tmp_path):
+    live, stored = answer_of(RULE, site, cwd=tmp_path)
+    assert live == stored == [["mostly_zero", "2", 0, 1.0]]
+
+
+def test_the_command_applies_the_rule_of_an_installed_plugin(site, tmp_path):
+    answer_of(RULE, site, cwd=tmp_path)
+    command = "import sys; from ikkuna.cli import main; sys.exit(main(['check', 'run/run0001', '--rules', 'mostly_zero']) - 1)"
+    out = run_python("-c", command, paths=(site,), cwd=tmp_path)
+    assert "mostly_zero  2" in out
+
+
 def test_its_own_tests_pass(site):
     run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", paths=(site,), cwd=site.parent / "project")
 

@@ -17,11 +17,14 @@ class UntrainedParameters:
 
     Attributes
     ----------
+    names_unowned : bool
+        Whether parameters that no optimizer owns are logged; ``False`` if a rule names them.
     settled : tuple of NamedParameter, optional
         The observed parameters if each of them has had a gradient; then nothing has to be noted for them.
     """
 
     def __init__(self) -> None:
+        self.names_unowned = True
         self.settled: tuple[NamedParameter, ...] | None = None
         self._all: tuple[NamedParameter, ...] = ()
         self._waiting: dict[int, NamedParameter] = {}  # trainable ones that had no gradient so far
@@ -49,7 +52,7 @@ class UntrainedParameters:
             for named in unowned
             if id(named.parameter) not in self._unowned and named.parameter.grad is not None
         }
-        if found:
+        if found and self.names_unowned:
             self._unowned |= found.keys()
             log.warning(
                 "no optimizer has these parameters, which get gradients: %s; they are not trained, and optimizer.zero_grad() does not "

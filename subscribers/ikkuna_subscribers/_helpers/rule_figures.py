@@ -15,8 +15,10 @@ def gradient_growth(history: History) -> float:
 
     With accumulation over k micro-batches it is at most k, after clipping below 1; NaN if it is unknown.
     If the backward gave zeros, the gradient is that of earlier steps, and the figure is 1e6.
+    Weights that no optimizer owns are left out: ``optimizer.zero_grad()`` does not clear their gradients.
     """
-    fresh = dict(history.fresh("weight_micro_gradients_norm2"))
+    unowned = history.curves("unowned_parameters")
+    fresh = {name: c for name, c in history.fresh("weight_micro_gradients_norm2") if name not in unowned}
     pairs = [(c.last, fresh[name].last) for name, c in history.fresh("weight_gradients_norm2") if name in fresh]
     return middle([used / given if given > 0 else _CARRIED_OVER for used, given in pairs if used > 0])
 

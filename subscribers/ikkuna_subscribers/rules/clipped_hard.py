@@ -18,6 +18,8 @@ class ClippedHardRule(Rule):
 
     name = "clipped_hard"
     needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2")
+    uses = sources("unowned_parameters")
+    judged_on = frozenset(needs)
     thresholds = ("share",)
     share: float = 0.01
     patience = 5

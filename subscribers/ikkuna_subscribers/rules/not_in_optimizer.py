@@ -19,9 +19,9 @@ class NotInOptimizerRule(Rule):
     name = "not_in_optimizer"
     needs = sources("unowned_parameters")
     severity = "error"
-    patience = 2
+    patience = 1
     explains = frozenset(("no_learning", "lr_too_low", "plateau"))
-    meaning = "The parameter can be trained and receives gradients, but no optimizer owns it, so it never changes."
+    meaning = "No optimizer owns this parameter, so it is not trained, and optimizer.zero_grad() does not clear its gradients."
     advice = "pass it to the optimizer, or call requires_grad_(False) if it is meant to stay as it is"
 
     def scores(self, history: History) -> Iterator[Score]:

@@ -20,6 +20,8 @@ class NotZeroedRule(Rule):
 
     name = "not_zeroed"
     needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2")
+    uses = sources("unowned_parameters")
+    judged_on = frozenset(needs)
     thresholds = ("factor",)
     factor: float = 3.0
     severity = "error"
