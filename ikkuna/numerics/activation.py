@@ -67,7 +67,9 @@ def active_units(activations: Tensor, channel_axis: int | None = None, positions
 
     Parameters
     ----------
-    activations, channel_axis
+    activations : Tensor
+        See :func:`unit_counters`.
+    channel_axis : int, optional
         See :func:`unit_counters`.
     positions : int
         The number of elements of a unit that are read; of more, an equally spaced part is read.

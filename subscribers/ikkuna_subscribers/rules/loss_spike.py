@@ -73,7 +73,10 @@ def _group(history: History) -> int:
 
 
 def _add_means(memory: dict[Any, Any], curve: TimeSeries, group: int) -> int:
-    """Append the means over groups of values that have come since the last call, -inf for one that is not finite; return their number."""
+    """Append the means over groups of new values, and return their number.
+
+    A mean that is not finite is stored as minus infinity.
+    """
     used = max(memory.get("used", 0), curve.count - len(curve.values))
     number = (curve.count - used) // group
     first = len(curve.values) - (curve.count - used)
