@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["preflight", "replay", "watch"]
+__all__ = ["preflight", "replay", "schedules", "watch"]
 
 __version__ = "0.1.0"
 
@@ -20,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from ikkuna.export.replay.replay import replay
 
         return replay
+    if name == "schedules":
+        from importlib import import_module
+
+        return import_module("ikkuna.schedules")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

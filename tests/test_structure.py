@@ -29,6 +29,7 @@ LAYERS = {
     "torch_internals": (),
     "undisturbed": ("torch_internals",),
     "overriding": (),
+    "schedules": ("errors",),
     "modules": ("errors",),
     "plugins": ("errors", "logger"),
     "arrays": ("errors", "numerics"),

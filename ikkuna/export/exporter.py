@@ -392,6 +392,37 @@ class Exporter:
         self._attachment.require_open()
         checkpoint.load_state(self._session, state)
 
+    def pause(self) -> None:
+        """Sample nothing from the next step on until :meth:`resume`; steps and epochs are still counted.
+
+        With several exporters on a bus, this applies to all of them.  On several ranks, call it on all of them after the same step.
+        """
+        self._attachment.require_open()
+        self._session.change_sampling(paused=True)
+
+    def resume(self) -> None:
+        """Sample again from the next step on; without :meth:`pause` nothing changes."""
+        self._attachment.require_open()
+        self._session.change_sampling(paused=False)
+
+    def sample_every(self, steps: int | None) -> None:
+        """Let all subscribers sample each `steps`-th step from the next step on, such as each step after a spike.
+
+        Parameters
+        ----------
+        steps : int or None
+            ``None`` for the steps that each subscriber was registered with.
+
+        Raises
+        ------
+        ConfigError
+            If `steps` is neither ``None`` nor a positive int.
+        """
+        self._attachment.require_open()
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise ConfigError(f"sample_every() needs an int >= 1 or None, got {steps!r}")
+        self._session.change_sampling(every=steps)
+
     def paused(self) -> AbstractContextManager[None]:
         """Suspend recording inside a ``with`` block."""
         return self._session.paused()

@@ -477,6 +477,16 @@ class Session:
 
         restoring(run, lambda: setattr(context, "is_paused", before))
 
+    def change_sampling(self, paused: bool | None = None, every: int | None = -1) -> None:
+        """Change what is sampled from the next step on; see `Sampling.change`."""
+        tracker = self.context.tracker
+        next_step = tracker.global_step + (tracker.state is not State.IDLE)
+        self.bus.sampling.change(next_step, paused, every)
+        self._demand = Demand()
+        self.demand_changed()
+        if tracker.state is State.IDLE and tracker.pass_name == TRAINING:
+            self._modules.keep_for(self._next_plan())
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Suspend recording inside the body, and restore the former setting afterwards."""

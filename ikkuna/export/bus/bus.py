@@ -28,6 +28,7 @@ from ikkuna.export.model.module_entries import described
 from ikkuna.export.model.signature import signature
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered
+from ikkuna.export.subscriber.sampling import Sampling
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule
@@ -153,6 +154,8 @@ class MessageBus:
         The registered subscribers in the order of registration.
     error_guard : ErrorGuard
         Handles the errors of subscribers and hooks.
+    sampling : Sampling
+        What the user has switched while training runs.
     is_silent : bool
         Whether values are discarded, because another rank writes the run.
     settings : RunSettings
@@ -172,6 +175,7 @@ class MessageBus:
         self._by_kind: dict[str, tuple[Registered, ...]] = {}
         self._places: dict[int, _Place] = {}  # by the ids of the sources, in the order of their attachment
         self.error_guard = ErrorGuard()
+        self.sampling = Sampling()
         self.is_silent = False
         self.settings = _DEFAULT
         self.continued: Continued | None = None
@@ -228,7 +232,7 @@ class MessageBus:
         subscriber._host = self
         if subscriber.needs_model:
             self._lend_model(subscriber)
-        registered = Registered(subscriber)
+        registered = Registered(subscriber, self.error_guard.call, self.sampling)
         try:
             self._states.apply(registered)
         except ConfigError:
@@ -515,6 +519,7 @@ class MessageBus:
         """Deliver the queue, close the run, and unregister every subscriber."""
         self._end_run(self.registered)
         self.log_dir, self.settings, self.continued = None, _DEFAULT, None
+        self.sampling = Sampling()
 
     def _end_run(self, unregistered: tuple[Registered, ...]) -> None:
         """Deliver the queue, unregister subscribers, and close the run; another value opens another run."""

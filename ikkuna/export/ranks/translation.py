@@ -47,6 +47,8 @@ def _describe(registered: Registered) -> str:
         "tag": wish.tag,
         "modules": _named(wish.modules),
     }
+    limits = {"start": wish.start or None, "stop": wish.stop, "schedule": _named(wish.schedule)}
+    arguments |= {name: value for name, value in limits.items() if value is not None}
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{type(subscriber).__name__}({', '.join(registered.kinds)}; {shown})"
 

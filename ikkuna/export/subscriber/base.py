@@ -19,7 +19,7 @@ from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import TRAINING, Stamp
 from ikkuna.export.subscriber.deferred_row import DeferredRow
 from ikkuna.export.subscriber.state import pack, types_in, unpack
-from ikkuna.export.subscriber.subscription import ModulePattern, Subscription, SynchronizedSubscription
+from ikkuna.export.subscriber.subscription import ModulePattern, Schedule, Subscription, SynchronizedSubscription
 from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics import closure
 from ikkuna.overriding import overrides_both
@@ -83,6 +83,8 @@ class _RegisteringType(ABCMeta):
     """Registers a new instance on its ``message_bus`` after the constructor has returned."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "every" in kwargs and "subsample" in kwargs:
+            raise ConfigError(f"{cls.__name__} takes every= or subsample=, which are the same, got both")
         subscriber = super().__call__(*args, **kwargs)
         if subscriber.message_bus is not None:
             subscriber.message_bus.register_subscriber(subscriber)
@@ -112,6 +114,10 @@ class Subscriber(metaclass=_RegisteringType):
     join : bool
         Whether the messages of all kinds are delivered together, as one `MessageBundle`.
     subsample : int
+        See `Subscription`.
+    every : int, optional
+        Another name of `subsample`.
+    start, stop, schedule
         See `Subscription`.
     modules : str, Pattern, callable, sequence of them, or None
         See `Subscription`.
@@ -193,6 +199,10 @@ class Subscriber(metaclass=_RegisteringType):
         publishes: str | Iterable[str] = (),
         join: bool = False,
         subsample: int = 1,
+        every: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        schedule: Schedule | None = None,
         modules: ModulePattern = None,
         tag: str | None = TRAINING,
         backend: "str | Backend | list[str | Backend]" = "tb",
@@ -202,7 +212,8 @@ class Subscriber(metaclass=_RegisteringType):
         ylims: tuple[float, float] | None = None,
     ) -> None:
         subscription = SynchronizedSubscription if join else Subscription
-        self.subscription = subscription(kinds, tag, subsample, modules)
+        step = subsample if every is None else every
+        self.subscription = subscription(kinds, tag, step, modules, start, stop, schedule)
         self.publishes = (publishes,) if isinstance(publishes, str) else tuple(publishes)
         self.backends = tuple(backend) if isinstance(backend, list | tuple) else (backend,)
         if wrong := [b for b in self.backends if not is_target(b)]:

@@ -1,6 +1,6 @@
 """A subscriber that is registered on a bus, and its running state."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,9 @@ from ikkuna.export.messages.batch import BatchBundle, BatchNames, MessageBatch, 
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.kinds import MEASURED_TOGETHER
 from ikkuna.export.messages.message import Message
-from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.messages.stamp import TRAINING, Stamp
 from ikkuna.export.subscriber.base import Subscriber
+from ikkuna.export.subscriber.sampling import Sampling
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.numerics.statistics import closure
@@ -19,6 +20,7 @@ from ikkuna.numerics.statistics import closure
 __all__ = ["Registered"]
 
 _FEW = 16
+_KEPT = 64  # steps whose measurements may still be on their way
 
 
 class Registered:
@@ -28,6 +30,10 @@ class Registered:
     ----------
     subscriber : Subscriber
         The registered subscriber.
+    call : callable, optional
+        ``call(registered, stage, function, argument)`` calls the user's code and handles its errors, see `ErrorGuard.call`.
+    sampling : Sampling, optional
+        What the user has switched while training runs.
 
     Attributes
     ----------
@@ -51,8 +57,13 @@ class Registered:
         Number of incomplete bundles that were dropped.
     """
 
-    def __init__(self, subscriber: Subscriber) -> None:
+    def __init__(
+        self, subscriber: Subscriber, call: Callable[..., Any] | None = None, sampling: Sampling | None = None
+    ) -> None:
         self.subscriber = subscriber
+        self._call = call
+        self._sampling = sampling or Sampling()
+        self._scheduled: dict[int, bool] = {}
         self.subscription = subscriber.subscription
         self.kinds = self.subscription.kinds
         self.matches = self.subscription.matches
@@ -80,11 +91,31 @@ class Registered:
 
     def samples(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled."""
-        return not self.disabled and self.subscription.samples(stamp)
+        if self.disabled:
+            return False
+        if self._sampling.is_changed and stamp.pass_name == TRAINING:
+            is_paused, every = self._sampling.at(stamp.global_step)
+            if is_paused or every is not None:
+                is_of_pass = self.subscription.tag in (None, TRAINING)
+                return is_of_pass and not is_paused and stamp.global_step % (every or 1) == 0
+        if self.subscription.schedule is None or self._call is None or stamp.pass_name != TRAINING:
+            return self.subscription.samples(stamp)
+        return self.subscription.is_candidate(stamp) and self._is_scheduled(stamp.global_step)
+
+    def _is_scheduled(self, step: int) -> bool:
+        """Return whether the user's schedule samples a step; it is called once for each step."""
+        known = self._scheduled.get(step)
+        if known is None:
+            assert self._call is not None
+            known = bool(self._call(self, "schedule", lambda step: bool(self.subscription.schedule(step)), step))  # type: ignore[misc]
+            if len(self._scheduled) >= _KEPT:
+                del self._scheduled[next(iter(self._scheduled))]
+            self._scheduled[step] = known
+        return known
 
     def takes(self, message: Message) -> bool:
         """Return whether this message is delivered."""
-        return not self.disabled and self.subscription.takes(message)
+        return not self.disabled and self.subscription.takes(message, self.samples)
 
     def deliver(self, message: Message | MessageBundle) -> None:
         """Call ``compute`` with a message; messages of a joined subscription wait until their bundle is complete."""

@@ -5,15 +5,17 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.message import Message, ModuleMessage
 from ikkuna.export.messages.stamp import TRAINING, Stamp
 
-__all__ = ["ModulePattern", "Subscription", "SynchronizedSubscription"]
+__all__ = ["ModulePattern", "Schedule", "Subscription", "SynchronizedSubscription"]
 
 ModulePattern = str | re.Pattern[str] | Callable[[str], bool] | Sequence["str | re.Pattern[str]"] | None
+
+Schedule = Callable[[int], bool]
 
 
 def _matcher(modules: ModulePattern) -> Callable[[str], bool]:
@@ -59,6 +61,11 @@ class Subscription:
         Steps of other passes are always sampled; events of epochs are counted in epochs.
     modules : str, Pattern, callable, sequence of them, or None
         A glob such as ``"features.*"``, a compiled regex, a function of the name, or a list of globs and regexes.
+    start, stop : int
+        Sample only steps from `start` on and before `stop`; events of epochs only of these epochs.
+    schedule : callable, optional
+        A pure function of the step, such as ``ikkuna.schedules.logarithmic()``, that returns whether it is sampled;
+        the step must also satisfy the other conditions.  It is called in each process, and must return the same in all of them.
 
     Attributes
     ----------
@@ -83,6 +90,9 @@ class Subscription:
     tag: str | None
     subsample: int
     modules: ModulePattern
+    start: int
+    stop: int | None
+    schedule: Schedule | None
     matches: Callable[[str], bool]
     thinning: tuple[int, int]
     is_joined: ClassVar[bool] = False
@@ -93,21 +103,36 @@ class Subscription:
         tag: str | None = TRAINING,
         subsample: int = 1,
         modules: ModulePattern = None,
+        start: int = 0,
+        stop: int | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         if not isinstance(subsample, int) or isinstance(subsample, bool) or subsample < 1:
             raise ConfigError(f"subsample must be an int >= 1, got {subsample!r}")
         if tag is not None and not isinstance(tag, str):
             raise ConfigTypeError(f"tag must be the name of a pass or None, got {tag!r}")
+        _check_range(start, stop)
+        if schedule is not None and not callable(schedule):
+            raise ConfigTypeError(f"schedule needs a function of the step, got {type(schedule).__name__}")
         names = _checked_kinds(kinds)
         if self.is_joined and len(names) < 2:
             raise ConfigError(f"join=True needs at least 2 kinds, got 1: {names[0]!r}")
-        values = {"kinds": names, "tag": tag, "subsample": subsample, "modules": modules, "thinning": (0, 1)}
+        values: dict[str, Any] = {"kinds": names, "tag": tag, "subsample": subsample, "modules": modules}
+        values |= {"start": start, "stop": stop, "schedule": schedule, "thinning": (0, 1)}
         for name, value in (values | {"matches": _matcher(modules)}).items():
             object.__setattr__(self, name, value)
 
     def samples(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled: a pure function of the stamp, so that all ranks agree."""
+        if not self.is_candidate(stamp):
+            return False
+        return self.schedule is None or stamp.pass_name != TRAINING or bool(self.schedule(stamp.global_step))
+
+    def is_candidate(self, stamp: Stamp) -> bool:
+        """Return whether data of this step is sampled if the schedule agrees."""
         if self.tag is not None and self.tag != stamp.pass_name:
+            return False
+        if not self._is_in_range(stamp.global_step):
             return False
         if stamp.pass_name != TRAINING:
             return True
@@ -129,15 +154,40 @@ class Subscription:
         object.__setattr__(thinned, "thinning", (begin, factor))
         return thinned
 
-    def takes(self, message: Message) -> bool:
-        """Return whether this message is delivered.  Events of epochs are delivered whatever the tag."""
+    def _is_in_range(self, number: int) -> bool:
+        return number >= self.start and (self.stop is None or number < self.stop)
+
+    def takes(self, message: Message, samples: Callable[[Stamp], bool] | None = None) -> bool:
+        """Return whether this message is delivered.  Events of epochs are delivered whatever the tag.
+
+        Parameters
+        ----------
+        message : Message
+            The message.
+        samples : callable, optional
+            Returns whether a step is sampled; by default :meth:`samples`.
+        """
         if message.kind not in self.kinds:
             return False
         if message.kind in ("epoch_started", "epoch_finished"):
-            return message.epoch % self.subsample == 0
-        if not self.samples(message.stamp):
+            return message.epoch % self.subsample == 0 and self._is_in_range(message.epoch)
+        if not (samples or self.samples)(message.stamp):
             return False
         return not isinstance(message, ModuleMessage) or self.matches(message.module)
+
+    def sampled(self, **changes: Any) -> Self:
+        """Return the same subscription with another `subsample`, `start`, `stop` or `schedule`."""
+        known = {name: getattr(self, name) for name in ("subsample", "start", "stop", "schedule")}
+        return type(self)(self.kinds, self.tag, modules=self.modules, **(known | changes))
+
+
+def _check_range(start: object, stop: object) -> None:
+    for name, value in (("start", start), ("stop", stop)):
+        is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not is_whole and (name == "start" or value is not None):
+            raise ConfigError(f"{name} must be the number of a step, got {value!r}")
+    if isinstance(start, int) and isinstance(stop, int) and stop <= start:
+        raise ConfigError(f"stop must be greater than start, got start={start} and stop={stop}: no step is sampled")
 
 
 class SynchronizedSubscription(Subscription):
