@@ -74,7 +74,7 @@ LAYERS = {
 }
 # The rooms of ikkuna.export: each imports only rooms that stand before it.
 ROOMS = (
-    *("messages", "steps", "model", "subscriber", "bus", "rows", "ranks", "hooks", "session"),
+    *("messages", "steps", "model", "subscriber", "bus", "rows", "ranks", "hooks", "logged_values", "session"),
     *(
         "rule_statistics",
         "rules",

@@ -315,6 +315,50 @@ class Exporter:
         self._attachment.require_open()
         self._session.begin_pass(name)
 
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Show a value of the user's own beside the metrics, as the series ``logged/{name}`` of the same run.
+
+        A value belongs to the open step, or to the last one; it is stored when the step ends, or the next one.
+        Subscribers of the kind ``logged`` with ``derived = True`` receive numbers; the name is ``message.path``.
+        The backends are those of the registered subscribers, and TensorBoard if there are none.
+        Each rank logs for itself, and rank 0 writes.  Nothing waits for a device, and any thread may call this method;
+        in a forked child it does nothing.
+
+        Parameters
+        ----------
+        name : str
+            Any name; ``/`` groups names.
+        value : Any
+            A number or a tensor or array of one element (NaN is shown as NaN); a tensor or array of several elements,
+            shown as a histogram; 8-bit pixels (height, width, channel), an image of Pillow or a figure of matplotlib, shown as a picture;
+            a histogram or a matrix; or a string, shown as Markdown.  A tensor is copied, and stays on its device until the step ends.
+            A second value of the same name and step replaces the first.
+        step : int, optional
+            The step of the value.  A later step waits until the training reaches it.
+            An earlier one than the last that was stored is dropped, counted in ``health().dropped``, and logged once.
+
+        Raises
+        ------
+        ConfigError, ConfigTypeError
+            If `name`, `value` or `step` is invalid.
+        ClosedError
+            After :meth:`close`.
+
+        Examples
+        --------
+        >>> from ikkuna.export.messages import MessageBus
+        >>> from ikkuna.export.subscriber import CallbackSubscriber
+        >>> with Exporter(message_bus=MessageBus()) as exporter:
+        ...     seen = CallbackSubscriber("logged", lambda message: print(message.path, message.data), backend="null")
+        ...     handle = exporter.message_bus.register_subscriber(seen)
+        ...     exporter.log("reward", 1.5)
+        reward 1.5
+        """
+        self._attachment.require_open()
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+            raise ConfigError(f"log({name!r}) needs step=None or an int >= 0, got {step!r}")
+        self._session.log(name, value, step)
+
     def step(self) -> None:
         """Mark the end of a step that no optimizer of torch.optim makes."""
         self._attachment.require_open()

@@ -73,7 +73,8 @@ def health_of(
         errors=bus.error_guard.errors,
         dropped=(run.dropped if run is not None else 0)
         + sum(registered.dropped for registered in subscribers)
-        + session.exchange.dropped,
+        + session.exchange.dropped
+        + session.logged.dropped,
         unwritable=run.unwritable if run is not None else (),
         disabled=tuple(bus.error_guard.disabled),
         skipped=session.skipped,

@@ -1,5 +1,6 @@
 """Composes the parts of an exporter, and carries out the decisions of the step tracker."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ikkuna.export.hooks.micro_gradients import MicroGradientHooks
 from ikkuna.export.hooks.modules import ModuleHooks
 from ikkuna.export.hooks.optimizers import OptimizerHooks
 from ikkuna.export.hooks.unclipped_gradients import UnclippedGradientHooks
+from ikkuna.export.logged_values import LoggedValues
 from ikkuna.export.messages.kinds import PARAMETER_KINDS
 from ikkuna.export.messages.message import NetworkMessage
 from ikkuna.export.messages.stamp import TRAINING, Stamp
@@ -87,6 +89,8 @@ class Session:
         The step tracker, the parameters, the recorder and the model.
     exchange : Exchange
         Merges the measurements of all ranks.
+    logged : LoggedValues
+        The values that the user logs.
     optimizers : OptimizerHooks
         Observes parameters around the steps of optimizers.
     steps : int
@@ -105,6 +109,8 @@ class Session:
         recorder = Recorder(bus.error_guard, native, self._may_communicate)
         self.context = context = HookContext(recorder, bus.error_guard, self.apply, self.abandon, WatchedModel(roots))
         self.exchange = Exchange(bus, context.sites, context.model)
+        self._process = os.getpid()
+        self.logged = LoggedValues(bus)
         self._losses = LossHooks(context)
         self.optimizers = OptimizerHooks(context, self._losses)
         self._backward = BackwardHooks(context, self._losses)
@@ -296,6 +302,7 @@ class Session:
         if recorder.rows is not None:
             recorder.rows.rates = dict(self.optimizers.rates)
         self.optimizers.step_ended()
+        self.logged.step_ends(stamp.global_step)
         plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
         step = None
         if rows is not None:
@@ -384,6 +391,7 @@ class Session:
             self.bus.continued = continued
         elif self.bus.continued is not None and self.bus.run is None:
             self.bus.continued = replace(self.bus.continued, step=tracker.global_step)
+        self.logged.rewind(tracker.global_step)
         if tracker.global_step < before and self.bus.run is not None:
             self.bus.drain(wait=True)
             self.bus.run.rewind(tracker.global_step)
@@ -399,6 +407,7 @@ class Session:
         self.optimizers.step_by_hand()
 
     def _finish_epoch(self, stamp: Stamp) -> None:
+        self.logged.step_ends(stamp.global_step)
         self.bus.post(event := Event(NetworkMessage(stamp, "epoch_finished")))
         self._follow()
         if self.bus.calls_model and not self.exchange.is_shared:
@@ -477,6 +486,14 @@ class Session:
 
         restoring(run, lambda: setattr(context, "is_paused", before))
 
+    def log(self, name: str, value: Any, step: int | None) -> None:
+        """Keep a value of the user's own until its step ends."""
+        if os.getpid() != self._process:
+            return
+        tracker = self.context.tracker
+        stamp = tracker.pass_stamp(tracker.pass_name)
+        self.logged.add(name, value, stamp if step is None else replace(stamp, global_step=step))
+
     def change_sampling(self, paused: bool | None = None, every: int | None = -1) -> None:
         """Change what is sampled from the next step on; see `Sampling.change`."""
         tracker = self.context.tracker
@@ -505,6 +522,7 @@ class Session:
         self.end_pass()
         self.apply(self.context.tracker.finish())
         if for_good:
+            self.logged.step_ends()
             self._forward.warn_of_missing_steps()
             self.optimizers.untrained.finish()
         self._modules.remove(everything=True)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ikkuna.errors import ConfigError, ConfigTypeError, unknown_name
 from ikkuna.overriding import overrides_both
 from ikkuna.plugins import load_plugin, plugin_names
+from ikkuna.visualization.image import Image
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run_config import ConfigValue, config_table
@@ -128,6 +129,9 @@ class Backend(ABC):
 
     def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:  # noqa: B027 - optional
         """Add one :class:`~ikkuna.visualization.matrix.Matrix` of a series."""
+
+    def add_image(self, series: Series, image: Image, step: int) -> None:  # noqa: B027 - optional
+        """Add one :class:`~ikkuna.visualization.image.Image` of a series."""
 
     def add_text(self, title: str, text: str, step: int) -> None:  # noqa: B027 - optional
         """Add a page of Markdown."""

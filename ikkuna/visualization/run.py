@@ -21,6 +21,7 @@ from ikkuna.visualization.files.run_directory import check_log_dir, log_path, ma
 from ikkuna.visualization.files.run_file import RunFile, write_run_file
 from ikkuna.visualization.guarded_backend import GuardedBackend
 from ikkuna.visualization.histogram import is_histogram
+from ikkuna.visualization.image import Image
 from ikkuna.visualization.loggers.adapters import adapted
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
@@ -131,7 +132,7 @@ class Run:
         backends: Sequence[str | Backend] = ("tb",),
         sender: Sender | None = None,
     ) -> None:
-        """Pass a value of a series to `backends`: a number, a histogram, a matrix, or a text (a page of Markdown).
+        """Pass a value of a series to `backends`: a number, a histogram, a matrix, a picture, or a text (a page of Markdown).
 
         A value that a backend cannot store is refused here.  Failures of a backend are counted for each `sender`.
 
@@ -308,6 +309,8 @@ def _method(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]
         return "add_text", (series.title or _title(series), value, step)
     if isinstance(value, Matrix):
         return "add_matrix", (series, checked_matrix(series.kind, value), step)
+    if isinstance(value, Image):
+        return "add_image", (series, value, step)
     if is_histogram(value):
         check_histogram(series.kind, value)
         return "add_histogram", (series, value, step)

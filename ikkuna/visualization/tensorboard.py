@@ -26,6 +26,7 @@ from ikkuna.visualization.files.event_file import (
     titled_scalar_value,
 )
 from ikkuna.visualization.files.file_backend import FileBackend
+from ikkuna.visualization.image import Image
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
@@ -178,6 +179,11 @@ class TensorBoardBackend(FileBackend):
         if self._matrices.add(image) and self._matrices.dropped == 1:
             log.warning("matrices are added faster than they are drawn; from step %d on the oldest are dropped", step)
         self._thread.open()
+
+    def add_image(self, series: Series, image: Image, step: int) -> None:
+        """Add a picture to the step's event."""
+        self._entries.append(image_value(series_tag(series), image.png))
+        self._values += 1
 
     def add_text(self, title: str, text: str, step: int) -> None:
         """Add a page of Markdown to the step's event."""

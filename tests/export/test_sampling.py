@@ -179,7 +179,7 @@ def test_a_later_exporter_of_the_bus_is_not_paused():
 
 def test_watch_replaces_the_steps_of_its_metrics(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2))
-    exporter = ikkuna.watch(model, every=3, start=2, stop=9, log_dir=tmp_path, rules=None)
+    exporter = ikkuna.watch(model, every=3, start=2, stop=9, log_dir=tmp_path, rules=None, recorder=False)
     found = {
         (r.subscription.subsample, r.subscription.start, r.subscription.stop) for r in exporter.message_bus.registered
     }

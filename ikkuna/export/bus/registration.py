@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ikkuna.errors import ConfigError, UnknownKindError, unknown_name
-from ikkuna.export.messages.kinds import BUILT_IN, EVENT_KINDS, is_built_in, is_of_module
+from ikkuna.export.messages.kinds import BUILT_IN, EVENT_KINDS, LOGGED, is_built_in, is_of_module
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.subscription import Subscription
 
@@ -46,12 +46,12 @@ def check_registration(subscriber: Subscriber, others: Sequence[Subscriber], mod
 
 
 def _check_kind(subscriber: Subscriber, kind: str, others: Sequence[Subscriber]) -> None:
-    is_result = _is_published(kind, others)
+    is_result = kind == LOGGED or _is_published(kind, others)
     if not is_built_in(kind) and not is_result:
         raise UnknownKindError(unknown_name("kind", kind, known_kinds(others)))
     if is_result and not subscriber.derived:
         raise ConfigError(
-            f"{subscriber!r} measures tensors, but {kind!r} is a result and carries a float; "
+            f"{subscriber!r} measures tensors, but {kind!r} carries a float; "
             "set `derived = True` in the class if it can use floats"
         )
     if not (kind in EVENT_KINDS or is_result or subscriber.measures or subscriber.fields):

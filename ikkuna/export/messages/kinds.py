@@ -4,6 +4,7 @@ __all__ = [
     "BUILT_IN",
     "EVENT_KINDS",
     "FORWARD_KINDS",
+    "LOGGED",
     "MEASURED_TOGETHER",
     "MICRO_KINDS",
     "MODULE_KINDS",
@@ -39,7 +40,10 @@ EVENT_KINDS = ("batch_started", "batch_finished", "epoch_started", "epoch_finish
 MEASURED_TOGETHER = ("network_output", "input_labels", "loss")
 """Inputs and output of one call of the loss module; a subscriber can measure them together."""
 
-NETWORK_KINDS = ("input_data", *MEASURED_TOGETHER, *EVENT_KINDS)
+LOGGED = "logged"
+"""Numbers that the user logs by name (see ``Exporter.log``); the name is the path of the message."""
+
+NETWORK_KINDS = ("input_data", *MEASURED_TOGETHER, *EVENT_KINDS, LOGGED)
 """The kinds of the whole network."""
 
 BUILT_IN = (*MODULE_KINDS, *NETWORK_KINDS)

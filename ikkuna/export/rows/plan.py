@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from ikkuna.export.messages.kinds import (
     EVENT_KINDS,
     FORWARD_KINDS,
+    LOGGED,
     MICRO_KINDS,
     PARAMETER_KINDS,
     STATE_PREFIXES,
@@ -68,7 +69,7 @@ class Plan:
         self.is_in_graph = self.forward or not kinds.isdisjoint(("input_data", "network_output"))
         self.states = tuple(sorted(kind for kind in kinds if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
-        is_data = (is_built_in(kind) and kind not in EVENT_KINDS for kind in kinds)
+        is_data = (is_built_in(kind) and kind not in (*EVENT_KINDS, LOGGED) for kind in kinds)
         self.takes_data = bool(self.together) or any(is_data)
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
         self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))

@@ -46,8 +46,14 @@ KINDS = {  # kind → description, and when it is recorded
         "the outputs of the network; joined with labels, the outputs that the loss received",
         "when the network or the loss is called",
     ),
-    "input_labels": ("the labels that the loss module received", "when the loss module is called"),
-    "loss": ("the output of the loss module", "when the loss module is called"),
+    "input_labels": (
+        "the labels that the loss module received, or a model that returns its loss",
+        "when the loss module or the model is called",
+    ),
+    "loss": (
+        "the output of the loss module, or the scalar of ``backward()``",
+        "when the loss module is called, or during the backward pass",
+    ),
     "batch_started": ("start of a step; no data", "when the network is called in training"),
     "batch_finished": (
         "end of a step; no data; states whether the step was skipped",
@@ -55,6 +61,7 @@ KINDS = {  # kind → description, and when it is recorded
     ),
     "epoch_started": ("start of an epoch; no data", "at its first step"),
     "epoch_finished": ("end of an epoch; no data", "at ``epoch_finished()``, or after ``steps_per_epoch`` steps"),
+    "logged": ("a number that the user logs; its name is the path", "at the end of the step"),
 }
 
 

@@ -1,0 +1,221 @@
+"""Values that the user logs by name join the run, the step and the file of the metrics."""
+
+import math
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, HistogramSubscriber, NormSubscriber
+from ikkuna.numerics.statistics.histogram import Histogram
+from ikkuna.testing import RecordingBackend
+from ikkuna.visualization.matrix import Matrix
+
+pytestmark = pytest.mark.devices
+
+
+def train(model, steps, each):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+        each(step)
+
+
+@pytest.fixture
+def watched():
+    model, backend = nn.Sequential(nn.Linear(3, 2)), RecordingBackend()
+    exporter = Exporter(message_bus=MessageBus("log"), on_error="raise")
+    exporter.add_modules(model)
+    exporter.message_bus.register_subscriber(NormSubscriber("weights", backend=backend))
+    yield exporter, model, backend
+    exporter.close()
+
+
+def logged(backend, name):
+    return [(step, value) for series, value, step in backend.values if (series.kind, series.name) == ("logged", name)]
+
+
+def test_numbers_of_every_type_belong_to_the_last_step(watched):
+    exporter, model, backend = watched
+    exporter.log("before", 1)
+
+    def each(step):
+        for name, value in {"float": step + 0.5, "tensor": torch.tensor(step + 0.5), "numpy": np.float32(step + 0.5),
+                            "array": np.array([step + 0.5]), "half": torch.tensor([step + 0.5], dtype=torch.bfloat16),
+                            "gradient": torch.tensor(step + 0.5, requires_grad=True), "nan": math.nan}.items():  # fmt: skip
+            exporter.log(name, value)
+
+    train(model, 3, each)
+    exporter.close()
+    assert logged(backend, "before") == [(0, 1.0)]
+    for name in ("float", "tensor", "numpy", "array", "half", "gradient"):
+        assert logged(backend, name) == [(0, 0.5), (1, 1.5), (2, 2.5)]
+    assert [(step, math.isnan(value)) for step, value in logged(backend, "nan")] == [(0, True), (1, True), (2, True)]
+    assert exporter.health().dropped == 0
+
+
+def test_a_tensor_that_changes_after_it_was_logged_keeps_its_value(watched):
+    exporter, model, backend = watched
+    value = torch.zeros(())
+    train(model, 3, lambda step: (exporter.log("x", value), value.add_(1)))
+    exporter.close()
+    assert logged(backend, "x") == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_the_last_value_of_a_step_counts(watched):
+    exporter, model, backend = watched
+    train(model, 2, lambda step: [exporter.log("x", i) for i in range(3)])
+    exporter.close()
+    assert logged(backend, "x") == [(0, 2.0), (1, 2.0)]
+
+
+def test_histograms_pictures_matrices_and_texts_are_read_by_tensorboard(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2))
+    picture = np.zeros((4, 5, 3), np.uint8)
+    with Exporter(message_bus=MessageBus("files"), log_dir=tmp_path) as exporter:
+        exporter.add_modules(model)
+
+        def each(step):
+            exporter.log("train/reward", torch.tensor(float(step)))
+            exporter.log("weights", torch.arange(10.0))
+            exporter.log("own", Histogram.of(torch.arange(4.0)))
+            exporter.log("pixels", picture)
+            exporter.log("channels first", torch.zeros(3, 6, 7, dtype=torch.uint8))
+            exporter.log("matrix", Matrix(("a",), ("b",), np.ones((1, 1))))
+            exporter.log("note", f"step **{step}**")
+
+        train(model, 2, each)
+    [directory] = tmp_path.iterdir()
+    events = EventAccumulator(str(directory), {"histograms": 0, "images": 0}).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("logged/train/reward")] == [(0, 0.0), (1, 1.0)]
+    assert [e.histogram_value.num for e in events.Histograms("logged/weights")] == [10, 10]
+    assert [e.histogram_value.num for e in events.Histograms("logged/own")] == [4, 4]
+    assert [(e.width, e.height) for e in events.Images("logged/pixels")] == [(5, 4), (5, 4)]
+    assert [(e.width, e.height) for e in events.Images("logged/channels first")] == [(7, 6), (7, 6)]
+    assert any("Text/logged/note" in tag for tag in events.Tags()["tensors"])
+
+
+def test_numbers_are_a_kind_that_subscribers_take(watched):
+    exporter, model, _ = watched
+    seen = []
+    note = CallbackSubscriber("logged", lambda m: seen.append((m.path, m.global_step, m.data)), every=2, backend="null")
+    exporter.message_bus.register_subscriber(note)
+    train(model, 4, lambda step: (exporter.log("a", step), exporter.log("text", "no number")))
+    exporter.close()
+    assert seen == [("a", 0, 0.0), ("a", 2, 2.0)]
+
+
+def test_a_subscriber_that_measures_tensors_cannot_take_numbers(watched):
+    with pytest.raises(ConfigError, match="'logged' carries a float"):
+        watched[0].message_bus.register_subscriber(HistogramSubscriber("logged"))
+
+
+def test_no_name_collides_with_a_kind(watched):
+    exporter, model, backend = watched
+    train(model, 1, lambda step: exporter.log("weights_norm2", 7.0))
+    exporter.close()
+    assert logged(backend, "weights_norm2") == [(0, 7.0)]
+    assert [value for series, value, _ in backend.values if series.kind == "weights_norm2"] != [7.0]
+
+
+def test_steps_of_the_user(watched, caplog):
+    """A later step waits for its turn; a step that is over is dropped, counted, and said once."""
+    exporter, model, backend = watched
+
+    def each(step):
+        if step == 1:
+            exporter.log("x", 30.0, step=3)
+        if step == 4:
+            exporter.log("x", 1.0, step=1)
+            exporter.log("x", 2.0, step=1)
+            exporter.log("x", 90.0, step=9)
+
+    train(model, 5, each)
+    exporter.close()
+    assert logged(backend, "x") == [(3, 30.0), (9, 90.0)]
+    assert exporter.health().dropped == 2
+    assert caplog.text.count("is dropped: step 3 was stored already") == 1
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "1"])
+def test_steps_that_are_no_numbers_are_refused(watched, step):
+    with pytest.raises(ConfigError, match="step=None or an int"):
+        watched[0].log("x", 1.0, step)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, object(), [1.0, 2.0], {"a": 1.0}, 1j, torch.tensor(1j), np.array(["a"]), torch.ones(2).to_sparse()],
+    ids=str,
+)
+def test_values_of_other_types_are_refused_at_once(watched, value):
+    with pytest.raises(ConfigTypeError):
+        watched[0].log("x", value)
+
+
+@pytest.mark.parametrize(("name", "error"), [("", ConfigError), (" ", ConfigError), (3, ConfigTypeError)])
+def test_names_that_are_none_are_refused(watched, name, error):
+    with pytest.raises(error, match="needs a name"):
+        watched[0].log(name, 1.0)
+
+
+def test_before_modules_and_after_close():
+    backend = RecordingBackend()
+    exporter = Exporter(message_bus=MessageBus("early"))
+    exporter.message_bus.register_subscriber(CallbackSubscriber("logged", print, backend=backend))
+    exporter.log("x", 1.0)
+    exporter.close()
+    assert logged(backend, "x") == [(0, 1.0)]
+    with pytest.raises(ClosedError):
+        exporter.log("x", 1.0)
+
+
+def test_other_threads_may_log(watched):
+    exporter, model, backend = watched
+
+    def work(number):
+        for i in range(50):
+            exporter.log(f"thread{number}", i)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    train(model, 1, lambda step: [t.start() for t in threads])
+    for thread in threads:
+        thread.join()
+    train(model, 1, lambda step: None)
+    exporter.close()
+    assert {logged(backend, f"thread{n}")[-1][1] for n in range(4)} == {49.0}
+
+
+def test_a_forked_worker_logs_nothing(watched):
+    exporter, model, backend = watched
+    if (child := os.fork()) == 0:
+        try:
+            exporter.log("x", 1.0)
+            os._exit(int(bool(exporter._session.logged._waiting)))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train(model, 1, lambda step: None)
+    exporter.close()
+    assert logged(backend, "x") == []
+
+
+def test_passes_have_their_own_series(watched):
+    exporter, model, backend = watched
+    train(model, 1, lambda step: None)
+    exporter.test()
+    exporter.log("x", 5.0)
+    exporter.train()
+    train(model, 1, lambda step: exporter.log("x", 6.0))
+    exporter.close()
+    shown = [(series.pass_name, value, step) for series, value, step in backend.values if series.name == "x"]
+    assert shown == [("testing", 5.0, 0), ("training", 6.0, 1)]
