@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["preflight", "replay", "schedules", "watch"]
+__all__ = ["observe", "preflight", "replay", "schedules", "watch"]
 
 __version__ = "0.1.0"
 
@@ -20,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from ikkuna.export.replay.replay import replay
 
         return replay
+    if name == "observe":
+        from ikkuna.export.hooks.observed import observe
+
+        return observe
     if name == "schedules":
         from importlib import import_module
 

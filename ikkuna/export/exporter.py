@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ikkuna.diagnosis import Findings, RecorderOptions
 from ikkuna.errors import ConfigError, ConfigTypeError
@@ -358,6 +358,14 @@ class Exporter:
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise ConfigError(f"log({name!r}) needs step=None or an int >= 0, got {step!r}")
         self._session.log(name, value, step)
+
+    def observe(self, name: str, tensor: Tensor) -> None:
+        """Record a tensor that no module returns, for this exporter alone; see `ikkuna.observe`.
+
+        After :meth:`close` nothing is recorded, and nothing is raised.
+        """
+        if self._session.observed.is_wanted:
+            self._session.observed.hook(name, tensor)
 
     def step(self) -> None:
         """Mark the end of a step that no optimizer of torch.optim makes."""

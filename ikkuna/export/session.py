@@ -22,6 +22,7 @@ from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
 from ikkuna.export.hooks.loss import LossHooks
 from ikkuna.export.hooks.micro_gradients import MicroGradientHooks
 from ikkuna.export.hooks.modules import ModuleHooks
+from ikkuna.export.hooks.observed import ObservedHooks
 from ikkuna.export.hooks.optimizers import OptimizerHooks
 from ikkuna.export.hooks.unclipped_gradients import UnclippedGradientHooks
 from ikkuna.export.logged_values import LoggedValues
@@ -91,6 +92,8 @@ class Session:
         Merges the measurements of all ranks.
     logged : LoggedValues
         The values that the user logs.
+    observed : ObservedHooks
+        Records what the model passes to ``observe``.
     optimizers : OptimizerHooks
         Observes parameters around the steps of optimizers.
     steps : int
@@ -120,7 +123,8 @@ class Session:
         self._backward.ended.append(self._unclipped.backward_ended)
         self._forward = ForwardHooks(context, self._backward, self._gradients, self._losses)
         self._fast_paths = FastPathHooks(context)
-        self._modules = ModuleHooks(context, self._forward, self._fast_paths, in_graph)
+        self.observed = ObservedHooks(context, self._forward)
+        self._modules = ModuleHooks(context, self._forward, self._fast_paths, self.observed, in_graph)
         self._compiled = CompiledHooks(context, self._forward, self._backward, self._modules)
         context.sites.set_receiver(self._compiled)
         self._permanent = PermanentHooks(
@@ -225,6 +229,7 @@ class Session:
     def uninstall(self) -> None:
         """Remove the hooks that stay while the exporter is open."""
         self._permanent.remove()
+        self.observed.set_wanted(False)
         self._copies.remove()
 
     # -- steps ----------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_numbers_are_a_kind_that_subscribers_take(watched):
 
 
 def test_a_subscriber_that_measures_tensors_cannot_take_numbers(watched):
-    with pytest.raises(ConfigError, match="'logged' carries a float"):
+    with pytest.raises(ConfigError, match="'logged' is a result and carries a float"):
         watched[0].message_bus.register_subscriber(HistogramSubscriber("logged"))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ikkuna.errors import ConfigError, UnknownKindError, unknown_name
-from ikkuna.export.messages.kinds import BUILT_IN, EVENT_KINDS, LOGGED, is_built_in, is_of_module
+from ikkuna.export.messages.kinds import BUILT_IN, EVENT_KINDS, LOGGED, OBSERVED, is_built_in, is_of_module
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.subscription import Subscription
 
@@ -51,7 +51,7 @@ def _check_kind(subscriber: Subscriber, kind: str, others: Sequence[Subscriber])
         raise UnknownKindError(unknown_name("kind", kind, known_kinds(others)))
     if is_result and not subscriber.derived:
         raise ConfigError(
-            f"{subscriber!r} measures tensors, but {kind!r} carries a float; "
+            f"{subscriber!r} measures tensors, but {kind!r} is a result and carries a float; "
             "set `derived = True` in the class if it can use floats"
         )
     if not (kind in EVENT_KINDS or is_result or subscriber.measures or subscriber.fields):
@@ -122,7 +122,7 @@ def _cycle(subscriber: Subscriber, others: Sequence[Subscriber]) -> list[str]:
 
 
 def _check_modules(subscriber: Subscriber, modules: frozenset[str]) -> None:
-    wants_modules = any(is_of_module(kind) for kind in subscriber.kinds)
+    wants_modules = any(is_of_module(kind) and kind != OBSERVED for kind in subscriber.kinds)
     if modules and wants_modules and not any(map(subscriber.subscription.matches, modules)):
         names = ", ".join(sorted(modules)[:8]) + (", …" if len(modules) > 8 else "")
         raise ConfigError(

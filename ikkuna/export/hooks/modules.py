@@ -13,7 +13,8 @@ from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.graph_operators import ObservedSites
 from ikkuna.export.hooks.hook import Remove, remove_all, was_compiled
 from ikkuna.export.hooks.in_graph import GraphSwitch, ModuleHook
-from ikkuna.export.messages.kinds import FORWARD_KINDS
+from ikkuna.export.hooks.observed import ObservedHooks
+from ikkuna.export.messages.kinds import FORWARD_KINDS, OBSERVED
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.site import Site
@@ -39,6 +40,8 @@ class ModuleHooks:
         Handles the calls.
     fast_paths : FastPathHooks
         Keeps the hooks from changing what transformer layers compute.
+    observed : ObservedHooks
+        Records what the model passes to ``observe``.
     in_graph : bool
         Whether compiled models are measured in their graphs; otherwise sampled steps run without the compiler.
 
@@ -49,11 +52,17 @@ class ModuleHooks:
     """
 
     def __init__(
-        self, context: HookContext, forward: ForwardHooks, fast_paths: FastPathHooks, in_graph: bool = True
+        self,
+        context: HookContext,
+        forward: ForwardHooks,
+        fast_paths: FastPathHooks,
+        observed: ObservedHooks,
+        in_graph: bool = True,
     ) -> None:
         self._context = context
         self._fast_paths = fast_paths
         self._forward = forward
+        self._observed = observed
         self.switch = GraphSwitch() if in_graph else None
         self._is_settled = not in_graph
         self._stance = CompilerStance()
@@ -96,7 +105,8 @@ class ModuleHooks:
         return self.switch is not None and not model.is_compiled and any(map(was_compiled, model.callable))
 
     def set_sampled(self, plan: Plan) -> None:
-        """Prepare compiled models for the next step."""
+        """Prepare compiled models, and the calls of ``observe``, for the next step."""
+        self._observed.set_wanted(OBSERVED in plan.kinds)
         if self.switch is not None:
             self.switch.on = plan.is_in_graph
             self.switch.loss = "loss" in plan.kinds
@@ -104,6 +114,7 @@ class ModuleHooks:
 
     def set_sampled_pass(self, plan: Plan) -> None:
         """Run compiled models eagerly in another pass that is observed: their graphs measure only training."""
+        self._observed.set_wanted(OBSERVED in plan.kinds)
         self._stance.set_eager(plan.is_in_graph and (self._context.model.is_compiled or self.switch is None))
 
     def settle(self, is_compiled: bool) -> None:

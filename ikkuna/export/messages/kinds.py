@@ -9,6 +9,7 @@ __all__ = [
     "MICRO_KINDS",
     "MODULE_KINDS",
     "NETWORK_KINDS",
+    "OBSERVED",
     "PARAMETER_KINDS",
     "STATE_PREFIXES",
     "UNCLIPPED_KINDS",
@@ -46,7 +47,10 @@ LOGGED = "logged"
 NETWORK_KINDS = ("input_data", *MEASURED_TOGETHER, *EVENT_KINDS, LOGGED)
 """The kinds of the whole network."""
 
-BUILT_IN = (*MODULE_KINDS, *NETWORK_KINDS)
+OBSERVED = "observed"
+"""Tensors that the model passes to ``ikkuna.observe``; their names stand in place of the module."""
+
+BUILT_IN = (*MODULE_KINDS, *NETWORK_KINDS, OBSERVED)
 """All built-in kinds except the states of optimizers, whose names begin with `STATE_PREFIXES`."""
 
 STATE_PREFIXES = ("weight_state_", "bias_state_")
@@ -61,7 +65,7 @@ def is_of_module(kind: str) -> bool:
     >>> is_of_module("weights"), is_of_module("weight_state_exp_avg"), is_of_module("loss")
     (True, True, False)
     """
-    return kind in MODULE_KINDS or kind.startswith(STATE_PREFIXES)
+    return kind in MODULE_KINDS or kind == OBSERVED or kind.startswith(STATE_PREFIXES)
 
 
 def is_built_in(kind: str) -> bool:

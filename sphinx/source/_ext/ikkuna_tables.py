@@ -61,6 +61,7 @@ KINDS = {  # kind → description, and when it is recorded
     ),
     "epoch_started": ("start of an epoch; no data", "at its first step"),
     "epoch_finished": ("end of an epoch; no data", "at ``epoch_finished()``, or after ``steps_per_epoch`` steps"),
+    "observed": ("a tensor that the model passes to ``ikkuna.observe``, under a name", "when ``observe`` is called"),
     "logged": ("a number that the user logs; its name is the path", "at the end of the step"),
 }
 
