@@ -29,7 +29,10 @@ def test_no_installed_subscriber_is_left_out():
     assert ours == checked
 
 
-@pytest.mark.parametrize("name", sorted(plugin_names(BACKENDS)))
+_TRACKERS = {"mlflow", "wandb"}  # tests/integrations holds them to the contract where they are installed
+
+
+@pytest.mark.parametrize("name", sorted(plugin_names(BACKENDS) - _TRACKERS))
 def test_every_backend_keeps_the_contract(name, tmp_path):
     check_backend(lambda: get_backend(name), tmp_path)
 

@@ -51,7 +51,7 @@ LAYERS = {
             "plot",
         ),
     ),
-    "integrations": ("errors", "logger", "visualization"),
+    "integrations": ("errors", "signal_handlers", "logger", "visualization"),
     "distributed": ("errors", "torch_internals", "background", "numerics"),
     "netdict": ("errors", "atomic_file", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
     "monitor": ("errors", "torch_internals", "modules", "numerics", "netdict"),

@@ -209,6 +209,15 @@ def test_resume_without_a_state_continues_the_latest_run_after_its_last_step(tmp
     assert steps_of_loss(directory) == [0, 1, 2, 3, 4]
 
 
+def test_a_named_run_is_the_latest_one_too(tmp_path):
+    checkpoint = checkpoint_of(tmp_path, run_name="mine")
+    assert continued(tmp_path, "tb", checkpoint, 3) == tmp_path / "mine"
+    training = Training(make(), log_dir=tmp_path, resume=True)
+    training.train(1)
+    assert training.exporter.message_bus.run.directory == tmp_path / "mine"
+    training.exporter.close()
+
+
 def test_there_must_be_a_run_to_resume(tmp_path):
     bus = MessageBus("empty")
     with pytest.raises(LogDirError, match="has no run 'mine'; resume='auto' begins a new run then"):

@@ -10,6 +10,7 @@ from typing import Any
 
 from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError
 from ikkuna.visualization.files.append_file import make_directories, reason
+from ikkuna.visualization.files.run_file import read_run_file
 
 __all__ = ["check_log_dir", "check_run_name", "latest_run", "log_path", "make_run_directory"]
 
@@ -56,12 +57,16 @@ def _taken(log_dir: Path, name: str | None) -> dict[int, str]:
 
 
 def latest_run(log_dir: Path, name: str | None = None) -> Path | None:
-    """Return the directory with the highest number that `make_run_directory` has created; ``None`` if there is none."""
+    """Return the directory of the latest run, or of the latest with this name; ``None`` if there is none."""
     try:
-        taken = {number: found for number, found in _taken(log_dir, name).items() if (log_dir / found).is_dir()}
+        numbers = {found: number for number, found in _taken(log_dir, name).items()}
+        named = [] if name is not None else [entry for entry in os.listdir(log_dir) if entry not in numbers]
     except FileNotFoundError:
         return None
-    return log_dir / taken[max(taken)] if taken else None
+    found = [log_dir / entry for entry in (*named, *numbers)]
+    files = {directory: read_run_file(directory) for directory in found if directory.is_dir()}
+    runs = [directory for directory, file in files.items() if file is not None or directory.name in numbers]
+    return max(runs, key=lambda each: (getattr(files[each], "created", ""), numbers.get(each.name, 0)), default=None)
 
 
 def check_run_name(name: Any) -> str | None:
