@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ikkuna.signal_handlers import raise_users_exception
+
 __all__ = ["HostCopy"]
 
 
@@ -34,8 +36,12 @@ class HostCopy:
         self._event.record(module.current_stream(device))
 
     def arrived(self) -> bool:
-        """Return whether the copy is complete."""
-        return self._event is None or bool(self._event.query())
+        """Return whether the copy is complete, or has failed, so that `arrays` raises the error."""
+        try:
+            return self._event is None or bool(self._event.query())
+        except RuntimeError as error:
+            raise_users_exception(error)
+            return True
 
     def arrays(self) -> list[NDArray[Any]]:
         """Return the tensors as arrays, bfloat16 as float32; wait for the copy if necessary."""

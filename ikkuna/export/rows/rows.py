@@ -27,6 +27,7 @@ from ikkuna.numerics.statistics.device import Taken
 from ikkuna.numerics.statistics.float_code import merge_codes
 from ikkuna.numerics.statistics.record import record_of
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
+from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["RankMerge", "Rows"]
 
@@ -183,8 +184,13 @@ class Rows:
         self.codes = codes
         pending: list[_Place] = [*rates, *((self._flags, i, flag) for i, flag in self._flags.items())]
         holders: list[dict[Any, Any]] = [self._scales, self.together, *self.measured.values(), *codes.values()]
-        for statistics in whole.devices.values():
-            taken, codes = statistics.take()
+        for device, statistics in whole.devices.items():
+            try:
+                taken, codes = statistics.take()
+            except Exception as error:
+                self._pool.error_guard.report_internal(f"merging the measurements of {device}", error)
+                statistics.clear()
+                continue
             self._device_codes.append(codes)
             self._taken.append((taken, taken.tensors))
             holders += (taken.tensors, *codes.values())
@@ -203,11 +209,23 @@ class Rows:
                 holder[key] = tensor.numpy()
             else:
                 by_device.setdefault(tensor.device, []).append((holder, key, tensor))
-        self._copies = [(group, HostCopy([tensor for *_, tensor in group])) for group in by_device.values()]
+        for device, group in by_device.items():
+            try:
+                self._copies.append((group, HostCopy([tensor for *_, tensor in group])))
+            except Exception as error:
+                raise_users_exception(error)
+                self._lose(group, f"copying the measurements of {device}", error)
         for device, group in deferred.items():
             rows = [row for *_, row in group]
             places = [(holder, key) for holder, key, _ in group]
             self._deferred.append((places, run_beside((device,), partial(DeferredRow.rows, rows))))
+
+    def _lose(self, group: Iterable[_Place], what: str, error: Exception) -> None:
+        """Forget the values of one device, which could not be copied, and report the error; those of others remain."""
+        for holder, key, _ in group:
+            holder.pop(key, None)
+        self._taken = [(taken, arrays) for taken, arrays in self._taken if len(arrays) == taken.count]
+        self._pool.error_guard.report_internal(what, error)
 
     # -- after the step -------------------------------------------------------------------------------------------
 
@@ -222,18 +240,24 @@ class Rows:
     def load(self) -> None:
         """Complete the copies from devices, waiting if necessary; a second call does nothing."""
         for group, copy in self._copies:
-            for (holder, key, _), array in zip(group, copy.arrays(), strict=True):
+            try:
+                arrays = copy.arrays()
+            except Exception as error:
+                raise_users_exception(error)
+                self._lose(group, "waiting for measurements on a device", error)
+                continue
+            for (holder, key, _), array in zip(group, arrays, strict=True):
                 holder[key] = array
         for places, computed in self._deferred:
             self._load_deferred(places, computed)
         for name, rate in self.rates.items():
             if isinstance(rate, np.ndarray):
                 self.rates[name] = float(rate)
-        for taken, arrays in self._taken:
-            numbers, values = taken.rows(arrays)
+        for taken, found in self._taken:
+            numbers, values = taken.rows(found)
             with np.errstate(all="ignore"):
                 self.values[numbers] = merge_rows(np.stack([self.values[numbers], values]))
-            merge_codes(self.codes, taken.codes(arrays))
+            merge_codes(self.codes, taken.codes(found))
         for codes in self._device_codes:
             merge_codes(self.codes, codes)
         self.skipped = self.skipped or any(bool(flag.any()) for flag in self._flags.values())

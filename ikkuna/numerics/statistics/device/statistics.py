@@ -81,6 +81,8 @@ class Taken:
         The tensors to copy to the host.
     numbers : set of int
         The rows that were measured.
+    count : int
+        Number of `tensors`.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Taken:
             for result in measured.results:
                 by_dtype.setdefault(result.dtype, []).append(result)
         self.tensors |= {dtype: torch.stack(results) for dtype, results in by_dtype.items()}
+        self.count = len(self.tensors)
         self._kept: list[Any] = [
             written,
             counted,
