@@ -197,6 +197,10 @@ class StoredRun:
         """
         names = tuple(name for name in self.names(kind, pass_name) if name is not None)
         found = [self.series(kind, name, pass_name) for name in names]
+        if found and all(np.array_equal(each.steps, found[0].steps) for each in found[1:]):
+            steps = found[0].steps
+            if (np.diff(steps) > 0).all():  # the usual case needs no search
+                return names, steps, np.stack([each.values for each in found])
         steps = np.unique(np.concatenate([each.steps for each in found] or [np.empty(0, np.int64)]))
         values = np.full((len(names), len(steps)), np.nan)
         for row, each in zip(values, found, strict=True):

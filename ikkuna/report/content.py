@@ -38,6 +38,7 @@ _FIRST_KINDS = (
 _MODULE_KINDS = ("update", "gradient", "activation", "weight", "bias")
 _PERCENTILE = re.compile(r"(.+)_percentile_([0-9.]+)$")
 _FANS = 12
+_SPREAD_STEPS = 400
 _COLUMNS = 6
 
 
@@ -155,6 +156,8 @@ def spread_charts(run: StoredRun) -> list[ReportChart]:
         names, steps, values = run.matrix(kind)
         if len(names) < 3 or not len(steps):
             continue
+        shown = np.unique(np.linspace(0, len(steps) - 1, _SPREAD_STEPS).astype(int))
+        steps, values = steps[shown], values[:, shown]
         with np.errstate(all="ignore"):
             usable = np.isfinite(values).any(axis=0)
             finite = np.where(np.isfinite(values), values, np.nan)[:, usable]

@@ -7,18 +7,19 @@ from ikkuna.reading import StoredRun
 
 __all__ = ["judge_in_time"]
 
-_VALUES = 300_000
+_VALUES, _STEPS = 150_000, 1000
 
 
 def judge_in_time(run: StoredRun, limit: int = _VALUES) -> tuple[Findings, str]:
     """Return the findings of the default rules, and a sentence about the steps that they judged.
 
-    If the rules would read more than `limit` values, they judge evenly spaced steps of a long run only.
+    If a run has more than 1,000 steps, or `limit` values that the rules read, they judge evenly spaced steps only.
     """
     judge = Judge(get_rules("default"), Network(run.modules))
     sessions = list(run.session_columns(judge.kinds))
     count = sum(len(steps) for _, steps, _ in sessions)
-    every = max(1, -(-count // limit))
+    most = max((len(np.unique(steps)) for _, steps, _ in sessions), default=0)
+    every = max(1, -(-count // limit), -(-most // _STEPS))
     judged, there = 0, 0
     for series, steps, values in sessions:
         unique = np.unique(steps)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import platform
 import re
 import struct
 import zlib
@@ -17,6 +18,7 @@ from ikkuna import cli
 from ikkuna.reading import read_run
 from ikkuna.report import write_report
 from ikkuna.report.colour_scale import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
+from ikkuna.report.content import RunContent
 from ikkuna.report.curves import ReportCurve, draw_chart, ticks
 from ikkuna.report.heatmaps import draw_heatmap
 from ikkuna.report.judgement import judge_in_time
@@ -224,6 +226,13 @@ def test_configuration_and_environment_are_shown(run, tmp_path):
     assert "2.99" in words
     (directory / "run.json").write_text("[1")
     write_report(directory, tmp_path / "report.html")
+
+
+def test_a_real_run_stores_its_environment(run):
+    content = RunContent("run", read_run(run))
+    content.read_settings()
+    assert content.environment["torch"].startswith("2.")
+    assert not [value for value in content.environment.values() if platform.node() in value]
 
 
 def test_the_command_writes_a_page(run, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The file ``run.json`` in the directory of a run: its identity, its model and its hyper-parameters."""
+"""The file ``run.json`` in the directory of a run: its identity, its model, its hyper-parameters and its environment."""
 
 import contextlib
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.atomic_file import atomic_file
+from ikkuna.visualization.environment import environment
 
 __all__ = ["RUN_FILE", "RunFile", "find_run", "read_run_file", "write_run_file"]
 
@@ -29,12 +30,15 @@ class RunFile:
         The signature of the model, see `ikkuna.export.model.signature`.
     created : str
         The time of its creation, in the form of ISO 8601.
+    environment : dict
+        The versions of the packages, see `ikkuna.visualization.environment`.
     """
 
     id: str
     config: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] | None = None
     created: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def write_run_file(directory: Path, content: RunFile) -> None:
@@ -42,6 +46,7 @@ def write_run_file(directory: Path, content: RunFile) -> None:
     path = directory / RUN_FILE
     created = content.created or datetime.now(UTC).isoformat(timespec="seconds")
     data = {"id": content.id, "created": created, "config": content.config, "model": content.model}
+    data["environment"] = content.environment or environment()
     with contextlib.suppress(OSError):
         if not path.exists():
             with atomic_file(path) as file:
@@ -64,7 +69,9 @@ def read_run_file(directory: str | os.PathLike[str]) -> RunFile | None:
         config, model = data.get("config") or {}, data.get("model")
         if not isinstance(config, dict) or not isinstance(model, dict | None):
             return None
-        return RunFile(str(data["id"]), config, model, str(data.get("created", "")))
+        stored = data.get("environment") or {}
+        versions = {str(name): str(value) for name, value in stored.items()}
+        return RunFile(str(data["id"]), config, model, str(data.get("created", "")), versions)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
