@@ -78,7 +78,7 @@ def _add_means(memory: dict[Any, Any], curve: TimeSeries, group: int) -> int:
     A mean that is not finite is stored as minus infinity.
     """
     used = max(memory.get("used", 0), curve.count - len(curve.values))
-    number = (curve.count - used) // group
+    number: int = (curve.count - used) // group
     first = len(curve.values) - (curve.count - used)
     for i in range(first, first + number * group, group):
         part = [curve.values[j] for j in range(i, i + group)]
