@@ -1,7 +1,10 @@
 r"""Figures of a network's outputs and labels together, from which mistakes of a training loop can be seen."""
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ikkuna.numerics.accuracy import find_class_axis
 from ikkuna.numerics.elements import readable
@@ -20,10 +23,14 @@ PREDICTION_FIGURES = (
     "label_mean",
     "label_variance",
     "label_count",
+    "output_binary_cross_entropy",
+    "output_in_unit_interval",
 )
 """The names of the results of :func:`prediction_figures`, in their order."""
 
+_OF_BINARY = ("output_magnitude", "output_binary_cross_entropy", "output_in_unit_interval")
 _MAX_ROWS = 512
+_MAX_ELEMENTS = 16_384
 
 
 def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int = -100) -> Tensor:
@@ -36,24 +43,28 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
     the mean cross-entropy :math:`-\log p_{n y_n}` with :math:`p = \operatorname{softmax}(z)`, in nats; the number of classes;
     1 if all rows of `outputs` are probabilities, else 0; :math:`\max |z|`; the mean of :math:`\log \sum_c e^{z_{nc}}`;
     the entropies of the predicted classes and of the labels in nats; mean and variance of the labels; their number.
+    The last two figures are those of labels :math:`y` between 0 and 1 that have the shape of the outputs:
+    the mean of :math:`-y \log s - (1 - y) \log(1 - s)` with :math:`s = 1 / (1 + e^{-z})`, in nats,
+    and 1 if all outputs are between 0 and 1, else 0.  For these labels there is also ``output_magnitude``.
 
     Parameters
     ----------
     outputs : Tensor
         ``(batch, ...)``; for a classification with an axis of classes, see `ikkuna.numerics.accuracy.count_correct`.
     labels : Tensor, optional
-        Class indices.  Without them, or if the shapes do not fit, there is only the first figure.
+        Class indices, or numbers between 0 and 1.  Without them, or if the shapes do not fit, there is only the first figure.
     ignore_index : int
         The label of items that are left out.
 
     Returns
     -------
     Tensor
-        ``(11,)``, float64; NaN for a figure that is undefined.
+        ``(13,)``, float64; NaN for a figure that is undefined.
 
     Notes
     -----
-    Of a classification with more than 512 items, an equally spaced sample of at least 256 of them is used.
+    Of a classification with more than 512 items, an equally spaced sample of at least 256 of them is used;
+    of more than 16,384 numbers between 0 and 1, one of at least 4,096.
 
     Examples
     --------
@@ -69,7 +80,7 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
     axis = None if labels is None or labels.is_floating_point() else find_class_axis(z, labels)
     if axis is None or labels is None or z.ndim < 2 or z.shape[axis] < 2:
         none[0] = _dependence(z.reshape(len(z), -1).double())
-        return none
+        return none if labels is None else _add_binary(none, z, labels)
     items = z.movedim(axis, -1).reshape(-1, z.shape[axis])
     y = labels.reshape(-1).to(z.device, torch.int64)
     stride = max(len(items) // (_MAX_ROWS // 2), 1) if len(items) > _MAX_ROWS else 1
@@ -109,8 +120,31 @@ def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
             mean,
             (weight * (y - mean).square()).sum() / n,
             n,
+            *n.new_full((2,), torch.nan),
         ]
     )
+
+
+def _add_binary(figures: Tensor, z: Tensor, labels: Tensor) -> Tensor:
+    """Set the figures of labels between 0 and 1."""
+    if not labels.is_floating_point() or labels.shape != z.shape:
+        return figures
+    stride = -(-z.numel() // _MAX_ELEMENTS)
+    while math.gcd(stride, z.shape[-1]) > 1:  # every column is sampled
+        stride += 1
+    y = labels.detach().to(z.device).reshape(-1)[::stride].double()
+    z = z.reshape(-1)[::stride].double()
+    values = torch.stack(
+        [
+            z.abs().amax(),
+            (z * (1 - y) - functional.logsigmoid(z)).mean(),
+            ((z >= 0) & (z <= 1)).all().double(),
+        ]
+    )
+    places = [PREDICTION_FIGURES.index(name) for name in _OF_BINARY]
+    for place, value in zip(places, torch.where(((y >= 0) & (y <= 1)).all(), values, torch.nan), strict=True):
+        figures[place] = value
+    return figures
 
 
 def _entropy(counts: Tensor) -> Tensor:

@@ -19,9 +19,11 @@ class PredictionSubscriber(PlotSubscriber):
 
     Takes the arguments of the loss module (see ``Exporter.set_loss``): outputs (N, C, …) and class labels (N, …).
     Publishes ``output_dependence``, ``output_cross_entropy``, ``output_classes``, ``output_is_probability``, ``output_magnitude``,
-    ``output_log_normalizer``, ``prediction_entropy``, ``label_entropy``, ``label_mean``, ``label_variance`` and ``label_count``,
+    ``output_log_normalizer``, ``prediction_entropy``, ``label_entropy``, ``label_mean``, ``label_variance``, ``label_count``,
+    ``output_binary_cross_entropy`` and ``output_in_unit_interval``,
     see `ikkuna.numerics.prediction.prediction_figures`; entropies are in nats.
-    If the loss is no classification, it publishes only ``output_dependence``; an undefined figure is not published.
+    Labels that are numbers between 0 and 1 have ``output_dependence``, ``output_magnitude`` and the last two figures, other losses only
+    ``output_dependence``; an undefined figure is not published.
     Of several micro-batches and ranks the last one counts.
 
     Look for: an ``output_dependence`` near 0, because the outputs are the same for every input;

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.diagnosis import networks
-from tests.diagnosis.planted import LABELLED, PICTURES
+from tests.diagnosis.planted import LABELLED, PICTURES, marked_classes
 from tests.diagnosis.training import FAMILIES
 
 HEALTHY = {}
@@ -44,6 +44,19 @@ def slower(case):
 @healthy()
 def faster(case):
     case.rate *= 2.5
+
+
+@healthy(*PICTURES)
+def binary_labels(case):
+    case.on_batch.append(marked_classes)
+    case.loss = nn.BCEWithLogitsLoss()
+
+
+@healthy(*PICTURES)
+def sigmoid_and_binary_loss(case):
+    case.on_batch.append(marked_classes)
+    case.loss = nn.BCELoss()
+    case.wrap = lambda model: nn.Sequential(model, nn.Sigmoid())
 
 
 @healthy("mlp")

@@ -135,6 +135,18 @@ def softmax_before_cross_entropy(case):
     case.wrap = lambda model: nn.Sequential(model, nn.Softmax(1))
 
 
+def marked_classes(case, step, x, y):
+    """Return labels between 0 and 1: one number for each of ten classes."""
+    return x, nn.functional.one_hot(y, 10).float()
+
+
+@fault("sigmoid_twice", families=PICTURES)
+def sigmoid_before_binary_cross_entropy(case):
+    case.on_batch.append(marked_classes)
+    case.loss = nn.BCEWithLogitsLoss()
+    case.wrap = lambda model: nn.Sequential(model, nn.Sigmoid())
+
+
 @fault("loss_scale")
 def loss_is_a_sum(case):
     case.loss = nn.CrossEntropyLoss(reduction="sum")

@@ -15,11 +15,17 @@ FEW_FAULTS = [
     ("gradients_not_cleared", "recurrent"),
     ("dead_layer", "mlp"),
     ("softmax_before_cross_entropy", "conv"),
+    ("sigmoid_before_binary_cross_entropy", "mlp"),
     ("group_without_rate", "mlp"),
     ("head_ignores_its_input", "transformer"),
     ("initial_weights_too_large", "recurrent"),
 ]
-FEW_HEALTHY = [("plain", "mlp"), ("warm_restarts", "recurrent"), ("fine_tuning_with_a_frozen_half", "mlp")]
+FEW_HEALTHY = [
+    ("plain", "mlp"),
+    ("warm_restarts", "recurrent"),
+    ("fine_tuning_with_a_frozen_half", "mlp"),
+    ("sigmoid_and_binary_loss", "mlp"),
+]
 
 
 def findings_of(variation, family, seed=5, steps=70):

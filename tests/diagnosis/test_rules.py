@@ -68,6 +68,19 @@ def classification(**values):
     }
 
 
+def binary(**values):
+    """Return figures of a healthy network with labels between 0 and 1, with other values for some."""
+    healthy = {"output_in_unit_interval": 0.0, "output_magnitude": 3.0}
+    return {
+        ("loss", None): falling,
+        ("output_binary_cross_entropy", None): lambda step: every(step, 10, falling(step)),
+        **{
+            (kind, None): value if callable(value) else sampled([value])
+            for kind, value in {**healthy, **values}.items()
+        },
+    }
+
+
 def sorted_labels(step):
     return every(step, 10, float(step // 40 % 10))
 
@@ -116,6 +129,10 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
     ),
     "loss_scale": (classification(loss=lambda step: 32 * falling(step)), classification(loss=falling)),
     "softmax_twice": (classification(output_is_probability=1.0), classification()),
+    "sigmoid_twice": (
+        binary(output_in_unit_interval=1.0, output_magnitude=0.99),
+        binary(output_in_unit_interval=1.0, output_magnitude=0.6),  # logits of a label that is likely
+    ),
     "input_scale": (
         constant(input_data_mean=80.0, input_data_variance=70.0**2),
         constant(input_data_mean=0.5, input_data_variance=1.0),

@@ -13,7 +13,7 @@ class SoftmaxTwiceRule(Rule):
 
     The loss is then that of logits between 0 and 1, and cannot fall below :math:`\log(1 + (C - 1)/e)`.
     Threshold: every row is non-negative and sums to 1 within 0.001, and the loss is the cross-entropy of their softmax.
-    Cannot see: a sigmoid applied twice.
+    Cannot see: a sigmoid applied twice (that is the rule sigmoid_twice); a loss with weights of classes.
     """
 
     name = "softmax_twice"

@@ -1,0 +1,61 @@
+"""Figures of outputs and labels, against formulas in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from ikkuna.numerics.prediction import PREDICTION_FIGURES, prediction_figures
+
+BINARY = ("output_magnitude", "output_binary_cross_entropy", "output_in_unit_interval")
+
+
+def figures(outputs, labels):
+    return dict(zip(PREDICTION_FIGURES, prediction_figures(outputs, labels).tolist(), strict=True))
+
+
+def drawn(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * 5, torch.rand(shape, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(1,), (7, 1), (5, 4), (2, 3, 4, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_labels_between_0_and_1_give_the_binary_cross_entropy(shape, dtype):
+    z, y = (x.to(dtype) for x in drawn(*shape))
+    logits, labels = z.double().numpy(), y.double().numpy()
+    expected = np.mean(np.logaddexp(0, logits) - labels * logits)
+    found = figures(z, y)
+    assert found["output_binary_cross_entropy"] == pytest.approx(expected, rel=1e-12)
+    assert found["output_magnitude"] == np.abs(logits).max()
+    assert np.isnan(found["output_cross_entropy"])
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0.0, 1.0), (1.0, 1.0), (-1e-3, 0.0), (1.001, 0.0)])
+def test_outputs_between_0_and_1_are_recognised(limit, expected):
+    outputs = torch.full((4, 3), 0.5)
+    outputs[2, 1] = limit
+    assert figures(outputs, torch.zeros(4, 3))["output_in_unit_interval"] == expected
+
+
+@pytest.mark.parametrize(
+    "labels", [torch.full((4, 3), 1.5), torch.full((4, 3), -0.5), torch.full((4, 3), torch.nan), torch.zeros(4), None]
+)
+def test_other_labels_have_no_binary_figures(labels):
+    found = figures(torch.full((4, 3), 0.5), labels)
+    assert all(np.isnan(found[name]) for name in BINARY)
+
+
+def test_a_sample_of_many_outputs_contains_every_column():
+    """The outputs of one column are outside; the number of columns divides the first choice of the stride."""
+    outputs = torch.full((20_000, 6), 0.5)
+    outputs[:, 5] = 2.0
+    found = figures(outputs, torch.zeros(20_000, 6))
+    assert found["output_in_unit_interval"] == 0
+    expected = (5 * np.logaddexp(0, 0.5) + np.logaddexp(0, 2.0)) / 6
+    assert found["output_binary_cross_entropy"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_outputs_that_are_not_finite_give_no_entropy():
+    found = figures(torch.tensor([0.5, torch.nan]), torch.zeros(2))
+    assert np.isnan(found["output_binary_cross_entropy"])
+    assert found["output_in_unit_interval"] == 0
