@@ -30,13 +30,13 @@ def life(monkeypatch):
 
 def test_the_way_of_the_activation_is_short(calls):
     handled = list(chain(*way(calls).values()))
-    assert len(files(handled)) <= 31
+    assert len(files(handled)) <= 32
     assert len(handled) <= 98
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 51
-    assert len(calls) <= 281
+    assert len(files(calls)) <= 56
+    assert len(calls) <= 303
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

@@ -52,7 +52,7 @@ def libraries(tmp_path_factory):
     subprocess.run([COMPILER, "-shared", "-fPIC", "-x", "c++", "-", "-o", foreign], input=FOREIGN.encode(), check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CXX", raising=False)
-        (directory / "kernels.so").write_bytes(Compiler().build(build._SOURCE.read_bytes(), directory))
+        (directory / "kernels.so").write_bytes(Compiler().build(build.source(), directory))
     return directory
 
 
@@ -604,11 +604,10 @@ def test_without_a_compiler_numpy_measures_and_the_log_says_so_once(world, monke
 )
 def test_the_real_compiler_builds_what_is_used_only_if_its_results_are_right(world, monkeypatch, old, new, is_right):
     monkeypatch.delenv("CXX")
-    source = build._SOURCE.read_text()
-    changed = world.root / "kernels.cpp"
+    source = build.source().decode()
     assert old in source
-    changed.write_text(source.replace(old, new) if old else source)
-    monkeypatch.setattr(build, "_SOURCE", changed)
+    changed = source.replace(old, new) if old else source
+    monkeypatch.setattr(build, "source", changed.encode)
     assert (world.library() is not None) == is_right
 
 

@@ -106,7 +106,7 @@ class Finished:
         rows = self.rows
         delivery = _Delivery(rows, bus)
         for registered in rows.plan.subscriptions:
-            if not registered.disabled and self._is_seen_by(registered):
+            if not registered.disabled and (not rows.skipped or registered.subscriber.sees_skipped):
                 delivery.deliver(registered)
         if self.event is not None:
             self.event.skipped = rows.skipped
@@ -121,7 +121,9 @@ class Finished:
         """Deliver the end of the step, after all of its results."""
         rows = self.rows
         for registered in bus.registered:
-            if registered.finishes and registered.samples(rows.stamp) and self._is_seen_by(registered):
+            if not registered.finishes or (rows.skipped and not registered.subscriber.sees_skipped):
+                continue
+            if registered.samples(rows.stamp):
                 bus.error_guard.call(registered, "finish", registered.subscriber.finish, rows.stamp)
         for registered in bus.registered:
             registered.drop_incomplete(rows.stamp)
@@ -141,9 +143,6 @@ class Finished:
             if registered.samples(rows.stamp):
                 bus.error_guard.call(registered, "abandon", registered.subscriber.abandon, rows.stamp)
             registered.drop_incomplete(rows.stamp)
-
-    def _is_seen_by(self, registered: Registered) -> bool:
-        return not self.rows.skipped or registered.subscriber.sees_skipped
 
 
 class _Delivery:

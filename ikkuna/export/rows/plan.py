@@ -62,6 +62,8 @@ class Plan:
     def __init__(self, subscriptions: tuple[Registered, ...]) -> None:
         self.subscriptions = subscriptions
         self._tasks: dict[tuple[str, str | None], Task | None] = {}
+        self._candidates: dict[str, list[Registered]] = {}
+        self._shared: dict[tuple[str, tuple[Registered, ...]], Task] = {}
         kinds = {kind for s in subscriptions if not s.together for kind in s.kinds}
         self.kinds = frozenset(kinds)
         self.together = tuple(s for s in subscriptions if s.together)
@@ -82,23 +84,32 @@ class Plan:
             return self._tasks.setdefault((kind, module), self._make(kind, module))
 
     def _make(self, kind: str, module: str | None) -> Task | None:
+        """Return the task of a kind and module; modules with the same subscribers share one."""
         if kind not in self.kinds:
             return None
-        wanting = [
-            s
-            for s in self.subscriptions
-            if kind in s.kinds and not s.together and (module is None or s.matches(module))
-        ]
-        wanting = [s for s in wanting if s.subscriber.measures or s.subscriber.fields]
+        if kind not in self._candidates:
+            self._candidates[kind] = [s for s in self.subscriptions if kind in s.kinds and _takes_data(s)]
+        wanting = tuple(s for s in self._candidates[kind] if module is None or s.matches(module))
         if not wanting:
             return None
-        asked = {field for s in wanting for field in s.subscriber.fields}
-        if asked and kind == "loss":
-            asked.add("mean")  # the losses of micro-batches are merged by their means
-        fields = closure(asked) if asked else frozenset[str]()
-        if not asked.isdisjoint(("nans", "infs")):
-            fields |= {EXACT_COUNTS}
-        return Task(fields, tuple(wanting), tuple(s for s in wanting if s.subscriber.measures))
+        if (kind, wanting) not in self._shared:
+            self._shared[kind, wanting] = _task(kind, wanting)
+        return self._shared[kind, wanting]
+
+
+def _takes_data(registered: Registered) -> bool:
+    subscriber = registered.subscriber
+    return not registered.together and bool(subscriber.measures or subscriber.fields)
+
+
+def _task(kind: str, wanting: tuple[Registered, ...]) -> Task:
+    asked = {field for s in wanting for field in s.subscriber.fields}
+    if asked and kind == "loss":
+        asked.add("mean")  # the losses of micro-batches are merged by their means
+    fields = closure(asked) if asked else frozenset[str]()
+    if not asked.isdisjoint(("nans", "infs")):
+        fields |= {EXACT_COUNTS}
+    return Task(fields, wanting, tuple(s for s in wanting if s.subscriber.measures))
 
 
 NOTHING = Plan(())

@@ -13,6 +13,7 @@ from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.rows.host_list import HostList
 from ikkuna.export.rows.part import Part, PartPool
 from ikkuna.export.rows.plan import NOTHING, Plan, Task
 from ikkuna.export.rows.row_index import Key, RowIndex
@@ -26,6 +27,7 @@ from ikkuna.logger import log
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.quantized import dequantized, is_special
 from ikkuna.numerics.statistics.native import library
+from ikkuna.numerics.statistics.native.tensor_reader import KnownTensors
 from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.torch_internals import set_grad_enabled
 
@@ -82,6 +84,7 @@ class Recorder:
         self._selections = Selections(self._index)
         self._pool = PartPool(error_guard, native)
         self._generator = torch.Generator("cpu").manual_seed(0)
+        self._known: dict[str, KnownTensors] = {}
         self._warned: set[Registered] = set()
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
@@ -139,9 +142,11 @@ class Recorder:
             return
         kernels = self.kernels
         try:
-            if task.is_plain and weight is None and kernels is not None and kernels.accepts(tensor):
-                kernels.add(tensor, task.fields, rows.part(part).host.address(self._index.row(site, path)))
-            elif (numbers := _numbers(tensor)) is not None:
+            if task.is_plain and weight is None and kernels is not None and tensor.is_cpu:
+                address = rows.part(part).host.address(self._index.row(site, path))
+                if kernels.try_add(tensor, task.fields, address):
+                    return
+            if (numbers := _numbers(tensor)) is not None:
                 target = _Target(rows, rows.part(part), self._index.row(site, path), task)
                 if not self._receive_any(target, numbers, weight):
                     self._leave_out(site, path)
@@ -155,7 +160,7 @@ class Recorder:
     ) -> None:
         """Measure several tensors, each with its site and the name of the parameter; those of a device together.
 
-        On the host this is `receive` for each of them.
+        What the native library cannot read is measured one by one.
 
         Parameters
         ----------
@@ -165,11 +170,16 @@ class Recorder:
             By the id of a tensor, what to copy, and where to.  Copies that were made with the measurement are removed.
         """
         lists: dict[_ListKey, list[tuple[int, Tensor, int]]] = {}
+        on_host = HostList(self._index)
         for site, tensor, path in tensors:
-            if (key := self._list_key(site, tensor)) is None:
+            if (task := self._host_task(site, tensor)) is not None:
+                on_host.add(site, tensor, path, task)
+            elif (key := self._list_key(site, tensor)) is None:
                 self.receive(site, tensor, path)
             else:
                 lists.setdefault(key, []).append((self._index.row(site, path), tensor.detach(), id(tensor)))
+        for (site, path), tensor, _ in self._measure_list(on_host):
+            self.receive(site, tensor, path)
         for (device, _, fields), group in lists.items():
             numbers = [row for row, *_ in group]
             targets = [copies[name][1] if name in copies else None for *_, name in group]
@@ -185,16 +195,39 @@ class Recorder:
     def receive_differences(self, differences: Iterable[tuple[Site, Tensor, Tensor, str]]) -> None:
         """Measure ``after - before`` of several tensors, given as site, after, before, and name; `before` may be overwritten."""
         lists: dict[_ListKey, list[tuple[int, Tensor, Tensor]]] = {}
+        on_host = HostList(self._index)
         for site, after, before, path in differences:
-            if before.device != after.device or (key := self._list_key(site, after)) is None:
+            if before.is_cpu and (task := self._host_task(site, after)) is not None:
+                on_host.add(site, after, path, task, before)
+            elif before.device != after.device or (key := self._list_key(site, after)) is None:
                 self.receive_difference(site, after, before, path)
             else:
                 lists.setdefault(key, []).append((self._index.row(site, path), after.detach(), before))
+        for (site, path), after, copy in self._measure_list(on_host):
+            assert copy is not None
+            self.receive_difference(site, after, copy, path)
         for (device, _, fields), group in lists.items():
             numbers = [row for row, _, _ in group]
             with self._reported(f"measuring updates on {device}", numbers) as rows:
                 afters, befores = [after for _, after, _ in group], [before for _, _, before in group]
                 rows.part(0).on_device(device).add_differences(numbers, afters, befores, fields, self._source(fields))
+
+    def _host_task(self, site: Site, tensor: Tensor) -> Task | None:
+        """Return the task of a tensor that can be measured in a list of tensors of the host; ``None`` for other tensors."""
+        if self.rows is None or self.kernels is None or self.kernels.reader is None or not tensor.is_cpu:
+            return None
+        task = self.plan.task(site.kind, site.module)
+        return task if task is not None and task.is_plain else None
+
+    def _measure_list(self, tensors: HostList) -> list[tuple[Key, Tensor, Tensor | None]]:
+        """Measure tensors of the host in one call; return those that have to be measured one by one."""
+        if self.rows is None or self.kernels is None or self.kernels.reader is None:
+            return []
+        try:
+            return tensors.measure(self.kernels.reader, self.rows.part(0).host, self._known)
+        except Exception as error:
+            self.error_guard.report_internal("measuring parameters", error)
+            return []
 
     def _list_key(self, site: Site, tensor: Tensor) -> "_ListKey | None":
         """Return what the tensors of a list have in common; ``None`` for a tensor that is measured alone."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.numerics.elements import CHUNK, flatten, has_numbers, pieces, readable, without_repeats
@@ -64,6 +65,11 @@ class HostStatistics:
             self._outgrown.append(self.values)  # a kernel in another thread may still write to it
             self._use(np.concatenate([self.values, empty_rows(max(row + 1 - len(self.values), len(self.values)))]))
         return self._address + row * _ROW_BYTES
+
+    def addresses(self, rows: list[int]) -> NDArray[np.int64]:
+        """Return the addresses of several rows, at least one, valid until `take`."""
+        self.address(max(rows))
+        return self._address + np.array(rows, np.int64) * _ROW_BYTES
 
     def add(
         self,

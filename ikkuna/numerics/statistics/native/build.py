@@ -9,7 +9,12 @@ from ikkuna.numerics.statistics.native.library import Library
 
 __all__ = ["library"]
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCES = ("kernels.cpp", "tensors.cpp")
+
+
+def source() -> bytes:
+    """Return the program."""
+    return b"\n".join(Path(__file__).with_name(name).read_bytes() for name in _SOURCES)
 
 
 @cache
@@ -19,8 +24,8 @@ def library() -> Library | None:
     See :func:`ikkuna.native.build_library`.
     """
     try:
-        return build_library(_SOURCE.read_bytes(), Library)
+        return build_library(source(), Library)
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()
-        log.info("statistics are measured with numpy, which costs more: %s", reason[0] if reason else error)
+        log.warning("statistics are measured with numpy, which costs more: %s", reason[0] if reason else error)
         return None

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ikkuna.logger import log
 from ikkuna.numerics.elements import in_memory_order
+from ikkuna.numerics.statistics.native.tensor_reader import TensorReader
 from ikkuna.numerics.statistics.native.worker_pool import worker_pool
 from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, empty_rows
 from ikkuna.torch_internals import is_transformed
 
-__all__ = ["DTYPES", "Library"]
+__all__ = ["DTYPES", "Library", "flags_of"]
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
 """The dtypes that the kernels read, and the names of these in the library."""
@@ -42,6 +44,11 @@ class Library:
     kernels : CDLL
         The loaded library.
 
+    Attributes
+    ----------
+    reader : TensorReader or None
+        Checks and measures small tensors in one call, if the library can do it with this interpreter.
+
     Raises
     ------
     RuntimeError
@@ -59,6 +66,7 @@ class Library:
         row = self.measure(torch.tensor([1.0, -3.0], device="cpu"), frozenset(("n", "l1", "m2")))
         if [row[COLUMN[name]] for name in ("n", "l1", "mean", "m2")] != [2, 4, -1, 8]:
             raise RuntimeError("the native kernels compute wrong results")
+        self.reader = _reader(kernels)
 
     @staticmethod
     def accepts(x: Tensor) -> bool:
@@ -90,7 +98,7 @@ class Library:
 
         The number of threads does not change the result.
         """
-        kernel, flags, begin, n = self._measure[x.dtype], _flags(fields), x.data_ptr(), x.numel()
+        kernel, flags, begin, n = self._measure[x.dtype], flags_of(fields), x.data_ptr(), x.numel()
         if n <= _PART:
             kernel(begin, n, flags, row)
             return
@@ -103,6 +111,15 @@ class Library:
         for part, _ in jobs:
             self._merge(part, flags, row)
 
+    def try_add(self, x: Tensor, fields: frozenset[str], row: int) -> bool:
+        """Add the `fields` of `x` to the row at an address, if the library accepts `x`; return whether it does."""
+        if self.reader is not None and self.reader.add(x, flags_of(fields), row):
+            return True
+        if not self.accepts(x):
+            return False
+        self.add(x, fields, row)
+        return True
+
     def accepts_difference(self, x: Tensor, y: Tensor) -> bool:
         """Return whether a kernel can read the difference of `x` and `y`."""
         is_alike = x.dtype is y.dtype and x.shape == y.shape and x.stride() == y.stride()
@@ -110,7 +127,7 @@ class Library:
 
     def add_difference(self, x: Tensor, y: Tensor, fields: frozenset[str], row: int) -> None:
         """Add the `fields` of ``x - y`` to the row at an address, without a tensor for the difference."""
-        self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), _flags(fields), row)
+        self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), flags_of(fields), row)
 
     def codes(self, x: Tensor, m: int, counts: Tensor) -> None:
         """Overwrite `counts` with the counts of the float codes of `x`."""
@@ -138,7 +155,8 @@ def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> _Kern
 
 
 @cache
-def _flags(fields: frozenset[str]) -> int:
+def flags_of(fields: frozenset[str]) -> int:
+    """Return what the kernels have to measure, as they take it."""
     fields -= {EXACT_COUNTS}  # the kernels always count
     if fields <= _SQUARES:
         return 0
@@ -147,3 +165,11 @@ def _flags(fields: frozenset[str]) -> int:
     if "m3" in fields or "m4" in fields:
         return _LINEAR | _HIGHER
     return _LINEAR | _SECOND if "m2" in fields else _LINEAR
+
+
+def _reader(kernels: ctypes.CDLL) -> TensorReader | None:
+    try:
+        return TensorReader(kernels)
+    except RuntimeError as error:
+        log.debug("tensors are checked in Python: %s", error)
+        return None
