@@ -187,6 +187,22 @@ def test_a_root_that_is_such_a_layer(bus, exporters):
 
 
 @pytest.mark.fault(204)
+def test_a_root_that_is_such_a_layer_and_takes_keyword_arguments(bus):
+    """What it receives and returns is observed in evaluation mode, too."""
+    layer, recording = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), RecordingBackend()
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(layer)
+        for kind in ("input_data", "network_output"):
+            bus.register_subscriber(NormSubscriber(kind, tag="testing", backend=recording))
+        exporter.test()
+        output = layer(src=batch(0))
+        exporter.train()
+    seen = {series.kind: value for series, value, _ in recording.values}
+    expected = {"input_data_norm2": batch(0), "network_output_norm2": output}
+    assert seen == pytest.approx({kind: x.double().norm().item() for kind, x in expected.items()}, rel=1e-6)
+
+
+@pytest.mark.fault(204)
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_layer_that_raises(bus, error):
     """Its hooks are back at the next step."""

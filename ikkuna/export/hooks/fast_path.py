@@ -24,6 +24,8 @@ class _Call:
     ----------
     layer : nn.Module
         The layer.
+    kwargs : dict
+        The keyword arguments of its call.
 
     Attributes
     ----------
@@ -33,8 +35,8 @@ class _Call:
         Removes the process-wide hooks that stand for those that are put aside.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
+    def __init__(self, layer: nn.Module, kwargs: dict[str, Any]) -> None:
+        self.layer, self.kwargs = layer, kwargs
         self.thread = threading.get_ident()
         self.has_seen_inside = False
         self.remove: Remove | None = None
@@ -54,9 +56,13 @@ class _Call:
         kind = module._forward_pre_hooks if before else module._forward_hooks
         return [(key, hook) for owner, hooks, key, hook in self._held if owner is module and hooks is kind]
 
+    def kwargs_of(self, module: nn.Module) -> dict[str, Any]:
+        """Return the keyword arguments of the layer; torch passes those of other modules to no process-wide hook before a forward."""
+        return self.kwargs if module is self.layer else {}
+
     def end(self) -> None:
         """Put the hooks back."""
-        self.is_over = True
+        self.is_over, self.kwargs = True, {}
         held, self._held = self._held, []
         for _, hooks, key, hook in held:
             hooks[key] = hook
@@ -120,7 +126,7 @@ class FastPathHooks:
             return None
         guard = self._guards.get(id(layer))
         if guard is None or not guard.count:
-            handle = layer.register_forward_pre_hook(Hook(self, FastPathHooks.layer_begins))
+            handle = layer.register_forward_pre_hook(Hook(self, FastPathHooks.layer_begins), with_kwargs=True)
             guard = self._guards[id(layer)] = _Guard(handle)
         guard.count += 1
         return guard
@@ -149,13 +155,13 @@ class FastPathHooks:
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def layer_begins(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def layer_begins(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the beginning of a layer's forward."""
         if layer.training:
             return
         if any(call.is_over for call in self.calls):
             self.finish()
-        call = _Call(layer)
+        call = _Call(layer, kwargs)
         self.calls.append(call)
         before = register_module_forward_pre_hook(Hook(self, FastPathHooks.module_begins, call))
         after = register_module_forward_hook(Hook(self, FastPathHooks.module_ends, call), always_call=True)
@@ -166,7 +172,8 @@ class FastPathHooks:
         if call.is_over or call.thread != threading.get_ident():
             return
         for key, hook in call.hooks_of(module, before=True):
-            hook(module, args, {}) if key in module._forward_pre_hooks_with_kwargs else hook(module, args)
+            has_kwargs = key in module._forward_pre_hooks_with_kwargs
+            hook(module, args, call.kwargs_of(module)) if has_kwargs else hook(module, args)
 
     def module_ends(self, call: _Call, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Call the hooks after a module's forward that are put aside; `output` is ``None`` if the forward has raised."""
@@ -178,8 +185,10 @@ class FastPathHooks:
             call.end()  # torch calls those hooks itself; it iterates over the process-wide ones now, which stay for a while
             return
         for key, hook in call.hooks_of(module, before=False):
-            if not has_raised or key in module._forward_hooks_always_called:
-                hook(module, args, output)
+            if has_raised and key not in module._forward_hooks_always_called:
+                continue
+            has_kwargs = key in module._forward_hooks_with_kwargs
+            hook(module, args, call.kwargs_of(module), output) if has_kwargs else hook(module, args, output)
         if module is call.layer:
             self._end(call)
 

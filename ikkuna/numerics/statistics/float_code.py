@@ -144,7 +144,10 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 
 
 def draw_seed(generator: torch.Generator | None) -> int:
     """Return 32 random bits of a generator on the host; 0 without a generator."""
-    return 0 if generator is None else int(torch.randint(2**32, (), generator=generator, device="cpu").item())
+    if generator is None:
+        return 0
+    drawn = torch.randint(2**32, (), generator=generator, device="cpu")
+    return int(drawn.numpy())  # which raises for a tensor of a device, and never waits
 
 
 def add_codes(
