@@ -35,6 +35,10 @@ class Findings(tuple[Finding, ...]):
       loss_at_init: no loss was given
     >>> [finding.module for finding in found], len(found.errors)
     (['fc1'], 0)
+    >>> print(found.as_markdown())
+    | severity | rule | module | since step | finding | what to try |
+    |:--|:--|:--|--:|:--|:--|
+    | warning | dead_units | `fc1` |  | All units are dead. | lower the bias |
     """
 
     judged: tuple[str, ...]
@@ -54,6 +58,15 @@ class Findings(tuple[Finding, ...]):
     def errors(self) -> tuple[Finding, ...]:
         """The findings of the severity ``error``."""
         return tuple(finding for finding in self if finding.severity == "error")
+
+    def as_markdown(self) -> str:
+        """Return the findings as a table in Markdown, for pages of text."""
+        lines = ["| severity | rule | module | since step | finding | what to try |", "|:--|:--|:--|--:|:--|:--|"]
+        for f in self:
+            modules = ", ".join(f"`{name}`" for name in f.modules or ((f.module,) if f.module else ()))
+            cells = (f.severity, f.rule, modules, "" if f.step is None else str(f.step), f.message, f.advice)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         lines = [*(_table(self) if self else []), self._summary()]

@@ -31,7 +31,8 @@ RuleSelection = str | Rule | Iterable[str | Rule]
 class RuleSubscriber(Subscriber):
     """Applies rules after each step, and acts on new findings.
 
-    A new finding is logged in one line, shown as a text, and passed to a function.
+    A new finding is logged in one line, shown as a text and as a mark at its step, and passed to a function.
+    A further text, ``findings``, is a table of all findings so far.
     Use `register_rules`, which also registers what the rules need.
 
     Takes ``batch_finished``, the loss and the results of other subscribers; publishes nothing.
@@ -158,14 +159,15 @@ class RuleSubscriber(Subscriber):
         found = self.judge.finish_step(stamp.global_step)
         for finding in found:
             self._act(finding, stamp)
+        if found:
+            self._show(NetworkMessage(stamp, "findings"), self.findings.as_markdown(), "findings")
         for finding in found:
             if finding.severity in self._stopping:
                 raise StopTraining(finding)
 
     def _act(self, finding: Finding, stamp: Stamp) -> None:
         log.warning("%s", finding)
-        text = f"**{finding}**\n\n{finding.advice}"
-        self._show(NetworkMessage(stamp, "findings", path=finding.rule), text, "findings")
+        self._show(NetworkMessage(stamp, "findings", path=finding.rule), finding, "findings")
         for action in self.actions:
             action(finding)
         if self._on_finding is not None:

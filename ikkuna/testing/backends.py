@@ -26,6 +26,16 @@ class _Histogram:
     bucket_counts: tuple[float, ...] = (0.0, 2.0, 1.0)
 
 
+@dataclass(frozen=True)
+class _Finding:
+    """A finding of a rule."""
+
+    rule: str = "dead_units"
+    severity: str = "warning"
+    message: str = "All units are dead."
+    advice: str = "lower the bias"
+
+
 _SERIES = (
     Series("loss"),
     Series("loss", None, "testing"),
@@ -43,7 +53,7 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
     """Raise `AssertionError` if a backend returned by `make` breaks the contract of backends.
 
     - The constructor, and ``close()`` of a backend that was never opened, create and change no file.
-    - Any number is accepted as a value and any text as a name; histograms, matrices and Markdown texts are accepted.
+    - Any number is accepted as a value and any text as a name; histograms, matrices, Markdown texts and findings are accepted.
     - No file is written outside the given directory.
     - After ``flush()`` all committed values are stored, none was dropped, and ``acked_step`` is the last step (or ``None``).
     - ``close()`` returns ``True``, also the second time.
@@ -77,6 +87,7 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
         backend.add_histogram(_SERIES[2], _Histogram(), step)
         backend.add_matrix(_SERIES[3], Matrix(("a", "b"), ("x", "y\0"), np.array([[0.5, value], [-1.0, 1.0]])), step)
         backend.add_text("Model", "| a | b |\n|---|---|\n| 1 | 2 |", step)
+        backend.add_finding(_Finding(), step)
         backend.commit(step)
     last = len(_VALUES) - 1
     assert backend.flush(10.0), "flush() returned False: not everything was stored"

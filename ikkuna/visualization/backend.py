@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ikkuna.errors import ConfigError, ConfigTypeError, unknown_name
 from ikkuna.overriding import overrides_both
 from ikkuna.plugins import load_plugin, plugin_names
+from ikkuna.visualization.finding_like import FindingLike, finding_text
 from ikkuna.visualization.image import Image
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_table import ModuleEntry
@@ -135,6 +136,15 @@ class Backend(ABC):
 
     def add_text(self, title: str, text: str, step: int) -> None:  # noqa: B027 - optional
         """Add a page of Markdown."""
+
+    def add_finding(self, finding: FindingLike, step: int) -> None:
+        """Add a mistake that a rule has found at `step`.
+
+        By default it is a page of text, ``findings/{rule}``, and a mark: the value 1 of the series ``findings/{rule}``.
+        Override it to send a message, for example.
+        """
+        self.add_text(f"findings/{finding.rule}", finding_text(finding), step)
+        self.add_scalar(Series("findings", finding.rule), 1.0, step)
 
     def add_config(self, config: Mapping[str, ConfigValue], step: int) -> None:
         """Add the hyper-parameters of the run, before the first value; by default as a page of text."""

@@ -19,6 +19,7 @@ from ikkuna.visualization.backend import Backend, Series, SeriesGroup, get_backe
 from ikkuna.visualization.files.append_file import make_directories, reason
 from ikkuna.visualization.files.run_directory import check_log_dir, log_path, make_run_directory
 from ikkuna.visualization.files.run_file import RunFile, write_run_file
+from ikkuna.visualization.finding_like import is_finding
 from ikkuna.visualization.guarded_backend import GuardedBackend
 from ikkuna.visualization.histogram import is_histogram
 from ikkuna.visualization.image import Image
@@ -132,7 +133,7 @@ class Run:
         backends: Sequence[str | Backend] = ("tb",),
         sender: Sender | None = None,
     ) -> None:
-        """Pass a value of a series to `backends`: a number, a histogram, a matrix, a picture, or a text (a page of Markdown).
+        """Pass a value of a series to `backends`: a number, a histogram, a matrix, a picture, a finding, or a text (a page of Markdown).
 
         A value that a backend cannot store is refused here.  Failures of a backend are counted for each `sender`.
 
@@ -307,6 +308,8 @@ def _method(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]
         return "add_scalar", (series, value, step)
     if isinstance(value, str):
         return "add_text", (series.title or _title(series), value, step)
+    if is_finding(value):
+        return "add_finding", (value, step)
     if isinstance(value, Matrix):
         return "add_matrix", (series, checked_matrix(series.kind, value), step)
     if isinstance(value, Image):

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import ikkuna
@@ -62,9 +63,29 @@ def test_a_finding_is_logged_once_shown_as_a_text_and_passed_on(bus, caplog):
     exporter.close()
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["error: from_step at step 3: Step 3."]
-    assert [(title, step) for title, _, step in backend.texts if "findings" in title] == [("findings/from_step", 3)]
+    texts = [(title, step) for title, _, step in backend.texts if "findings" in title]
+    assert texts == [("findings/from_step", 3), ("findings", 3)]
+    assert [(s.name, value, step) for s, value, step in backend.values if s.kind == "findings"] == [("from_step", 1, 3)]
     assert [finding.step for finding in seen] == [3]
     assert [finding.rule for finding in exporter.findings] == ["from_step"]
+
+
+def test_tensorboard_shows_marks_and_a_table_of_all_findings(tmp_path):
+    model, loss = small_model(), nn.CrossEntropyLoss()
+    rules = [FromStepRule(), "not_in_optimizer"]
+    with ikkuna.watch(model, loss=loss, log_dir=tmp_path, rules=rules):
+        train(model, loss, parameters=list(model.first.parameters()))
+    accumulator = EventAccumulator(str(tmp_path / "run0001"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    marks = {rule: accumulator.Scalars(f"findings/{rule}") for rule in ("not_in_optimizer", "from_step")}
+    assert {rule: [(e.step, e.value) for e in events] for rule, events in marks.items()} == {
+        "not_in_optimizer": [(0, 1.0)],
+        "from_step": [(3, 1.0)],
+    }
+    tables = accumulator.Tensors("Text/findings")
+    assert [event.step for event in tables] == [0, 3]
+    table = tables[-1].tensor_proto.string_val[0].decode()
+    assert "| error | not_in_optimizer | `last`, `last.bias` | 0 | No optimizer owns" in table
+    assert "| error | from_step |  | 3 | Step 3. |" in table
 
 
 def test_a_callback_that_raises_does_not_reach_training(bus, caplog):
