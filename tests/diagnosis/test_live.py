@@ -168,6 +168,68 @@ def test_rules_are_applied_once(bus):
     exporter.close()
 
 
+def detached(model):
+    model.first.register_forward_hook(lambda module, args, out: out.detach())
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def without_rate(model):
+    return torch.optim.SGD([{"params": model.last.parameters()}, {"params": model.first.parameters(), "lr": 0.0}], 0.1)
+
+
+@pytest.mark.parametrize(("plant", "rule"), [(detached, "no_gradient"), (without_rate, "never_moves")])
+def test_a_mistake_that_shows_at_the_first_step_is_named_there(bus, plant, rule):
+    seen, model = [], small_model()
+    optimizer = plant(model)
+    exporter, loss = exporter_with(bus, model, "default", on_finding=lambda f: seen.append((f.rule, f.module, f.step)))
+    for _ in range(2):  # the values of a step are judged at the next boundary at the latest
+        optimizer.zero_grad()
+        loss(model(X), Y).backward()
+        optimizer.step()
+    assert (rule, "first", 0) in seen
+    exporter.close()
+
+
+def test_a_warmup_from_zero_has_no_finding(bus):
+    model = small_model()
+    optimizer = torch.optim.SGD([{"params": model.last.parameters()}, {"params": model.first.parameters()}], 0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 5, 1))
+    exporter, loss = exporter_with(bus, model, ["never_moves", "no_gradient"])
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss(model(X), Y).backward()
+        optimizer.step()
+        schedule.step()
+    exporter.close()
+    assert exporter.findings.judged == ("never_moves", "no_gradient")
+    assert not exporter.findings
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.body(x)
+        return self.a(h), self.b(h)
+
+
+def test_heads_whose_losses_take_turns_have_no_finding(bus):
+    model = TwoHeads()
+    exporter = Exporter(message_bus=bus, on_error="raise")
+    exporter.add_modules(model)
+    exporter.apply_rules(["no_gradient"], backend="null", every=5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(12):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(X)[step % 2], Y).backward()
+        optimizer.step()
+    exporter.close()
+    assert exporter.findings.judged == ("no_gradient",)
+    assert not exporter.findings
+
+
 def test_without_a_loss_the_rules_that_need_it_name_it(bus):
     model = small_model()
     with Exporter(message_bus=bus, on_error="raise") as exporter:
