@@ -12,9 +12,14 @@ import torch
 
 from ikkuna.background import BackgroundThread
 
-__all__ = ["DeviceThread", "Pending", "run_beside"]
+__all__ = ["MOST_BYTES", "MOST_WORK", "DeviceThread", "Pending", "is_full", "run_beside"]
 
 T = TypeVar("T")
+
+MOST_WORK = 4
+"""Number of functions of one owner that may wait, or run, before no more are taken."""
+MOST_BYTES = 1 << 30
+"""Bytes on a device that functions which wait, or run, may refer to before no more are taken."""
 
 
 class Pending(Generic[T]):
@@ -24,12 +29,18 @@ class Pending(Generic[T]):
     ----------
     work : callable
         Called once, by the thread or by :meth:`result`.
+
+    Attributes
+    ----------
+    is_done : callable
+        Returns what :meth:`arrived` returns, without a reference to the result.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
         self._claim = threading.Lock()
         self._done = threading.Event()
+        self.is_done = self._done.is_set
         self._result: T
         self._error: Exception | None = None
 
@@ -79,17 +90,26 @@ class DeviceThread:
         self._streams: list[Any] = []
         self._queue: deque[Pending[Any]] = deque()
         self._lock = threading.Lock()
+        self._waiting: list[tuple[Callable[[], bool], int, int]] = []  # whether it is done, its owner and bytes
         self._is_running = False
         self._process = os.getpid()
 
-    def add(self, work: Callable[[], T]) -> Pending[T]:
-        """Call a function later, and return its result to come."""
+    def is_full(self, owner: object) -> bool:
+        """Return whether so many functions of `owner`, or so many bytes, wait that a further function would only wait longer."""
+        with self._lock:
+            self._waiting = [entry for entry in self._waiting if not entry[0]()]
+            count = sum(known == id(owner) for _, known, _ in self._waiting)
+            return count >= MOST_WORK or sum(size for *_, size in self._waiting) >= MOST_BYTES
+
+    def add(self, work: Callable[[], T], owner: object = None, size: int = 0) -> Pending[T]:
+        """Call a function later, and return its result to come; it refers to `size` bytes of the devices."""
         events = [module.current_stream(device).record_event() for device, module in self._modules]
         pending = Pending(lambda: self._on_own_streams(work, events))
         with self._lock:
             if self._process != os.getpid():  # the thread does not exist in a forked process
                 self._process, self._is_running = os.getpid(), False
             self._queue.append(pending)
+            self._waiting.append((pending.is_done, id(owner), size))
             starts, self._is_running = not self._is_running, True
         if starts and not BackgroundThread(self._run, "ikkuna device").start():
             self._run()
@@ -124,10 +144,45 @@ def _thread(devices: tuple[torch.device, ...]) -> DeviceThread:
     return DeviceThread(devices)
 
 
-def run_beside(devices: Iterable[torch.device], work: Callable[[], T]) -> Pending[T]:
+def _thread_of(devices: Iterable[torch.device]) -> DeviceThread | None:
+    """Return the thread of some devices; ``None`` for the host, and for devices without streams, such as ``mps``."""
+    found = tuple(sorted({device for device in devices if device.type != "cpu"}, key=str))
+    if found and all(hasattr(torch.get_device_module(device), "Stream") for device in found):
+        return _thread(found)
+    return None
+
+
+def is_full(devices: Iterable[torch.device], owner: object) -> bool:
+    """Return whether work of `owner` on these devices is slower than it is added, so that more of it must not be added.
+
+    So many functions wait or run, `MOST_WORK` of the owner, or refer to so many bytes, `MOST_BYTES` of all owners.
+
+    Examples
+    --------
+    >>> is_full([torch.device("cpu")], None)
+    False
+    """
+    thread = _thread_of(devices)
+    return thread is not None and thread.is_full(owner)
+
+
+def run_beside(
+    devices: Iterable[torch.device], work: Callable[[], T], owner: object = None, size: int = 0
+) -> Pending[T]:
     """Run a function that waits for devices beside training, in the order of the calls; on the host, run it at once.
 
     A device without streams, such as ``mps``, has to be waited for: it takes the function at once, too.
+
+    Parameters
+    ----------
+    devices : iterable of torch.device
+        The devices that the function uses.
+    work : callable
+        The function.
+    owner : object
+        On whose behalf it runs, see `is_full`.
+    size : int
+        The bytes on the devices that it keeps alive.
 
     Examples
     --------
@@ -135,9 +190,8 @@ def run_beside(devices: Iterable[torch.device], work: Callable[[], T]) -> Pendin
     >>> pending.arrived(), pending.result()
     (True, 3)
     """
-    found = tuple(sorted({device for device in devices if device.type != "cpu"}, key=str))
-    if found and all(hasattr(torch.get_device_module(device), "Stream") for device in found):
-        return _thread(found).add(work)
+    if (thread := _thread_of(devices)) is not None:
+        return thread.add(work, owner, size)
     pending = Pending(work)
     pending.run()
     return pending

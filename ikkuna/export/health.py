@@ -23,7 +23,8 @@ class Health:
     errors : int
         Number of caught errors, of subscribers and of ikkuna.
     dropped : int
-        Number of values that were lost before they were written, of incomplete bundles, and of rows that other ranks did not keep.
+        Number of values that were lost before they were written, of incomplete bundles, of rows that other ranks did not keep,
+        and of values that a device computes more slowly than they are sampled.
     unwritable : tuple of str
         The backends that cannot store values now, by name or class: the last attempt failed, or they are disabled.
         It is empty again when the disk has recovered and the waiting values are written.

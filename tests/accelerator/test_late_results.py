@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from ikkuna import device_thread
 from ikkuna.device_thread import run_beside
 from ikkuna.export import Exporter
 from ikkuna.export.messages import ModuleMessage
+from ikkuna.export.messages.message import NetworkMessage
+from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
     DeferredRow,
@@ -19,7 +22,7 @@ from ikkuna.export.subscriber import (
     TestAccuracySubscriber,
 )
 from ikkuna.testing import RecordingBackend
-from tests.simulated_device import Stream, recorded
+from tests.simulated_device import Stream, memory, recorded
 
 pytestmark = pytest.mark.simulated
 
@@ -164,3 +167,74 @@ def test_a_lack_of_memory_in_the_thread_is_counted_and_costs_only_its_rows(bus, 
     assert run.exporter.health().errors == 2
     assert "out of memory" in caplog.text
     assert {series.kind for series, _, _ in recording.values} == {"weights_norm2"}
+
+
+class Held(PlotSubscriber):
+    """Returns rows that are computed when a test allows it."""
+
+    merge = "last"
+
+    def __init__(self, **options):
+        super().__init__("weights", publishes="held", **options)
+        self.allowed = threading.Event()
+
+    def measure(self, message: ModuleMessage) -> DeferredRow:
+        return DeferredRow(message.data, self.row)
+
+    def row(self, stack):
+        self.allowed.wait(timeout=60)
+        return stack.flatten(1).sum(1, keepdim=True)
+
+    def compute(self, message: ModuleMessage) -> None:
+        self.emit(message, message.data[0])
+
+
+@pytest.mark.parametrize("limit", ["steps", "bytes"])
+def test_rows_that_take_longer_than_the_steps_between_them_are_dropped(bus, caplog, monkeypatch, limit):
+    """Neither copies nor steps that wait for delivery grow with the steps; the newest rows are dropped."""
+    if limit == "bytes":
+        monkeypatch.setattr(device_thread, "MOST_BYTES", 150)  # more than the copies of one step, 42 floats
+    kept = {"steps": 4, "bytes": 1}[limit]
+    recording = RecordingBackend()
+    held = Held(backend=recording)
+    run = Run(bus, held)
+    used = []
+    for _ in range(12):
+        assert run.step() == []
+        used.append(memory.used)
+    assert used[5:] == [used[5]] * 7
+    held.allowed.set()
+    run.exporter.close()
+    assert steps_of(recording, "held") == list(range(kept))
+    assert run.exporter.health().dropped == 2 * (12 - kept)
+    (line,) = [record.message for record in caplog.records if "more slowly" in record.message]
+    assert line.startswith("Held(weights): the device computes its values more slowly than they are sampled")
+
+
+class Evaluating(PlotSubscriber):
+    """Passes on what a function returns that runs when a test allows it."""
+
+    def __init__(self, **options):
+        super().__init__("batch_finished", publishes="evaluated", **options)
+        self.allowed = threading.Event()
+
+    def compute(self, message) -> None:
+        self.later(
+            message, [SIM], lambda: self.allowed.wait(timeout=60), lambda result: self.emit(message, 1.0 * result())
+        )
+
+
+def test_functions_that_run_beside_training_are_dropped_if_they_take_longer_than_the_steps_between_them(bus):
+    """The results of those that were taken are delivered."""
+    recording = RecordingBackend()
+    evaluating = Evaluating(backend=recording)
+    bus.register_subscriber(evaluating)
+    for step in range(7):
+        evaluating.compute(NetworkMessage(Stamp(step, step, 0), "batch_finished"))
+    (registered,) = bus.registered
+    assert registered.dropped == 3
+    evaluating.allowed.set()
+    for result in bus.late:
+        result.deliver(bus)
+    bus.close()
+    assert [step for _, _, step in recording.values] == [0, 1, 2, 3]

@@ -404,6 +404,12 @@ class MessageBus:
         if registered is not None:
             self.late.append(_LaterResult(registered, message.stamp, pending, then))
 
+    def drop_late(self, subscriber: Subscriber) -> None:
+        """Count a result that is not computed, because earlier ones still are."""
+        for registered in self.registered:
+            if registered.subscriber is subscriber:
+                registered.drop_late()
+
     def evaluate_early(self, message: Message, into: dict[Registered, EarlyResults]) -> None:
         """Let subscribers that evaluate the model handle an event now, and keep their results until the event is delivered."""
         for registered in self._by_kind.get(message.kind, ()):

@@ -72,3 +72,7 @@ class EarlyResults:
     ) -> None:
         """Keep a result to come."""
         self._calls.append(partial(self._host.later, subscriber, message, pending, then))
+
+    def drop_late(self, subscriber: Subscriber) -> None:
+        """Count a result that is not computed."""
+        self._host.drop_late(subscriber)

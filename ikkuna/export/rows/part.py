@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ikkuna.device_thread import is_full
 from ikkuna.distributed.dtensor import ShardPosition
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.subscriber.deferred_row import DeferredRow
@@ -80,8 +81,12 @@ class Part:
         """Add the result of a subscriber's ``measure`` to its row; ``None`` if it measures several tensors together.
 
         A new result must lie on the host or on `device`, so that it can be copied together with those of other subscribers.
+        A new `DeferredRow` is dropped and counted while too many wait, before its tensor is copied.
         """
         if registered.disabled:  # since the step began
+            return
+        if device is not None and isinstance(value, DeferredRow) and is_full((value.tensor.device,), self._error_guard):
+            registered.drop_late()
             return
         results = self.together if row is None else self.measured.setdefault(row, {})
         known = results.get(registered)

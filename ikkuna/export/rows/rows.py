@@ -218,7 +218,9 @@ class Rows:
         for device, group in deferred.items():
             rows = [row for *_, row in group]
             places = [(holder, key) for holder, key, _ in group]
-            self._deferred.append((places, run_beside((device,), partial(DeferredRow.rows, rows))))
+            size = sum(row.tensor.nbytes for row in rows)
+            work = partial(DeferredRow.rows, rows)
+            self._deferred.append((places, run_beside((device,), work, self._pool.error_guard, size)))
 
     def _lose(self, group: Iterable[_Place], what: str, error: Exception) -> None:
         """Forget the values of one device, which could not be copied, and report the error; those of others remain."""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ikkuna.device_thread import Pending, run_beside
+from ikkuna.device_thread import Pending, is_full, run_beside
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages.batch import BatchBundle, BatchNames, MessageBatch
 from ikkuna.export.messages.bundle import MessageBundle
@@ -77,6 +77,9 @@ class Host(Protocol):
         self, subscriber: "Subscriber", message: Message, pending: Pending[Any], then: Callable[[Pending[Any]], None]
     ) -> None:
         """Deliver a result that is being computed."""
+
+    def drop_late(self, subscriber: "Subscriber") -> None:
+        """Count a result that is not computed, because earlier ones still are."""
 
 
 class _RegisteringType(ABCMeta):
@@ -303,6 +306,7 @@ class Subscriber(metaclass=_RegisteringType):
         """Call `work`, which waits for devices, beside training, and pass its result to `then` at a boundary between steps.
 
         Steps that follow are delivered afterwards.  On the host both are called at once.
+        While four results of this subscriber are still being computed, further ones are dropped and counted.
 
         Parameters
         ----------
@@ -316,7 +320,11 @@ class Subscriber(metaclass=_RegisteringType):
         then : callable
             Called with a `Pending`, which returns the result or raises the exception of `work` when it is called.
         """
-        pending = run_beside(devices := tuple(devices), work)
+        devices = tuple(devices)
+        if self._host is not None and is_full(devices, self):
+            self._host.drop_late(self)
+            return
+        pending = run_beside(devices, work, self)
         if self._host is None or all(device.type == "cpu" for device in devices):
             then(pending)
         else:

@@ -16,6 +16,7 @@ class DeferredRow(NamedTuple):
 
     A copy of the tensor is kept, and after the step the rows of all copies of one shape and `compute` are computed in few calls,
     beside training.  On the host the row is computed at once.
+    While the rows of four steps, or 1 GiB of copies, wait to be computed, further ones are dropped and counted.
     The rows of a subscriber that returns this are not merged; it sets ``merge = "last"``.
 
     Parameters

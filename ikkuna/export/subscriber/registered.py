@@ -54,7 +54,7 @@ class Registered:
     seconds : float
         Time spent in the subscriber's own code.
     dropped : int
-        Number of incomplete bundles that were dropped.
+        Number of values that were dropped: incomplete bundles, and results that a device computes more slowly than they are sampled.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Registered:
         self.failures = FailureCounter()
         self.seconds = 0.0
         self.dropped = 0
+        self._is_late = False
         self._waiting: dict[tuple[object, ...], dict[str, Message]] = {}
         self._batches: dict[str, MessageBatch] = {}
         self._rest: list[
@@ -88,6 +89,17 @@ class Registered:
     def label(self) -> str:
         """Class and kinds, such as ``NormSubscriber(weights)``; never the subscriber's own ``repr``, which can raise."""
         return f"{type(self.subscriber).__name__}({', '.join(self.kinds)})"
+
+    def drop_late(self) -> None:
+        """Count the results of a row that is not computed, because earlier ones still are; the first time, log it."""
+        if not self._is_late:
+            self._is_late = True
+            log.warning(
+                "%s: the device computes its values more slowly than they are sampled; the newest are dropped and counted. "
+                "A larger subsample= avoids this",
+                self.label,
+            )
+        self.dropped += max(1, len(self.subscriber.publishes))
 
     def samples(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled."""
