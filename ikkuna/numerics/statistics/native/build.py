@@ -7,7 +7,7 @@ from ikkuna.logger import log
 from ikkuna.native import build_library
 from ikkuna.numerics.statistics.native.library import Library
 
-__all__ = ["library"]
+__all__ = ["library", "source"]
 
 _SOURCES = ("kernels.cpp", "tensors.cpp")
 
