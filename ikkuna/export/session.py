@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import nn
 
+from ikkuna.distributed.world import World
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.hooks.backward import BackwardHooks
 from ikkuna.export.hooks.compiled import CompiledHooks
@@ -43,6 +44,7 @@ from ikkuna.modules import class_name
 from ikkuna.numerics.statistics import closure
 from ikkuna.numerics.statistics.device import warm_up
 from ikkuna.undisturbed import restoring
+from ikkuna.visualization.files.control_file import CONTROL_FILE
 from ikkuna.visualization.run_settings import Continued
 
 __all__ = ["Session"]
@@ -316,6 +318,7 @@ class Session:
             self.bus.post(step := Finished(rows, finished, self.context.observer))
         if not closed.carried:
             self._prepare_next()
+        self._follow_control_file()
         if step is not None and self.bus.calls_model and not self.exchange.is_shared:
             step.evaluate(self.bus)
         self.bus.drain(wait=self.exchange.must_wait(stamp))
@@ -508,6 +511,16 @@ class Session:
         self.demand_changed()
         if tracker.state is State.IDLE and tracker.pass_name == TRAINING:
             self._modules.keep_for(self._next_plan())
+
+    def _follow_control_file(self) -> None:
+        """Change the sampling as another process requests it, unless other ranks would sample other steps."""
+        if (run := self.bus.run) is None or (request := run.control.take()) is None:
+            return
+        if World.here().size > 1:
+            log.warning("%s is ignored, because all ranks must sample the same steps", CONTROL_FILE)
+            return
+        self.change_sampling(*request)
+        log.info("sampling is changed by %s: %s", CONTROL_FILE, request)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -17,6 +17,8 @@ from ikkuna.logger import announce
 from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.visualization.backend import Backend, Series, SeriesGroup, get_backend
 from ikkuna.visualization.files.append_file import make_directories, reason
+from ikkuna.visualization.files.control_file import ControlFile
+from ikkuna.visualization.files.file_backend import FileBackend
 from ikkuna.visualization.files.run_directory import check_log_dir, log_path, make_run_directory
 from ikkuna.visualization.files.run_file import RunFile, write_run_file
 from ikkuna.visualization.finding_like import is_finding
@@ -63,6 +65,8 @@ class Run:
     ----------
     identity : str
         Identifies the run, also if its directory is moved.
+    control : ControlFile
+        What another process requests; read by the threads of backends that write a file.
 
     Examples
     --------
@@ -88,6 +92,7 @@ class Run:
         self._continued = continued
         self._model = model
         self.identity = (continued and continued.identity) or os.urandom(8).hex()
+        self.control = ControlFile()
         self._directory: Path | None = None
         self._lock = threading.RLock()  # the threads of several backends create the directory
         self._backends: dict[Hashable, GuardedBackend] = {}
@@ -170,6 +175,8 @@ class Run:
 
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
         resumed_at = None if self._continued is None else self._continued.step
+        if isinstance(backend, FileBackend):
+            backend.check = self.control.check
         return GuardedBackend(_label(name, backend), backend, self._modules, self._settings.config, resumed_at)
 
     def _create(self, backend: str | Backend) -> GuardedBackend:

@@ -36,6 +36,11 @@ class FileBackend(Backend):
         Time between two calls of fsync: the most that a power failure can lose.
     fallback : bool
         Whether to continue in the directory for temporary files when the disk reports an error.
+
+    Attributes
+    ----------
+    check : callable or None
+        Called by the writer's thread about once a second with the directory; it must be set before the backend is opened.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class FileBackend(Backend):
         self._capacity = capacity
         self._fallback = fallback
         self._writer: FileWriter | None = None
+        self.check: Callable[[Path], None] | None = None
         self._clock = WallClock()
         self._values = 0
 
@@ -66,7 +72,7 @@ class FileBackend(Backend):
         self._writer = self._new_writer(directory)
 
     def _new_writer(self, directory: Path | Callable[[], Path]) -> FileWriter:
-        options: Any = {"capacity": self._capacity, "fallback": self._fallback, **self._pauses}
+        options: Any = {"capacity": self._capacity, "fallback": self._fallback, "check": self.check, **self._pauses}
         return FileWriter(directory, self._format(), **options)
 
     def open_later(self, make_directory: Callable[[], Path]) -> None:

@@ -1,6 +1,7 @@
 """Writes blocks to one file in a thread, so that training never waits for the disk."""
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from ikkuna.visualization.files.block_queue import BlockQueue, QueuedBlock
 __all__ = ["FileFormat", "FileWriter"]
 
 _SMALL_BATCH, _BATCH = 2**10, 2**20  # bytes
+_CHECK_SECONDS = 1.0
 
 
 class FileFormat(Protocol):
@@ -62,6 +64,8 @@ class FileWriter:
         Time between two calls of fsync: the most that a power failure can lose.
     fallback : bool
         Whether to continue in a directory for temporary files when the disk reports an error.
+    check : callable, optional
+        Called by the thread about once a second with the directory of the file, when there is nothing to write.
 
     Raises
     ------
@@ -78,7 +82,10 @@ class FileWriter:
         retry_seconds: float = 10.0,
         sync_seconds: float = 30.0,
         fallback: bool = False,
+        check: Callable[[Path], None] | None = None,
     ) -> None:
+        self._check = check
+        self._check_at = 0.0
         self._fallback = fallback
         self._make_directory = directory if callable(directory) else None
         self._directory = directory if isinstance(directory, Path) else None
@@ -308,7 +315,10 @@ class FileWriter:
             or self._queue.unsynced >= self._capacity
         ):
             return self._sync
-        return self._write if self._queue else None
+        if self._queue:
+            return self._write
+        may_check = self._check is not None and self._is_served and self._file is not None and not self._closing
+        return self._check_directory if may_check and now >= self._check_at else None
 
     def _pause(self) -> float | None:
         """Return the seconds until the next job is due, unless something changes; ``None`` if there is none."""
@@ -317,8 +327,10 @@ class FileWriter:
         elif self._queue.done > self._synced:
             due = max(self._retry_at, self._synced_at + self._sync_seconds)
         else:
-            return None
-        return max(due - time.monotonic(), 0.0)
+            due = math.inf
+        if self._check is not None:
+            due = min(due, self._check_at)
+        return None if due == math.inf else max(due - time.monotonic(), 0.0)
 
     def _attempt(self) -> bool:
         """Do the next job, unless another thread does one; return whether there was one."""
@@ -355,6 +367,18 @@ class FileWriter:
             self._changed.notify_all()
         if recovered:
             log.warning("'%s': can be written again", self._label)
+
+    def _check_directory(self) -> None:
+        """Call ``check``; without errors, because they would count as errors of the disk."""
+        if self._check is not None and self._file is not None:
+            try:
+                self._check(self._file.path.parent)
+            except Exception as error:
+                raise_users_exception(error)
+                log.error("'%s': a check of its directory failed and is not repeated", self._label, exc_info=error)
+                self._check = None
+        with self._changed:
+            self._check_at = time.monotonic() + _CHECK_SECONDS
 
     def _append(self, data: bytes) -> None:
         if self._file is None:
