@@ -142,7 +142,9 @@ def current_trace() -> Hashable:
 
 
 def default_store() -> Any:
-    """Return the store through which the processes of the default group met; torch has no other way to it, so there is no fallback.
+    """Return the store through which the processes of the default group met.
+
+    torch has no other way to it, so there is no fallback.
 
     Raises
     ------
