@@ -2,14 +2,14 @@
 
 from typing import Any
 
-__all__ = ["observe", "preflight", "replay", "schedules", "watch"]
+from ikkuna.version import __version__ as __version__
 
-__version__ = "0.1.0"
+__all__ = ["observe", "preflight", "replay", "schedules", "watch"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "watch":  # these are imported when asked for, since they import torch
-        from ikkuna.export.watch import watch
+        from ikkuna.watching.watch import watch
 
         return watch
     if name == "preflight":

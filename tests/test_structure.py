@@ -20,6 +20,7 @@ PACKAGED = [path for path in (*CORE, *METRICS) if "build" not in path.parts]
 # The parts of ikkuna, and the other parts that each of them may import.
 LAYERS = {
     "errors": (),
+    "version": (),
     "failures": (),
     "atomic_file": (),
     "signal_handlers": ("errors",),
@@ -66,10 +67,12 @@ LAYERS = {
         *("device_thread", "overriding", "torch_internals", "distributed", "visualization", "diagnosis"),
     ),
     "reading": ("errors", "logger", "native", "visualization"),
-    "report": ("__version__", "errors", "atomic_file", "visualization", "reading", "diagnosis"),
+    "report": ("version", "errors", "atomic_file", "visualization", "reading", "diagnosis"),
+    "watching": ("errors", "logger", "modules", "plugins", "visualization", "diagnosis", "reading", "report", "export"),
     "cli": (
-        *("__version__", "errors", "plugins", "native", "numerics", "visualization", "reading", "diagnosis", "report"),
+        *("version", "errors", "plugins", "native", "numerics", "visualization", "reading", "diagnosis", "report"),
         "export",
+        "watching",
     ),
 }
 # The rooms of ikkuna.export: each imports only rooms that stand before it.
@@ -86,7 +89,6 @@ ROOMS = (
         "attachment",
         "exporter",
         "preset",
-        "watch",
         "replay",
     ),
 )

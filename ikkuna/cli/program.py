@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ikkuna import __version__
 from ikkuna.cli.command import command_names, load_command
 from ikkuna.cli.terminal import Terminal
 from ikkuna.errors import ConfigError, IkkunaError, unknown_name
+from ikkuna.version import __version__
 
 __all__ = ["main"]
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from ikkuna.export.session import Session
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics.native import stop_workers
+from ikkuna.visualization.run import Run
 from ikkuna.visualization.run_settings import RunSettings
 
 __all__ = ["Attachment", "attachments_of", "release_unreachable"]
@@ -56,6 +58,8 @@ class Attachment:
     is_closed : bool
         Whether it was closed.
     """
+
+    _last_run: Run | None = None
 
     def __init__(
         self, owner: object, bus: MessageBus, roots: Roots, native: bool, in_graph: bool, settings: RunSettings
@@ -143,6 +147,12 @@ class Attachment:
                 )
                 source.close()
 
+    @property
+    def run_directory(self) -> Path | None:
+        """The directory of the run, also after :meth:`close`; ``None`` before the first stored value."""
+        run = self._last_run if self.is_closed else self.bus.run
+        return None if run is None else run.directory
+
     # -- the end --------------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
@@ -169,7 +179,8 @@ class Attachment:
             _OPEN.discard(self)
             session.exchange.close()
             session.uninstall()
-            run, registered = bus.run, bus.registered
+            self._last_run = run = bus.run
+            registered = bus.registered
             bus.detach(self)
             self._health = health_of(session, run, registered, self.recorder)
             if not _OPEN:

@@ -16,7 +16,7 @@ from ikkuna.visualization.files.run_file import find_run, read_run_file
 from ikkuna.visualization.last_step import last_step
 from ikkuna.visualization.run_settings import Continued
 
-__all__ = ["check_model", "check_stored_model", "continue_latest", "load_state", "state_of"]
+__all__ = ["check_model", "check_stored_model", "continue_latest", "load_state", "state_of", "store_finished"]
 
 _PATIENCE = 2.0  # seconds
 _COUNTERS = ("global_step", "train_step", "epoch")
@@ -30,7 +30,7 @@ def state_of(session: Session) -> dict[str, Any]:
     and written to the operating system, for at most 2 seconds if the disk is slow.
     """
     bus = session.bus
-    _deliver(bus)
+    store_finished(bus)
     model = session.context.model.roots.whole
     return {
         **session.context.tracker.state_dict(),
@@ -41,14 +41,15 @@ def state_of(session: Session) -> dict[str, Any]:
     }
 
 
-def _deliver(bus: MessageBus) -> None:
+def store_finished(bus: MessageBus) -> None:
+    """Deliver the values of finished steps and write them to the operating system, for at most 2 seconds each."""
     deadline = time.monotonic() + _PATIENCE
     bus.drain()
     while bus.is_waiting and time.monotonic() < deadline:
         time.sleep(0.001)
         bus.drain()
     if bus.is_waiting:
-        log.warning("state_dict(): values of finished steps have not arrived within %g seconds", _PATIENCE)
+        log.warning("values of finished steps have not arrived within %g seconds", _PATIENCE)
     if bus.run is not None:
         bus.run.settle(_PATIENCE)
 

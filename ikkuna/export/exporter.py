@@ -299,6 +299,11 @@ class Exporter:
         """The findings of the rules so far, also after :meth:`close`; empty without rules."""
         return self._rules.findings if self._rules is not None else Findings()
 
+    @property
+    def run_directory(self) -> Path | None:
+        """The directory of the run, also after :meth:`close`; ``None`` without a stored value, as on other ranks."""
+        return self._attachment.run_directory
+
     # -- while training -------------------------------------------------------------------------------------------
 
     def epoch_finished(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ikkuna import __version__
 from ikkuna.atomic_file import atomic_file
 from ikkuna.reading import StoredRun, read_run
 from ikkuna.report.content import (
@@ -24,6 +23,7 @@ from ikkuna.report.content import (
 )
 from ikkuna.report.distributions import distributions_of
 from ikkuna.report.judgement import judge_in_time
+from ikkuna.version import __version__
 
 __all__ = ["render", "report_page", "separate_names", "write_report"]
 

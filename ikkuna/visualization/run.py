@@ -219,7 +219,7 @@ class Run:
         viewers = dict.fromkeys(guarded.backend.viewer(directory) for guarded in list(self._backends.values()))
         how = "".join(f"; {viewer}" for viewer in viewers if viewer)
         verb = "is written to" if self._continued is None else f"continues at step {self._continued.step} in"
-        announce(f"ikkuna: the run {verb} '{_shortest(directory)}'{how}")
+        announce(f"ikkuna: {self._settings.subject} {verb} '{_shortest(directory)}'{how}")
 
     def commit(self, step: int) -> None:
         """Pass on the values of a step; called at every step, with or without values, in increasing order."""

@@ -28,6 +28,8 @@ class RunSettings:
         Whether a stored run is continued, see `ikkuna.export.Exporter`.
     verbosity : int
         0 to write no line about the run's directory.
+    subject : str
+        What this line says is written.
     """
 
     log_dir: str | Path | None = None
@@ -35,6 +37,7 @@ class RunSettings:
     config: Mapping[str, ConfigValue] = field(default_factory=dict)
     resume: bool | str = False
     verbosity: int = 0
+    subject: str = "the run"
 
     @classmethod
     def checked(

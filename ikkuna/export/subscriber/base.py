@@ -1,7 +1,7 @@
 """The base class of all metrics."""
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from inspect import Signature, signature
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -218,11 +218,7 @@ class Subscriber(metaclass=_RegisteringType):
         step = subsample if every is None else every
         self.subscription = subscription(kinds, tag, step, modules, start, stop, schedule)
         self.publishes = (publishes,) if isinstance(publishes, str) else tuple(publishes)
-        self.backends = tuple(backend) if isinstance(backend, list | tuple) else (backend,)
-        if wrong := [b for b in self.backends if not is_target(b)]:
-            raise ConfigTypeError(
-                f"backend needs a name, a Backend, a logger or a function, got {type(wrong[0]).__name__} {wrong[0]!r}"
-            )
+        self.show_with(backend)
         if message_bus is not None and not callable(getattr(message_bus, "register_subscriber", None)):
             raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__} {message_bus!r}")
         if title is not None and not isinstance(title, str):
@@ -236,6 +232,21 @@ class Subscriber(metaclass=_RegisteringType):
         self._series_groups: WeakKeyDictionary[BatchNames, dict[tuple[str, str], SeriesGroup]] = WeakKeyDictionary()
         self._sender = Sender(f"{type(self).__name__}({', '.join(self.kinds)})")
         self.evaluate: Callable[..., None] | None = None
+
+    def show_with(self, backend: "str | Backend | Sequence[str | Backend]") -> None:
+        """Set the backends that show the values; call it before registration.
+
+        Raises
+        ------
+        ConfigTypeError
+            If it is no backend, name of one, logger or function, and no list of these.
+        """
+        backends = tuple(backend) if isinstance(backend, list | tuple) else (backend,)
+        if wrong := [b for b in backends if not is_target(b)]:
+            raise ConfigTypeError(
+                f"backend needs a name, a Backend, a logger or a function, got {type(wrong[0]).__name__} {wrong[0]!r}"
+            )
+        self.backends: tuple[Any, ...] = backends
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -26,6 +26,11 @@ class Sampling:
         self.is_changed = False
         self._changes: tuple[tuple[int, bool, int | None], ...] = ((0, False, None),)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the last change pauses sampling."""
+        return self._changes[-1][1]
+
     def at(self, step: int) -> tuple[bool, int | None]:
         """Return whether sampling is paused at a step, and at which steps all subscribers sample; ``None`` for their own."""
         return next(
