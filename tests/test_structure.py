@@ -52,7 +52,7 @@ LAYERS = {
             "plot",
         ),
     ),
-    "integrations": ("errors", "signal_handlers", "logger", "visualization"),
+    "integrations": ("errors", "atomic_file", "signal_handlers", "logger", "visualization", "export", "watching"),
     "distributed": ("errors", "torch_internals", "background", "numerics"),
     "netdict": ("errors", "atomic_file", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
     "monitor": ("errors", "torch_internals", "modules", "numerics", "netdict"),
@@ -295,7 +295,8 @@ def test_public_class_names_are_unique():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(relative(path))
     shared = {name: files for name, files in places.items() if len(files) > 1}
-    assert not shared
+    assert shared.keys() == {"IkkunaCallback"}  # each trainer has its own
+    assert all(path.startswith("ikkuna/integrations/") for path in shared["IkkunaCallback"])
 
 
 @each(CORE)

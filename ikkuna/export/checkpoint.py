@@ -106,7 +106,7 @@ def check_stored_model(session: Session) -> None:
 def _continued(bus: MessageBus, run: dict[str, str] | None, step: int) -> Continued | None:
     """Return the stored run that the state belongs to, if it is to be continued."""
     settings, own = bus.settings, bus.run
-    if not settings.resume or run is None or World.here().rank != 0:
+    if not settings.resume or run is None or World.here().rank != 0 or not run["directory"]:  # no file was written
         return None
     if own is not None:
         if own.identity != run["id"]:

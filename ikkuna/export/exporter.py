@@ -500,6 +500,11 @@ class Exporter:
         """Return the state of the monitor itself; after :meth:`close` that at the end."""
         return self._attachment.health()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the exporter was closed: by :meth:`close`, or by a second `ikkuna.watch` of its model."""
+        return self._attachment.is_closed
+
     def close(self) -> None:
         """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable."""
         self._attachment.close()
