@@ -24,6 +24,7 @@ test: .venv/installed
 
 test-slow: .venv/installed-slow
 	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow --device sim
 
 # Triton's interpreter on the simulated accelerator; an environment of its own, because torch takes other ways if Triton is there.
 test-triton: .venv/installed

@@ -154,7 +154,16 @@ def test_steps_that_are_no_numbers_are_refused(watched, step):
 
 @pytest.mark.parametrize(
     "value",
-    [None, object(), [1.0, 2.0], {"a": 1.0}, 1j, torch.tensor(1j), np.array(["a"]), torch.ones(2).to_sparse()],
+    [
+        None,
+        object(),
+        [1.0, 2.0],
+        {"a": 1.0},
+        1j,
+        torch.tensor(1j, device="cpu"),
+        np.array(["a"]),
+        torch.ones(2, device="cpu").to_sparse(),
+    ],
     ids=str,
 )
 def test_values_of_other_types_are_refused_at_once(watched, value):
