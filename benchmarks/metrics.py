@@ -41,6 +41,7 @@ ARGUMENTS: dict[str, tuple[tuple, dict]] = {
     "MessageMeanSubscriber": (("weights",), {}),
     "RankSpreadSubscriber": (("weights",), {}),
     "RatioSubscriber": ((["weight_updates", "weights"],), {}),
+    "RouterSubscriber": ((2,), {"modules": "4"}),  # the last layer has ten outputs: the logits of ten experts
     "SaturationSubscriber": (("activations", "tanh"), {}),
     "OptimizerStateSubscriber": (("exp_avg",), {}),
     "GradientNoiseScaleSubscriber": ((), {"steps": 2}),

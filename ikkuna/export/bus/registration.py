@@ -122,7 +122,8 @@ def _cycle(subscriber: Subscriber, others: Sequence[Subscriber]) -> list[str]:
 
 
 def _check_modules(subscriber: Subscriber, modules: frozenset[str]) -> None:
-    wants_modules = any(is_of_module(kind) and kind != OBSERVED for kind in subscriber.kinds)
+    # the names of observed tensors are known when the model passes them
+    wants_modules = any(map(is_of_module, subscriber.kinds)) and OBSERVED not in subscriber.kinds
     if modules and wants_modules and not any(map(subscriber.subscription.matches, modules)):
         names = ", ".join(sorted(modules)[:8]) + (", …" if len(modules) > 8 else "")
         raise ConfigError(
