@@ -12,6 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from ikkuna_subscribers.histogram import HistogramSubscriber
@@ -20,7 +21,7 @@ from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber, Subscriber
+from ikkuna.export.subscriber import NormSubscriber, SharedStatisticSubscriber, Subscriber
 from ikkuna.visualization.null import NullBackend
 
 KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
@@ -80,15 +81,17 @@ def transformer() -> Workload:
 MODELS = {"mlp": mlp, "conv": conv, "transformer": transformer}
 
 
-class Fields(Subscriber):
+class Fields(SharedStatisticSubscriber):
     """Requests statistics and reads one of them."""
 
+    results = ("fields",)
+
     def __init__(self, kind: str, fields: tuple[str, ...], **options: object) -> None:
-        super().__init__(kind, publishes=f"{kind}_fields", backend=NullBackend(), **options)  # type: ignore[arg-type]
+        super().__init__(kind, backend=NullBackend(), **options)  # type: ignore[arg-type]
         self.fields = fields
 
-    def compute(self, message) -> None:
-        self.emit(message, message.record.n)
+    def values(self, record: Any) -> tuple[Any]:
+        return (record.n,)
 
 
 def bare(work: Workload) -> None:

@@ -2,13 +2,26 @@
 
 import gc
 import weakref
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber, Subscriber, TrainAccuracySubscriber
+from ikkuna.export.messages import MessageBus, Stamp
+from ikkuna.export.rows.delivery import Finished
+from ikkuna.export.rows.plan import Demand
+from ikkuna.export.rows.recorder import Recorder
+from ikkuna.export.rows.site import Site
+from ikkuna.export.subscriber import (
+    MinMaxSubscriber,
+    NormSubscriber,
+    RatioSubscriber,
+    Subscriber,
+    TrainAccuracySubscriber,
+)
+from ikkuna.visualization.pictures.redraw_thread import RedrawThread
 
 KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
 LAYERS, STEPS, THRESHOLD = 50, 20, 100
@@ -48,6 +61,44 @@ def test_a_step_creates_few_objects_per_value() -> None:
     """One for the hook of a gradient, and the storage object that the check for freed memory needs of a new tensor."""
     more = (rounds_of_collection(watch=True) - rounds_of_collection(watch=False)) * THRESHOLD
     assert more < 1.25 * LAYERS * len(KINDS) * STEPS
+
+
+def rounds_in_delivery(sites: int, backend: str, directory: Path) -> int:
+    """Return how often the collector runs while the values of some steps are delivered."""
+    bus = MessageBus(log_dir=directory)
+    for kind in KINDS:
+        for make in (NormSubscriber, MinMaxSubscriber):
+            bus.register_subscriber(make(kind, backend=backend))
+    bus.register_subscriber(RatioSubscriber(["weight_updates", "weights"], backend=backend))
+    bus.register_subscriber(NormSubscriber("weights_norm2", 1, backend=backend))
+    recorder, demand = Recorder(bus.error_guard), Demand()
+    places = [Site(kind, f"layer{i}") for kind in KINDS for i in range(sites)]
+    seen: list[str] = []
+    before = gc.get_threshold()
+    for step in range(STEPS):
+        stamp = Stamp(step, step, 0)
+        recorder.open(stamp, demand.plan(bus.registered, stamp))
+        for site in places:
+            recorder.receive(site, torch.ones(2), "")
+        finished = Finished(recorder.close(), None)
+        gc.collect(0)
+        gc.callbacks.append(lambda phase, info, step=step: seen.append(phase if step > 2 else "first"))
+        try:
+            gc.set_threshold(THRESHOLD, 1_000_000, 1_000_000)
+            finished.deliver(bus)
+        finally:
+            gc.set_threshold(*before)
+            del gc.callbacks[-1]
+    bus.close()
+    return seen.count("start")
+
+
+@pytest.mark.parametrize("backend", ["null", "tb"])
+def test_delivery_creates_no_object_per_value(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is created for a step does not grow with the number of modules, if no subscriber takes single messages."""
+    monkeypatch.setattr(RedrawThread, "open", lambda thread: None)  # which creates objects meanwhile
+    few, many = (rounds_in_delivery(sites, backend, tmp_path / str(sites)) for sites in (5, 300))
+    assert many <= few + STEPS / 4
 
 
 def test_reused_rows_keep_no_subscriber_alive() -> None:
