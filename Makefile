@@ -1,4 +1,4 @@
-# Every target creates .venv if there is none; it contains everything that the target needs.
+# Every target creates .venv if there is none, and installs only what the target needs.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -10,15 +10,27 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+.venv/installed-test: requirements-test.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt --requirement requirements-test.txt
+	touch $@
+
+.venv/installed-check: requirements-check.txt .venv/installed-test
+	$(BIN)/python -m pip install --quiet --requirement requirements-check.txt
+	touch $@
+
+.venv/installed-docs: requirements-docs.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt --requirement requirements-docs.txt
+	touch $@
+
 # Models of other projects, for the slow tests only; they must not replace what is installed.
-.venv/installed-slow: requirements-slow.txt .venv/installed
+.venv/installed-slow: requirements-slow.txt .venv/installed-test
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-slow.txt
 	touch $@
 
 demo: .venv/installed
 	$(BIN)/python examples/digits.py
 
-test: .venv/installed
+test: .venv/installed-test
 	$(BIN)/python -m pytest -q
 	$(BIN)/python -m pytest -q --device sim
 
@@ -27,7 +39,7 @@ test-slow: .venv/installed-slow
 	$(BIN)/python -m pytest -q -m slow --device sim
 
 # Triton's interpreter on the simulated accelerator; an environment of its own, because torch takes other ways if Triton is there.
-test-triton: .venv/installed
+test-triton: .venv/installed-test
 	test -x .venv-triton/bin/python || $(PYTHON) -m venv .venv-triton
 	.venv-triton/bin/python -m pip install --quiet --no-deps triton==3.9.0
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(.venv-triton/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/environment.pth"
@@ -35,15 +47,15 @@ test-triton: .venv/installed
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q --device sim --triton
 
 # Without a device these tests are skipped.
-test-gpu: .venv/installed
+test-gpu: .venv/installed-test
 	$(BIN)/python -m pytest -q -m gpu
 
-check: .venv/installed
+check: .venv/installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: .venv/installed
+docs: .venv/installed-docs
 	$(BIN)/python -m sphinx -q -n -W -b html sphinx/source sphinx/build
 
 bench: .venv/installed

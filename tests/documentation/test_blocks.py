@@ -70,8 +70,7 @@ def test_the_quick_start_of_the_readme_writes_a_curve_for_every_layer(tmp_path, 
 
     for _, code in blocks(ROOT / "README.md")[:3]:
         exec(code, namespace)
-    namespace["ex"].close()
-    [run] = (tmp_path / "run").iterdir()
+    _, run = sorted((tmp_path / "run").iterdir())  # of watch, and of the exporter
     events = EventAccumulator(str(run)).Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("layer_gradients_norm2/")]
     assert sorted(tags) == [f"layer_gradients_norm2/{n}" for n in ("classifier", *(f"features.{i}" for i in range(4)))]
@@ -114,6 +113,18 @@ def test_the_classes_that_the_overview_names_exist():
     code += "".join(path.read_text() for path in (ROOT / "ikkuna" / "visualization").glob("*.py"))
     assert len(named) > 5
     assert named <= set(re.findall(r"^class (\w+)", code, re.MULTILINE))
+
+
+def test_the_table_of_symptoms_names_rules_and_metrics_that_exist():
+    text = (SITE / "symptoms.rst").read_text(encoding="utf-8")
+    cells = re.findall(r"^ {3}(?:\* -| {2}-) (.+)$", text, re.MULTILINE)
+    rows = [cells[i : i + 4] for i in range(0, len(cells), 4)]
+    rules = {rule for row in rows for rule in re.findall(r"``(\w+)``", row[2])}
+    assert len(rules) > 20
+    assert rules <= plugin_names("ikkuna.rules")
+    metrics = {metric for row in rows for metric in re.findall(r"\w+Subscriber", row[0])}
+    assert len(metrics) > 5
+    assert metrics <= plugin_names(GROUP)
 
 
 def test_the_template_requires_this_version():

@@ -72,3 +72,10 @@ def test_the_printed_norms_are_those_of_the_gradients(monkeypatch, capsys):
         optimizer.step()
     norms = [f"{parameter.grad.norm():.3e}" for parameter in model.parameters()]
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == norms
+
+
+def test_the_dead_layer_is_found_and_drawn(tmp_path):
+    printed = run_python(str(ROOT / "examples" / "dead_layer.py"), str(tmp_path), "60", cwd=tmp_path)
+    findings = [line.split()[:3] for line in printed.splitlines() if line.startswith(("error", "warning"))]
+    assert findings == [["error", "dead_units", "relu3"]]
+    assert (tmp_path / "dead_layer.png").stat().st_size > 5_000

@@ -8,6 +8,7 @@ import torch
 
 from ikkuna.export import subscriber
 from ikkuna.export.messages.kinds import BUILT_IN
+from ikkuna.export.preset import GROUP as PRESETS
 from ikkuna.plugins import plugin_names
 from ikkuna.visualization.backend import GROUP as BACKENDS
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS
@@ -32,6 +33,13 @@ def rows(text):
     cells = [line[5:].removeprefix("- ") for line in text.splitlines() if line.startswith(("   * - ", "     - "))]
     width = text.split("   * - ")[1].count("\n     - ") + 1
     return [cells[i : i + width] for i in range(width, len(cells), width)]
+
+
+def test_every_preset_is_described_with_what_it_publishes(tables):
+    found = {row[0].strip("`'"): row[1:] for row in rows(tables.presets())}
+    assert set(found) == plugin_names(PRESETS)
+    assert "``NormSubscriber`` (weights_norm2)" in found["default"][1]
+    assert all(description for description, _ in found.values())
 
 
 def test_every_kind_is_described(tables):

@@ -19,6 +19,8 @@ from sphinx.util.docutils import SphinxDirective
 from ikkuna.diagnosis import get_rules
 from ikkuna.export import subscriber
 from ikkuna.export.messages.kinds import BUILT_IN
+from ikkuna.export.preset import GROUP as PRESETS
+from ikkuna.export.preset import Preset
 from ikkuna.plugins import load_plugin, plugins
 from ikkuna.visualization.backend import GROUP as BACKENDS
 from ikkuna.visualization.backend import Backend
@@ -123,6 +125,17 @@ def backends() -> str:
     loaded = {name: load_plugin(BACKENDS, name, Backend) for name in sorted(plugins(BACKENDS))}
     rows = ((f"``'{n}'``", f":class:`~{b.__module__}.{b.__name__}`", paragraphs(b)[0]) for n, b in loaded.items())
     return table(("name", "class", "description"), rows)
+
+
+def presets() -> str:
+    """Return the table of installed presets: name, description, and metrics with the kinds that they publish."""
+    rows = []
+    for name in sorted(plugins(PRESETS)):
+        preset = load_plugin(PRESETS, name, Preset)
+        metrics = preset().subscribers(True)
+        shown = (f"``{type(m).__name__}``" + (f" ({', '.join(m.publishes)})" if m.publishes else "") for m in metrics)
+        rows.append((f"``'{name}'``", paragraphs(preset)[0], ", ".join(shown)))
+    return table(("name", "description", "metrics"), rows, widths="12 38 50")
 
 
 def metric_pages() -> str:
@@ -236,6 +249,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "metrics": metrics,
     "backends": backends,
+    "presets": presets,
     "loops": loops,
     "trainers": trainers,
     **{f"faults-{section}": partial(faults, section) for section in SECTIONS},
