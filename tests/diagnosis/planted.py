@@ -187,6 +187,28 @@ def training_in_evaluation_mode(case):
     case.evaluates = case.stays_in_evaluation = True
 
 
+@fault("running_statistics", families=("conv_norm",))
+def running_statistics_stand_still(case):
+    def prepare(case):
+        for module in case.model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = 1e-4
+
+    # the running mean is 0 and the running variance 1, far from images that are not normalised
+    case.on_batch.append(lambda case, step, x, y: (x * 8 + 8, y))
+    case.prepare.append(prepare)
+
+
+@fault("running_statistics", families=("conv_norm",))
+def other_data_in_training_mode(case):
+    def change(case, step, x, y):
+        with torch.no_grad():
+            case.model(x * 30 + 30)
+        return x, y
+
+    case.on_batch.append(change)
+
+
 @fault("loss_spike", "gradient_spike")
 def one_huge_step(case):
     at = case.draw.randint(120, 200)

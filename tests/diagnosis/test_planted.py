@@ -45,6 +45,12 @@ def test_a_planted_fault_is_named(name, family):
         assert 0 <= names.index(found[0].module) - names.index(case.hit) <= 2
 
 
+def test_running_statistics_that_other_data_change_are_named():
+    variation, _, _ = FAULTS["other_data_in_training_mode"]
+    _, findings = findings_of(variation, "conv_norm", steps=131)
+    assert [(f.rule, f.module) for f in findings if f.severity != "info"] == [("running_statistics", "norm0")]
+
+
 @pytest.mark.parametrize(("name", "family"), FEW_HEALTHY)
 def test_a_healthy_run_has_no_finding(name, family):
     _, findings = findings_of(HEALTHY[name][0], family)

@@ -46,6 +46,10 @@ def constant(**values):
     return {(kind, None): sampled([value]) for kind, value in values.items()}
 
 
+def constant_of(name, **values):
+    return {(kind, name): sampled([value]) for kind, value in values.items()}
+
+
 def classification(**values):
     """Return figures of a healthy classifier of 10 classes, with other values for some."""
     healthy = {
@@ -132,6 +136,20 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
     "sigmoid_twice": (
         binary(output_in_unit_interval=1.0, output_magnitude=0.99),
         binary(output_in_unit_interval=1.0, output_magnitude=0.6),  # logits of a label that is likely
+    ),
+    "running_statistics": (
+        constant_of("norm0", running_mean_distance=0.2, running_variance_distance=3.0),
+        constant_of("norm0", running_mean_distance=0.2, running_variance_distance=0.3),
+    ),
+    "ranks_differ": (
+        {
+            ("weights_ranks_norm2_min", "fc1"): sampled([2.0, 2.0, 1.99]),
+            ("weights_ranks_norm2_max", "fc1"): sampled([2.0]),
+        },
+        {  # shards
+            ("weights_ranks_norm2_min", "fc1"): sampled([1.0, 1.1, 1.2]),
+            ("weights_ranks_norm2_max", "fc1"): sampled([2.0]),
+        },
     ),
     "input_scale": (
         constant(input_data_mean=80.0, input_data_variance=70.0**2),

@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
+from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CallbackSubscriber
 from ikkuna.testing import small_model
 from tests.distributed import loops
@@ -280,3 +282,40 @@ def found_loss(rank, size):
             optimizer.step()
             own.append(sum(part.item() for part in parts))
     return shown, own
+
+
+def judged_ranks(model, change=None, steps=8):
+    """Train with the rule about ranks; return its findings, and its name if it judged."""
+    inputs, labels = (x[:1].repeat(steps, *[1] * (x.ndim - 1)) for x in local(*data(), dist.get_rank(), 2))
+    loss = nn.CrossEntropyLoss()
+    exporter = Exporter(message_bus=MessageBus("ranks"), on_error="raise")
+    exporter.add_modules(model)
+    exporter.apply_rules(["ranks_differ"], every=1, backend="null")
+    optimizer = loops.sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model(inputs[step]), labels[step]).backward()
+        optimizer.step()
+        if change is not None and step == 1:
+            change()
+    exporter.close()
+    return [(f.rule, f.module, f.step) for f in exporter.findings], exporter.findings.judged
+
+
+def ranks_that_part(rank, size):
+    """The first weight of rank 1 is changed after the second step."""
+    model = DistributedDataParallel(network())
+
+    def change():
+        if rank == 1:
+            next(model.parameters()).data.mul_(1.01)
+
+    return judged_ranks(model, change)
+
+
+def ranks_that_agree(rank, size):
+    return judged_ranks(DistributedDataParallel(network()))
+
+
+def ranks_with_shards(rank, size):
+    return judged_ranks(fully_shard(network()))

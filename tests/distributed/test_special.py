@@ -15,7 +15,7 @@ from tests.subscribers import EVERY_SUBSCRIBER
 NAMES = (
     *("every_subscriber", "evaluation_ddp", "evaluation_fsdp", "matrices", "spread", "nan_on_one_rank", "files"),
     *("pipeline", "evaluation_on_rank_0", "two_exporters", "scaled_and_checkpointed", "compiled"),
-    *("noise_of_ranks", "found_loss"),
+    *("noise_of_ranks", "found_loss", "ranks_that_part", "ranks_that_agree", "ranks_with_shards"),
 )
 
 
@@ -184,3 +184,16 @@ def test_a_loss_that_is_found_is_the_mean_over_ranks_of_the_sums_of_their_micro_
     (first, own), (second, other) = (outcome["found_loss"] for outcome in two)
     assert first == second
     assert first == pytest.approx([(a + b) / 2 for a, b in zip(own, other, strict=True)], rel=1e-6)
+
+
+def test_the_rules_name_the_weight_that_differs_between_ranks(two):
+    for outcome in two:
+        assert outcome["ranks_that_part"][0] == [("ranks_differ", "first", 2)]
+
+
+@pytest.mark.parametrize("name", ["ranks_that_agree", "ranks_with_shards"])
+def test_equal_ranks_and_shards_have_no_finding(two, name):
+    for outcome in two:
+        findings, judged = outcome[name]
+        assert findings == []  # the norm layer's weights are equal in all shards of the first step
+        assert judged == (("ranks_differ",) if name == "ranks_that_agree" else ())
