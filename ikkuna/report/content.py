@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from ikkuna.errors import IkkunaError
 from ikkuna.reading import StoredRun
-from ikkuna.report.colour_scale import scale_type
 from ikkuna.report.curves import ReportChart, ReportCurve, draw_chart, sparkline
-from ikkuna.report.expected_rows import with_missing_rows
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
+from ikkuna.visualization.pictures.colour_scale import scale_type
+from ikkuna.visualization.pictures.expected_rows import with_missing_rows
 
 __all__ = [
     "ModuleRow",

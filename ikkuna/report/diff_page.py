@@ -8,11 +8,11 @@ import numpy as np
 
 from ikkuna.atomic_file import atomic_file
 from ikkuna.reading import read_run
-from ikkuna.report.colour_scale import ColourScale
 from ikkuna.report.content import RunContent, module_kinds, network_charts, presence, run_name
 from ikkuna.report.difference import RunDifference, compare_runs
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.report.page import render, separate_names
+from ikkuna.visualization.pictures.colour_scale import ColourScale
 
 __all__ = ["compare_paths", "write_diff"]
 

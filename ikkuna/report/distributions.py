@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.reading import StoredHistogram, StoredRun
-from ikkuna.report.colour_scale import ColourScale
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
+from ikkuna.visualization.pictures.colour_scale import ColourScale
 
 __all__ = ["distributions_of", "rebinned"]
 

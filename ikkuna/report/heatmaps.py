@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.report.colour_scale import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
 from ikkuna.report.png import data_uri
 from ikkuna.report.reduction import reduced_matrix
+from ikkuna.visualization.pictures.colour_scale import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
 
 __all__ = ["ReportHeatmap", "draw_heatmap"]
 

@@ -26,7 +26,8 @@ class ModuleOrder:
     """
 
     def __init__(self, modules: Iterable[ModuleEntry] = ()) -> None:
-        self._positions = {name: i for i, entry in enumerate(modules) for name in (entry.name, *entry.aliases)}
+        self.modules = tuple(modules)
+        self._positions = {name: i for i, entry in enumerate(self.modules) for name in (entry.name, *entry.aliases)}
 
     def _position(self, name: str) -> int | None:
         """Return the position of the module with this name, or of the module with a parameter or output of this name."""

@@ -162,7 +162,7 @@ class TensorBoardBackend(FileBackend):
             return None
         key = series.kind, series.pass_name
         if key not in self._groups:
-            heatmap = HeatmapImage(heatmap_tag(series), self._order, self._write_image)
+            heatmap = HeatmapImage(heatmap_tag(series), self._order, self._write_image, kind=series.kind)
             self._groups = {**self._groups, key: _Group(series, heatmap)}  # a new dict: the thread may be iterating
         return self._groups[key]
 

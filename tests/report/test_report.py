@@ -17,13 +17,13 @@ import ikkuna
 from ikkuna import cli
 from ikkuna.reading import read_run
 from ikkuna.report import write_report
-from ikkuna.report.colour_scale import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
 from ikkuna.report.content import RunContent
 from ikkuna.report.curves import ReportCurve, draw_chart, ticks
 from ikkuna.report.heatmaps import draw_heatmap
 from ikkuna.report.judgement import judge_in_time
 from ikkuna.report.reduction import reduced_curve, reduced_matrix
 from ikkuna.testing import small_model
+from ikkuna.visualization.pictures.colour_scale import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
 
 DRAW = torch.Generator().manual_seed(5)
 

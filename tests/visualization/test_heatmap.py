@@ -2,6 +2,7 @@ import io
 import math
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from ikkuna.visualization import tensorboard
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
-from ikkuna.visualization.pictures import matrix_picture
+from ikkuna.visualization.pictures import heatmap_picture
 from ikkuna.visualization.pictures.event_images import HeatmapImage
 from ikkuna.visualization.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
-from ikkuna.visualization.pictures.matrix_picture import draw_heatmap, scaled
+from ikkuna.visualization.pictures.heatmap_picture import draw_heatmap, grouped
+from ikkuna.visualization.pictures.matrix_picture import scaled
 from ikkuna.visualization.pictures.png import encode_png
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 from tests.plugins.children import answer_of
@@ -100,12 +102,70 @@ def test_pictures_show_each_cell_and_mark_what_is_broken_or_missing(rows, column
     known[-1, -1] = False
     picture = np.asarray(Image.open(io.BytesIO(encode_png(draw_heatmap(cells(values, known))))).convert("RGB"))
     height, width, _ = picture.shape
-    assert width < 1500
-    assert height < rows + 400
-    broken, missing = (np.argwhere((picture == colour).all(-1)) for colour in ((230, 0, 60), (226, 230, 238)))
-    assert len(broken) == 2 * len(missing) >= 2
-    assert broken[:, 0].max() < missing[:, 0].min() or rows == 2
-    assert broken[:, 1].max() < missing[:, 1].min()
+    assert width < 1000
+    assert height < 560
+    broken, missing = (np.argwhere((picture == colour).all(-1)) for colour in ((227, 0, 43), (168, 168, 168)))
+    above = [found[found[:, 0] < height - 70] for found in (broken, missing)]  # without steps and legend
+    body = [found[found[:, 1] >= above[0][:, 1].min()] for found in above]  # without names
+    if rows > 105:  # neighbours share a row, which is not finite if one of them is not
+        assert len(body[0]) > 0
+        assert not len(body[1])
+        return
+    assert len(body[0]) == 2 * len(body[1]) > 0
+    assert body[0][:, 1].max() < body[1][:, 1].min()
+    assert all(len(found) > len(inside) for found, inside in zip((broken, missing), body, strict=True))  # in the legend
+
+
+def pixels(view):
+    return np.asarray(Image.open(io.BytesIO(encode_png(draw_heatmap(view)))).convert("RGB"))
+
+
+def test_exact_zeros_have_a_colour_of_their_own():
+    zero, least = (
+        (pixels(HeatmapView(("a", "b"), (0, 1), np.array([[first, 1], [1, 1]], np.float32), np.ones((2, 2), bool), "x_norm2"))
+         == (255, 154, 213)).all(-1).sum()
+        for first in (0.0, 1e-6)
+    )  # fmt: skip
+    assert zero > 24 * 200
+    assert least == 0
+
+
+def test_the_kind_decides_the_scale_of_a_picture():
+    values = np.array([[0.2, 0.4], [0.3, 0.4]])
+
+    def drawn(values, kind):
+        known = np.ones(values.shape, bool)
+        picture = pixels(HeatmapView(("a", "b"), (0, 1), values.astype(np.float32), known, kind))
+        return picture[12, 150].tolist()
+
+    assert drawn(values, "activations_sparsity") == drawn(values * [[1, 2], [1, 2]], "activations_sparsity")
+    assert drawn(values, "weights_norm2") != drawn(values * [[2, 1], [1, 1]], "weights_norm2")
+
+
+def test_neighbours_share_rows_in_which_the_worst_is_visible():
+    values = np.ones((1000, 3), np.float32)
+    values[5, 0], values[5, 1], values[6, 1] = np.nan, 0.0, 7.0
+    known = np.ones(values.shape, bool)
+    known[:10, 2] = False
+    view = HeatmapView(tuple(map(str, range(1000))), (0, 1, 2), values, known, "x_norm2")
+    names, merged, there = grouped(view, 100)
+    assert len(names) == len(merged) == 100
+    assert names[0] == "0 … +9"
+    assert np.isnan(merged[0, 0])
+    assert merged[0, 1] == 0
+    assert merged[1:].tolist() == [[1.0] * 3] * 99
+    assert there[0].tolist() == [True, True, False]
+    assert grouped(replace(view, kind="x_mean"), 100)[1][0, 1] == 7
+
+
+def test_modules_without_a_value_have_a_row():
+    modules = [ModuleEntry(name, "Linear", (("weight", (2, 2)),)) for name in ("a", "b", "c")]
+    made = HeatmapImage("x", ModuleOrder(modules), lambda *arguments: 0, kind="weights_norm2")
+    add(made, 0, {"c": 1.0, "a": 2.0})
+    view = made._sorted(made._heatmap.view())
+    assert view.names == ("a", "b", "c")
+    assert view.known[:, 0].tolist() == [True, False, True]
+    assert view.kind == "weights_norm2"
 
 
 def test_a_picture_without_a_finite_value():
@@ -174,7 +234,7 @@ def test_heat_maps_are_drawn_in_a_daemon_thread_while_training_goes_on(tmp_path,
         gate.wait(60)
         return draw_heatmap(view)
 
-    monkeypatch.setattr(matrix_picture, "draw_heatmap", draw)
+    monkeypatch.setattr(heatmap_picture, "draw_heatmap", draw)
     monkeypatch.setattr(tensorboard, "_DRAWING_INTERVAL", 0.01)
     backend = TensorBoardBackend()
     backend.open(tmp_path)
@@ -194,7 +254,7 @@ def test_heat_maps_are_drawn_in_a_daemon_thread_while_training_goes_on(tmp_path,
 
 def test_closing_does_not_wait_for_a_drawing(tmp_path, monkeypatch, caplog):
     gate = threading.Event()
-    monkeypatch.setattr(matrix_picture, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
+    monkeypatch.setattr(heatmap_picture, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
     backend = TensorBoardBackend()
     backend.open(tmp_path)
     training(backend, 2)
@@ -209,7 +269,7 @@ def test_a_failing_picture_is_logged_once_and_costs_no_values(tmp_path, monkeypa
     def fail(view):
         raise OSError("no font")
 
-    monkeypatch.setattr(matrix_picture, "draw_heatmap", fail)
+    monkeypatch.setattr(heatmap_picture, "draw_heatmap", fail)
     backend = TensorBoardBackend()
     backend.open(tmp_path)
     training(backend, 2)
@@ -226,7 +286,7 @@ def test_a_failing_picture_is_logged_once_and_costs_no_values(tmp_path, monkeypa
 
 def test_rows_are_in_the_order_of_the_network(monkeypatch):
     views = []
-    monkeypatch.setattr(matrix_picture, "draw_heatmap", lambda view: views.append(view) or draw_heatmap(view))
+    monkeypatch.setattr(heatmap_picture, "draw_heatmap", lambda view: views.append(view) or draw_heatmap(view))
     made, _ = image(ModuleOrder([ModuleEntry(name, "Linear") for name in ("stem", "body.2", "body.10", "a")]))
     for step in range(2):
         add(made, step, dict.fromkeys(("a", "new", "body.10", "body.2:1", "body.2", "stem"), 1.0))

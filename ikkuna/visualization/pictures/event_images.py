@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
+from ikkuna.visualization.pictures.expected_rows import with_missing_rows
 from ikkuna.visualization.pictures.heatmap import Heatmap, HeatmapView
 
 __all__ = ["HeatmapImage", "MatrixImage", "MatrixQueue", "import_renderer"]
@@ -19,6 +20,7 @@ Write = Callable[[str, bytes, int], int]
 
 def import_renderer() -> None:
     """Import what draws the images; called in the drawing thread, because importing matplotlib takes half a second."""
+    import ikkuna.visualization.pictures.heatmap_picture
     import ikkuna.visualization.pictures.matrix_picture
     import ikkuna.visualization.pictures.png  # noqa: F401
 
@@ -39,10 +41,13 @@ class HeatmapImage:
         Queues the image; called in the drawing thread.
     interval : float
         In seconds.
+    kind : str
+        The kind, which decides the scale of colours and the modules that have a row.
     """
 
-    def __init__(self, name: str, order: ModuleOrder, write: Write, interval: float = 5.0) -> None:
+    def __init__(self, name: str, order: ModuleOrder, write: Write, interval: float = 5.0, kind: str = "") -> None:
         self.name = name
+        self._kind = kind
         self._order = order
         self._write = write
         self._interval = interval
@@ -68,7 +73,7 @@ class HeatmapImage:
 
     def draw(self) -> None:
         """Draw the values and write the image."""
-        from ikkuna.visualization.pictures.matrix_picture import draw_heatmap
+        from ikkuna.visualization.pictures.heatmap_picture import draw_heatmap
         from ikkuna.visualization.pictures.png import encode_png
 
         with self._lock:
@@ -81,7 +86,11 @@ class HeatmapImage:
     def _sorted(self, view: HeatmapView) -> HeatmapView:
         rows = sorted(range(len(view.names)), key=lambda row: self._order.key(view.names[row]))
         names = tuple(view.names[row] for row in rows)
-        return HeatmapView(names, view.steps, view.values[rows], view.known[rows])
+        values = view.values[rows].astype(np.float64)
+        modules = self._order.modules
+        names, values, known = with_missing_rows(modules, self._kind, names, values, view.known[rows])
+        with np.errstate(over="ignore"):
+            return HeatmapView(names, view.steps, values.astype(np.float32), known, self._kind)
 
 
 class MatrixImage:

@@ -29,12 +29,15 @@ class HeatmapView:
         (row, column), float32
     known : ndarray
         (row, column), whether there is a value; it may be NaN.
+    kind : str
+        The kind, which decides the scale of colours.
     """
 
     names: tuple[str, ...]
     steps: tuple[int, ...]
     values: NDArray[np.float32]
     known: NDArray[np.bool_]
+    kind: str = ""
 
 
 class _Column(NamedTuple):

@@ -1,36 +1,22 @@
-"""Draws a matrix as an image: a heat map of modules by steps, or a matrix of modules by modules."""
+"""Draws a matrix as an image, such as one of modules by modules."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.font_manager import FontProperties
-from matplotlib.image import BboxImage
-from matplotlib.textpath import text_to_path
-from matplotlib.transforms import Bbox, TransformedBbox
+from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from ikkuna.plot.figure import NotebookFigure
-from ikkuna.visualization.pictures.heatmap import HeatmapView
+from ikkuna.visualization.pictures.canvas import LINE, Canvas, Labels
 from ikkuna.visualization.pictures.labels import printable
 from ikkuna.visualization.pictures.scale import bounded, is_logarithmic
 
-__all__ = ["draw_heatmap", "draw_matrix", "scaled"]
+__all__ = ["draw_matrix", "scaled"]
 
 _NONFINITE = (230, 0, 60, 255)  # a colour that the colour map lacks
 _MISSING = (226, 230, 238, 255)
-_DPI = 100
-_FONT_SIZE = 8
-_LINE = 18  # pixels between two labels
-_LONGEST = 36  # characters of a label
-
-
-def draw_heatmap(view: HeatmapView) -> NotebookFigure:
-    """Return the picture of a heat map, with a row for each module and a column for each step."""
-    columns = [f"step {view.steps[0]}", *map(str, view.steps[1:])]
-    return draw_matrix(view.values.astype(np.float64), view.names, columns, known=view.known)
 
 
 def draw_matrix(
@@ -65,11 +51,11 @@ def draw_matrix(
     shares, ends = scaled(values if known is None else np.where(known, values, math.nan), limits)
     height = max(1, min(24, 420 // len(rows)))
     width = max(1, max(512, len(rows) * height * 5 // 4) // len(columns))
-    row_labels = _Labels(rows, height)
-    column_labels = _Labels(columns, width, is_horizontal=True)
+    row_labels = Labels(rows, height)
+    column_labels = Labels(columns, width, is_horizontal=True)
     left, top = row_labels.length + 12, 34 if title else 10
     body = Bbox.from_bounds(left, top, width * len(columns), height * len(rows))
-    canvas = _Canvas(body.x1 + 96, body.y1 + max(column_labels.length, _LINE) + 14)
+    canvas = Canvas(body.x1 + 96, body.y1 + max(column_labels.length, LINE) + 14)
     canvas.add_image(_colours(shares, known), body)
     for row, label in row_labels.shown():
         canvas.add_text(body.x0 - 5, body.y0 + (row + 0.5) * height, label, ha="right", va="center_baseline")
@@ -80,64 +66,6 @@ def draw_matrix(
         canvas.add_text(body.x0, 10, printable(title), va="top", fontsize=11)
     _add_scale(canvas, body, ends, limits is None)
     return canvas.picture
-
-
-class _Labels:
-    """The labels of rows or columns, as many as there is space for.
-
-    Parameters
-    ----------
-    names : sequence of str
-        One for each cell.
-    size : int
-        Pixels from one cell to the next.
-    is_horizontal : bool
-        Whether the cells stand beside each other; their labels are rotated if they are long.
-    """
-
-    def __init__(self, names: Sequence[str], size: int, is_horizontal: bool = False) -> None:
-        self._names = names
-        is_rotated = is_horizontal and max(map(len, names)) > 15
-        self.rotation = 90 if is_rotated else 0
-        widths = [_width(label) for _, label in self._every(_LINE / size)]
-        needed = max(widths) + 10 if is_horizontal and not is_rotated else _LINE
-        self._spacing = needed / size
-        self.length = max(widths) if is_rotated or not is_horizontal else _LINE
-
-    def _every(self, spacing: float) -> Iterable[tuple[int, str]]:
-        places = range(0, len(self._names), math.ceil(spacing))
-        return [(place, printable(self._names[place], _LONGEST)) for place in places]
-
-    def shown(self) -> Iterable[tuple[int, str]]:
-        """Return the cells that are labelled, with their labels."""
-        return self._every(self._spacing)
-
-
-def _width(text: str) -> float:
-    """Return the width of a label in pixels."""
-    width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=_FONT_SIZE), ismath=False)
-    return float(width) * _DPI / 72
-
-
-class _Canvas:
-    """A picture in which places are given in pixels from the upper left corner."""
-
-    def __init__(self, width: float, height: float) -> None:
-        self._size = math.ceil(width), math.ceil(height)
-        self.picture = NotebookFigure(figsize=(self._size[0] / _DPI, self._size[1] / _DPI), dpi=_DPI)
-
-    def add_image(self, colours: NDArray[np.uint8], place: Bbox) -> None:
-        """Add an image (row, column, 4) that fills `place`."""
-        width, height = self._size
-        share = Bbox.from_extents(place.x0 / width, 1 - place.y1 / height, place.x1 / width, 1 - place.y0 / height)
-        image = BboxImage(TransformedBbox(share, self.picture.transFigure), interpolation="nearest")
-        image.set_data(colours)
-        self.picture.add_artist(image)
-
-    def add_text(self, x: float, y: float, text: str, **options: Any) -> None:
-        """Add a text."""
-        options = {"fontsize": _FONT_SIZE, "color": "#282828", **options}
-        self.picture.text(x / self._size[0], 1 - y / self._size[1], text, parse_math=False, **options)
 
 
 def scaled(
@@ -183,7 +111,7 @@ def _colours(shares: NDArray[np.float64], known: NDArray[np.bool_] | None = None
     return colours
 
 
-def _add_scale(canvas: _Canvas, body: Bbox, ends: tuple[float, float] | None, is_automatic: bool) -> None:
+def _add_scale(canvas: Canvas, body: Bbox, ends: tuple[float, float] | None, is_automatic: bool) -> None:
     """Add the colours of the scale, with its ends, at the right of the body."""
     x = body.x1 + 14
     if ends is None:
