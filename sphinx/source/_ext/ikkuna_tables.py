@@ -27,6 +27,7 @@ from ikkuna.visualization.backend import Backend
 
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))  # the tests are not installed
+from tests.diagnosis.real_errors.errors import ERRORS  # noqa: E402
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS  # noqa: E402
 
 KINDS = {  # kind → description, and when it is recorded
@@ -241,6 +242,21 @@ def rule_table() -> str:
     return table(("rule", "severity", "sees", "threshold and its source", "cannot see", "try"), rows)
 
 
+def real_errors() -> str:
+    """Return the table of errors of public trackers: the mistake, and which checks and rules find it."""
+    head = ("mistake", "check before the first step", "rule", "why nothing else finds it")
+    rows = [
+        (
+            f"{error.mistake} (`{error.source.partition('//')[2]} <{error.source}>`__)",
+            ", ".join(f"``{name}``" for name in sorted(error.checks)),
+            ", ".join(f"``{name}``" for name in sorted(error.rules)),
+            error.reason,
+        )
+        for error in ERRORS.values()
+    ]
+    return table(head, rows, widths="40 15 15 30")
+
+
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -255,6 +271,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"faults-{section}": partial(faults, section) for section in SECTIONS},
     "faults-left-out": left_out,
     "costs": costs,
+    "real-errors": real_errors,
     "rules": rule_table,
     "gather": gather,
     "metric-pages": metric_pages,
