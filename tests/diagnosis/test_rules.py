@@ -141,6 +141,14 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         constant_of("norm0", running_mean_distance=0.2, running_variance_distance=3.0),
         constant_of("norm0", running_mean_distance=0.2, running_variance_distance=0.3),
     ),
+    "attention_collapse": (
+        {("attention_evenness", f"fc0:head_{i}"): sampled([0.9, 0.5, 0.01]) for i in range(4)},
+        {("attention_evenness", f"fc0:head_{i}"): sampled([0.9, 0.5, 0.01 if i == 0 else 0.3]) for i in range(4)},
+    ),
+    "idle_experts": (
+        constant_of("fc0", dead_experts=0.75),
+        constant_of("fc0", dead_experts=0.25),
+    ),
     "ranks_differ": (
         {
             ("weights_ranks_norm2_min", "fc1"): sampled([2.0, 2.0, 1.99]),

@@ -21,6 +21,8 @@ _OTHERS = {
     "train_accuracy": "TrainAccuracySubscriber()",
     "test_accuracy": "TestAccuracySubscriber(data)",
     "nonfinite_producer": "NonFiniteSubscriber()",
+    "attention_evenness": "AttentionSubscriber(dataset)",
+    "dead_experts": "RouterSubscriber(top_k)",
     "running_mean_distance": "RunningStatisticsSubscriber() for the batch norms",
     "running_variance_distance": "RunningStatisticsSubscriber() for the batch norms",
     "weights_ranks_norm2_min": 'RankSpreadSubscriber("weights", "norm2")',
