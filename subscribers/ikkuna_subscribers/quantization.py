@@ -79,6 +79,8 @@ class QuantizationSubscriber(PlotSubscriber):
         """Emit the largest magnitude and both errors."""
         record = message.record
         assert record is not None
+        assert record.min is not None
+        assert record.max is not None
         errors = message.data
         largest = max(abs(record.min), abs(record.max)) if math.isfinite(errors[2]) else math.nan
         relative = [math.sqrt(error / errors[2]) if errors[2] else 0.0 for error in errors[:2]]
