@@ -168,6 +168,7 @@ def test_plot_draws_a_line_for_each_module_and_quantiles_for_many(tmp_path):
     values = np.stack([watched.history("weights_norm2", str(i)).values for i in range(17)])
     np.testing.assert_allclose(many.lines[0].get_ydata(), np.median(values, axis=0))
     assert many.get_legend().get_title().get_text() == "17 modules"
+    assert [text.get_text() for text in many.get_legend().texts] == ["minimum to maximum", "25 % to 75 %", "median"]
 
 
 def test_a_module_that_is_not_finite_breaks_the_quantiles(tmp_path):

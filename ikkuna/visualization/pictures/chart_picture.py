@@ -72,7 +72,7 @@ def _draw_quantiles(ax: Axes, view: ChartView) -> list[Array]:
     )
     draw_fan(ax, FanSeries("*", "", ((low, high), (first, third)), median), view.quantiles.steps, _BLUE)
     middle = Patch(color=_BLUE, alpha=0.36, linewidth=0)  # the colour of two overlapping bands
-    names = ["all", "middle half", "median"]
+    names = ["minimum to maximum", "25 % to 75 %", "median"]
     _legend(ax, [ax.collections[0], middle, *ax.lines], names, f"{view.modules:,} modules")
     return [view.quantiles.values[0], view.quantiles.values[-1]]
 
