@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.hooks import hook
+from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber, SparsitySubscriber, VarianceSubscriber
 from ikkuna.numerics.statistics.device import triton_launcher
 from ikkuna.testing import RecordingBackend
-from tests.simulated_device import Stream, memory
+from tests.simulated_device import Stream, memory, recorded
 
 pytestmark = pytest.mark.simulated
 
@@ -107,6 +109,33 @@ def test_a_part_of_the_model_on_another_stream(bus):
     assert watched.exporter.health().errors == 0
     found = {step: value for (_, name, step), value in watched.values().items() if name == "0"}
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_while_a_graph_is_captured_hooks_add_no_operator_and_ask_no_event(bus, monkeypatch, caplog):
+    """Either would end the capture; the steps around it are recorded."""
+
+    def logged(watched):
+        with recorded() as log:
+            step(watched.model, watched.optimizer, x)
+        return list(log)
+
+    x = torch.randn(2, 4)
+    alone = Watched(MessageBus("alone"))
+    alone.exporter.close()
+    watched = Watched(bus, "weights", "activations", "layer_gradients", "weight_updates")
+    for model in (alone, watched):
+        step(model.model, model.optimizer, x)
+    assert len(logged(watched)) > len(logged(alone))
+    with monkeypatch.context() as captured:
+        captured.setattr(hook, "in_capture", lambda: True)
+        for _ in range(2):
+            assert logged(watched) == logged(alone)
+    step(watched.model, watched.optimizer, x)
+    watched.exporter.close()
+    health = watched.exporter.health()
+    assert (health.errors, health.steps) == (0, 3)
+    assert {step for _, name, step in watched.values() if name == "0"} == {0, 1, 2}
+    assert len([record for record in caplog.records if "CUDA graph" in record.message]) == 1
 
 
 @pytest.mark.usefixtures("kernels")

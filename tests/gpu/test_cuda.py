@@ -5,6 +5,9 @@ import math
 import pytest
 import torch
 
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.gpu.loops import HISTOGRAMS, KINDS, STEPS, DeviceLoop, published, subscribers, watched
 
@@ -124,3 +127,78 @@ def test_memory_of_the_device_does_not_grow(device):
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= early + 1024
     exporter.close()
+
+
+@pytest.mark.parametrize("name", ["mlp-sgd"])
+def test_a_graph_is_captured_and_replayed_beside_steps_that_are_recorded(name, device, caplog):
+    """Nothing of the capture is recorded, and nothing is left in the graph."""
+    loop, backend = DeviceLoop(name, device), RecordingBackend()
+    exporter = watched(loop, subscribers(backend))
+    loop.run(2)
+    inputs, labels = loop.batch()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # torch asks for these before a capture
+            loop.optimizer.zero_grad(set_to_none=True)
+            loop.loss(loop.model(inputs), labels).backward()
+    torch.cuda.current_stream().wait_stream(side)
+    loop.optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loop.loss(loop.model(inputs), labels).backward()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    loop.run(2)
+    exporter.close()
+    assert exporter.health().errors == 0
+    assert {step for _, _, step in backend.values} == set(range(4))
+    assert len([record for record in caplog.records if "CUDA graph" in record.message]) == 1
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_values_of_a_compiled_model_are_those_of_the_cpu(device, mode):
+    """With ``reduce-overhead``, which replays graphs, sampled steps run without the compiler."""
+
+    def values(where):
+        loop, backend = DeviceLoop("mlp-sgd", where), RecordingBackend()
+        if where != "cpu":
+            loop.model.compile(mode=mode)
+        exporter = watched(loop, subscribers(backend))
+        loop.run(STEPS)
+        exporter.close()
+        assert exporter.health().errors == 0
+        return {(series.kind, series.name, step): value for series, value, step in backend.values}
+
+    assert not differing(values(device), values("cpu"))
+
+
+def test_without_memory_for_measurements_training_goes_on(device):
+    """The memory of the process is limited to what training needs, and a little more."""
+    layer = torch.nn.Linear(4096, 4096, device=device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.randn(8, 4096, device=device)
+
+    def step():
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        optimizer.step()
+
+    step()
+    exporter = Exporter(message_bus=MessageBus("gpu"))
+    exporter.add_modules(layer)
+    exporter.message_bus.register_subscriber(NormSubscriber("weight_updates", backend=RecordingBackend()))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    before = layer.weight.detach().cpu()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (16 << 20)) / total)
+    try:
+        step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    exporter.close()
+    assert not torch.equal(before, layer.weight.detach().cpu())
+    assert exporter.health().skipped > 0
+    assert exporter.health().errors == 0

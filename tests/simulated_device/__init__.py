@@ -10,7 +10,7 @@ A storage of the device has an address that the host cannot read, and refers to 
 - A kernel that reads what another stream has written, without having waited for it, raises an error.
 - `memory.limit` bounds the memory of the device.
 
-Time, the caching allocator, CUDA graphs and sparse tensors are not simulated.
+Time, the caching allocator, CUDA graphs, sparse tensors, and the fused operators of recurrent layers are not simulated.
 """
 
 from tests.simulated_device import streams

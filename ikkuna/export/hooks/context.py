@@ -15,6 +15,7 @@ from ikkuna.export.rows.recorder import Recorder
 from ikkuna.export.steps.decisions import Decision
 from ikkuna.export.steps.step_tracker import StepTracker
 from ikkuna.export.steps.stopwatch import Stopwatch
+from ikkuna.logger import log
 
 __all__ = ["HookContext"]
 
@@ -56,6 +57,8 @@ class HookContext:
         Whether a subscriber wants to know when steps begin or end.
     observer : StepObserver, optional
         Observes steps as a whole.
+    has_seen_capture : bool
+        Whether the model was called while a CUDA graph was captured.
     """
 
     recorder: Recorder
@@ -73,6 +76,7 @@ class HookContext:
     is_interrupted: bool = False
     wants_steps: bool = False
     observer: StepObserver | None = None
+    has_seen_capture: bool = False
 
     @property
     def is_off(self) -> bool:
@@ -95,6 +99,15 @@ class HookContext:
         self.abandon()
         self.is_interrupted = False
         return True
+
+    def is_captured(self) -> None:
+        """Log once that a CUDA graph of the model is captured: an operator that measures would become a part of each replay."""
+        if not self.has_seen_capture:
+            self.has_seen_capture = True
+            log.warning(
+                "a CUDA graph is being captured: nothing is recorded of the calls in it, and nothing when it is replayed; "
+                "steps without the graph are recorded"
+            )
 
     def handle(self, where: str, error: BaseException) -> None:
         """Handle an exception that leaves a hook: report an error of ikkuna, and raise what belongs to the user.

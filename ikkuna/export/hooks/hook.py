@@ -10,13 +10,18 @@ from torch import nn
 
 from ikkuna.torch_internals import compiled_programs, function_transforms, graph_task, skip_in_compiler, tracing_state
 
-__all__ = ["Hook", "Remove", "in_backward", "remove_all", "was_compiled"]
+__all__ = ["Hook", "Remove", "in_backward", "in_capture", "remove_all", "was_compiled"]
 
 Remove = Callable[[], None]
 
 
 def _no_owner() -> None:
     """Stand for the weak reference of a hook without an owner."""
+
+
+def in_capture() -> bool:
+    """Whether the operators that this thread calls are recorded for a CUDA graph, and do not run."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def in_backward() -> bool:
@@ -33,7 +38,8 @@ class Hook:
 
     The owner is an adapter with a ``context`` (see `HookContext`), held weakly.  The time is counted by the context's stopwatch, and errors
     are handled by the context.  A copied or unpickled hook has no owner and does nothing.  Inside ``torch.func`` transforms
-    and tracers a hook does nothing; inside a graph that is being compiled it calls :meth:`leave_in_graph`.
+    and tracers, and while a CUDA graph is captured, a hook does nothing.
+    Inside a graph that is being compiled it calls :meth:`leave_in_graph`.
 
     This is one function with direct calls, because it runs between two kernels of the user's model that have emptied
     the processor's caches, where each further function call costs several times the usual.
@@ -65,6 +71,9 @@ class Hook:
         context = owner.context
         stopwatch = context.stopwatch
         try:
+            if in_capture():
+                context.is_captured()
+                return
             try:
                 stopwatch.start()
                 self.function(owner, *self.bound, *args)
