@@ -1,4 +1,4 @@
-"""What looking costs, as a multiple of one sum over the same numbers: process CPU time of one thread, interleaved.
+"""The cost of inspection functions, as a multiple of one sum over the same numbers: CPU time of one thread, interleaved.
 
     python benchmarks/inspection.py [million elements]
 

@@ -1,4 +1,4 @@
-"""What looks at a probe set cost: products of the Hessian in gradients, and one CKA as a share of an epoch.
+"""The cost of probe sets: products of the Hessian in gradients, and one CKA as a share of an epoch.
 
     python benchmarks/probes.py
 

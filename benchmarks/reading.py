@@ -1,4 +1,4 @@
-"""The time to read event files: `ikkuna.reading`, with and without its native library, and TensorBoard's ``EventAccumulator``.
+"""Time to read event files with `ikkuna.reading`, with and without its native library, and with ``EventAccumulator``.
 
 All read the same files in one interleaved run; times are process CPU time on one thread.
 ``packed`` has one event for each step, as ikkuna writes; ``single`` has one event for each value, as most other writers do.

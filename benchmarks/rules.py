@@ -78,7 +78,7 @@ def measure(make, steps: int, warm_up: int) -> dict[str, float]:
 
 
 def warm(workload: Workload, steps: int) -> None:
-    """Take steps with batches of one sample."""
+    """Run steps with batches of one sample."""
     whole = workload.inputs, workload.labels
     workload.inputs, workload.labels = (part[:1] for part in whole)
     for _ in range(steps):

@@ -7,7 +7,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-FIRST_WORDS = re.compile(r"(?:Tell|Take|Hear|Note|Say|Look(?! up\b)|Know|Ask)s?\b|(?:Be|Have)\b")
+FIRST_WORDS = re.compile(r"(?:Tell|Take|Hear|Note|Say|Look(?! up\b)|Know|Ask)s?\b|(?:Be|Have|Of|What|Who|Whose)\b")
 BANNED = re.compile(r"\b(?:nobody|whoever|somebody|is to be had|are to be had|for the hurried)\b", re.IGNORECASE)
 SECTION = re.compile(r"^( *)(Parameters|Other Parameters|Attributes)\n\1-{3,}\n", re.MULTILINE)
 LOGGING = {"debug", "info", "warning", "error", "exception", "critical", "log", "warn"}

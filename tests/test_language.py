@@ -64,6 +64,8 @@ def test_meanings_in_the_place_of_a_type_are_found(entry, tmp_path):
         '"""Tell what is wrong."""',
         '"""Takes a tensor."""',
         '"""Look at the model."""',
+        '"""What a step computes."""',
+        '"""Of several values the last one counts."""',
         '"""A value for nobody."""',
         "x = 1  # for whoever asks",
         'raise ValueError(f"somebody took {1}")',

@@ -1,4 +1,4 @@
-"""What a command writes: text, tables and JSON, with colours only where they can be shown."""
+"""Output of a command: text, tables and JSON, with colours only where they can be shown."""
 
 import json
 import math

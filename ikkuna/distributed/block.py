@@ -71,7 +71,7 @@ class Counts:
 
 @dataclass(slots=True)
 class RankBlock:
-    """What one rank sends of one step.
+    """Data of one step that one rank sends.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers do with an exporter."""
+"""Drives an exporter for the callbacks of all trainers."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -44,7 +44,7 @@ _COLUMNS = 6
 
 @dataclass
 class RunContent:
-    """What a report shows of one run.
+    """Contents of a report about one run.
 
     Parameters
     ----------

@@ -138,7 +138,7 @@ class Run:
         backends: Sequence[str | Backend] = ("tb",),
         sender: Sender | None = None,
     ) -> None:
-        """Pass a value of a series to `backends`: a number, a histogram, a matrix, a picture, a finding, or a text (a page of Markdown).
+        """Pass a value to `backends`: a number, a histogram, a matrix, a picture, a finding, or a text (a page of Markdown).
 
         A value that a backend cannot store is refused here.  Failures of a backend are counted for each `sender`.
 

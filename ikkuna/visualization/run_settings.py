@@ -1,4 +1,4 @@
-"""What the user chooses for a run: its name, its hyper-parameters, and whether it continues another one."""
+"""Choices of the user for a run: its name, its hyper-parameters, and whether it continues another one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ __all__ = ["Continued", "RunSettings"]
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What the user chooses for a run.
+    """Choices of the user for a run.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Who shows values: failures of backends are counted separately for each sender."""
+"""Senders of values: failures of backends are counted separately for each sender."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What `ikkuna.watch` returns: an exporter that also shows what was measured."""
+"""The result of `ikkuna.watch`: an exporter that also shows the measured values."""
 
 import html
 from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ __all__ = ["HessianSubscriber"]
 
 
 class _Measured(NamedTuple):
-    """What an evaluation computes on the device: whether everything is finite, and the results of products."""
+    """Results of an evaluation on the device: whether everything is finite, and the results of products."""
 
     healthy: Tensor
     coefficients: Coefficients

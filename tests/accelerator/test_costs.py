@@ -42,7 +42,7 @@ METRICS = {
 
 
 class Costs:
-    """What subscribers add to the work of a device in one step of a model.
+    """Work that subscribers add on a device in one step of a model.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What goes wrong on a device does not reach training."""
+"""Failures on a device do not reach training."""
 
 import logging
 

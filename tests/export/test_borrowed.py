@@ -1,4 +1,4 @@
-"""What a subscriber is handed is borrowed: keeping it costs little, and what it made of it is its own."""
+"""A subscriber borrows its tensors: to keep one costs little, and its results are its own."""
 
 import os
 import threading

@@ -188,7 +188,7 @@ def test_a_root_that_is_such_a_layer(bus, exporters):
 
 @pytest.mark.fault(204)
 def test_a_root_that_is_such_a_layer_and_takes_keyword_arguments(bus):
-    """What it receives and returns is observed in evaluation mode, too."""
+    """Its inputs and outputs are observed in evaluation mode, too."""
     layer, recording = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), RecordingBackend()
     with Exporter(message_bus=bus, on_error="raise") as exporter:
         exporter.add_modules(layer)

@@ -95,7 +95,7 @@ def rounds_in_delivery(sites: int, backend: str, directory: Path) -> int:
 
 @pytest.mark.parametrize("backend", ["null", "tb"])
 def test_delivery_creates_no_object_per_value(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is created for a step does not grow with the number of modules, if no subscriber takes single messages."""
+    """The number of objects of a step does not grow with the number of modules, if no subscriber takes single messages."""
     monkeypatch.setattr(RedrawThread, "open", lambda thread: None)  # which creates objects meanwhile
     few, many = (rounds_in_delivery(sites, backend, tmp_path / str(sites)) for sites in (5, 300))
     assert many <= few + STEPS / 4

@@ -1,4 +1,4 @@
-"""What each backward pass adds to a gradient is seen as autograd computed it."""
+"""The gradient of each backward pass is observed as autograd computed it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the hooks cost of Python's recursion limit."""
+"""The share of Python's recursion limit that the hooks take."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ from ikkuna.visualization.backend import Backend
 
 
 class Interrupted(Exception):
-    """What the user's handlers raise."""
+    """Exceptions that the user's handlers raise."""
 
 
 def plain(signum, frame):

@@ -22,7 +22,7 @@ _ALWAYS = 10**9
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to calls of an operation.
+    """Fate of calls of an operation.
 
     Parameters
     ----------

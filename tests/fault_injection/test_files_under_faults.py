@@ -1,4 +1,4 @@
-"""What reaches the files, through real descriptors, when calls of the operating system fail or take long."""
+"""The contents of files, through real descriptors, when calls of the operating system fail or take long."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""What is logged to MLflow is read back through its client."""
+"""Values logged to MLflow are read back through its client."""
 
 import json
 import math

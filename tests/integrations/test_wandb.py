@@ -1,4 +1,4 @@
-"""What is logged to Weights & Biases offline is read back by its own reader."""
+"""Values logged to Weights & Biases offline are read back by its own reader."""
 
 import json
 import math

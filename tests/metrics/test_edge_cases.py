@@ -125,7 +125,7 @@ ORDERS = pytest.mark.parametrize("p", [0, 1, 2, 3, math.inf])
 @ORDERS
 @pytest.mark.parametrize("broken", [[math.nan], [math.inf], [-math.inf], [math.nan, math.inf]])
 def test_a_norm_of_finite_elements_leaves_out_the_others(p, broken):
-    """Of every order, merged over calls, and of a call without a finite element."""
+    """Norms of every order, merged over calls, and of a call without a finite element."""
     calls = [torch.tensor([1.0, 0.0, -3.0, *broken]), torch.tensor(broken)]
     found = watched(lambda **o: installed.NormSubscriber("activations", p, finite_only=True, **o), calls, calls[1:])
     expected = {0: 2.0, 1: 4.0, 2: math.sqrt(10), 3: 28 ** (1 / 3), math.inf: 3.0}[p]

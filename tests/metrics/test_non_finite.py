@@ -184,7 +184,7 @@ def test_the_backward_pass_of_a_loss_is_distinguished_from_that_of_a_layer(caplo
 
 
 def test_a_gradient_of_a_parameter_alone(caplog):
-    """What flows on is finite: only the weight's own gradient overflows."""
+    """The tensors of later layers are finite: only the weight's own gradient overflows."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight.register_hook(lambda grad: grad * math.inf)
     named, _, _ = trained(model, 3, 1)

@@ -83,7 +83,7 @@ def last(found, kind):
 
 
 def dead_units(found):
-    """What lies behind a dead layer sees a constant, for which all of its units may be dead by chance: the first one tells."""
+    """Layers after a dead layer receive a constant, and may be dead by chance; the first dead one is the cause."""
     dead = [name for name, share in last(found, "activations_dead").items() if share > 0.9]
     return {name.replace("relu", "layer") for name in dead[:1]}
 

@@ -88,7 +88,7 @@ def test_a_sample_of_one_tensor():
 
 
 def test_samples_of_a_list():
-    """Of equal elements, every sample is the same."""
+    """Every sample of equal elements is the same."""
     xs, ys = [torch.full((n,), 3.0) for n in (9, WORTH_SAMPLING + 9)], [torch.ones(9), torch.ones(WORTH_SAMPLING + 9)]
     kernels, counts = with_triton()._kernels, torch.zeros(1, 4096, dtype=torch.int32)
     assert kernels.sample_list(TensorList(xs, ys), [1], counts, 2**32 - 1)

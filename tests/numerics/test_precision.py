@@ -70,7 +70,7 @@ def test_e4m3_overflow_is_seen_although_the_cast_saturates():
 
 
 def test_small_normal_numbers_in_half_precision():
-    """Of 1e-6 N(0, 1), 2.37 % vanish in fp16 and 97.6 % are subnormal; fp8 keeps nothing."""
+    """In fp16, 2.37 % of 1e-6 N(0, 1) vanish and 97.6 % are subnormal; fp8 keeps nothing."""
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)) * 1e-6
     got = shares(count_losses(x, "fp16"))
     assert got.underflow == pytest.approx(0.0238, abs=5e-4)

@@ -1,4 +1,4 @@
-"""What a training run computes, observed with plain hooks of torch in float64; nothing here is of ikkuna.
+"""Results of a training run, observed with plain hooks of torch in float64; nothing here is of ikkuna.
 
 Everything is kept as a copy until the step ends: memory and time do not matter, only that each number is easy to verify.
 """

@@ -54,7 +54,7 @@ class _Holder(nn.Module):
 
 @dataclass
 class _Run:
-    """What a run of a module leaves behind: outputs, the state of the module, and the gradients of parameters and inputs."""
+    """Results of a run of a module: outputs, the state of the module, and the gradients of parameters and inputs."""
 
     outputs: list[Any] = field(default_factory=list)
     gradients: list[Any] = field(default_factory=list)

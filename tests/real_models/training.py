@@ -78,7 +78,7 @@ class RealModel:
 
 @dataclass
 class Run:
-    """What a training run leaves behind.
+    """Results of a training run.
 
     Parameters
     ----------

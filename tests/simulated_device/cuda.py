@@ -1,4 +1,4 @@
-"""What CUDA does for an operator of torch: the number of kernels and bytes, and whether the host waits."""
+"""The work of CUDA for an operator of torch: the number of kernels and bytes, and whether the host waits."""
 
 import math
 from collections.abc import Iterable

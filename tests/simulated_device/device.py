@@ -65,7 +65,7 @@ def _composites() -> dict[str, Callable[..., Any]]:
 
 
 class _Operator(NamedTuple):
-    """What the schema of an operator says: its name, whether it is a view, and the places of its arguments.
+    """Contents of the schema of an operator: its name, whether it is a view, and the places of its arguments.
 
     `numbers` are the places where a number stands for a tensor; `changed` and `outputs` are names.
     """

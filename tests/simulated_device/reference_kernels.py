@@ -1,4 +1,4 @@
-"""What the Triton kernels compute, in numpy: the same arguments and results, for tests of the code that launches them."""
+"""The Triton kernels in numpy: the same arguments and results, for tests of the code that launches them."""
 
 import ctypes
 from typing import Any

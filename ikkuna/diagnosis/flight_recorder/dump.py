@@ -22,7 +22,7 @@ __all__ = ["Dump", "DumpRow", "read_dump"]
 
 
 class DumpRow(NamedTuple):
-    """What a row of a dump was measured of.
+    """Origin of a row of a dump.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Dump:
 
     @cached_property
     def names(self) -> list[DumpRow]:
-        """What each row was measured of."""
+        """Origin of each row."""
         columns = (self.rows[name].tolist() for name in ("kinds", "modules", "paths"))
         return [DumpRow(*row) for row in zip(*columns, strict=True)]
 

@@ -29,7 +29,7 @@ INDEX = "dump.json"
 
 @dataclass
 class DumpContent:
-    """What is written to a dump.
+    """Contents of a dump.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What makes the flight recorder write a dump without a rule."""
+"""Events that make the flight recorder write a dump without a rule."""
 
 import math
 from collections import deque

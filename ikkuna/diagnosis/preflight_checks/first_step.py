@@ -1,4 +1,4 @@
-"""What the first step computes, and the exception that ended it."""
+"""Results of the first step, and the exception that ended it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Python stack of this thread says about calls whose end no hook reports."""
+"""Reads the Python stack of this thread to find calls whose end no hook reports."""
 
 import sys
 from collections.abc import Collection, Iterator

@@ -1,4 +1,4 @@
-"""What all adapters of torch's hooks work with."""
+"""Objects that all adapters of torch's hooks share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

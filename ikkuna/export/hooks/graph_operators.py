@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 INPUTS, OUTPUTS, GRADIENTS, VIEW, BASE = range(5)
-"""What a tensor is to a module: an input, an output, the gradient of an output, of an output that is a view, of the base of that view."""
+"""Role of a tensor for a module: an input, an output, the gradient of an output, of an output that is a view, of the base of that view."""
 
 
 class ObservedSites(NamedTuple):

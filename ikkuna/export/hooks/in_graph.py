@@ -26,7 +26,7 @@ __all__ = ["GraphSwitch", "ModuleHook", "RootBeginsHook", "RootEndsHook"]
 
 @dataclass(slots=True)
 class GraphSwitch:
-    """What hooks in a graph read at every call; the compiler makes one graph for each combination of values.
+    """Values that hooks in a graph read at every call; the compiler makes one graph for each combination of values.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ _ALL, _NOBODY = -1, -2
 
 
 class _Switch:
-    """What compiled graphs read at every call; they are compiled once for each value.
+    """Values that compiled graphs read at every call; they are compiled once for each value.
 
     Attributes
     ----------

@@ -31,7 +31,7 @@ GradientState = dict[int, tuple[int, int] | None]
 
 
 class Backward(Enum):
-    """What a running backward does with the parameters."""
+    """State of a running backward with respect to the parameters."""
 
     ACCUMULATES = "it adds to their gradients"
     CAPTURES = "torch.autograd.grad returns their gradients"

@@ -1,4 +1,4 @@
-"""What identifies a model in a checkpoint: the name of its class, and the names and shapes of its parameters."""
+"""Identifies a model in a checkpoint by the name of its class, and the names and shapes of its parameters."""
 
 from typing import Any
 

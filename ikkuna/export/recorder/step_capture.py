@@ -24,7 +24,7 @@ class CannotCopyError(Exception):
 
 @dataclass(slots=True)
 class CapturedStep:
-    """What one step was computed from.
+    """Inputs from which one step was computed.
 
     Parameters
     ----------

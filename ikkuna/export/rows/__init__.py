@@ -1,1 +1,1 @@
-"""What to measure in a step, and the measurements."""
+"""Plans of the measurements of a step, and the measured rows."""

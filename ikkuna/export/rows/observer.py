@@ -1,4 +1,4 @@
-"""What observes the steps of an exporter as a whole, beside the subscribers."""
+"""Observers of whole steps of an exporter, beside the subscribers."""
 
 from typing import Any, Protocol
 

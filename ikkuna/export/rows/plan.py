@@ -22,7 +22,7 @@ __all__ = ["NOTHING", "Demand", "Plan", "Task"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to measure of the tensors of one kind and module.
+    """Measurements of the tensors of one kind and module.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ STEP_PART, UNCLIPPED_PART, EARLIER_PART, MICRO_PART, FIRST_PART = 0, 1, 2, 3, 4
 
 
 class Reach(IntEnum):
-    """What the gradients of a forward were used for."""
+    """Use of the gradients of a forward."""
 
     NONE = 0
     CAPTURED = 1

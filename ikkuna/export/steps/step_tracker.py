@@ -36,7 +36,7 @@ class State(Enum):
 
 @dataclass(slots=True)
 class _Thread:
-    """What runs on one thread.
+    """Calls that run on one thread.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ _CHUNK = 1 << 26  # bytes of the matrices that are stacked
 
 
 class DeferredRow(NamedTuple):
-    """What ``measure`` returns if its row comes from an operation that waits for a device, such as a decomposition.
+    """Result of ``measure`` if its row comes from an operation that waits for a device, such as a decomposition.
 
     A copy of the tensor is kept, and after the step the rows of all copies of one shape and `compute` are computed in few calls,
     beside training.  On the host the row is computed at once.

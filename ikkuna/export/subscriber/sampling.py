@@ -1,4 +1,4 @@
-"""What the user has switched while training runs: sampling at all, and how often."""
+"""Switches of the user while training runs: sampling at all, and how often."""
 
 __all__ = ["Sampling"]
 

@@ -13,7 +13,7 @@ _KEYS = ("paused", "every")
 
 
 class SamplingRequest(NamedTuple):
-    """What a control file contains.
+    """Contents of a control file.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ RUN_FILE = "run.json"
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """What ``run.json`` contains.
+    """Contents of ``run.json``.
 
     Parameters
     ----------

@@ -131,7 +131,7 @@ class LightningLoggerBackend(LoggerBackend):
 
 
 Target = str | Backend | Callable[[str, float, int], object] | Any
-"""What ``backend=`` takes: a name, a backend, or an object of the user for which `adapted` creates one."""
+"""Values that ``backend=`` accepts: a name, a backend, or an object of the user for which `adapted` creates one."""
 
 _ADAPTERS: dict[str, Callable[[Any], LoggerBackend]] = {
     "log_metrics": LightningLoggerBackend,

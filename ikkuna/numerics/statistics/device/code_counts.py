@@ -18,7 +18,7 @@ _LIMIT = (1 << 31) - 1  # of a count
 
 
 class CountOwner(NamedTuple):
-    """What a histogram counts.
+    """Elements that a histogram counts.
 
     Parameters
     ----------

@@ -58,7 +58,7 @@ class ReducedTensor(NamedTuple):
 
 
 class Taken:
-    """What a step has measured on a device.
+    """Measurements of a step on a device.
 
     Parameters
     ----------

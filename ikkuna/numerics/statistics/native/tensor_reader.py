@@ -103,7 +103,7 @@ class TensorReader:
 
 
 class KnownTensors:
-    """What a `TensorReader` has found out about the tensors of a list, which it checks faster in the next call.
+    """Properties of the tensors of a list, which a `TensorReader` checks faster in the next call.
 
     Identity, type, memory, size, dtype, order and storage are checked in each call.
     """
