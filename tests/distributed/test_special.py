@@ -30,7 +30,8 @@ def same(a, b):
 
 
 # What a rank cannot know of the others' data: a spectrum of all activations, quantiles of one rank's sample of them; figures of outputs.
-OF_ONE_RANK = ("RankSubscriber-activations", "PredictionSubscriber")
+# The scale of integers is that of one rank's data as well.
+OF_ONE_RANK = ("RankSubscriber-activations", "PredictionSubscriber", "QuantizationSubscriber-int8")
 # What each rank computes before it is reduced, which one process never has, and what is made of it.
 BEFORE_REDUCTION = ("micro_gradients", "GradientNoiseScale", "GradientSNR")
 # Each rank has a clock and a memory of its own.

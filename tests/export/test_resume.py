@@ -33,10 +33,12 @@ class Net(nn.Module):
             nn.LSTM(6, 5, batch_first=True),
             nn.Linear(5, 3),
         )
+        self.norm, self.router = nn.BatchNorm1d(6), nn.Linear(5, 4)
 
     def forward(self, x):
-        hidden = self.relu(self.first(x)).unsqueeze(1)
-        return self.last(self.lstm(hidden)[0][:, 0])
+        hidden = self.relu(self.norm(self.first(x))).unsqueeze(1)
+        output = self.lstm(hidden)[0][:, 0]
+        return self.last(output) * self.router(output).amax()
 
 
 class Training:

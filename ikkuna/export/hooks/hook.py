@@ -19,9 +19,12 @@ def _no_owner() -> None:
     """Stand for the weak reference of a hook without an owner."""
 
 
-def in_capture() -> bool:
-    """Whether the operators that this thread calls are recorded for a CUDA graph, and do not run."""
+def _captures() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+in_capture: Callable[[], bool] = _captures if torch.backends.cuda.is_built() else bool
+"""Whether the operators that this thread calls are recorded for a CUDA graph, and do not run; ``bool()`` is False."""
 
 
 def in_backward() -> bool:

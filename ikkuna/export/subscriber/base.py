@@ -87,7 +87,7 @@ class _RegisteringType(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "every" in kwargs and "subsample" in kwargs:
-            raise ConfigError(f"{cls.__name__} takes every= or subsample=, which are the same, got both")
+            raise ConfigError(f"{cls.__name__} takes every= or subsample=, got both")
         subscriber = super().__call__(*args, **kwargs)
         if subscriber.message_bus is not None:
             subscriber.message_bus.register_subscriber(subscriber)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ikkuna.errors import ConfigError
 from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["scheduled_kind"]
@@ -23,7 +22,7 @@ def scheduled_kind(owner: str, every: int | None, options: dict[str, Any]) -> st
     Raises
     ------
     ConfigError
-        If `every` is not a positive integer, or `options` has a `subsample` as well.
+        If `every` is not a positive integer.
 
     Examples
     --------
@@ -34,7 +33,5 @@ def scheduled_kind(owner: str, every: int | None, options: dict[str, Any]) -> st
     if every is None:
         return "epoch_finished"
     require_integers(owner, every=every)
-    if "subsample" in options:
-        raise ConfigError(f"{owner} takes every=, in steps, or subsample=, in epochs, got both")
     options["subsample"] = every
     return "batch_finished"
