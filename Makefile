@@ -10,7 +10,8 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-.venv/installed-test: requirements-test.txt .venv/installed
+# The tests read the pages of the documentation, so they need what builds them.
+.venv/installed-test: requirements-test.txt .venv/installed-docs
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt --requirement requirements-test.txt
 	touch $@
 

@@ -1,5 +1,6 @@
 """Each command works on real runs, and answers bad input with a line."""
 
+import contextlib
 import json
 import os
 import pty
@@ -136,6 +137,9 @@ def test_the_summary_follows_a_run_that_is_written_until_it_is_interrupted(run, 
         if b" steps, " in seen:
             (tmp_path / file.name).write_bytes(data)
     process.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # the end of the terminal; until then a full buffer would block the process
+        while os.read(reading, 65536):
+            pass
     assert process.wait(30) == 130
     os.close(reading)
     assert b"Traceback" not in seen

@@ -1,5 +1,6 @@
 """Replay of a dumped step: the same values and findings, in this and in a fresh process, and bad input."""
 
+import os
 import subprocess
 import sys
 
@@ -117,7 +118,8 @@ def test_the_command_reproduces_the_finding_in_a_fresh_process(tmp_path):
     script = tmp_path / "my_training.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "ikkuna", "replay", dump.path, "--script", f"{script}:build"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums depend on it
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f"reproduced: {dump.findings[0]}" in done.stdout
     assert f"step {dump.step}, replayed from step {dump.step - 1}" in done.stdout

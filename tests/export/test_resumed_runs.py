@@ -137,6 +137,7 @@ def test_a_killed_process_is_resumed_by_another_one(tmp_path):
         "os.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "subscribers")))}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # sums depend on it
     done = subprocess.run(
         [sys.executable, script, tmp_path / "a", tmp_path / "checkpoint"],
         env=environment,
