@@ -69,11 +69,6 @@ class Alarm:
         self._places: dict[str | None, _Place] = {}
         self.judged = 0
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the mistake of any module is not over."""
-        return any(place.active for place in self._places.values())
-
     def update(self, step: int, scores: Iterable[Score]) -> list[Raised]:
         """Return the modules whose scores have just been bad for long enough."""
         raised, is_judged = [], False
