@@ -88,7 +88,7 @@ class CKASubscriber(ProbeSubscriber):
     ('cka_to_init', 'cka_between_layers')
     """
 
-    state = ("earlier",)
+    state = (*ProbeSubscriber.state, "earlier")
     state_types = (_Layer,)
 
     def __init__(

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ class FreezeSubscriber(PlotSubscriber):
     Its parameters then have ``requires_grad=False`` and no gradient, so that optimizers skip them, and the log has a warning.
     They do not change from the next step on; running statistics of a batch norm are still updated, unless the model is in evaluation mode.
     At least one layer always stays trainable.
+    A resumed run freezes the same layers again when it loads the state of the exporter; add the model before.
     Data-parallel wrappers that expect a gradient of every parameter must be configured for unused parameters.
 
     Takes the results of a similarity such as ``cka_to_previous`` or ``svcca_to_previous``;
@@ -83,6 +85,13 @@ class FreezeSubscriber(PlotSubscriber):
         self._similar: Counter[str] = Counter()  # evaluations in a row at or above the threshold, by module
         self._frozen: dict[str, int] = {}
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint, and freeze the layers again that were frozen in it: no state of a model contains that."""
+        super().load_state_dict(state)
+        for named in self.modules:
+            if named.name in self._frozen:
+                _set_frozen(_trainable(named.module))
+
     def compute(self, message: Any) -> None:
         """Count the evaluations of a layer in a row that are similar enough, and freeze the layers that have enough of them."""
         if not isinstance(message, ModuleMessage) or message.module in self._frozen:
@@ -100,15 +109,19 @@ class FreezeSubscriber(PlotSubscriber):
         own = set(_trainable(module))
         if all(set(_trainable(other)) <= own for other in modules.values()):
             return  # a loss without trainable parameters has no gradient
-        for parameter in own:
-            parameter.requires_grad_(False)
-            parameter.grad = None
+        _set_frozen(own)
         count = self._frozen[name] = sum(parameter.numel() for parameter in own)
         log.warning(
             "%s was frozen after step %d: %s was at least %g in %d evaluations in a row (%s parameters)",
             *(name, message.global_step, message.kind, self.threshold, self.patience, f"{count:,}"),
         )
         self.emit(NetworkMessage(message.stamp, message.kind), sum(self._frozen.values()))
+
+
+def _set_frozen(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+        parameter.grad = None
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:

@@ -100,7 +100,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
     """
 
     of_network = True
-    state = ("_noise", "_totals", "_samples", "_sizes", "_rows", "_reduced")
+    state = ("_noise", "_totals", "_sizes", "_rows")
     state_types = (_Total,)
 
     def __init__(

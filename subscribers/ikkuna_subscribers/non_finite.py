@@ -60,7 +60,6 @@ class NonFiniteSubscriber(PlotSubscriber):
     merge = "min"
     derived = True
     sees_skipped = True
-    state = ("_is_finite",)
 
     def __init__(self, kind: str | None = None, **options: Any) -> None:
         if kind is None:
@@ -69,6 +68,7 @@ class NonFiniteSubscriber(PlotSubscriber):
             options.setdefault("publishes", f"{kind}_nonfinite")
         super().__init__(_EVERYTHING if kind is None else kind, **options)
         self._finds_producer = kind is None
+        self.state = ("_is_finite",) if kind is None else ()
         self._seen: list[tuple[Stamp, list[Message]]] = []
         self._broken: list[tuple[float, Message]] = []
         self._skipped = False

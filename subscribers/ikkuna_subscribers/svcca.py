@@ -75,7 +75,7 @@ class SVCCASubscriber(ProbeSubscriber):
     ('svcca_to_previous', 'svcca_chance')
     """
 
-    state = ("earlier",)
+    state = (*ProbeSubscriber.state, "earlier")
 
     def __init__(
         self,

@@ -1,128 +1,26 @@
 """A run that is interrupted and continued from a checkpoint has the values of a run that was not."""
 
 import io
-import math
 from collections import deque
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from ikkuna.errors import ConfigError
-from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import DistanceFromInitSubscriber, NormSubscriber
+from ikkuna.export.subscriber import (
+    CKASubscriber,
+    DistanceFromInitSubscriber,
+    FreezeSubscriber,
+    NonFiniteSubscriber,
+    NormSubscriber,
+    PrecisionSubscriber,
+)
 from ikkuna.export.subscriber.state import pack, unpack
-from ikkuna.testing import RecordingBackend
-from ikkuna.visualization.matrix import Matrix
-from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
-
-K = 4
-
-
-class Net(nn.Module):
-    """Layers of the kinds that the installed metrics need."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.relu, self.lstm, self.last = (
-            nn.Linear(4, 6),
-            nn.Tanh(),
-            nn.LSTM(6, 5, batch_first=True),
-            nn.Linear(5, 3),
-        )
-        self.norm, self.router = nn.BatchNorm1d(6), nn.Linear(5, 4)
-
-    def forward(self, x):
-        hidden = self.relu(self.norm(self.first(x))).unsqueeze(1)
-        output = self.lstm(hidden)[0][:, 0]
-        return self.last(output) * self.router(output).amax()
-
-
-class Training:
-    """A model that trains on other data at each step, with two micro-batches, and its exporter."""
-
-    def __init__(self, make, checkpoint=None, **options):
-        torch.manual_seed(0)
-        self.model, self.loss = Net(), nn.CrossEntropyLoss()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.step = 0
-        self.exporter = Exporter(message_bus=MessageBus("resumed"), on_error="raise", **options)
-        if checkpoint is not None:
-            self.model.load_state_dict(checkpoint["model"])
-        self.exporter.add_modules(self.model)
-        self.exporter.set_loss(self.loss)
-        for subscriber in make():
-            self.exporter.message_bus.register_subscriber(subscriber)
-        if checkpoint is not None:
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
-            self.step = checkpoint["step"]
-            self.exporter.load_state_dict(checkpoint["exporter"])
-
-    def train(self, steps):
-        for _ in range(steps):
-            generator = torch.Generator().manual_seed(self.step)
-            for _ in range(2):
-                x, y = torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)
-                (self.loss(self.model(x), y) / 2).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.step += 1
-
-    def checkpoint(self):
-        """Return what ``torch.load`` reads from the bytes of a checkpoint."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "exporter": self.exporter.state_dict(),
-        }
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
-
-def comparable(values):
-    return [(series, step, plain(value)) for series, value, step in values]
-
-
-def plain(value):
-    if isinstance(value, Matrix):
-        return value.rows, value.columns, np.nan_to_num(value.values, nan=-7.0).tolist()
-    if isinstance(value, float):
-        return "NaN" if math.isnan(value) else value
-    return [value.num, value.sum, list(value.bucket_limits), list(value.bucket_counts)]
-
-
-def run_of(make, resumed):
-    """Return the values of 2 K steps, in one go or with a checkpoint after K."""
-    backend = RecordingBackend()
-
-    def subscribers():
-        made = make()
-        for subscriber in made:
-            subscriber.backends = (backend,)
-        return made
-
-    training = Training(subscribers)
-    training.train(K)
-    if resumed:
-        checkpoint = training.checkpoint()
-        training.train(2)  # the steps that are lost
-        training.exporter.close()
-        backend.values = [entry for entry in backend.values if entry[2] < K]
-        backend.texts = [entry for entry in backend.texts if entry[2] < K]
-        training = Training(subscribers, checkpoint)
-    training.train(2 * K - training.step)
-    training.exporter.close()
-    return comparable(backend.values), backend.texts
-
-
-def of_time(entry):
-    return entry[0].kind in ("step_seconds", "samples_per_second", "monitor_share", "peak_memory")
+from tests.export.resumed import BrokenTraining, K, LargeTraining, Training, run_of
+from tests.subscribers import EVERY_SUBSCRIBER, NEEDS, labelled_rows, outputs_of_any_model
 
 
 def names():
@@ -135,19 +33,88 @@ def names():
         seen.add(type(subscriber))
 
 
-@pytest.mark.parametrize("name", list(names()))
-def test_every_subscriber_continues_from_a_checkpoint(name):
-    """Tags, steps and values are those of a run that was not interrupted."""
+def by_name(name):
+    return lambda training: [factory() for factory in (*NEEDS.get(name, ()), EVERY_SUBSCRIBER[name])]
 
-    def make():
-        factories = [*NEEDS.get(name, ()), EVERY_SUBSCRIBER[name]]
-        return [factory() for factory in factories]
 
-    (straight, texts), (resumed, resumed_texts) = run_of(make, False), run_of(make, True)
-    assert straight
-    assert {entry[0] for entry in resumed} == {entry[0] for entry in straight}
-    assert [entry for entry in resumed if not of_time(entry)] == [entry for entry in straight if not of_time(entry)]
-    assert resumed_texts == texts
+def by_name_until_memory_is_short(name):
+    """Return a function that creates a subscriber whose evaluations fail after the checkpoint."""
+
+    def make(training):
+        [subscriber] = by_name(name)(training)
+        forward = subscriber.forward
+
+        def failing(model, inputs):
+            if training.step > K:
+                raise torch.OutOfMemoryError("no memory left")
+            return forward(model, inputs)
+
+        subscriber.forward = failing
+        return [subscriber]
+
+    return make
+
+
+def freezing(patience):
+    """Return a function that creates subscribers that freeze all layers but one, after `patience` evaluations."""
+
+    def make(training):
+        cka = CKASubscriber(labelled_rows(9), batch_size=5, every=2, to=["previous"], forward=outputs_of_any_model)
+        return [cka, FreezeSubscriber("cka_to_previous", threshold=0.0, patience=patience)]
+
+    return make
+
+
+EVALUATING = [name for name, make in EVERY_SUBSCRIBER.items() if "_emitted" in make().state]
+CASES = {
+    **{name: (by_name(name), Training) for name in names()},
+    "NaN in the weights": (lambda training: [NonFiniteSubscriber()], BrokenTraining),
+    "sampled elements": (lambda training: [PrecisionSubscriber("activations")], LargeTraining),
+    "layers frozen before the checkpoint": (freezing(2), Training),
+    "layers frozen after the checkpoint": (freezing(4), Training),
+    **{f"{name} without memory": (by_name_until_memory_is_short(name), Training) for name in EVALUATING},
+}
+
+
+@cache
+def straight(case):
+    make, training = CASES[case]
+    return run_of(make, False, training)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_subscriber_continues_from_a_checkpoint(case):
+    """Tags, steps, values and weights are those of a run that was not interrupted."""
+    make, training = CASES[case]
+    assert straight(case)[0]
+    assert run_of(make, True, training) == straight(case)
+
+
+def kept():
+    """Return class and attribute of everything that subscribers keep over steps, and the cases of this class."""
+    found = {}
+    for case, (make, _) in CASES.items():
+        for subscriber in make(None):
+            for attribute in subscriber.state:
+                found.setdefault((type(subscriber), attribute), []).insert(0, case)
+    return found
+
+
+KEPT = kept()
+
+
+@pytest.mark.parametrize("key", KEPT, ids=lambda key: f"{key[0].__name__}{key[1]}")
+def test_the_comparison_notices_every_attribute_that_is_lost(key, monkeypatch):
+    """In at least one case the values after the checkpoint depend on each attribute in `Subscriber.state`."""
+    kind, attribute = key
+    load = kind.load_state_dict
+
+    def load_without(subscriber, state):
+        fresh = subscriber.state_dict()[attribute]
+        load(subscriber, {**state, attribute: fresh} if type(subscriber) is kind else state)
+
+    monkeypatch.setattr(kind, "load_state_dict", load_without)
+    assert any(run_of(CASES[case][0], True, CASES[case][1]) != straight(case) for case in KEPT[key])
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
@@ -169,11 +136,11 @@ class Failing(Keeping):
 
 
 def test_a_state_waits_for_a_subscriber_that_is_registered_later():
-    first = Training(lambda: [DistanceFromInitSubscriber(backend="null"), Keeping(backend="null")])
+    first = Training(lambda training: [DistanceFromInitSubscriber(backend="null"), Keeping(backend="null")])
     first.train(1)
     checkpoint = first.checkpoint()
     first.exporter.close()
-    again = Training(lambda: [Keeping(backend="null")], checkpoint)
+    again = Training(lambda training: [Keeping(backend="null")], checkpoint)
     late = DistanceFromInitSubscriber(backend="null")
     again.exporter.message_bus.register_subscriber(late)
     again.exporter.close()
@@ -188,7 +155,7 @@ def test_a_state_waits_for_a_subscriber_that_is_registered_later():
 
 
 def test_a_state_that_fails_is_left_out_and_logged(caplog):
-    training = Training(lambda: [Failing(backend="null"), DistanceFromInitSubscriber(backend="null")])
+    training = Training(lambda training: [Failing(backend="null"), DistanceFromInitSubscriber(backend="null")])
     state = training.exporter.state_dict()
     training.exporter.close()
     assert [each["label"] for each in state["subscribers"]] == ["DistanceFromInitSubscriber(weights)"]
@@ -196,7 +163,7 @@ def test_a_state_that_fails_is_left_out_and_logged(caplog):
 
 
 def test_a_state_that_does_not_fit_is_refused():
-    training = Training(lambda: [Keeping(backend="null")])
+    training = Training(lambda training: [Keeping(backend="null")])
     state = training.exporter.state_dict()
     state["subscribers"][0]["state"] = {"other": 1}
     with pytest.raises(ConfigError, match=r"the state of Keeping\(weights\) cannot be loaded: .* needs the state"):

@@ -20,13 +20,13 @@ from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscri
 from ikkuna.reading import read_run
 from ikkuna.visualization.files.run_file import read_run_file
 from ikkuna.visualization.jsonl import read
-from tests.export.test_resume import Training
+from tests.export.resumed import Training
 
 ROOT = Path(__file__).parents[2]
 
 
 def make(backend="tb"):
-    return lambda: [
+    return lambda training: [
         NormSubscriber("weights", backend=backend),
         MeanSubscriber("weight_gradients", subsample=3, backend=backend),
         LossSubscriber(backend=backend),
@@ -128,7 +128,7 @@ def test_a_killed_process_is_resumed_by_another_one(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, torch\n"
-        "from tests.export.test_resume import Training\n"
+        "from tests.export.resumed import Training\n"
         "from tests.export.test_resumed_runs import make\n"
         "training = Training(make(['tb', 'jsonl']), log_dir=sys.argv[1])\n"
         "training.train(3)\n"

@@ -46,6 +46,7 @@ class ProbeSubscriber(PlotSubscriber):
     """
 
     needs_model = True
+    state = ("_emitted",)
 
     def __init__(
         self,
