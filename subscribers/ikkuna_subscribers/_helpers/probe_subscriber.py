@@ -3,7 +3,7 @@
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ class ProbeSubscriber(PlotSubscriber):
     """
 
     needs_model = True
-    state = ("_emitted",)
+    state: Collection[str] = ("_emitted",)
 
     def __init__(
         self,
