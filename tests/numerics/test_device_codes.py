@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ikkuna.numerics.statistics import closure
-from ikkuna.numerics.statistics.device.triton_launcher import TensorList
+from ikkuna.numerics.statistics.device.kernel_tables import TensorList
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING, codes, sampled_codes
 from tests.numerics.test_measure import with_triton
 
@@ -46,7 +46,7 @@ def test_codes_of_one_tensor(dtype, n):
         if dtype is torch.float16:  # torch itself converts NaN to different bits, in vectors and alone
             counted, expected = without_nans(counted), without_nans(expected)
         assert (counted == expected).all()
-        assert statistics._kernels.works
+        assert statistics._kernels.kernels.works
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +58,7 @@ def test_codes_of_a_list(dtype, are_differences):
         statistics.add_differences(range(4), xs, ys, BOTH)
     else:
         statistics.add_all(range(4), xs, BOTH)
-    assert [type(rows).__name__ for rows in statistics._written] == ["Written"]
+    assert [type(rows).__name__ for rows in statistics._kernels.written] == ["Written"]
     for i in (0, 2, 3):
         x = xs[i].float() - ys[i].float() if are_differences else xs[i]
         record = statistics.record(i, BOTH)
@@ -90,7 +90,7 @@ def test_a_sample_of_one_tensor():
 def test_samples_of_a_list():
     """Every sample of equal elements is the same."""
     xs, ys = [torch.full((n,), 3.0) for n in (9, WORTH_SAMPLING + 9)], [torch.ones(9), torch.ones(WORTH_SAMPLING + 9)]
-    kernels, counts = with_triton()._kernels, torch.zeros(1, 4096, dtype=torch.int32)
+    kernels, counts = with_triton()._kernels.kernels, torch.zeros(1, 4096, dtype=torch.int32)
     assert kernels.sample_list(TensorList(xs, ys), [1], counts, 2**32 - 1)
     assert kernels.sample_list(TensorList(xs, ys, copies=True), [1], counts, 5)
     assert counts[0].nonzero().flatten().tolist() == codes(torch.tensor([2.0, 3.0])).nonzero().flatten().tolist()

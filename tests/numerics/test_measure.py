@@ -13,6 +13,8 @@ from scipy import stats
 from ikkuna.numerics.elements import CHUNK, flatten, readable
 from ikkuna.numerics.statistics import FIELDS, closure, native
 from ikkuna.numerics.statistics.device import DeviceStatistics, operators
+from ikkuna.numerics.statistics.device.code_counts import CodeCounts
+from ikkuna.numerics.statistics.device.kernel_statistics import KernelStatistics
 from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.record import record_of
@@ -29,16 +31,11 @@ class OnCuda(DeviceStatistics):
         return super().add(row, x, fields, weight, None if generator is None else torch.Generator("cuda"))
 
 
-class OnHost(TritonKernels):
-    """The Triton kernels, run by Triton's interpreter on tensors of the host."""
-
-    def _send(self, numbers, dtype=torch.int64):
-        return torch.tensor(numbers, dtype=dtype)
-
-
 def with_triton():
-    statistics = DeviceStatistics(torch.device("cpu"))
-    statistics._kernels = OnHost(torch.device("cpu"))
+    """Return statistics for which Triton's interpreter runs the kernels on tensors of the host."""
+    host = torch.device("cpu")
+    statistics = DeviceStatistics(host)
+    statistics._kernels = KernelStatistics(TritonKernels(host), CodeCounts(host))
     return statistics
 
 

@@ -17,8 +17,9 @@ import triton
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ikkuna.numerics.statistics.device import triton_kernels as kernels
+from ikkuna.numerics.statistics.device import kernels
 from ikkuna.numerics.statistics.device import triton_launcher as launcher
+from ikkuna.numerics.statistics.device.kernel_tables import BLOCK
 
 warnings.simplefilter("ignore")
 POINTERS = {"rows_ptr": "*fp64", "merged_ptr": "*fp64", "counts_ptr": "*i32", "scales_ptr": "*fp64"}
@@ -52,7 +53,7 @@ def check(kernel, target, constants, **types):
     print(kernel.__name__, list(constants.values()), types, "spills", spills(compiled, target), flush=True)
 
 def check_all(target):
-    block, drawn = launcher._BLOCK, launcher._DRAWN
+    block, drawn = BLOCK, launcher._DRAWN
     for short, dtype in (("fp32", tl.float32), ("bf16", tl.bfloat16)):
         for level, count in ((0, False), (1, False), (2, True)):
             check(kernels.measure_one, target, {"COUNT": count, "LEVEL": level, "BLOCK": block}, x_ptr="*" + short)

@@ -1,12 +1,13 @@
 """Lets the simulated device have Triton: its interpreter (``TRITON_INTERPRET=1``), or the reference kernels."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.statistics.device import statistics, triton_launcher
+from ikkuna.numerics.statistics.device import statistics, triton_launcher, warm_up
 from tests.simulated_device import reference_kernels, streams
 from tests.simulated_device.cuda import bytes_of
 from tests.simulated_device.log import write
@@ -96,5 +97,5 @@ def install_triton(
         return kernels[device]
 
     patch(triton_launcher, "launch", launch)
-    for module in (statistics, triton_launcher):
-        patch(module, "triton_kernels", triton_kernels)
+    for name in (statistics.__name__, triton_launcher.__name__, warm_up.__module__):
+        patch(sys.modules[name], "triton_kernels", triton_kernels)
