@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
+from tests.diagnosis import healthy_timm
 from tests.diagnosis.healthy_models import CASES, LanguageModel, Transformer, images, resnet, stack, tokens, vectors
 from tests.diagnosis.healthy_transformers import CASES as TRANSFORMERS
 
@@ -542,6 +544,64 @@ def test_no_finding_for_a_healthy_model(name):
 @pytest.mark.parametrize("name", [*CASES, *TRANSFORMERS])
 def test_no_finding_for_any_healthy_model(name, seed):
     assert_no_alarm(name, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize("name", healthy_timm.NAMES)
+def test_no_alarm_for_an_unmodified_model_of_timm(name, classes):
+    if find_spec("timm") is None:
+        pytest.skip("requires timm; run with `make test-slow`")
+    torch.manual_seed(classes)
+    model, batch = healthy_timm.make(name, classes)
+    found = ikkuna.preflight(model, batch, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1))
+    assert all(finding.severity == "info" for finding in found), str(found)
+    assert {finding.rule for finding in found} <= {"loss_at_init", "signal_scale"}
+
+
+class NetworkOfTimm(nn.Module):
+    """Three habits of timm: a head scaled by its outputs, a gated branch that begins at zero, and a growing residual stream."""
+
+    def __init__(self, norm=True):
+        super().__init__()
+        self.stem, self.branch = nn.Linear(20, 64), nn.Linear(64, 64)
+        self.squeeze, self.expand = nn.Linear(64, 16), nn.Linear(16, 64)
+        self.positions = nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64) if norm else nn.Identity()
+        self.head = nn.Linear(64, 2)
+        nn.init.zeros_(self.branch.weight)
+        nn.init.zeros_(self.branch.bias)
+        nn.init.zeros_(self.squeeze.bias)
+        nn.init.normal_(self.positions.weight, std=0.3)
+        nn.init.normal_(self.head.weight, std=1.0)
+
+    def forward(self, x):
+        x = functional.relu(self.stem(x))
+        y = self.branch(x)
+        x = x + y * torch.sigmoid(self.expand(functional.relu(self.squeeze(y))))
+        for _ in range(6):
+            x = x + self.positions(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_habits_of_timm_are_no_alarm(seed):
+    torch.manual_seed(seed)
+    model = NetworkOfTimm()
+    x, y = vectors()
+    found = ikkuna.preflight(model, (x, y % 2), nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters()))
+    assert {finding.rule: finding.severity for finding in found} == {"signal_scale": "info"}, str(found)
+    assert found[0].consequences == ("loss_at_init",)
+
+
+def test_a_growing_signal_that_nothing_normalises_is_an_alarm():
+    torch.manual_seed(0)
+    model = NetworkOfTimm(norm=False)
+    x, y = vectors()
+    found = ikkuna.preflight(model, (x, y % 2), nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters()))
+    assert [(finding.rule, finding.severity, finding.module) for finding in found] == [
+        ("signal_scale", "warning", "positions")
+    ]
 
 
 # -- nothing changes

@@ -342,3 +342,27 @@ def test_a_healthy_run_at_another_scale_stays_healthy(name):
         for key, value in ROWS[name][0].items()
     }
     assert findings(rule_named(name), worse)
+
+
+def first_findings(name, network, series):
+    """Return the findings of a rule at the first step."""
+    judge = Judge([rule_named(name)], network)
+    for (kind, series_name), value in series.items():
+        judge.add(kind, series_name, 0, value)
+    return judge.finish_step(0)
+
+
+@pytest.mark.parametrize(("scale", "is_found"), [(1.0, False), (3.0, True)])
+def test_a_head_that_is_scaled_by_its_outputs_explains_the_first_loss(scale, is_found):
+    """Its weights have a variance of 1/(number of classes); larger ones are a mistake."""
+    network = Network([ModuleEntry("head", "Linear", (("weight", (10, 1000)),))])
+    norm = scale * math.sqrt(10 * 1000 / 10)
+    series = {("weights_norm2", "head"): norm, ("output_classes", None): 10.0, ("output_cross_entropy", None): 12.0}
+    assert bool(first_findings("loss_at_init", network, series)) == is_found
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d", "LlamaRMSNorm", None])
+def test_a_large_signal_in_front_of_a_normalisation_is_no_finding(norm):
+    behind = [ModuleEntry("norm", norm)] if norm else []
+    network = Network([ModuleEntry("fc", "Linear", (("weight", (10, 10)),)), *behind])
+    assert bool(first_findings("signal_scale", network, {("activations_variance", "fc"): 50.0**2})) == (norm is None)

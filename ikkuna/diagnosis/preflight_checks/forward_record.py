@@ -180,13 +180,21 @@ class _RectifierMode(TorchFunctionMode):
         self.record = record
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_rectifier = func in _RECTIFIERS and _is_rectifier(func, args, kwargs or {})
+        # the input is 0 everywhere behind a branch that begins at zero, which the first update changes
+        is_off = is_rectifier and not _has_signal(args[0] if args else (kwargs or {}).get("input"))
         result = func(*args, **(kwargs or {}))
-        if func in _RECTIFIERS and isinstance(result, Tensor) and _is_rectifier(func, args, kwargs or {}):
+        if is_rectifier and not is_off and isinstance(result, Tensor):
             counters = unit_counters(result)
             dead = float(dead_share(counters, inactivity=0.0))
             name = self.record.running[-1] if self.record.running else ""
             self.record.rectifiers.append(RectifierRecord(name, counters.shape[1], dead))
         return result
+
+
+def _has_signal(value: Any) -> bool:
+    """Return whether a tensor has an element that is not 0; call it before a rectifier changes the tensor in place."""
+    return isinstance(value, Tensor) and bool(value.detach().any())
 
 
 def _is_rectifier(func: Any, args: Any, kwargs: Any) -> bool:

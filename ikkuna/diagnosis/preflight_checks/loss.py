@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ikkuna.diagnosis.finding import Finding
+from ikkuna.diagnosis.first_loss import initial_cross_entropy, initial_logit_deviation
 from ikkuna.diagnosis.preflight_checks.classification import Classification
 from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 
 __all__ = ["loss_at_init", "loss_scale", "softmax_twice"]
 
-_EXCESS = 1.5  # of the loss of a guess; healthy networks stay below 1.1
+_EXCESS = 1.5  # of the loss of a guess
 _GAP = 1.0  # nats; with two classes the random outputs of a healthy network reach 1.5 times the loss of a guess
 _RELATIVE = 1e-3
 
@@ -23,14 +24,33 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
     """Find a cross-entropy before the first update that is far above that of a guess, the logarithm of the classes.
 
     The excess must also be twice its standard error, because the scores of few samples vary.
+    If the usual initialisation of the last layer explains the excess, the finding is an info.
     """
     losses, guess = _cross_entropies(trial)
     entropy = float(losses.mean()) if losses.numel() else math.nan
     error = float(losses.std()) / math.sqrt(losses.numel()) if losses.numel() > 1 else math.inf
     if math.isfinite(entropy) and entropy > _EXCESS * guess and entropy - guess > max(_GAP, 2 * error):
-        message = f"The cross-entropy of the untrained model is {entropy:.3g}, a guess has {guess:.3g}: it is certain and wrong."
+        is_explained = entropy <= _explained_loss(trial)
+        reason = "its last layer begins with large weights" if is_explained else "it is certain and wrong"
+        message = f"The cross-entropy of the untrained model is {entropy:.3g}, a guess has {guess:.3g}: {reason}."
         advice = "use smaller initial weights in the last layer, and check the scale of the inputs"
-        yield Finding("loss_at_init", "warning", message, value=entropy / guess, advice=advice)
+        severity = "info" if is_explained else "warning"
+        yield Finding("loss_at_init", severity, message, value=entropy / guess, advice=advice)
+
+
+def _explained_loss(trial: Trial) -> float:
+    """Return the cross-entropy that the weights of the last layer explain if they have a usual scale; 0 without a layer."""
+    is_binary = isinstance(trial.loss, nn.BCEWithLogitsLoss)
+    classes = trial.output.shape[-1] if is_binary else trial.classification.classes
+    weights = (p for call in reversed(trial.first_step.record.calls) for p in call.module.parameters(recurse=False))
+    last = next((weight.detach() for weight in weights if weight.ndim > 1 and len(weight) == classes), None)
+    if last is None:
+        return 0.0
+    deviation = initial_logit_deviation(last.shape, float(last.float().square().mean().sqrt()))
+    # a binary cross-entropy is that of two classes whose scores differ by the logit
+    return (
+        initial_cross_entropy(2, deviation / math.sqrt(2)) if is_binary else initial_cross_entropy(classes, deviation)
+    )
 
 
 def _cross_entropies(trial: Trial) -> tuple[Tensor, float]:

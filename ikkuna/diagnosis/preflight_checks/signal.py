@@ -11,6 +11,7 @@ from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.forward_record import CallRecord, share_between_samples, widened
 from ikkuna.diagnosis.preflight_checks.names import counted, listed
 from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.modules import class_name
 from ikkuna.torch_internals import CONVOLUTIONS
 
 __all__ = ["dead_units", "gradient_scale", "identical_units", "signal_lost", "signal_scale"]
@@ -20,7 +21,7 @@ _LOST = 1e-7  # healthy networks stay above 2e-5
 _SAME_INPUTS = 1e-6
 _NOTHING = 1e-10  # of the energy: what rounding in float32 leaves, with a margin
 _DEAD = 0.9
-_FEW_UNITS = 10
+_BY_CHANCE = 1e-4
 _FEW_ROWS = 4
 _VANISHED, _EXPLODED = 1e-5, 1e4  # healthy networks stay between 1e-3 and 130
 
@@ -31,11 +32,21 @@ def signal_scale(trial: Trial) -> Iterator[Finding]:
     scales = [(call.name, call.rms) for call in _weighted(trial) if call.finite]
     exploded = next(((name, rms) for name, rms in scales if rms > _LARGEST_RMS * largest), None)
     if exploded:
-        message = f"The outputs of {exploded[0]} have a root mean square of {exploded[1]:.3g} before training."
+        is_normalised = _is_normalised(trial, exploded[0])
+        behind = "; a normalisation behind it removes this scale" if is_normalised else ""
+        message = f"The outputs of {exploded[0]} have a root mean square of {exploded[1]:.3g} before training{behind}."
         advice = "use smaller initial weights (kaiming, xavier), or a normalisation"
+        severity = "info" if is_normalised else "warning"
         yield Finding(
-            "signal_scale", "warning", message, exploded[0], value=exploded[1], advice=advice, evidence=tuple(scales)
+            "signal_scale", severity, message, exploded[0], value=exploded[1], advice=advice, evidence=tuple(scales)
         )
+
+
+def _is_normalised(trial: Trial, name: str) -> bool:
+    """Return whether a normalisation is called behind the last call of a module."""
+    calls = trial.first_step.record.calls
+    last = max(position for position, call in enumerate(calls) if call.name == name)
+    return any("Norm" in class_name(call.module) for call in calls[last + 1 :])
 
 
 def _input_scales(trial: Trial) -> list[tuple[int, float]]:
@@ -129,8 +140,8 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 def dead_units(trial: Trial) -> Iterator[Finding]:
     """Find the first rectifier with nearly all units at 0 for the whole batch."""
     _ = trial.output
-    rectifiers = [r for r in trial.first_step.record.rectifiers if r.units >= _FEW_UNITS and not math.isnan(r.dead)]
-    dead = [r for r in rectifiers if r.dead >= _DEAD]
+    rectifiers = [r for r in trial.first_step.record.rectifiers if not math.isnan(r.dead)]
+    dead = [r for r in rectifiers if r.dead >= _DEAD and _chance(r.units, round(r.dead * r.units)) < _BY_CHANCE]
     if dead:
         name, share = dead[0].name, dead[0].dead
         others = f" (and of {counted(len(dead) - 1, 'later rectifier')})" if len(dead) > 1 else ""
@@ -138,6 +149,14 @@ def dead_units(trial: Trial) -> Iterator[Finding]:
         advice = "raise the bias of the layer before, or use other initial weights"
         evidence = tuple((r.name, r.dead) for r in rectifiers)
         yield Finding("dead_units", "error", message, name, value=share, advice=advice, evidence=evidence)
+
+
+def _chance(units: int, dead: int) -> float:
+    """Return the probability of as many dead units if each is dead with a probability of 1/2.
+
+    This is that of units behind an average, such as those of a squeeze-and-excitation: its samples hardly differ.
+    """
+    return float(sum(math.comb(units, number) for number in range(dead, units + 1)) / 2**units)
 
 
 def identical_units(trial: Trial) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ class SignalScaleRule(Rule):
     """Before the first update the outputs of a layer with weights have a standard deviation far above 1.
 
     Threshold: 30; healthy networks stay below 10 (largest of 140 runs), and a residual stream grows with the root of its depth.
+    The rule is silent if a module behind the layer is a normalisation, which removes the scale.
     Cannot see: a signal that becomes too small, which a normalisation or a zero initialisation does on purpose; a resumed run.
     """
 
@@ -48,7 +49,10 @@ class SignalScaleRule(Rule):
         """Yield a score for each layer at the first step."""
         if history.step != 0:
             return
+        network = history.network
+        last_norm = max((i for i, entry in enumerate(network.modules) if "Norm" in entry.class_name), default=-1)
         for name, curve in history.fresh("activations_variance"):
-            if history.network.class_of(name) in _WEIGHTED and curve.last >= 0:
+            if network.class_of(name) in _WEIGHTED and curve.last >= 0:
                 scale = math.sqrt(curve.last)
-                yield Score(scale / self.limit, scale, name)
+                is_normalised = network.position(name) < last_norm
+                yield Score(0.0 if is_normalised else scale / self.limit, scale, name)
