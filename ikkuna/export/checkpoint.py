@@ -33,7 +33,7 @@ def state_of(session: Session) -> dict[str, Any]:
     store_finished(bus)
     model = session.context.model.roots.whole
     return {
-        **session.context.tracker.state_dict(),
+        **session.context.tracker.counters.state_dict(),
         "model": None if model is None else signature(model),
         "rank": World.here().rank,
         "run": _run_state(bus),

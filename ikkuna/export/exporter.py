@@ -416,11 +416,11 @@ class Exporter:
     @property
     def steps_per_epoch(self) -> int | None:
         """Number of steps after which an epoch ends by itself; ``None`` if it does not."""
-        return self._session.context.tracker.steps_per_epoch
+        return self._session.context.tracker.counters.steps_per_epoch
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: int | None) -> None:
-        self._session.context.tracker.set_steps_per_epoch(steps)
+        self._session.context.tracker.counters.set_steps_per_epoch(steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the monitor, to be saved with a checkpoint and read by ``torch.load``.

@@ -391,18 +391,19 @@ class Session:
         else:
             self._open_pass()
 
-    def load_counters(self, counters: dict[str, int], continued: Continued | None = None) -> None:
+    def load_counters(self, state: dict[str, int], continued: Continued | None = None) -> None:
         """Continue to count from a checkpoint, which may be of an earlier step, and continue a stored run."""
-        tracker, before = self.context.tracker, self.context.tracker.global_step
-        tracker.load_state_dict(counters)
+        counters = self.context.tracker.counters
+        before = counters.global_step
+        counters.load_state_dict(state)
         if continued is not None:
             self.bus.continued = continued
         elif self.bus.continued is not None and self.bus.run is None:
-            self.bus.continued = replace(self.bus.continued, step=tracker.global_step)
-        self.logged.rewind(tracker.global_step)
-        if tracker.global_step < before and self.bus.run is not None:
+            self.bus.continued = replace(self.bus.continued, step=counters.global_step)
+        self.logged.rewind(counters.global_step)
+        if counters.global_step < before and self.bus.run is not None:
             self.bus.drain(wait=True)
-            self.bus.run.rewind(tracker.global_step)
+            self.bus.run.rewind(counters.global_step)
 
     @_resuming
     def finish_epoch(self) -> None:
@@ -505,7 +506,7 @@ class Session:
     def change_sampling(self, paused: bool | None = None, every: int | None = -1) -> None:
         """Change what is sampled from the next step on; see `Sampling.change`."""
         tracker = self.context.tracker
-        next_step = tracker.global_step + (tracker.state is not State.IDLE)
+        next_step = tracker.counters.global_step + (tracker.state is not State.IDLE)
         self.bus.sampling.change(next_step, paused, every)
         self._demand = Demand()
         self.demand_changed()

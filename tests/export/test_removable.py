@@ -59,7 +59,7 @@ def test_parameters_are_copied_only_in_sampled_steps(watched, monkeypatch):
     loop, exporter = watched
     copies, clone = set(), optimizers._clone_or_memory
     tracker = exporter._session.context.tracker
-    monkeypatch.setattr(optimizers, "_clone_or_memory", lambda p: copies.add(tracker.global_step) or clone(p))
+    monkeypatch.setattr(optimizers, "_clone_or_memory", lambda p: copies.add(tracker.counters.global_step) or clone(p))
     loop.run(4)
     assert copies == {0, 2}
 

@@ -31,7 +31,8 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Stamp
 from ikkuna.export.steps.decisions import Abandoned, Closed, EpochFinished, Merged, Opened, Restarted
 from ikkuna.export.steps.forward import FIRST_PART
-from ikkuna.export.steps.step_tracker import MAX_PENDING, State, StepTracker
+from ikkuna.export.steps.pending_forwards import MAX_PENDING
+from ikkuna.export.steps.step_tracker import State, StepTracker
 
 ALL = {7, 8}  # the parameters of the model
 
@@ -243,7 +244,7 @@ def test_a_call_with_meaningless_inputs_never_counts(in_pass):
 
 def test_an_epoch_of_a_given_number_of_steps_ends_by_itself_and_once():
     script = Script()
-    script.tracker.set_steps_per_epoch(2)
+    script.tracker.counters.set_steps_per_epoch(2)
     assert script.play("a bwd:a 1 b bwd:b 1") == "open0 0=a open1 1=b epoch0"
     assert script.play("epoch c bwd:c 1") == "open0 0=a open1 1=b epoch0 open2 2=c"
     assert script.tracker.stamp == Stamp(3, 1, 1)
@@ -359,15 +360,15 @@ def test_step_by_hand_closes_the_open_step():
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "3"])
 def test_steps_per_epoch_is_checked(steps):
     with pytest.raises(ConfigError, match="steps_per_epoch must be an int >= 1"):
-        StepTracker().set_steps_per_epoch(steps)
+        StepTracker().counters.set_steps_per_epoch(steps)
 
 
 def test_counting_continues_from_a_saved_state():
     script = Script()
     script.play("a bwd:a 1 epoch b bwd:b 1")
-    state = script.tracker.state_dict()
+    state = script.tracker.counters.state_dict()
     other = StepTracker()
-    other.load_state_dict(state)
+    other.counters.load_state_dict(state)
     assert other.stamp == script.tracker.stamp == Stamp(2, 1, 1)
 
 

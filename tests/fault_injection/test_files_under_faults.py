@@ -137,7 +137,7 @@ def test_a_disk_that_never_synchronises_stores_nothing_and_says_so_once(result, 
     body = """
 show(range(20))
 wait_for(lambda: run.acked_step == 19)
-flushed = run.flush(0.5)
+flushed = run.flush(30)  # returns when the disk reports the error
 acked = run.acked_step
 print(json.dumps([flushed, acked, run.close(0.5), run.dropped]))
 """

@@ -6,6 +6,7 @@ from enum import IntEnum
 __all__ = [
     "EARLIER_PART",
     "FIRST_PART",
+    "GRADIENT_PARTS",
     "MICRO_PART",
     "STEP_PART",
     "UNCLIPPED_PART",
@@ -15,6 +16,8 @@ __all__ = [
 
 STEP_PART, UNCLIPPED_PART, EARLIER_PART, MICRO_PART, FIRST_PART = 0, 1, 2, 3, 4
 """Parts of a step: parameters; gradients before clipping; earlier micro-batches; gradients of micro-batches; the first forward."""
+
+GRADIENT_PARTS = (UNCLIPPED_PART, MICRO_PART)
 
 
 class Reach(IntEnum):

@@ -1,28 +1,17 @@
 """A state machine that says which optimizer step the training loop is in, and which forwards belong to it."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 
-from ikkuna.errors import ConfigError
 from ikkuna.export.messages.stamp import TRAINING, Stamp
+from ikkuna.export.steps.counters import StepCounters
 from ikkuna.export.steps.decisions import Abandoned, Closed, Decision, EpochFinished, Merged, Opened, Restarted
-from ikkuna.export.steps.forward import (
-    EARLIER_PART,
-    FIRST_PART,
-    MICRO_PART,
-    STEP_PART,
-    UNCLIPPED_PART,
-    Forward,
-    Reach,
-)
+from ikkuna.export.steps.forward import EARLIER_PART, FIRST_PART, GRADIENT_PARTS, STEP_PART, Forward, Reach
+from ikkuna.export.steps.pending_forwards import PendingForwards
+from ikkuna.export.steps.running_calls import RunningCalls
+from ikkuna.export.steps.running_optimizers import RunningOptimizers
 
-__all__ = ["MAX_PENDING", "State", "StepTracker"]
-
-MAX_PENDING = 16
-"""Forwards that are kept apart while no backward has reached them; beyond that the oldest two share a part."""
-
-_GRADIENT_PARTS = (UNCLIPPED_PART, MICRO_PART)
+__all__ = ["State", "StepTracker"]
 
 
 class State(Enum):
@@ -32,31 +21,6 @@ class State(Enum):
     OPEN = "forwards are recorded, and no optimizer has stepped"
     STEPPING = "the step of an optimizer is running"
     STEPPED = "an optimizer has stepped, and others may follow"
-
-
-@dataclass(slots=True)
-class _Thread:
-    """Calls that run on one thread.
-
-    Parameters
-    ----------
-    calls : list of Forward or None
-        The running calls of roots, the outermost first; ``None`` for a call that does not count.
-    last : Forward, optional
-        The last outermost call, if it counts.
-    """
-
-    calls: list[Forward | None] = field(default_factory=list)
-    last: Forward | None = None
-
-
-@dataclass(slots=True)
-class _Running:
-    """The running step of an optimizer."""
-
-    owned: frozenset[int]
-    depth: int = 1
-    has_closure: bool = False
 
 
 class StepTracker:
@@ -87,65 +51,37 @@ class StepTracker:
 
     def __init__(self) -> None:
         self.state = State.IDLE
-        # of steps, of steps in this epoch, and of epochs; one object, so that no exception comes between two assignments
-        self._counters = 0, 0, 0
+        self.counters = StepCounters()
         self.pass_name = TRAINING
-        self.steps_per_epoch: int | None = None
         self.is_rootless = False
-        self._forwards_without_step: int | None = 0
-        self._epoch_is_open = False
-        self._threads: dict[int, _Thread] = {}
-        self._pending: list[Forward] = []
-        self._has_earlier = False
-        self._pool: list[Forward] = []
-        self._used = 0
+        self._calls = RunningCalls()
+        self._forwards = PendingForwards()
+        self._optimizers = RunningOptimizers()
         self._pass_forward = Forward(STEP_PART)
-        self._stepped: set[int] = set()
-        self._last_stepped: set[int] = set()
-        self._running: dict[int, _Running] = {}
+        self._forwards_without_step: int | None = 0
         self._modes: set[bool] = set()
         self._trains_in_evaluation = False
         self._parts_were_called = False
         self._is_incomplete = False
 
-    # -- stamps ---------------------------------------------------------------------------------------------------
-
-    @property
-    def global_step(self) -> int:
-        """Number of steps."""
-        return self._counters[0]
-
-    @property
-    def train_step(self) -> int:
-        """Number of steps in this epoch."""
-        return self._counters[1]
-
-    @property
-    def epoch(self) -> int:
-        """Number of epochs that have ended."""
-        return self._counters[2]
-
     @property
     def stamp(self) -> Stamp:
         """The stamp of the open step, or of the next one."""
-        return Stamp(*self._counters)
+        return self.counters.stamp()
 
     def pass_stamp(self, name: str) -> Stamp:
         """Return the stamp of a pass: that of the open step, or of the last one."""
-        back = 1 if self.state is State.IDLE else 0
-        return Stamp(max(self.global_step - back, 0), max(self.train_step - back, 0), self.epoch, name)
+        return self.counters.stamp(back=1 if self.state is State.IDLE else 0, pass_name=name)
 
     # -- calls of the model ---------------------------------------------------------------------------------------
 
     def calls(self, thread: int) -> Sequence[Forward | None]:
         """Return the forward of each running call of a root on a thread; ``None`` for a call that does not count."""
-        known = self._threads.get(thread)
-        return known.calls if known is not None else ()
+        return self._calls.of(thread)
 
     def last_forward(self, thread: int) -> Forward | None:
         """Return the running forward of a thread or else its last one; ``None`` if it does not count."""
-        known = self._threads.get(thread)
-        return known.last if known is not None else None
+        return self._calls.last(thread)
 
     @property
     def forwards_without_step(self) -> int:
@@ -155,7 +91,7 @@ class StepTracker:
     @property
     def latest(self) -> Forward | None:
         """The forward that began last among those of the open step."""
-        return self._pending[-1] if self._pending else None
+        return self._forwards.latest
 
     def forward_begins(
         self,
@@ -186,18 +122,16 @@ class StepTracker:
         is_dry : bool
             Whether the inputs of the call are meaningless, so that it never counts.
         """
-        known = self._threads.setdefault(thread, _Thread())
-        if depth is not None:
-            del known.calls[depth:]
-        if known.calls:
-            known.calls.append(known.calls[0])
+        if self._calls.is_inside(thread, depth):
+            self._calls.begin_inner(thread)
             return ()
         forward, decisions = (None, ()) if is_dry else self._counted(training, gradients, running)
         if forward is not None:
             forward.is_compiled = is_compiled
-        known.last = forward
-        if not is_compiled:
-            known.calls.append(forward)
+        if is_compiled:
+            self._calls.set_last(thread, forward)
+        else:
+            self._calls.begin(thread, forward)
         return decisions
 
     def _counted(
@@ -211,7 +145,7 @@ class StepTracker:
             return None, ()
         self.is_rootless = self._is_incomplete = False
         decisions = self._prepare(running)
-        return self._new_forward(decisions), tuple(decisions)
+        return self._forwards.add(decisions), tuple(decisions)
 
     def counts(self, training: bool, gradients: bool) -> bool:
         """Whether a call outside any root belongs to what is recorded now."""
@@ -222,7 +156,7 @@ class StepTracker:
         decisions: list[Decision] = []
         if self._forwards_without_step is not None:
             self._forwards_without_step += 1
-        if not any(optimizer in self._running for optimizer in running):
+        if not self._optimizers.any_of(running):
             decisions += self._forget_raised(has_closure=False)
             if self.state is State.STEPPED:
                 decisions += self._close()
@@ -230,35 +164,9 @@ class StepTracker:
             decisions.append(self._open())
         return decisions
 
-    def _new_forward(self, decisions: list[Decision]) -> Forward:
-        for forward in [f for f in self._pending if f.reach is Reach.ACCUMULATED]:
-            decisions.append(Merged(forward.part, EARLIER_PART))
-            self._has_earlier = True
-            self._pending.remove(forward)
-            forward.part = EARLIER_PART
-        if len(self._pending) >= MAX_PENDING:
-            oldest, second = self._pending[:2]
-            decisions.append(Merged(oldest.part, second.part))
-            self._pending.remove(oldest)
-            oldest.part = second.part
-        taken = {f.part for f in self._pending}
-        part = next(p for p in range(FIRST_PART, FIRST_PART + 2 * MAX_PENDING + 2, 2) if p not in taken)
-        if self._used == len(self._pool):
-            self._pool.append(Forward(part))
-        forward = self._pool[self._used]
-        self._used += 1
-        forward.part, forward.reach = part, Reach.NONE
-        forward.is_compiled = forward.is_of_parts = False
-        self._pending.append(forward)
-        return forward
-
     def forward_ends(self, thread: int) -> Forward | None:
         """Handle the end of a call of a root; return the forward if the call was an outermost one that counts."""
-        known = self._threads.get(thread)
-        if known is None or not known.calls:
-            return None
-        forward = known.calls.pop()
-        return forward if not known.calls else None
+        return self._calls.end(thread)
 
     def part_called(
         self, thread: int, training: bool = True, gradients: bool = True, running: Collection[int] = ()
@@ -277,9 +185,9 @@ class StepTracker:
             decisions = self._prepare(running)
             latest = self.latest
         if latest is None or latest.reach is not Reach.NONE or not latest.is_of_parts:
-            latest = self._new_forward(decisions)
+            latest = self._forwards.add(decisions)
             latest.is_of_parts = True
-        self._threads.setdefault(thread, _Thread()).last = latest
+        self._calls.set_last(thread, latest)
         return latest, tuple(decisions)
 
     # -- gradients ------------------------------------------------------------------------------------------------
@@ -287,8 +195,7 @@ class StepTracker:
     @property
     def latest_compiled(self) -> Forward | None:
         """The latest forward of a compiled graph that no backward has reached."""
-        waiting = (f for f in reversed(self._pending) if f.is_compiled and f.reach is Reach.NONE)
-        return next(waiting, None)
+        return self._forwards.latest_compiled
 
     def backward_reached(self, forward: Forward, captured: bool = False) -> tuple[Decision, ...]:
         """Handle a backward that has gone through a forward.
@@ -315,38 +222,32 @@ class StepTracker:
 
     def gradients_cleared(self) -> tuple[Decision, ...]:
         """Handle gradients that were thrown away: what they came from belongs to no step."""
-        gone = [f for f in self._pending if f.reach is not Reach.NONE]
-        if not gone and not self._has_earlier:
+        gone = self._forwards.reached
+        if not gone and not self._forwards.has_earlier:
             return ()
         if self.state is State.OPEN:
             return self._skip(gone)
         parts = tuple(part for f in gone for part in (f.part, f.provisional_part))
-        self._forget(gone)
-        return (Restarted((*_GRADIENT_PARTS, EARLIER_PART, *parts)),)
+        self._forwards.discard(gone)
+        return (Restarted((*GRADIENT_PARTS, EARLIER_PART, *parts)),)
 
     def _skip(self, gone: list[Forward]) -> tuple[Decision, ...]:
         """End a step that no optimizer made; forwards that no backward has reached belong to the next one."""
         parts = self._counting_parts()
-        self._forget(gone)
-        carried = tuple(part for f in self._pending for part in (f.part, f.provisional_part))
+        self._forwards.discard(gone)
+        carried = self._forwards.parts
         closed = Closed(self.stamp, True, parts, carried)
         if carried:
             return closed, Opened(self.stamp, is_carried=True)
         self._reset()
         return (closed,)
 
-    def _forget(self, gone: list[Forward]) -> None:
-        for forward in gone:
-            self._pending.remove(forward)
-            forward.part = -1
-        self._has_earlier = False
-
     # -- optimizers -----------------------------------------------------------------------------------------------
 
     @property
     def in_closure(self) -> bool:
         """Whether an optimizer is stepping that evaluates the model itself."""
-        return any(running.has_closure for running in self._running.values())
+        return self._optimizers.in_closure
 
     def optimizer_begins(
         self, optimizer: int, owned: Collection[int], *, closure: bool = False, running: Collection[int] = ()
@@ -370,32 +271,24 @@ class StepTracker:
         if self.pass_name != TRAINING or not owned:
             return ()
         decisions = self._forget_raised(closure, running)
-        depth = sum(other == optimizer for other in running)
-        if optimizer in self._running:
-            self._running[optimizer].depth = depth + 1
+        if self._optimizers.begin_inside(optimizer, owned, running):
             return tuple(decisions)
-        if any(owned <= self._running[outer].owned for outer in running if outer in self._running):
-            return tuple(decisions)
-        if optimizer in self._stepped:
+        if optimizer in self._optimizers.stepped:
             decisions += self._close()
         if self.state is State.IDLE:
             self._open_late(closure)
             decisions.append(self._open())
-        self._running[optimizer] = _Running(owned, has_closure=closure)
+        self._optimizers.begin(optimizer, owned, closure)
         self.state = State.STEPPING
         return tuple(decisions)
 
     def _forget_raised(self, has_closure: bool, running: Collection[int] = ()) -> list[Decision]:
         """Forget steps that raised: they have no end of their own."""
-        raised = [optimizer for optimizer in self._running if optimizer not in running]
-        if not raised:
+        if not self._optimizers.forget_others(running):
             return []
-        for optimizer in raised:
-            del self._running[optimizer]
-        if self._running:
-            return []
-        self.state = State.STEPPED if self._stepped else State.OPEN
-        if self._stepped:
+        has_stepped = bool(self._optimizers.stepped)
+        self.state = State.STEPPED if has_stepped else State.OPEN
+        if has_stepped:
             return self._close()
         if has_closure:
             closed = Closed(self.stamp, True, self._counting_parts())
@@ -426,49 +319,29 @@ class StepTracker:
         covered : bool
             Whether they own everything that can be trained.
         """
-        running = self._running.get(optimizer)
-        if running is None:
+        if not self._optimizers.end(optimizer):
             return ()
-        running.depth -= 1
-        if running.depth:
-            return ()
-        del self._running[optimizer]
-        self._stepped.add(optimizer)
-        self.state = State.STEPPING if self._running else State.STEPPED
-        is_complete = len(self._stepped) >= len(owners) and self._stepped.issuperset(owners)
-        if self._running or not is_complete or not (covered or self._stepped == self._last_stepped):
-            return ()
-        return tuple(self._close())
+        self.state = State.STEPPING if self._optimizers else State.STEPPED
+        return tuple(self._close()) if self._optimizers.have_all_stepped(owners, covered) else ()
 
     @property
     def optimizers_stepped(self) -> int:
         """Number of optimizers that have stepped in the open step."""
-        return len(self._stepped)
+        return len(self._optimizers.stepped)
 
     def is_stepping(self, optimizer: int) -> bool:
         """Whether a step of this optimizer that counts is running, and is not inside another call of itself."""
-        return optimizer in self._running and self._running[optimizer].depth == 1
+        return self._optimizers.is_stepping(optimizer)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> Opened:
         self.state = State.OPEN
-        starts_epoch, self._epoch_is_open = not self._epoch_is_open, True
-        return Opened(self.stamp, starts_epoch)
+        return Opened(self.stamp, self.counters.step_opened())
 
     def _counting_parts(self) -> tuple[int, ...]:
         """Return the parts whose gradients are there."""
-        if self._is_incomplete:
-            return _GRADIENT_PARTS
-        parts = [*_GRADIENT_PARTS, EARLIER_PART] if self._has_earlier else [*_GRADIENT_PARTS]
-        used = [f for f in self._pending if f.reach is not Reach.NONE]
-        if not used and not self._has_earlier:
-            used = self._pending  # the backward could not be seen
-        for forward in used:
-            parts.append(forward.part)
-            if forward.reach is Reach.CAPTURED:
-                parts.append(forward.provisional_part)
-        return tuple(parts)
+        return GRADIENT_PARTS if self._is_incomplete else self._forwards.counting_parts()
 
     def _close(self) -> list[Decision]:
         """Close the open step."""
@@ -477,20 +350,15 @@ class StepTracker:
             self._trains_in_evaluation = self._modes == {False}
             self._modes.clear()
         self._forwards_without_step = None
-        global_step, train_step, epoch = self._counters
-        self._counters = global_step + 1, train_step + 1, epoch
-        self._last_stepped = set(self._stepped)
+        self.counters.step_closed()
+        self._optimizers.step_closed()
         self._reset()
-        is_full = self.steps_per_epoch is not None and self.train_step >= self.steps_per_epoch
-        return [closed, *(self._finish_epoch() if is_full else ())]
+        return [closed, *(self._finish_epoch() if self.counters.epoch_is_full else ())]
 
     def _reset(self) -> None:
         self.state = State.IDLE
-        self._forget(list(self._pending))
-        for forward in self._pool[: self._used]:
-            forward.part = -1
-        self._used = 0
-        self._stepped.clear()
+        self._forwards.clear()
+        self._optimizers.stepped.clear()
         self._parts_were_called = self._is_incomplete = False
 
     def close_pending(self) -> tuple[Decision, ...]:
@@ -507,13 +375,13 @@ class StepTracker:
             return decisions
         if self.state is State.IDLE:
             return ()
-        self._running.clear()
+        self._optimizers.clear_running()
         self._reset()
         return (Abandoned(),)
 
     def abandon(self) -> None:
         """Forget the open step in whatever state an exception has left it; the next step gets its number."""
-        self._running.clear()
+        self._optimizers.clear_running()
         self._modes.clear()
         self._reset()
 
@@ -532,42 +400,11 @@ class StepTracker:
     def epoch_ends(self) -> tuple[Decision, ...]:
         """Handle the end of an epoch, unless the epoch has ended already, after ``steps_per_epoch`` steps."""
         decisions = list(self.close_pending())
-        if self._epoch_is_open or self.train_step:
+        if self.counters.epoch_has_begun:
             decisions += self._finish_epoch()
         return tuple(decisions)
 
     def _finish_epoch(self) -> tuple[Decision, ...]:
         finished = EpochFinished(self.pass_stamp(TRAINING))
-        self._counters = self.global_step, 0, self.epoch + 1
-        self._epoch_is_open = False
+        self.counters.epoch_closed()
         return (finished,)
-
-    def set_steps_per_epoch(self, steps: int | None) -> None:
-        """Set the number of steps after which an epoch ends by itself.
-
-        Raises
-        ------
-        ConfigError
-            If `steps` is neither ``None`` nor a positive int.
-        """
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise ConfigError(f"steps_per_epoch must be an int >= 1 or None, got {steps!r}")
-        self.steps_per_epoch = steps
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the counters, to be saved with a checkpoint."""
-        return {"global_step": self.global_step, "train_step": self.train_step, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue to count from what `state_dict` returned.
-
-        Raises
-        ------
-        ConfigError
-            If `state` has other keys, or values that are no non-negative ints.
-        """
-        keys = self.state_dict().keys()
-        is_known = isinstance(state, dict) and state.keys() == keys
-        if not is_known or any(not isinstance(v, int) or v < 0 for v in state.values()):
-            raise ConfigError(f"load_state_dict() needs what state_dict() returned, got {state!r}")
-        self._counters = state["global_step"], state["train_step"], state["epoch"]
