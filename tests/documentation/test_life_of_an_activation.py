@@ -35,8 +35,8 @@ def test_the_way_of_the_activation_is_short(calls):
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 57
-    assert len(calls) <= 306
+    assert len(files(calls)) <= 61
+    assert len(calls) <= 328
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

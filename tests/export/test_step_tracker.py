@@ -84,7 +84,7 @@ class Script:
         depth = getattr(self, "depth", None)
         self.depth = None
         self.apply(tracker.forward_begins(0, mode != "eval", mode != "nograd", depth=depth, running=self.running))
-        self.note(name, tracker.calls(0)[0])
+        self.note(name, tracker.calls.of(0)[0])
         if ends:
             tracker.forward_ends(0)
 
@@ -235,10 +235,10 @@ def test_a_call_with_meaningless_inputs_never_counts(in_pass):
     if in_pass:
         tracker.pass_begins("testing")
     assert tracker.forward_begins(1, is_dry=True) == ()
-    assert tracker.calls(1) == [None]
+    assert tracker.calls.of(1) == [None]
     assert tracker.forward_begins(1) == ()  # a root inside
     assert tracker.forward_ends(1) is tracker.forward_ends(1) is None
-    assert tracker.last_forward(1) is None
+    assert tracker.calls.last(1) is None
     assert tracker.state is State.IDLE
 
 
@@ -260,10 +260,10 @@ def test_the_first_step_of_an_epoch_announces_it():
 def test_threads_do_not_share_a_call_stack():
     tracker = StepTracker()
     tracker.forward_begins(1)
-    (outer,) = tracker.calls(1)
+    (outer,) = tracker.calls.of(1)
     assert tracker.forward_begins(2, gradients=False) == ()
-    assert tracker.calls(2) == [None]
-    assert tracker.calls(1) == [outer]
+    assert tracker.calls.of(2) == [None]
+    assert tracker.calls.of(1) == [outer]
     assert tracker.forward_ends(2) is None
     assert tracker.forward_ends(1) is outer
     tracker.backward_reached(outer)
@@ -281,7 +281,7 @@ def test_compiled_forwards_are_reached_from_the_last_to_the_first():
     assert latest is script.tracker.latest
     script.tracker.backward_reached(latest)
     assert script.tracker.latest_compiled is not latest
-    assert not script.tracker.calls(0)
+    assert not script.tracker.calls.of(0)
 
 
 def test_gradients_that_autograd_grad_returned_are_dropped_by_a_backward_alone():
@@ -307,10 +307,10 @@ def test_the_step_of_a_wrapped_optimizer_is_not_one_of_its_own():
     script = Script()
     script.play("a bwd:a 1[")
     script.tracker.optimizer_begins(2, ALL, running=[1])
-    assert script.tracker.is_stepping(1)
-    assert not script.tracker.is_stepping(2)
+    assert script.tracker.optimizers.is_stepping(1)
+    assert not script.tracker.optimizers.is_stepping(2)
     script.tracker.optimizer_begins(1, ALL, running=[1])
-    assert not script.tracker.is_stepping(1)
+    assert not script.tracker.optimizers.is_stepping(1)
 
 
 def test_many_forwards_without_a_backward_share_parts():

@@ -77,7 +77,7 @@ class CompiledHooks:
             self._record_gradient(site, tensor, path, role)
         elif not in_backward():
             thread = get_ident()
-            calls = self.context.tracker.calls(thread)
+            calls = self.context.tracker.calls.of(thread)
             forward = calls[0] if calls else self._forward.part_called(thread, True)
             if forward is not None and self.context.recorder.rows is not None:
                 self.context.recorder.receive(site, tensor, path, part=forward.part)

@@ -74,12 +74,12 @@ class ForwardHooks:
             return
         self.root_was_called(False)
         # the count includes this call
-        depth = count_running_calls(context.model.callable) - 1 if tracker.calls(thread) else None
+        depth = count_running_calls(context.model.callable) - 1 if tracker.calls.of(thread) else None
         if id(module) in context.model.stages and in_dry_run():
             tracker.forward_begins(thread, depth=depth, is_dry=True)
             return
         self.forward_begins(thread, module.training, torch.is_grad_enabled(), depth)
-        calls = tracker.calls(thread)
+        calls = tracker.calls.of(thread)
         if len(calls) == 1 and (forward := calls[0]) is not None and context.model.takes_input(module):
             self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
             if context.observer is not None and tracker.pass_name == TRAINING:
@@ -91,7 +91,7 @@ class ForwardHooks:
         """Report the beginning of a forward to the tracker."""
         context = self.context
         tracker = context.tracker
-        if depth == 0 or not tracker.calls(thread):
+        if depth == 0 or not tracker.calls.of(thread):
             self._report_cleared(training, gradients)
         decisions = tracker.forward_begins(
             thread, training, gradients, depth=depth, running=self._running(), is_compiled=is_compiled
@@ -126,7 +126,7 @@ class ForwardHooks:
     def root_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Handle the end of a root's call; `output` is ``None`` if the call has raised."""
         context = self.context
-        if context.is_off or not context.tracker.calls(thread := get_ident()):
+        if context.is_off or not context.tracker.calls.of(thread := get_ident()):
             return
         if in_backward() and not in_reentrant_checkpoint():
             return
@@ -152,7 +152,7 @@ class ForwardHooks:
         if context.is_off and not (context.tracker.is_rootless and context.resumes()):
             return
         tracker, thread = context.tracker, get_ident()
-        if calls := tracker.calls(thread):
+        if calls := tracker.calls.of(thread):
             forward, is_recomputed = calls[0], False
         elif in_backward():
             forward, is_recomputed = tracker.latest, True
@@ -171,7 +171,7 @@ class ForwardHooks:
         context = self.context
         tracker, gradients = context.tracker, torch.is_grad_enabled()
         if context.model.is_compiled:
-            return tracker.last_forward(thread)
+            return tracker.calls.last(thread)
         if tracker.is_rootless:
             self._report_cleared(training, gradients)
         forward, decisions = tracker.part_called(thread, training, gradients, self._running())

@@ -62,7 +62,7 @@ class LossHooks:
         context = self.context
         if context.is_off or in_backward() or not isinstance(output, Tensor):
             return
-        if (forward := context.tracker.last_forward(get_ident())) is None:
+        if (forward := context.tracker.calls.last(get_ident())) is None:
             return
         self._was_called = self.has_loss = True
         given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
@@ -123,7 +123,7 @@ class LossHooks:
             return
         if recorder.wants(context.sites("loss")) and (loss := _backward_loss()) is not None:
             self.has_loss = self._is_unowned = True
-            self._record(loss, "total", part, _path(tracker.optimizers_stepped))
+            self._record(loss, "total", part, _path(len(tracker.optimizers.stepped)))
 
     def optimizer_ends(self, optimizer: int, owned: frozenset[int]) -> None:
         """Assign the losses since the last optimizer to the one whose step ends, and remove the factor of its gradient scaler.
@@ -140,7 +140,7 @@ class LossHooks:
             number = self._numbers[optimizer] = self._new_number(owned)
         if self._is_unowned and (rows := context.recorder.rows) is not None:
             self._is_unowned = False
-            path = _path(context.tracker.optimizers_stepped)
+            path = _path(len(context.tracker.optimizers.stepped))
             rows.rename_total(context.sites("loss"), path, _path(number), context.loss_scale.factor)
 
     def _new_number(self, owned: frozenset[int]) -> int:

@@ -86,7 +86,7 @@ class OptimizerHooks:
         running, scaler = running_steps()
         outer = [parameters.number(other) for other in running[1:]]
         context.apply(tracker.optimizer_begins(number, owned, closure=closure, running=outer))
-        if not tracker.is_stepping(number):
+        if not tracker.optimizers.is_stepping(number):
             return
         if (scaler is not None or context.loss_scale.is_used) and context.loss_scale.set_scaler(scaler):
             self._drop_scaled()
@@ -111,16 +111,16 @@ class OptimizerHooks:
             return
         parameters, tracker = context.parameters, context.tracker
         number = parameters.number(optimizer)
-        if not tracker.is_stepping(number):
+        if not tracker.optimizers.is_stepping(number):
             if parameters.owned_ids(optimizer):
                 context.apply(tracker.optimizer_ends(number))
             return
         owners = parameters.owners(optimizer)
-        if (owners.unowned or self.untrained.settled is not parameters.all) and tracker.in_closure:
+        if (owners.unowned or self.untrained.settled is not parameters.all) and tracker.optimizers.in_closure:
             self.untrained.note_gradients(parameters.all, owners.unowned)
         if context.recorder.plan.parameters:
             observed = parameters.of(optimizer)
-            if tracker.in_closure:
+            if tracker.optimizers.in_closure:
                 self._record_gradients(observed)
                 self._record_unowned()
             shared = owners.shared

@@ -1,6 +1,6 @@
 """A state machine that says which optimizer step the training loop is in, and which forwards belong to it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from enum import Enum
 
 from ikkuna.export.messages.stamp import TRAINING, Stamp
@@ -37,6 +37,21 @@ class StepTracker:
 
     Each method takes an event and returns decisions in the order in which they are to be carried out.
 
+    Attributes
+    ----------
+    state : State
+        Where the training loop is.
+    counters : StepCounters
+        The numbers of steps and epochs.
+    calls : RunningCalls
+        The calls of roots that run on each thread.
+    optimizers : RunningOptimizers
+        The optimizers that are stepping, and those that have stepped.
+    pass_name : str
+        The pass over data that is recorded.
+    is_rootless : bool
+        Whether the model is never called as a whole, so that calls of its parts count.
+
     Examples
     --------
     >>> tracker = StepTracker()
@@ -54,9 +69,9 @@ class StepTracker:
         self.counters = StepCounters()
         self.pass_name = TRAINING
         self.is_rootless = False
-        self._calls = RunningCalls()
+        self.calls = RunningCalls()
         self._forwards = PendingForwards()
-        self._optimizers = RunningOptimizers()
+        self.optimizers = RunningOptimizers()
         self._pass_forward = Forward(STEP_PART)
         self._forwards_without_step: int | None = 0
         self._modes: set[bool] = set()
@@ -74,14 +89,6 @@ class StepTracker:
         return self.counters.stamp(back=1 if self.state is State.IDLE else 0, pass_name=name)
 
     # -- calls of the model ---------------------------------------------------------------------------------------
-
-    def calls(self, thread: int) -> Sequence[Forward | None]:
-        """Return the forward of each running call of a root on a thread; ``None`` for a call that does not count."""
-        return self._calls.of(thread)
-
-    def last_forward(self, thread: int) -> Forward | None:
-        """Return the running forward of a thread or else its last one; ``None`` if it does not count."""
-        return self._calls.last(thread)
 
     @property
     def forwards_without_step(self) -> int:
@@ -122,16 +129,16 @@ class StepTracker:
         is_dry : bool
             Whether the inputs of the call are meaningless, so that it never counts.
         """
-        if self._calls.is_inside(thread, depth):
-            self._calls.begin_inner(thread)
+        if self.calls.is_inside(thread, depth):
+            self.calls.begin_inner(thread)
             return ()
         forward, decisions = (None, ()) if is_dry else self._counted(training, gradients, running)
         if forward is not None:
             forward.is_compiled = is_compiled
         if is_compiled:
-            self._calls.set_last(thread, forward)
+            self.calls.set_last(thread, forward)
         else:
-            self._calls.begin(thread, forward)
+            self.calls.begin(thread, forward)
         return decisions
 
     def _counted(
@@ -156,7 +163,7 @@ class StepTracker:
         decisions: list[Decision] = []
         if self._forwards_without_step is not None:
             self._forwards_without_step += 1
-        if not self._optimizers.any_of(running):
+        if not self.optimizers.any_of(running):
             decisions += self._forget_raised(has_closure=False)
             if self.state is State.STEPPED:
                 decisions += self._close()
@@ -166,7 +173,7 @@ class StepTracker:
 
     def forward_ends(self, thread: int) -> Forward | None:
         """Handle the end of a call of a root; return the forward if the call was an outermost one that counts."""
-        return self._calls.end(thread)
+        return self.calls.end(thread)
 
     def part_called(
         self, thread: int, training: bool = True, gradients: bool = True, running: Collection[int] = ()
@@ -187,7 +194,7 @@ class StepTracker:
         if latest is None or latest.reach is not Reach.NONE or not latest.is_of_parts:
             latest = self._forwards.add(decisions)
             latest.is_of_parts = True
-        self._calls.set_last(thread, latest)
+        self.calls.set_last(thread, latest)
         return latest, tuple(decisions)
 
     # -- gradients ------------------------------------------------------------------------------------------------
@@ -244,11 +251,6 @@ class StepTracker:
 
     # -- optimizers -----------------------------------------------------------------------------------------------
 
-    @property
-    def in_closure(self) -> bool:
-        """Whether an optimizer is stepping that evaluates the model itself."""
-        return self._optimizers.in_closure
-
     def optimizer_begins(
         self, optimizer: int, owned: Collection[int], *, closure: bool = False, running: Collection[int] = ()
     ) -> tuple[Decision, ...]:
@@ -271,22 +273,22 @@ class StepTracker:
         if self.pass_name != TRAINING or not owned:
             return ()
         decisions = self._forget_raised(closure, running)
-        if self._optimizers.begin_inside(optimizer, owned, running):
+        if self.optimizers.begin_inside(optimizer, owned, running):
             return tuple(decisions)
-        if optimizer in self._optimizers.stepped:
+        if optimizer in self.optimizers.stepped:
             decisions += self._close()
         if self.state is State.IDLE:
             self._open_late(closure)
             decisions.append(self._open())
-        self._optimizers.begin(optimizer, owned, closure)
+        self.optimizers.begin(optimizer, owned, closure)
         self.state = State.STEPPING
         return tuple(decisions)
 
     def _forget_raised(self, has_closure: bool, running: Collection[int] = ()) -> list[Decision]:
         """Forget steps that raised: they have no end of their own."""
-        if not self._optimizers.forget_others(running):
+        if not self.optimizers.forget_others(running):
             return []
-        has_stepped = bool(self._optimizers.stepped)
+        has_stepped = bool(self.optimizers.stepped)
         self.state = State.STEPPED if has_stepped else State.OPEN
         if has_stepped:
             return self._close()
@@ -319,19 +321,10 @@ class StepTracker:
         covered : bool
             Whether they own everything that can be trained.
         """
-        if not self._optimizers.end(optimizer):
+        if not self.optimizers.end(optimizer):
             return ()
-        self.state = State.STEPPING if self._optimizers else State.STEPPED
-        return tuple(self._close()) if self._optimizers.have_all_stepped(owners, covered) else ()
-
-    @property
-    def optimizers_stepped(self) -> int:
-        """Number of optimizers that have stepped in the open step."""
-        return len(self._optimizers.stepped)
-
-    def is_stepping(self, optimizer: int) -> bool:
-        """Whether a step of this optimizer that counts is running, and is not inside another call of itself."""
-        return self._optimizers.is_stepping(optimizer)
+        self.state = State.STEPPING if self.optimizers else State.STEPPED
+        return tuple(self._close()) if self.optimizers.have_all_stepped(owners, covered) else ()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -351,14 +344,14 @@ class StepTracker:
             self._modes.clear()
         self._forwards_without_step = None
         self.counters.step_closed()
-        self._optimizers.step_closed()
+        self.optimizers.step_closed()
         self._reset()
         return [closed, *(self._finish_epoch() if self.counters.epoch_is_full else ())]
 
     def _reset(self) -> None:
         self.state = State.IDLE
         self._forwards.clear()
-        self._optimizers.stepped.clear()
+        self.optimizers.stepped.clear()
         self._parts_were_called = self._is_incomplete = False
 
     def close_pending(self) -> tuple[Decision, ...]:
@@ -375,13 +368,13 @@ class StepTracker:
             return decisions
         if self.state is State.IDLE:
             return ()
-        self._optimizers.clear_running()
+        self.optimizers.clear_running()
         self._reset()
         return (Abandoned(),)
 
     def abandon(self) -> None:
         """Forget the open step in whatever state an exception has left it; the next step gets its number."""
-        self._optimizers.clear_running()
+        self.optimizers.clear_running()
         self._modes.clear()
         self._reset()
 
