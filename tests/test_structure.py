@@ -277,6 +277,7 @@ print("".join(found), "end")
 """
 
 
+@pytest.mark.slow  # the absence of circles, tested above, implies it
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_each_module_can_be_the_first_that_is_imported():
     """Each module is imported in a process that has imported nothing of ours but the packages around it."""
