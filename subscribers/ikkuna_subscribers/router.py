@@ -17,7 +17,15 @@ from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["RouterSubscriber"]
 
-_KINDS = ("router_entropy", "router_z_loss", "expert_load_max", "dead_experts", "tokens_dropped", "expert_load")
+_KINDS = (
+    "router_entropy",
+    "router_z_loss",
+    "expert_load_max",
+    "dead_experts",
+    "tokens_dropped",
+    "expert_load",
+    "window_load_max",
+)
 _NAMES = ("gate", "*.gate", "router", "*.router", "*router_logits", "*router.logits")
 
 
@@ -32,7 +40,8 @@ class RouterSubscriber(PlotSubscriber):
 
     Takes ``activations`` and ``observed``.
     Publishes ``router_entropy`` in nats, ``router_z_loss``, the mean squared log-sum-exp of the logits, ``expert_load_max``,
-    ``dead_experts`` and ``tokens_dropped`` as shares, and ``expert_load`` as ``{module}:expert_{e}`` if `per_expert` is set.
+    ``window_load_max``, that of the last `window` samples together, ``dead_experts`` and ``tokens_dropped`` as shares,
+    and ``expert_load`` as ``{module}:expert_{e}`` if `per_expert` is set.
     Entropy and z-loss need logits; ``tokens_dropped`` needs `capacity_factor`, or numbers of experts, in which -1 is a dropped token.
     Padding counts as any other token.  A NaN among the logits makes entropy and z-loss NaN, and its token chooses no expert.
 
@@ -48,7 +57,7 @@ class RouterSubscriber(PlotSubscriber):
     capacity_factor : float, optional
         An expert computes at most this number times the mean number of tokens of an expert in a call.
     window : int
-        The number of samples without a token after which an expert is dead.
+        The number of samples without a token after which an expert is dead, and over which ``window_load_max`` is computed.
     per_expert : bool
         Whether the load of each expert is published.
     **options : Any
@@ -143,8 +152,11 @@ class RouterSubscriber(PlotSubscriber):
     def _emit_figures(self, message: ModuleMessage, is_chosen: bool) -> None:
         figures = router_figures(message.data)
         load = figures.load
-        values = [float(load.max()), self._dead_share(message.module, message.data[: len(load)])]
+        counts = self._window_counts(message.module, message.data[: len(load)])
+        values = [float(load.max()), float((counts == 0).mean())]
         found = dict(zip(self.publishes[2:4], values, strict=True))
+        if counts.any():
+            found[self.publishes[6]] = float(counts.max() / counts.mean())
         if not is_chosen:
             found |= zip(self.publishes[:2], (figures.entropy, figures.z_loss), strict=True)
         if is_chosen or self.capacity_factor is not None:
@@ -157,9 +169,10 @@ class RouterSubscriber(PlotSubscriber):
             source = ModuleMessage(message.stamp, message.kind, module=message.module, path=path, name=name)
             self.emit(source, value, self.publishes[5])
 
-    def _dead_share(self, module: str, counts: NDArray[np.float64]) -> float:
+    def _window_counts(self, module: str, counts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the tokens of each expert in the window, with those of the present step."""
         window = self._windows.setdefault(module, deque(maxlen=self.window))
         if window and len(window[-1]) != len(counts):
             window.clear()
         window.append(counts.copy())
-        return float((np.sum(window, axis=0) == 0).mean())
+        return np.asarray(np.sum(window, axis=0))

@@ -312,3 +312,21 @@ def one_group_far_too_fast(case):
         return [{"params": rest}, {"params": fast, "lr": 0.3}]
 
     case.select = select
+
+
+@fault("rank_collapse", "signal_lost", "ignores_input", families=FAMILIES)
+def output_on_a_line(case):
+    """The outputs of a layer keep one number of each row."""
+
+    def prepare(case):
+        layer = case.pick()
+        direction = nn.functional.normalize(torch.randn(len(layer.bias)), dim=0)
+
+        def project(module, args, out):
+            last = out.movedim(1, -1) if out.ndim == 4 else out
+            line = (last @ direction.to(last.dtype))[..., None] * direction.to(last.dtype)
+            return line.movedim(-1, 1) if out.ndim == 4 else line
+
+        layer.register_forward_hook(project)
+
+    case.prepare.append(prepare)

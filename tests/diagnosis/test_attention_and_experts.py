@@ -56,27 +56,25 @@ def test_attention_that_collapses_is_named(change, found):
 
 
 class Mixture(nn.Module):
-    """Eight experts of which each row uses two; `imbalance` is the loss of Switch transformers that balances the load."""
+    """Experts of which each row uses two; `imbalance` is the loss of Switch transformers that balances the load."""
 
-    def __init__(self):
+    def __init__(self, number=8):
         super().__init__()
-        self.gate = nn.Linear(64, 8)
-        self.experts = nn.ModuleList(nn.Linear(64, 10) for _ in range(8))
+        self.gate = nn.Linear(64, number)
+        self.experts = nn.ModuleList(nn.Linear(64, 10) for _ in range(number))
 
     def forward(self, x):
         x = x.flatten(1)
         shares = self.gate(x).softmax(1)
         weights, chosen = shares.topk(2)
-        load = torch.bincount(chosen.flatten(), minlength=8) / len(x)
-        self.imbalance = 4 * (load * shares.mean(0)).sum()
+        load = torch.bincount(chosen.flatten(), minlength=len(self.experts)) / len(x)
+        self.imbalance = len(self.experts) / 2 * (load * shares.mean(0)).sum()
         outputs = torch.stack([expert(x) for expert in self.experts], 1)
         return (weights[..., None] * outputs.take_along_dim(chosen[..., None], 1)).sum(1)
 
 
-@pytest.mark.parametrize(("balance", "found"), [(0.0, [("idle_experts", "gate")]), (1.0, [])])
-def test_experts_without_tokens_are_named(balance, found):
-    """Without a loss that balances the load, most experts of this network receive no row after 45 steps."""
-    torch.manual_seed(0)
+def train_mixture(model, balance, rule, change=nothing):
+    """Train a mixture of experts on digits."""
     (images, labels), _ = networks.digits()
 
     def batch():
@@ -86,6 +84,23 @@ def test_experts_without_tokens_are_named(balance, found):
     def loss(outputs, y):
         return nn.functional.cross_entropy(outputs, y) + balance * model.imbalance
 
-    model = Mixture()
     subscriber = RouterSubscriber(2, subsample=5, window=3, backend="null")
-    assert findings_of(model, subscriber, batch, loss, nothing, "idle_experts") == found
+    return findings_of(model, subscriber, batch, loss, change, rule)
+
+
+@pytest.mark.parametrize(("balance", "found"), [(0.0, [("idle_experts", "gate")]), (1.0, [])])
+def test_experts_without_tokens_are_named(balance, found):
+    """Without a loss that balances the load, most experts of this network receive no row after 45 steps."""
+    torch.manual_seed(0)
+    assert train_mixture(Mixture(), balance, "idle_experts") == found
+
+
+def prefer_an_expert(model):
+    model.gate.bias.data[3] = 20.0
+
+
+@pytest.mark.parametrize(("change", "found"), [(prefer_an_expert, [("overloaded_experts", "gate")]), (nothing, [])])
+def test_an_expert_that_receives_all_tokens_is_named(change, found):
+    """Each row uses one of 16 experts beside the one that all rows use: its load is 8 times the mean."""
+    torch.manual_seed(0)
+    assert train_mixture(Mixture(16), 1.0, "overloaded_experts", change) == found

@@ -260,6 +260,12 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         layers("weight_updates_weights_ratio", fc0=1e-3, fc1=1.5, head=1e-3),
         layers("weight_updates_weights_ratio", fc0=1e-3, fc1=0.02, head=1e-3),
     ),
+    "untied_weights": (constant_of("head", untied_weights=1.0), constant_of("head", untied_weights=0.0)),
+    "overloaded_experts": (constant_of("fc1", window_load_max=5.0), constant_of("fc1", window_load_max=2.0)),
+    "rank_collapse": (
+        classification() | layers("activations_dimension", fc1=1.0, fc0=5.0, head=5.0),
+        classification() | layers("activations_dimension", fc1=1.3, fc0=5.0, head=5.0),
+    ),
     "plateau": (
         {("loss", None): at_a_guess},
         {("loss", None): falling},
@@ -366,3 +372,8 @@ def test_a_large_signal_in_front_of_a_normalisation_is_no_finding(norm):
     behind = [ModuleEntry("norm", norm)] if norm else []
     network = Network([ModuleEntry("fc", "Linear", (("weight", (10, 10)),)), *behind])
     assert bool(first_findings("signal_scale", network, {("activations_variance", "fc"): 50.0**2})) == (norm is None)
+
+
+def test_two_classes_need_one_direction_only():
+    series = classification() | layers("activations_dimension", fc0=1.0, fc1=1.0, head=1.0)
+    assert not findings(rule_named("rank_collapse"), series | {("output_classes", None): sampled([2.0])})

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ikkuna.diagnosis.finding import Finding
 from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.diagnosis.tied_weights import embedding_pairs, have_same_values
 
 __all__ = ["untied_weights"]
 
@@ -17,18 +17,16 @@ def untied_weights(trial: Trial) -> Iterator[Finding]:
     Either the model's configuration says that they are tied, or two tensors have the same values by construction.
     """
     trial.require_values()
-    embeddings = {m: name for m, name in trial.names.items() if isinstance(m, nn.Embedding)}
-    linear = {m: name for m, name in trial.names.items() if isinstance(m, nn.Linear)}
     configured = _configured(trial)
-    for embedding, name in embeddings.items():
-        for layer, other in linear.items():
-            a, b = embedding._parameters.get("weight"), layer._parameters.get("weight")
-            if a is None or b is None or a is b or a.shape != b.shape or not (a.requires_grad and b.requires_grad):
-                continue
-            if (embedding, layer) == configured or _same_values(a, b):
-                message = f"The weights of {name} and {other} are two tensors, but they should be tied."
-                advice = f"assign {other}.weight = {name}.weight again (in transformers: model.tie_weights())"
-                yield Finding("untied_weights", "error", message, other, advice=advice)
+    modules = ((name, module) for module, name in trial.names.items())
+    for name, embedding, other, layer in embedding_pairs(modules):
+        a, b = embedding._parameters["weight"], layer._parameters["weight"]
+        if a is None or b is None or a is b:
+            continue
+        if (embedding, layer) == configured or have_same_values(a, b):
+            message = f"The weights of {name} and {other} are two tensors, but they should be tied."
+            advice = f"assign {other}.weight = {name}.weight again (in transformers: model.tie_weights())"
+            yield Finding("untied_weights", "error", message, other, advice=advice)
 
 
 def _configured(trial: Trial) -> tuple[nn.Module | None, nn.Module | None] | None:
@@ -41,7 +39,3 @@ def _configured(trial: Trial) -> tuple[nn.Module | None, nn.Module | None] | Non
         return trial.model.get_input_embeddings(), trial.model.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         return None
-
-
-def _same_values(a: Tensor, b: Tensor) -> bool:
-    return a.device == b.device and a.dtype == b.dtype and torch.equal(a, b) and bool((a != a.flatten()[0]).any())

@@ -29,7 +29,7 @@ class DeadUnitsRule(Rule):
         (
             *("signal_lost",),
             *("ignores_input", "no_learning", "lr_too_low", "signal_scale", "vanishing_gradient", "zero_gradient"),
-            *("class_collapse", "plateau", "never_moves", "update_ratio"),
+            *("class_collapse", "rank_collapse", "plateau", "never_moves", "update_ratio"),
         )
     )
     meaning = "{figure:.0%} of the units of this layer are inactive for every sample."

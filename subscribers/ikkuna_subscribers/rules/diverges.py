@@ -29,7 +29,16 @@ class DivergesRule(Rule):
     patience = 2
     stride = 10
     explains = frozenset(
-        ("no_learning", "ignores_input", "class_collapse", "plateau", "logit_growth", "loss_spike", "overfit")
+        (
+            "no_learning",
+            "ignores_input",
+            "class_collapse",
+            "rank_collapse",
+            "plateau",
+            "logit_growth",
+            "loss_spike",
+            "overfit",
+        )
     )
     meaning = "The loss has risen to {figure:.3g}, above its level at the start."
     advice = "lower the learning rate, check the sign of the loss, clip gradients"

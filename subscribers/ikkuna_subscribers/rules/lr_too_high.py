@@ -27,7 +27,16 @@ class LrTooHighRule(Rule):
     explains = frozenset(
         (
             *("dead_units", "diverges", "no_learning", "ignores_input", "vanishing_gradient"),
-            *("loss_spike", "nonfinite", "saturated", "class_collapse", "zero_gradient", "update_ratio", "plateau"),
+            *(
+                "loss_spike",
+                "nonfinite",
+                "saturated",
+                "class_collapse",
+                "zero_gradient",
+                "update_ratio",
+                "rank_collapse",
+                "plateau",
+            ),
             *("logit_growth", "gradient_spike"),
         )
     )

@@ -20,7 +20,9 @@ class SaturatedRule(Rule):
     needs = sources("activations_variance", "activations_mean")
     thresholds = ("share",)
     share: float = 0.75
-    explains = frozenset(("vanishing_gradient", "ignores_input", "no_learning", "class_collapse", "plateau"))
+    explains = frozenset(
+        ("vanishing_gradient", "ignores_input", "no_learning", "class_collapse", "rank_collapse", "plateau")
+    )
     meaning = "The outputs of this layer are at the limits of its activation function (mean square {figure:.2f} of 1)."
     advice = "use a smaller initialisation or learning rate, or a normalisation in front of it"
 

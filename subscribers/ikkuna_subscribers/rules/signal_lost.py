@@ -24,7 +24,7 @@ class SignalLostRule(Rule):
     explains = frozenset(
         (
             *("ignores_input", "vanishing_gradient", "no_learning", "lr_too_low", "lr_too_high", "saturated"),
-            *("class_collapse", "plateau", "gradient_spike", "update_ratio"),
+            *("class_collapse", "rank_collapse", "plateau", "gradient_spike", "update_ratio"),
         )
     )
     meaning = "Before the first update only {figure:.0e} of the energy of the outputs differs between samples."

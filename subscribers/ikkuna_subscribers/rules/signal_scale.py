@@ -39,7 +39,16 @@ class SignalScaleRule(Rule):
                 "dead_units",
                 "loss_spike",
             ),
-            *("ignores_input", "nonfinite", "saturated", "class_collapse", "update_ratio", "plateau", "zero_gradient"),
+            *(
+                "ignores_input",
+                "nonfinite",
+                "saturated",
+                "class_collapse",
+                "update_ratio",
+                "rank_collapse",
+                "plateau",
+                "zero_gradient",
+            ),
         )
     )
     meaning = "Before the first update the outputs of this layer have a standard deviation of {figure:.3g}."

@@ -25,7 +25,12 @@ class UpdateRatioRule(Rule):
     factor: float = 30.0
     patience = 1
     origin = "worst"
-    explains = frozenset(("loss_spike",))
+    explains = frozenset(
+        (
+            "rank_collapse",
+            "loss_spike",
+        )
+    )
     meaning = "Each step changes this weight by {figure:.0%}, far more than the others."
     advice = "lower the learning rate of this layer, or check its initialisation"
 

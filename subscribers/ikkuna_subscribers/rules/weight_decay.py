@@ -27,6 +27,7 @@ class WeightDecayRule(Rule):
             "no_learning",
             "dead_units",
             "class_collapse",
+            "rank_collapse",
             "plateau",
             "zero_gradient",
         )

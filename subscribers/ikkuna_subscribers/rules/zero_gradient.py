@@ -22,7 +22,16 @@ class ZeroGradientRule(Rule):
     patience = 5
     origin = "last"
     explains = frozenset(
-        ("signal_lost", "no_learning", "lr_too_low", "ignores_input", "never_moves", "plateau", "vanishing_gradient")
+        (
+            "signal_lost",
+            "no_learning",
+            "lr_too_low",
+            "ignores_input",
+            "never_moves",
+            "rank_collapse",
+            "plateau",
+            "vanishing_gradient",
+        )
     )
     meaning = "Every gradient of the weight has been exactly zero, while other weights receive one."
     advice = "look at the layer behind it: dead units, a product with zero, or a branch that the loss does not use"
