@@ -24,6 +24,7 @@ __all__ = [
     "current_node",
     "current_trace",
     "default_store",
+    "drop_programs",
     "function_transforms",
     "graph_task",
     "holds_other_tensors",
@@ -92,6 +93,9 @@ tracing_state: Callable[[], Any] = getattr(_C, "_get_tracing_state", lambda: Non
 
 compiled_programs: Callable[[CodeType], list[Any]] = getattr(_FRAMES, "_debug_get_cache_entry_list", lambda code: [])
 """Return the compiler's programs of a function; without it, none: a model compiled before the exporter is not recognised."""
+
+drop_programs: Callable[[CodeType], None] = getattr(_FRAMES, "reset_code", lambda code: torch.compiler.reset())
+"""Drop the compiler's programs of a function; without it, those of all functions."""
 
 
 def skip_in_compiler(function: Callable[..., Any]) -> None:

@@ -223,7 +223,7 @@ class Exporter:
         rules : str, Rule, or iterable of them
             ``"default"``, ``"all"``, names of rules, or `ikkuna.diagnosis.Rule` objects.
         **options : Any
-            ``every``, ``later``, ``on_finding``, ``stop`` and ``backend``, see `ikkuna.export.rules.register_rules`.
+            ``every``, ``later``, ``loss_every``, ``on_finding``, ``stop`` and ``backend``, see `ikkuna.export.rules.register_rules`.
 
         Raises
         ------

@@ -184,6 +184,7 @@ def register_rules(
     *,
     every: int = 10,
     later: int | None = None,
+    loss_every: int = 1,
     sees_loss: bool = True,
     on_finding: OnFinding | None = None,
     stop: str | None = None,
@@ -200,10 +201,13 @@ def register_rules(
     rules : str, Rule, or iterable of them
         See `ikkuna.diagnosis.get_rules`.
     every : int
-        The number of steps between two samples of modules; the loss is read at every step.
+        The number of steps between two samples of modules.
     later : int, optional
         The number of steps between two samples from step ``30 * every`` on, a multiple of `every`; by default ``4 * every``.
         It concerns what no other subscriber measures: most mistakes show in the first steps, and these statistics are most of the cost.
+    loss_every : int
+        The number of steps between two samples of the loss and of skipped steps; `every` is a multiple of it.
+        Rules are judged at these steps.
     sees_loss : bool
         Whether the module that computes the loss is known.
     on_finding : callable, optional
@@ -223,6 +227,8 @@ def register_rules(
     if on_finding is not None and not callable(on_finding):
         raise ConfigTypeError(f"on_finding needs a function of a Finding, got {type(on_finding).__name__}")
     thinning = 30 * every, _factor(every, later)
+    if isinstance(loss_every, bool) or not isinstance(loss_every, int) or loss_every < 1 or every % loss_every:
+        raise ConfigError(f"loss_every needs a divisor of every={every}, got {loss_every!r}")
     judge = Judge(get_rules(rules), Network(bus.network))
     used = list(
         {(b if isinstance(b, str) else id(b)): b for r in bus.registered for b in r.subscriber.backends}.values()
@@ -235,6 +241,7 @@ def register_rules(
         published = {kind for r in bus.registered for kind in r.subscriber.publishes}
         kinds = ["batch_finished", *(("loss",) if sees_loss else ()), *sorted((judge.kinds & published) - set(_OWN))]
         subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, **options)
+        subscriber.subscription = subscriber.subscription.sampled(subsample=loss_every)
         for kind, statistics in shared_kinds(sorted(judge.kinds - published)).items():
             reader = StatisticsReader(
                 kind,

@@ -113,7 +113,7 @@ def watch(
     given = {"subsample": every, "start": start, "stop": last, "schedule": schedule}
     changes = {name: value for name, value in given.items() if value is not None}
     chosen = _DEFAULT if preset is None and not subscribers else preset
-    metrics = () if chosen is None else load_plugin(GROUP, chosen, Preset)().subscribers(_sees_labels(model, loss))
+    source = None if chosen is None else load_plugin(GROUP, chosen, Preset)()
     selected = None if modules is None else _module_filter(modules)
     _close_earlier(model)
     handle = WatchHandle(depth, selected, message_bus=MessageBus(_BUS), log_dir=log_dir, run_name=run_name, **options)
@@ -121,15 +121,16 @@ def watch(
         handle.add_modules(model)
         if loss is not None:
             handle.set_loss(loss)
-        for subscriber in (*metrics, *subscribers):
+        metrics = [*_subscribers_of(source, handle, _sees_labels(model, loss)), *subscribers]
+        for subscriber in metrics:
             if isinstance(subscriber, Subscriber):
                 _change(subscriber, changes, backend)
             handle.message_bus.register_subscriber(subscriber)
         if rules is not None:
-            handle.apply_rules(rules, stop=severity)
+            handle.apply_rules(rules, stop=severity, **({} if source is None else source.rules))
         if recorder is not False:
             handle.record_steps(None if recorder is True else recorder)
-        handle.begin(len(metrics) + len(subscribers), chosen)
+        handle.begin(len(metrics), chosen)
     except BaseException:
         handle.close()
         raise
@@ -152,6 +153,13 @@ def _close_earlier(model: nn.Module) -> None:
         if other.bus.name == _BUS:
             log.warning("the model is watched already; closed the exporter of the earlier watch()")
             other.close()
+
+
+def _subscribers_of(preset: Preset | None, handle: WatchHandle, sees_labels: bool) -> list[Subscriber]:
+    if preset is None:
+        return []
+    preset.network = handle.message_bus.network
+    return preset.subscribers(sees_labels)
 
 
 def _sees_labels(model: nn.Module, loss: object) -> bool:

@@ -10,8 +10,9 @@ from torch import Tensor
 from ikkuna.export.messages import Message, MessageBatch, NetworkMessage, Stamp
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.export.subscriber import PlotSubscriber, name_results
-from ikkuna.numerics.elements import all_finite
+from ikkuna.numerics.elements import all_finite, has_numbers
 from ikkuna_subscribers._helpers.nonfinite_producer import find_producer
+from ikkuna_subscribers._helpers.occurrences import Occurrences
 
 __all__ = ["NonFiniteSubscriber"]
 
@@ -39,7 +40,8 @@ class NonFiniteSubscriber(PlotSubscriber):
     The order of the calls decides: everything before the first non-finite tensor was finite.
     A non-finite gradient was produced by the module whose own gradient came last, or by a function of torch between the two modules.
     Inputs given as keyword arguments are not seen; a loss is seen only after ``set_loss``.
-    It costs about three passes over every tensor, and never waits for the device.
+    Of tensors that occur several times in a step, each is checked by itself, in a further pass.
+    It takes all tensors of a step, also those that no other metric takes, and never waits for the device.
 
     Look for: anything above 0.
 
@@ -70,6 +72,7 @@ class NonFiniteSubscriber(PlotSubscriber):
         self._finds_producer = kind is None
         self.state = ("_is_finite",) if kind is None else ()
         self._seen: list[tuple[Stamp, list[Message]]] = []
+        self._occurrences = Occurrences()
         self._broken: list[tuple[float, Message]] = []
         self._skipped = False
         self._is_finite = True
@@ -80,14 +83,22 @@ class NonFiniteSubscriber(PlotSubscriber):
         return self._finds_producer
 
     def measure(self, message: Message) -> Tensor | None:
-        """Return the position of the tensor in its step if it is not finite, else infinity."""
-        if (finite := all_finite(message.data)) is None:
+        """Return the position of the tensor in its step; infinity if it is known to be finite.
+
+        The record shows whether a tensor that occurs once in a step is finite.
+        """
+        is_single = self._occurrences.is_single(message)
+        finite = None if is_single else all_finite(message.data)
+        if finite is None and not (is_single and has_numbers(message.data)):
             return None
         if not self._seen or self._seen[-1][0] != message.stamp:
             self._seen.append((message.stamp, []))
         events = self._seen[-1][1]
         events.append(message.carrying(None))
-        return torch.where(finite, math.inf, float(len(events) - 1)).reshape(1)
+        order = float(len(events) - 1)
+        if finite is None:
+            return torch.full((1,), order, device=message.data.device)
+        return torch.where(finite, math.inf, order).reshape(1)
 
     def compute(self, message: Message) -> None:
         """Emit the count, or store the message until the step is over."""
@@ -118,6 +129,7 @@ class NonFiniteSubscriber(PlotSubscriber):
         if not self._finds_producer:
             return
         events, broken = self._take(stamp), self._broken
+        self._occurrences.count(events)
         self._broken = []
         self.emit(NetworkMessage(stamp, self.publishes[0]), len(broken), self.publishes[0])
         was_finite, self._is_finite = self._is_finite, not broken

@@ -206,6 +206,29 @@ def test_an_exporter_attached_after_the_first_call_sees_everything(bus):
     assert kinds == {f"{kind}_norm2" for kind in MODULE_KINDS}
 
 
+def test_a_model_is_not_taken_for_compiled_because_another_one_of_its_class_was(bus, caplog):
+    """The compiler keeps its programs with the class.  The model may be compiled later, and must not use them then."""
+    other, loss, optimizer = make(dropout=0.0)
+    train(torch.compile(other, backend="aot_eager", fullgraph=True), other, loss, optimizer, steps=1)
+    model, loss, optimizer = make(dropout=0.0)
+    exporter, _ = watched(bus, model, model, loss, ("activations",), subsample=2)
+    train(model, model, loss, optimizer, steps=1)
+    assert "torch.compiler.reset()" not in caplog.text
+    assert not any(module._forward_hooks for module in model.modules())  # those of a compiled model stay
+    exporter.close()
+
+
+def test_a_model_of_a_class_that_was_compiled_is_measured_when_it_is_compiled(bus):
+    other, loss, optimizer = make(dropout=0.0)
+    train(torch.compile(other, backend="aot_eager", fullgraph=True), other, loss, optimizer, steps=1)
+    model, loss, optimizer = make(dropout=0.0)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    exporter, recording = watched(bus, model, model, loss, ("activations",))
+    train(compiled, model, loss, optimizer, steps=2)
+    exporter.close()
+    assert {step for kind, _, step in values(recording) if kind == "activations_norm2"} == {0, 1}
+
+
 def test_after_close_nothing_of_ours_is_in_the_graph(bus):
     model, loss, optimizer = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

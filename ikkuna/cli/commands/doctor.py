@@ -88,7 +88,7 @@ def _measurement() -> str:
     from ikkuna.reading import find_runs, read_run
 
     with tempfile.TemporaryDirectory() as directory:
-        train_sample(Path(directory), steps=12, rules=None)
+        train_sample(Path(directory), steps=12, rules=None, every=1)
         (found,) = find_runs(Path(directory))
         run = read_run(found)
         if run.lost or run.last_step != 11:

@@ -6,11 +6,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
-from ikkuna.torch_internals import compiled_programs, function_transforms, graph_task, skip_in_compiler, tracing_state
+from ikkuna.torch_internals import function_transforms, graph_task, skip_in_compiler, tracing_state
 
-__all__ = ["Hook", "Remove", "in_backward", "in_capture", "remove_all", "was_compiled"]
+__all__ = ["Hook", "Remove", "in_backward", "in_capture", "remove_all"]
 
 Remove = Callable[[], None]
 
@@ -99,12 +98,6 @@ class Hook:
 skip_in_compiler(
     Hook.__call__
 )  # the compiler would compile hooks around the forward of a root, where it does not trace the caller
-
-
-def was_compiled(module: nn.Module) -> bool:
-    """Whether the compiler has a program for a module's forward, which does not see hooks that are registered later."""
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and bool(compiled_programs(code))
 
 
 def remove_all(handles: Iterable[Any]) -> Remove:

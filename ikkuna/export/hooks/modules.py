@@ -3,15 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
-
 from ikkuna.export.hooks.call_stack import in_compiled_call
+from ikkuna.export.hooks.compiled_modules import CompiledModules
 from ikkuna.export.hooks.compiler_stance import CompilerStance
 from ikkuna.export.hooks.context import HookContext
 from ikkuna.export.hooks.fast_path import FastPathHooks
 from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.graph_operators import ObservedSites
-from ikkuna.export.hooks.hook import Remove, remove_all, was_compiled
+from ikkuna.export.hooks.hook import Remove, remove_all
 from ikkuna.export.hooks.in_graph import GraphSwitch, ModuleHook
 from ikkuna.export.hooks.observed import ObservedHooks
 from ikkuna.export.messages.kinds import FORWARD_KINDS, OBSERVED
@@ -66,6 +65,7 @@ class ModuleHooks:
         self.switch = GraphSwitch() if in_graph else None
         self._is_settled = not in_graph
         self._stance = CompilerStance()
+        self._compiled_modules = CompiledModules()
         self._traced: set[str] = set()
         self._installed_for: Plan | None = None
         self._hooks: dict[str, tuple[ObservedSites, Remove]] = {}
@@ -93,8 +93,10 @@ class ModuleHooks:
             wishes.task(kind, None) is not None for kind in ("input_data", "network_output")
         )
         self.set_sampled(next_step)
-        observed: Iterable[nn.Module] = (*model.callable, *(named.module for named in model.modules))
-        model.is_compiled = model.is_compiled or any(map(was_compiled, observed))
+        observed = (*model.callable, *(named.module for named in model.modules))
+        model.is_compiled = model.is_compiled or self._compiled_modules.includes(observed)
+        if not model.is_compiled:
+            self._compiled_modules.drop_programs_of_others(observed)
         if self._is_settled and not model.is_compiled:
             return False
         return self.install(wishes) and model.is_compiled
@@ -102,7 +104,7 @@ class ModuleHooks:
     def is_found_compiled(self) -> bool:
         """Whether a root proves to be compiled that was not known to be."""
         model = self._context.model
-        return self.switch is not None and not model.is_compiled and any(map(was_compiled, model.callable))
+        return self.switch is not None and not model.is_compiled and self._compiled_modules.includes(model.callable)
 
     def set_sampled(self, plan: Plan) -> None:
         """Prepare compiled models, and the calls of ``observe``, for the next step."""
