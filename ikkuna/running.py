@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.numerics.statistics.moments import STATE, as_float64, combine, observe, parts
+from ikkuna.numerics.float64 import as_float64
+from ikkuna.numerics.statistics.moments import STATE, combine, observe, parts
 
 __all__ = ["RunningMoments", "combine_mean_std"]
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.float64 import as_float64
 from ikkuna.numerics.noise import NoiseScale, fit_noise_scale, noise_scale
 
 __all__ = ["compute_noise_scale", "noise_scale_table", "two_batch_noise_scale"]
@@ -98,13 +99,13 @@ def _squared_norms(
     closure: Callable[[], Tensor], parameters: list[nn.Parameter], num_iters: int, scale: float
 ) -> Iterable[tuple[float, float]]:
     """Yield the squared norm of the gradient of each micro-batch, and of the mean gradient of all so far."""
-    total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    total = [as_float64(torch.zeros_like(p)) for p in parameters]
     for i in range(num_iters):
         gradients = _gradients(closure(), parameters)
         small = 0.0
         for accumulated, gradient in zip(total, gradients, strict=True):
             if gradient is not None:
-                exact = gradient.double() * scale
+                exact = as_float64(gradient) * scale
                 accumulated += exact
                 small += float((exact * exact).sum())
         yield small, math.fsum(float((t * t).sum()) for t in total) / (i + 1) ** 2

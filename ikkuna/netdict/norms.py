@@ -11,6 +11,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.netdict.description import record_of
 from ikkuna.numerics.elements import CHUNK, flatten, readable
+from ikkuna.numerics.float64 import as_float64
 
 __all__ = ["inner_product", "power_norm"]
 
@@ -51,7 +52,7 @@ def inner_product(a: Any, b: Any) -> float:
     left, right = (torch.as_tensor(x).expand(shape).reshape(-1) for x in (a, b))
     count = left.numel() // CHUNK + 1
     pairs = zip(left.chunk(count), right.chunk(count), strict=True)
-    return math.fsum(float(torch.dot(x.double(), y.double())) for x, y in pairs)
+    return math.fsum(float(torch.dot(as_float64(x), as_float64(y))) for x, y in pairs)
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
@@ -59,4 +60,4 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     if read is not None:
         flat = flatten(read[0])
         for chunk in flat.chunk(flat.numel() // CHUNK + 1):
-            yield chunk.double()
+            yield as_float64(chunk)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.float64 import widest_float
 
 __all__ = ["AttentionRow", "attention_means", "attention_row", "entropy_of_lse", "logit_bound"]
 
@@ -85,8 +86,8 @@ def attention_row(
         )
     scale = dim**-0.5 if scale is None else scale
     keys = k.shape[2]
-    sums = torch.zeros(heads, 4, dtype=torch.float64, device=q.device)
-    largest = torch.full((heads,), -torch.inf, dtype=torch.float64, device=q.device)
+    sums = torch.zeros(heads, 4, dtype=widest_float(q), device=q.device)
+    largest = torch.full((heads,), -torch.inf, dtype=widest_float(q), device=q.device)
     size = max(1, _BLOCK // max(1, batch * heads * keys))
     for start in range(0, queries, size) if keys and batch else ():
         block = q[:, :, start : start + size] * scale
@@ -96,7 +97,7 @@ def attention_row(
         allowed, biased = _masked(logits, mask, is_causal, start)
         sums += _entropy_sums(biased, allowed)
         visible = torch.where(allowed, logits, -torch.inf)
-        largest = torch.maximum(largest, visible.amax((0, 2, 3)).double())
+        largest = torch.maximum(largest, visible.amax((0, 2, 3)).to(largest))
     return AttentionRow(sums, largest)
 
 
@@ -135,7 +136,7 @@ def _entropy_sums(logits: Tensor, allowed: Tensor) -> Tensor:
     some, several = count > 0, count > 1
     normalized = entropy / count.clamp(min=2).to(entropy).log()
     parts = (torch.where(some, entropy, 0.0), some, torch.where(several, normalized, 0.0), several)
-    return torch.stack([part.sum((0, 2), dtype=torch.float64) for part in parts], dim=1)
+    return torch.stack([part.sum((0, 2), dtype=widest_float(part)) for part in parts], dim=1)
 
 
 def attention_means(sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +224,7 @@ def logit_bound(query: Tensor, key: Tensor, scale: float | None = None) -> Tenso
     q, k = _four_axes(query), _four_axes(key)
     lengths = []
     for x in (q, k):
-        rows = x.movedim(1, 0).flatten(1, 2).square().sum(-1, dtype=torch.float64).sqrt()
+        rows = x.movedim(1, 0).flatten(1, 2).square().sum(-1, dtype=widest_float(x)).sqrt()
         lengths.append(rows.amax(1) if rows.shape[1] else rows.new_zeros(len(rows)))
     grouped = lengths[1].repeat_interleave(q.shape[1] // max(1, k.shape[1]))
     return lengths[0] * grouped * (q.shape[-1] ** -0.5 if scale is None else scale)

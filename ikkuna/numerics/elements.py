@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ikkuna.numerics.float64 import widest_float
 from ikkuna.numerics.quantized import dequantized, is_special
 from ikkuna.torch_internals import holds_other_tensors, is_transformed
 
@@ -120,7 +121,7 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
     """Return the stored numbers of `x` as a real strided tensor, and the number of zeros that are not stored.
 
     The result of a sparse tensor is its coalesced values, of a complex tensor its magnitudes.
-    Quantised tensors are dequantised; integers and booleans become float64, fp8 becomes float32.
+    Quantised tensors are dequantised; integers and booleans become float64 (float32 on a device without float64), fp8 becomes float32.
     The result is ``None`` if there are no numbers, see :func:`has_numbers`, or if a quantised tensor does not offer them.
     """
     if not has_numbers(x):
@@ -138,7 +139,7 @@ def readable(x: Tensor) -> tuple[Tensor, int] | None:
     if x.is_complex():
         x = x.abs()
     if not x.is_floating_point():
-        x = x.double()
+        x = x.to(widest_float(x))
     elif x.element_size() == 1:
         x = x.float()
     return x, implied

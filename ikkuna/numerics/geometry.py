@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.numerics.elements import CHUNK, readable
+from ikkuna.numerics.float64 import widest_float
 from ikkuna.numerics.inner import norm, squared_distance
 
 __all__ = ["angle", "cosine", "count_moved", "distance", "effective_update_fraction", "update_ratio"]
@@ -110,7 +111,8 @@ def _squared_sums(a: Tensor, b: Tensor, length_a: Tensor, length_b: Tensor) -> t
     size = CHUNK if x.device.type == "cpu" else 1 << 22
     minus, plus = [], []
     for left, right in zip(torch.split(x, size), torch.split(y.to(x.device), size), strict=True):
-        u, v = left.double() / length_a, right.double() / length_b
+        u, v = (part.to(widest_float(part)) for part in (left, right))
+        u, v = u / length_a, v / length_b
         minus.append((u - v).square().sum())
         plus.append((u + v).square().sum())
     return torch.stack(minus).sum(), torch.stack(plus).sum()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.numerics.elements import CHUNK, flatten, readable, without_repeats
+from ikkuna.numerics.float64 import has_float64
 
 __all__ = ["dot", "norm", "squared_distance", "squared_norm"]
 
@@ -118,7 +119,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
     x, y = _wide(x), _wide(y)
-    if x.device.type == "mps":
+    if not has_float64(x.device):
         return torch.dot(x, y)
     if x.device.type != "cpu":
         return torch.dot(x.double(), y.double())
@@ -129,4 +130,4 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 def _add(parts: Iterable[Tensor], like: Tensor) -> Tensor:
     stacked = torch.stack(list(parts))
-    return stacked.sum(dtype=torch.float32 if like.device.type == "mps" else torch.float64)
+    return stacked.sum(dtype=torch.float64 if has_float64(like.device) else torch.float32)

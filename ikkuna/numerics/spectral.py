@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.float64 import widest_float
 
 __all__ = ["as_matrix", "conv_operator_norm", "spectral_norm"]
 
@@ -112,7 +113,7 @@ def _step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _length(x: Tensor) -> Tensor:
     """Return the Euclidean norm along the last axis, in float64 so that no square overflows or underflows."""
-    length: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=None if x.device.type == "mps" else torch.float64)
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=widest_float(x))
     return length
 
 

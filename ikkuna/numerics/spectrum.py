@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.float64 import as_float64
 from ikkuna.numerics.spectral import as_matrix
 
 __all__ = [
@@ -81,7 +82,7 @@ def singular_values_of_each(weights: Tensor) -> Tensor:
     tensor([[1., 1.],
             [nan, nan]], dtype=torch.float64)
     """
-    matrices = torch.stack([as_matrix(weight) for weight in weights]).double()
+    matrices = as_float64(torch.stack([as_matrix(weight) for weight in weights]))
     # A factorisation raises an error for a NaN, or ignores it in a triangle that it does not read.
     is_finite = matrices.isfinite().flatten(1).all(1)[:, None]
     matrices = torch.where(is_finite[..., None], matrices, 0.0)
@@ -284,7 +285,7 @@ def power_law_alpha(eigenvalues: Tensor, compat: str | None = None) -> PowerLaw:
     """
     if compat not in (None, "weightwatcher"):
         raise ConfigError(f"power_law_alpha needs compat None or 'weightwatcher', got {compat!r}")
-    values = eigenvalues.detach().double().cpu().numpy().ravel()
+    values = as_float64(eigenvalues).cpu().numpy().ravel()
     values = np.sort(values[np.isfinite(values) & (values > 0)])
     if len(np.unique(values)) < 2:
         return PowerLaw(math.nan, math.nan, math.nan, 0)

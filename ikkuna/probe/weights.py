@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ikkuna.errors import ConfigError
 from ikkuna.modules import named_modules, named_parameters
+from ikkuna.numerics.float64 import as_float64
 from ikkuna.probe.layers import LayerId, find_layer, find_layers, leaves
 from ikkuna.probe.outputs import shape_result
 from ikkuna.undisturbed import undisturbed
@@ -150,7 +151,7 @@ def _axis(module: nn.Module, key: str, axis: int | None) -> int:
 
 
 def _unit_norms(tensor: Tensor, axis: int, p: float) -> Tensor:
-    exact = tensor.double()
+    exact = as_float64(tensor)
     if exact.ndim < 2:
         return exact.abs().reshape(-1)
     norms: Tensor = torch.linalg.vector_norm(exact.movedim(axis, 0).flatten(1), p, dim=1)
@@ -217,7 +218,7 @@ def weight_penalties(
         l1 = sum(pair[0] for key, pair in (penalties or {}).items() if key in name)
         l2 = sum(pair[1] for key, pair in (penalties or {}).items() if key in name) + decay / 2
         if l1 or l2:
-            result[name] = _penalty(parameter.detach().double(), l1, l2, decoupled and decay > 0)
+            result[name] = _penalty(as_float64(parameter), l1, l2, decoupled and decay > 0)
     return result
 
 

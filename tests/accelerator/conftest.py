@@ -1,6 +1,26 @@
 """Fixtures of the tests on the simulated accelerator."""
 
 import pytest
+import torch
+
+from ikkuna.numerics.float64 import has_float64
+from tests.simulated_device import features
+
+
+@pytest.fixture
+def without_float64(monkeypatch):
+    """Let the simulated accelerator have no float64, as ``mps``."""
+    has_float64.cache_clear()
+    monkeypatch.setattr(features, "has_float64", False)
+    yield
+    has_float64.cache_clear()
+
+
+@pytest.fixture
+def like_mps(without_float64, monkeypatch):
+    """Let it have no streams and events either."""
+    for name in ("Event", "Stream", "stream", "current_stream", "default_stream"):
+        monkeypatch.delattr(torch.sim, name)
 
 
 @pytest.fixture

@@ -41,7 +41,11 @@ class Watched:
 
 @pytest.mark.parametrize("make", [NormSubscriber, VarianceSubscriber, SparsitySubscriber])
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e20, float("nan")])
-def test_magnitudes_beyond_float32_are_right_from_the_second_step_on(bus, make, scale):
+@pytest.mark.parametrize("has_float64", [True, False])
+def test_magnitudes_beyond_float32_are_right_from_the_second_step_on(bus, request, make, scale, has_float64):
+    if not has_float64:
+        request.getfixturevalue("without_float64")
+
     class Scaled(nn.Module):
         def forward(self, x):
             return x * scale

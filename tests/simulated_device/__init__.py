@@ -9,6 +9,7 @@ A storage of the device has an address that the host cannot read, and refers to 
   `transfers.LATENCY` times.  New device memory is NaN as well.
 - A kernel that reads what another stream has written, without having waited for it, raises an error.
 - `memory.limit` bounds the memory of the device.
+- Without `features.has_float64`, a tensor of float64 on the device raises the `TypeError` of ``mps``.
 
 Time, the caching allocator, CUDA graphs, sparse tensors, and the fused operators of recurrent layers are not simulated.
 """
@@ -16,7 +17,18 @@ Time, the caching allocator, CUDA graphs, sparse tensors, and the fused operator
 from tests.simulated_device import streams
 from tests.simulated_device.device import install, provide_pinned_memory
 from tests.simulated_device.log import Entry, recorded
-from tests.simulated_device.storage import memory, memory_of
+from tests.simulated_device.storage import features, memory, memory_of
 from tests.simulated_device.streams import Event, Stream
 
-__all__ = ["Entry", "Event", "Stream", "install", "memory", "memory_of", "provide_pinned_memory", "recorded", "streams"]
+__all__ = [
+    "Entry",
+    "Event",
+    "Stream",
+    "features",
+    "install",
+    "memory",
+    "memory_of",
+    "provide_pinned_memory",
+    "recorded",
+    "streams",
+]

@@ -12,7 +12,7 @@ from torch.utils._device import _device_constructors
 from tests.simulated_device import streams
 from tests.simulated_device.cuda import MIXES_DEVICES, bytes_of, converted_bytes, launches_of, waits
 from tests.simulated_device.log import write
-from tests.simulated_device.storage import allocate, is_simulated, memory, memory_of
+from tests.simulated_device.storage import allocate, is_simulated, memory, memory_of, require_dtype
 
 __all__ = ["install", "provide_pinned_memory"]
 
@@ -211,6 +211,7 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         if not (within or (non_blocking and source.is_pinned())):
             streams.wait("copy to the device")
         return target
+    require_dtype(target.dtype)
     if source.dtype != target.dtype or not source.is_contiguous():
         write("launch", "copy_", bytes_of(source), source.numel() * target.element_size(), 1)  # CUDA converts first
     write("d2h", "copy_", source.numel() * target.element_size(), bytes_of(target))

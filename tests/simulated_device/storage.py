@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OFFSET", "allocate", "is_simulated", "memory", "memory_of"]
+__all__ = ["OFFSET", "allocate", "features", "is_simulated", "memory", "memory_of", "require_dtype"]
 
 OFFSET = 1 << 62
 """A device address is an address of the host plus this; reading it is a segmentation fault."""
@@ -16,6 +16,10 @@ OFFSET = 1 << 62
 memory = SimpleNamespace(used=0, peak=0, limit=math.inf)
 """Bytes in use, the most bytes in use since it was set, and the bytes that there are."""
 
+features = SimpleNamespace(has_float64=True)
+"""Whether the device has float64; ``mps`` has not."""
+
+_WIDE = (torch.float64, torch.complex128)
 _HOST = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 
@@ -32,8 +36,15 @@ def _reserve(size: int) -> None:
     memory.peak = max(memory.peak, memory.used)
 
 
+def require_dtype(dtype: torch.dtype) -> None:
+    """Raise the error of a device without float64 if it would have to store this dtype."""
+    if dtype in _WIDE and not features.has_float64:
+        raise TypeError(f"Cannot convert a sim Tensor to {dtype} as the sim framework doesn't support float64")
+
+
 def allocate(host: Tensor, into: Tensor | None = None) -> Tensor:
     """Return a device tensor whose memory is `host`; if `into` is given, it gets this memory and is returned."""
+    require_dtype(host.dtype)
     held = host.untyped_storage()
     _reserve(held.nbytes())
     storage = torch._C._construct_storage_from_data_pointer(

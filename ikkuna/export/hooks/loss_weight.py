@@ -5,6 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ikkuna.numerics.float64 import widest_float
+
 __all__ = ["label_weight", "loss_weight"]
 
 _BY_SEQUENCE = ("CTCLoss",)
@@ -66,5 +68,5 @@ def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) ->
     if weights is None:
         count = torch.count_nonzero(counts)
         return int(count) if count.device.type == "cpu" else count
-    of_labels = weights.detach().double()[torch.where(counts, labels, 0)]
+    of_labels = weights.detach().to(widest_float(weights))[torch.where(counts, labels, 0)]
     return torch.where(counts, of_labels, 0.0).sum()

@@ -44,7 +44,7 @@ class HostCopy:
             return True
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Return the tensors as arrays, bfloat16 as float32; wait for the copy if necessary."""
+        """Return the tensors as arrays, floating-point numbers in float64; wait for the copy if necessary."""
         if self._event is not None:
             self._event.synchronize()
         groups = {dtype: self._packed[first:last].view(dtype) for dtype, (first, last) in self._bounds.items()}
@@ -52,7 +52,7 @@ class HostCopy:
         for shape, dtype in self._shapes:
             offset, size = offsets[dtype], shape.numel()
             found = groups[dtype][offset : offset + size].reshape(shape)
-            arrays.append((found.float() if dtype is torch.bfloat16 else found).numpy())
+            arrays.append((found.double() if dtype.is_floating_point else found).numpy())
             offsets[dtype] += size
         return arrays
 

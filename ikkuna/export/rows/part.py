@@ -11,6 +11,7 @@ from ikkuna.distributed.dtensor import ShardPosition
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.subscriber.deferred_row import DeferredRow
 from ikkuna.export.subscriber.registered import Registered
+from ikkuna.numerics.float64 import widest_float
 from ikkuna.numerics.statistics.device import DeviceStatistics, Doubts
 from ikkuna.numerics.statistics.host import HostStatistics
 
@@ -34,7 +35,7 @@ class Part:
     native : bool
         Whether to use the C++ kernels if they are available.
     doubts : Doubts
-        Which rows are measured in float64 on a device.
+        Which rows sums in float32 are not enough for on a device.
 
     Attributes
     ----------
@@ -129,7 +130,7 @@ class Part:
 
 
 def _copied(value: Tensor | DeferredRow, device: torch.device) -> Tensor | DeferredRow:
-    """Return a copy in float64; raise `TypeError` if it cannot be copied to the host."""
+    """Return a copy in float64, or in float32 on a device without that; raise `TypeError` if it cannot be copied to the host."""
     if isinstance(value, DeferredRow):
         if not value.tensor.is_cpu:
             return value.copied()
@@ -137,7 +138,7 @@ def _copied(value: Tensor | DeferredRow, device: torch.device) -> Tensor | Defer
     value = value.detach()
     if value.is_complex():
         raise TypeError(f"measure must return real numbers, got {value.dtype}")
-    copy = value.to(torch.float64, copy=True)
+    copy = value.to(widest_float(value), copy=True)
     if copy.is_cpu:
         copy.numpy()  # raises for sparse tensors, and for subclasses without data
     elif type(copy) is not Tensor or copy.device != device:

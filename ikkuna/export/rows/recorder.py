@@ -25,6 +25,7 @@ from ikkuna.export.subscriber.deferred_row import DeferredRow
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.logger import log
 from ikkuna.numerics.elements import has_numbers
+from ikkuna.numerics.float64 import has_float64
 from ikkuna.numerics.quantized import dequantized, is_special
 from ikkuna.numerics.statistics.native import library
 from ikkuna.numerics.statistics.native.tensor_reader import KnownTensors
@@ -346,8 +347,14 @@ class Recorder:
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()  # metrics need no code for sparse gradients
         message = target.rows.message(target.row, tensor)
+        on_host: Message | None = None
         for registered in measurers:
-            self._measure(target.part, target.row, registered, message, tensor)
+            if not registered.subscriber.needs_float64 or has_float64(tensor.device):
+                self._measure(target.part, target.row, registered, message, tensor)
+                continue
+            if on_host is None:
+                on_host = target.rows.message(target.row, _on_host(tensor))
+            self._measure(target.part, target.row, registered, on_host, on_host.data)
 
     def _measure(
         self, part: Part, row: int | None, registered: Registered, message: Message | MessageBundle, tensor: Tensor
@@ -377,8 +384,11 @@ class Recorder:
         for registered in self.plan.together:
             kinds = registered.kinds
             if all(kind in tensors for kind in kinds):
-                messages = {kind: NetworkMessage(rows.stamp, kind, tensors[kind]) for kind in kinds}
-                self._measure(rows.part(part), None, registered, MessageBundle(messages), tensors[kinds[0]])
+                given = {kind: tensors[kind] for kind in kinds}
+                if registered.subscriber.needs_float64:
+                    given = {kind: x if has_float64(x.device) else _on_host(x) for kind, x in given.items()}
+                messages = {kind: NetworkMessage(rows.stamp, kind, x) for kind, x in given.items()}
+                self._measure(rows.part(part), None, registered, MessageBundle(messages), given[kinds[0]])
 
 
 class _Target(NamedTuple):
@@ -430,9 +440,17 @@ def _numbers(tensor: Tensor) -> Tensor | None:
     return _detached(tensor)
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on the host, which waits for the device."""
+    return _like(tensor, tensor.cpu())
+
+
 def _detached(tensor: Tensor) -> Tensor:
     """Return a tensor without its graph; the data of a packed sequence keeps its attribute ``batch_sizes``."""
-    plain = tensor.detach()
+    return _like(tensor, tensor.detach())
+
+
+def _like(tensor: Tensor, plain: Tensor) -> Tensor:
     if (sizes := getattr(tensor, "batch_sizes", None)) is not None:
         plain.batch_sizes = sizes  # type: ignore[attr-defined]
     return plain

@@ -158,6 +158,9 @@ class Subscriber(metaclass=_RegisteringType):
     needs_whole : bool
         Whether its row is undefined for a part of a tensor, as that of a spectrum is.
         For a sharded tensor the row is then :meth:`unknown`, or is measured of the gathered tensor if ``gather=True``.
+    needs_float64 : bool
+        Whether ``measure`` gets a copy of the tensor on the host if its device does not compute in float64, as ``mps`` does not.
+        The copy waits for the device.
     per_rank : bool
         Whether it also reads the records of the single ranks, as ``message.record.ranks``.
     state : collection of str
@@ -191,6 +194,7 @@ class Subscriber(metaclass=_RegisteringType):
     needs_model: bool = False
     of_network: bool = False
     needs_whole: bool = False
+    needs_float64: bool = True
     per_rank: bool = False
     state: Collection[str] = ()
     state_types: Collection[type] = ()

@@ -37,6 +37,7 @@ class CallbackSubscriber(Subscriber):
     """
 
     derived = True
+    needs_float64 = False
 
     def __init__(self, kinds: str | Iterable[str], function: Callable[[Any], object], **options: Any) -> None:
         if not callable(function):

@@ -54,6 +54,6 @@ class DeferredRow(NamedTuple):
             x, compute = deferred[group[0]]
             size = max(1, _CHUNK // max(1, 8 * x.numel()))
             for part in (group[i : i + size] for i in range(0, len(group), size)):
-                rows = compute(torch.stack([deferred[i].tensor for i in part])).to("cpu", torch.float64)
+                rows = compute(torch.stack([deferred[i].tensor for i in part])).cpu().double()
                 found |= zip(part, rows, strict=True)
         return [found[i] for i in range(len(deferred))]

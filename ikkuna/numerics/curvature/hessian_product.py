@@ -15,6 +15,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.curvature.lanczos import Matvec, random_signs
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
+from ikkuna.numerics.float64 import as_float64
 
 __all__ = ["HessianProduct", "Trace", "hutchinson_trace", "quadratic_forms", "trace_of"]
 
@@ -182,7 +183,7 @@ def quadratic_forms(
     if samples < 1 or size < 1:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     signs = (random_signs(size, own, dtype, device) for _ in range(samples))
-    return torch.stack([z.double() @ matvec(z).double() for z in signs])
+    return torch.stack([as_float64(z) @ as_float64(matvec(z)) for z in signs])
 
 
 def trace_of(forms: Tensor) -> Trace:

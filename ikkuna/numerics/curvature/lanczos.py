@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.numerics.elements import on_device
+from ikkuna.numerics.float64 import as_float64
 
 __all__ = [
     "Coefficients",
@@ -172,7 +173,7 @@ def _orthogonalise(vector: Tensor, basis: Tensor) -> Tensor:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product in float64, computed in parts that fit into the cache."""
-    parts = [x.double() @ y.double() for x, y in zip(a.split(_PART), b.split(_PART), strict=True)]
+    parts = [as_float64(x) @ as_float64(y) for x, y in zip(a.split(_PART), b.split(_PART), strict=True)]
     return torch.stack(parts).sum()
 
 

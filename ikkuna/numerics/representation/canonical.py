@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.float64 import as_float64
 from ikkuna.numerics.representation.cka import centred
 
 __all__ = [
@@ -79,7 +80,7 @@ def canonical_correlations(x: Tensor, y: Tensor, center: bool = True) -> Tensor:
     tensor([1., 1.], dtype=torch.float64)
     """
     _check_rows(x, y)
-    x, y = (centred(x), centred(y)) if center else (x.detach().double(), y.detach().double())
+    x, y = (centred(x), centred(y)) if center else (as_float64(x), as_float64(y))
     return _correlations(_basis(x).rows, _basis(y).rows)
 
 

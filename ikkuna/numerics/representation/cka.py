@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.float64 import as_float64
 
 __all__ = [
     "centred",
@@ -41,7 +42,7 @@ def to_rows(activations: Tensor, pool: bool = False) -> Tensor:
     (torch.Size([40, 3]), torch.Size([2, 3]))
     """
     x = activations.detach()
-    x = (x.to_dense() if x.layout is not torch.strided else x).double()
+    x = as_float64(x.to_dense() if x.layout is not torch.strided else x)
     if x.ndim < 2:
         return x.reshape(-1, 1)
     x = x.movedim(1, -1) if x.ndim > 3 else x
@@ -52,7 +53,7 @@ def to_rows(activations: Tensor, pool: bool = False) -> Tensor:
 
 def centred(x: Tensor) -> Tensor:
     """Return `x` detached, in float64, with the mean of each column subtracted."""
-    x = x.detach().double()
+    x = as_float64(x)
     return x - x.mean(0) if x.shape[0] else x
 
 
@@ -96,7 +97,7 @@ def centred_kernels(representations: Sequence[Tensor]) -> Tensor:
     if any(x.shape[0] != n for x in representations):
         raise ConfigError(f"representations need equal numbers of rows, got {[len(x) for x in representations]}")
     if n < 4:
-        return representations[0].new_full((len(representations), n * n), torch.nan, dtype=torch.float64)
+        return as_float64(representations[0]).new_full((len(representations), n * n), torch.nan)
     kernels = _products([x.detach() for x in representations])
     diagonals = kernels.diagonal(dim1=1, dim2=2)
     sums = kernels.sum(2).sub_(diagonals).div_(n - 2)
@@ -110,14 +111,14 @@ def _products(representations: list[Tensor]) -> Tensor:
     """Return the products of rows, ``(layers, n, n)``, float64."""
     plain = _takes_float32(representations[0])
     single = [plain and x.dtype is torch.float32 for x in representations]
-    products = torch.stack([_product(x if s else x.double()) for x, s in zip(representations, single, strict=True)])
+    products = torch.stack([_product(x if s else as_float64(x)) for x, s in zip(representations, single, strict=True)])
     if products.dtype is torch.float32:
-        products = products.double()
+        products = as_float64(products)
     if any(single):
         lengths = products.diagonal(dim1=1, dim2=2).mean(1).tolist()
         for i, length in enumerate(lengths):
             if single[i] and not 1e-18 < length < 1e30:  # squares of smaller numbers underflow
-                products[i] = _product(representations[i].double())
+                products[i] = _product(as_float64(representations[i]))
     return products
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.float64 import as_float64
 from ikkuna.numerics.representation.cka import centred
 
 __all__ = ["Scatter", "intrinsic_dimension", "layer_saturation"]
@@ -42,7 +43,7 @@ class Scatter:
     def of(cls, rows: Tensor) -> "Scatter":
         """Return the scatter of ``(rows, features)``, which costs :math:`2 n d^2` operations and two float64 copies."""
         deviations = centred(rows)
-        mean = rows.detach().double().mean(0) if len(rows) else deviations.new_zeros(deviations.shape[1])
+        mean = as_float64(rows).mean(0) if len(rows) else deviations.new_zeros(deviations.shape[1])
         return cls(len(rows), mean, deviations.mT @ deviations)
 
     def __add__(self, other: "Scatter") -> "Scatter":
@@ -92,7 +93,7 @@ def intrinsic_dimension(covariance: Tensor, threshold: float = 0.99, compat: str
         raise ConfigError(
             f"intrinsic_dimension needs a threshold in (0, 1] and compat None or 'delve', got {threshold!r}, {compat!r}"
         )
-    c = covariance.detach().double()
+    c = as_float64(covariance)
     # Both triangles are checked, because the factorisation reads only one of them.
     if not c.numel() or not c.isfinite().all():
         return float("nan")

@@ -44,6 +44,8 @@ __all__ = [
 SAMPLE = 65_536
 """Number of elements in a sample."""
 
+_SAMPLE_BITS = 16
+
 WORTH_SAMPLING = 2 * SAMPLE
 """Kernels count so many elements in the time that drawing a sample takes."""
 
@@ -133,13 +135,21 @@ def sampled_codes(x: Tensor, generator: torch.Generator | None = None, m: int = 
     if kernels is None:
         own = torch.Generator(flat.device).manual_seed(draw_seed(generator))
         drawn = _count_with_operators(sample(flat, own), m)
-        counts = (drawn.double() * (flat.numel() / SAMPLE)).round().long()
+        counts = _scaled(drawn, flat.numel())
     else:
         counts = torch.empty(2 * half, dtype=torch.int64, device="cpu")
         kernels.sampled_codes(flat, m, counts, draw_seed(generator))
     if implied_zeros:
         counts[half] += implied_zeros
     return counts
+
+
+def _scaled(drawn: Tensor, n: int) -> Tensor:
+    """Return counts of a sample of `n` elements times ``n / SAMPLE``, ties rounded to even; integers need no float64."""
+    product = drawn * n
+    counts = product >> _SAMPLE_BITS
+    twice = (product & (SAMPLE - 1)) * 2 + (counts & 1)
+    return counts + (twice > SAMPLE)
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["CHUNK", "STATE", "as_float64", "combine", "merge_moments", "observe", "parts"]
+__all__ = ["CHUNK", "STATE", "combine", "merge_moments", "observe", "parts"]
 
 A = TypeVar("A", NDArray[np.float64], Tensor)
 
@@ -65,14 +65,6 @@ def merge_moments(k: A, mean: A, m2: A | None = None, m3: A | None = None, m4: A
         m4 = xp.where(some, m4, 0.0)
         merged.append((m4 + 4 * d * m3 + 6 * d * d * m2 + k * d * d * d * d).sum(0))
     return tuple(merged)
-
-
-def as_float64(values: Any) -> Tensor:
-    """Return data as a detached float64 tensor, on its own device if that supports float64."""
-    if isinstance(values, Tensor):
-        x = values.detach()
-        return (x.cpu() if x.device.type == "mps" else x).double()
-    return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 def parts(x: Tensor, w: Tensor | None, per_element: bool) -> Iterator[tuple[Tensor, Tensor | None]]:

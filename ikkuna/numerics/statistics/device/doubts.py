@@ -12,9 +12,9 @@ _N, _NANS, _INFS, _SUMSQ, _MEAN, _M2 = (COLUMN[name] for name in ("n", "nans", "
 
 
 class Doubts:
-    """Remembers which rows were measured in float32 although that is not precise enough for them.
+    """Remembers which rows were measured with sums in float32 although these are not precise enough for them.
 
-    They are measured in float64 from the next step on, until float32 is enough again.
+    They are measured precisely from the next step on, see `ExactRows`, until float32 is enough again.
     A norm of 0 is the norm of zeros or of numbers whose squares are too small for float32; it is doubted once.
 
     Examples
@@ -51,7 +51,7 @@ class Doubts:
         fields : frozenset of str
             The statistics that were measured.
         is_exact : bool
-            Whether they were measured in float64.
+            Whether they were measured precisely.
         """
         if is_exact and row not in self._rows:
             return

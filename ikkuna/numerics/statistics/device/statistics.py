@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.elements import has_numbers, pieces, without_repeats
+from ikkuna.numerics.elements import has_numbers, without_repeats
 from ikkuna.numerics.statistics.device import operators
 from ikkuna.numerics.statistics.device.code_counts import CodeCounts
 from ikkuna.numerics.statistics.device.doubts import Doubts
@@ -22,7 +22,6 @@ from ikkuna.numerics.statistics.table import EMPTY
 
 __all__ = ["DeviceStatistics"]
 
-_PIECE = 1 << 18  # elements of a tensor that is read in parts
 _MOST_COUNTS = 2048  # histograms that wait to be merged, 32 MiB
 _NUMBER = frozenset(("n",))
 _SAMPLED = frozenset(("sampled_codes",))
@@ -88,8 +87,7 @@ class DeviceStatistics:
         if not x.numel():
             pass
         elif _overlaps(x):
-            for part in pieces(x, _PIECE):
-                self._exact.add(row, part, fields, weight)
+            self._exact.add(row, x, fields, weight)
         elif operators.accepts(x, fields) and not is_weighted and row not in self._doubts:
             for part in operators.split(x, fields):
                 self._reduced.append(ReducedTensor(row, part.numel(), fields, operators.reduce(part, fields)))

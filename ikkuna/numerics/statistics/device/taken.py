@@ -49,7 +49,7 @@ class Taken:
     Parameters
     ----------
     exact : list of ExactRow
-        Rows measured in float64.
+        Rows that were measured precisely.
     reduced : list of ReducedTensor
         Rows measured in float32.
     doubts : Doubts
@@ -88,9 +88,11 @@ class Taken:
             self._merged, self.tensors["merged"] = kernels.merge(written)
         if counted and kernels is not None:
             self._counts, self.tensors["counts"] = kernels.merge_counts(counted)
-        self.numbers = {*(row for row, *_ in exact), *(measured.row for measured in reduced), *self._merged} - {DROPPED}
+        self.numbers = {*(found.row for found in exact), *(measured.row for measured in reduced), *self._merged} - {
+            DROPPED
+        }
         if exact:
-            self.tensors["exact"] = torch.stack([values for _, _, values in exact])
+            self.tensors["exact"] = torch.stack([found.values for found in exact])
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for measured in reduced:
             for result in measured.results:
@@ -132,9 +134,10 @@ class Taken:
         for row, values in zip(self._merged, arrays.get("merged", ()), strict=True):
             if row != DROPPED:
                 found.setdefault(row, []).append(values)
-        for (row, fields, _), values in zip(self._exact, arrays.get("exact", ()), strict=True):
-            self._doubts.note(row, values, fields, is_exact=True)
-            found.setdefault(row, []).append(values)
+        for exact, numbers in zip(self._exact, arrays.get("exact", ()), strict=True):
+            values = exact.decode(numbers)
+            self._doubts.note(exact.row, values, exact.fields, is_exact=True)
+            found.setdefault(exact.row, []).append(values)
         results = {dtype: iter(array.tolist()) for dtype, array in arrays.items() if isinstance(dtype, torch.dtype)}
         for row, n, fields, reductions in self._reduced:
             values = operators.decode([next(results[x.dtype]) for x in reductions], n, fields)
