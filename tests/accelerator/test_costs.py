@@ -180,10 +180,10 @@ def test_rows_are_a_hundredth_of_the_tensors(bus, dtype):
         log = step()
     size = sum(p.numel() * p.element_size() for p in layer.parameters())
     assert 4 * size <= log.read - alone.read <= 4.04 * size
-    assert size <= log.written - alone.written <= 1.01 * size + 0.02 * size
+    assert size <= log.written - alone.written <= 1.01 * size
     of_kernels = Counter(entry.name for entry in log if entry.name.startswith(("measure", "merge")))
     assert of_kernels == {"measure_list": 3, "merge_rows": 1}
-    assert log.launches - alone.launches == 6  # and two that put rows together before the merge and before the copy
+    assert log.launches - alone.launches == 5  # and one that puts bytes together before the copy
 
 
 class Reductions:

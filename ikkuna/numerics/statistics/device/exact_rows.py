@@ -48,7 +48,9 @@ class ExactRow(NamedTuple):
 
 
 class ExactRows:
-    """The rows of a step that were measured precisely: in float64, or on a device without float64 with several numbers in float32.
+    """The rows of a step that were measured precisely.
+
+    A device without float64 gives several numbers in float32 for each sum.
 
     Attributes
     ----------

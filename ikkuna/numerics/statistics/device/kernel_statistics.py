@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from ikkuna.numerics.statistics.device.code_counts import CodeCounts, CountBuffer, CountOwner
 from ikkuna.numerics.statistics.device.kernel_tables import TensorList, histograms_of
+from ikkuna.numerics.statistics.device.row_buffers import RowBuffers, Written
 from ikkuna.numerics.statistics.device.taken import DROPPED
-from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels, Written
+from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
 from ikkuna.numerics.statistics.float_code import SAMPLE, WORTH_SAMPLING, draw_seed
 from ikkuna.numerics.statistics.record import HISTOGRAMS
 
@@ -39,6 +41,7 @@ class KernelStatistics:
 
     def __init__(self, kernels: TritonKernels, counts: CodeCounts) -> None:
         self.kernels, self.counts = kernels, counts
+        self._buffers = RowBuffers(kernels.device)
         self.written: list[Written] = []
         self.sizes: list[tuple[int, int]] = []
 
@@ -58,7 +61,8 @@ class KernelStatistics:
         names = _counted(n, fields)
         if names or not fields <= HISTOGRAMS | {"n"}:
             counts = self.counts.of(CountOwner(row, names), n, histograms_of(n), stream) if names else None
-            written = self.kernels.measure(row, x, fields, None if counts is None else counts[: histograms_of(n)])
+            counted = None if counts is None else counts[: histograms_of(n)]
+            written = self.kernels.measure(row, x, fields, counted, partial(self._buffers.reserve, stream=stream))
             if written is None:
                 return None
             self.written.append(written)
@@ -100,7 +104,9 @@ class KernelStatistics:
         ]
         counts = self.counts.reserve(owners, stream) if owners else None
         part = TensorList(xs, others, tensors.copies, counts, most)
-        if (written := self.kernels.measure_list(rows, part, fields)) is None:
+        if (
+            written := self.kernels.measure_list(rows, part, fields, partial(self._buffers.reserve, stream=stream))
+        ) is None:
             return left, _NONE
         self.written.append(written)
         unsampled = [chosen[i] for i in self._sample_list(rows, part, fields, generator, stream)]
@@ -150,6 +156,7 @@ class KernelStatistics:
     def take(self) -> tuple[list[Written], list[CountBuffer], list[tuple[int, int]]]:
         """Return the rows, the histograms and the sizes, and forget them."""
         taken = self.written, self.counts.take(), self.sizes
+        self._buffers.take()
         self.written, self.sizes = [], []
         return taken
 

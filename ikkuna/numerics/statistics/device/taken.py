@@ -12,7 +12,8 @@ from ikkuna.numerics.statistics.device import operators
 from ikkuna.numerics.statistics.device.code_counts import CountBuffer
 from ikkuna.numerics.statistics.device.doubts import Doubts
 from ikkuna.numerics.statistics.device.exact_rows import ExactRow
-from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels, Written
+from ikkuna.numerics.statistics.device.row_buffers import Written
+from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
 from ikkuna.numerics.statistics.float_code import merge_codes
 from ikkuna.numerics.statistics.table import EMPTY, Values, merge_rows
 

@@ -1,9 +1,9 @@
 """Launches the Triton kernels on CUDA and ROCm devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from ikkuna.logger import log
 from ikkuna.numerics.elements import in_memory_order
 from ikkuna.numerics.statistics.device.code_counts import CODES, CountBuffer
 from ikkuna.numerics.statistics.device.kernel_tables import BLOCK, KernelTables, TensorList, shares_of
+from ikkuna.numerics.statistics.device.row_buffers import RowBuffers, Written
 from ikkuna.numerics.statistics.float_code import SAMPLE
 from ikkuna.numerics.statistics.table import COLUMNS, merge_rows
 
-__all__ = ["DTYPES", "TritonKernels", "Written", "launch", "level_of", "triton_kernels"]
+__all__ = ["DTYPES", "TritonKernels", "launch", "level_of", "triton_kernels"]
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """The dtypes that the kernels read, and their names in Triton."""
@@ -26,21 +27,6 @@ _BINS = 512  # of a histogram that a program merges
 _LIMIT = (1 << 31) - 1  # of a count
 _DROPPED = -1  # stands for a histogram that was cleared
 _NUMBER = frozenset(("n",))
-
-
-class Written(NamedTuple):
-    """Rows that a kernel writes.
-
-    Parameters
-    ----------
-    owners : tuple of int
-        The row of the step to which each of them belongs.
-    values : Tensor
-        ``(rows, columns)``, float64, on the device.
-    """
-
-    owners: tuple[int, ...]
-    values: Tensor
 
 
 class TritonKernels:
@@ -92,10 +78,20 @@ class TritonKernels:
         """Return whether `measure` can measure a tensor; the kernel for one tensor is compiled for aligned ones alone."""
         return self.accepts(x, fields) and x.data_ptr() % 16 == 0
 
-    def measure(self, row: int, x: Tensor, fields: frozenset[str], counts: Tensor | None = None) -> Written | None:
-        """Measure one tensor, and add its float codes to the histograms `counts`; ``None`` if the launch fails."""
+    def measure(
+        self,
+        row: int,
+        x: Tensor,
+        fields: frozenset[str],
+        counts: Tensor | None = None,
+        reserve: Callable[[int], Tensor] | None = None,
+    ) -> Written | None:
+        """Measure one tensor, and add its float codes to the histograms `counts`; ``None`` if the launch fails.
+
+        The rows are written to the memory that `reserve` returns, by default to new memory.
+        """
         share, programs = shares_of(x.numel())
-        values = self._rows(programs)
+        values = (reserve or self._rows)(programs)
         done = self._launch(
             self._kernels.measure_one,
             programs,
@@ -112,11 +108,17 @@ class TritonKernels:
         arguments = in_memory_order(x), x.numel(), counts, seed
         return self._launch(self._kernels.sample_one, SAMPLE // _DRAWN, *arguments, BLOCK=_DRAWN)
 
-    def measure_list(self, rows: Sequence[int], tensors: TensorList, fields: frozenset[str]) -> Written | None:
-        """Measure several tensors of one dtype; ``None`` if the launch fails."""
+    def measure_list(
+        self,
+        rows: Sequence[int],
+        tensors: TensorList,
+        fields: frozenset[str],
+        reserve: Callable[[int], Tensor] | None = None,
+    ) -> Written | None:
+        """Measure several tensors of one dtype as `measure` does."""
         xs, others, chunks = tensors.xs, tensors.others, self._tables.chunks_of(tensors)
         addresses, are_aligned = self._tables.addresses_of(tensors)
-        values = self._rows(len(chunks.tensors))
+        values = (reserve or self._rows)(len(chunks.tensors))
         has_counts = tensors.counts is not None
         done = self._launch(
             self._kernels.measure_list,
@@ -147,7 +149,7 @@ class TritonKernels:
         """Return the numbers of the rows of the step, each once, and their values ``(rows, columns)`` on the device."""
         owners = tuple(owner for rows in written for owner in rows.owners)
         names, order, begin = self._tables.order_of(owners)
-        values = torch.cat([rows.values for rows in written]) if len(written) > 1 else written[0].values
+        values = RowBuffers.together(written)
         merged = self._rows(len(names))
         if not self._launch(self._kernels.merge_rows, len(names), values, order, begin, merged, BATCH=_BATCH):
             parts = [torch.stack([x for x, o in zip(values, owners, strict=True) if o == name]) for name in names]
