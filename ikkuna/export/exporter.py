@@ -506,7 +506,10 @@ class Exporter:
         return self._attachment.is_closed
 
     def close(self) -> None:
-        """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable."""
+        """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable.
+
+        It waits at most 10 seconds until all pictures are drawn with the last values, and then 2 seconds until all values are stored.
+        """
         self._attachment.close()
 
     def __enter__(self) -> Self:

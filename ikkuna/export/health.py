@@ -34,7 +34,8 @@ class Health:
         Number of series whose tensors cannot be read, such as packed weights that cannot be dequantised,
         and of updates for which memory was missing.
     overhead : float
-        Time that ikkuna spent on the training thread divided by the rest of the time, from the second step on.
+        Time that ikkuna spent on the training thread, and CPU time of the threads that draw pictures while the model trains,
+        divided by the rest of the time, from the second step on.
     dumps : int
         Number of dumps of the flight recorder that are on the disk.
     failed_dumps : int

@@ -322,7 +322,7 @@ class Session:
         if step is not None and self.bus.calls_model and not self.exchange.is_shared:
             step.evaluate(self.bus)
         self.bus.drain(wait=self.exchange.must_wait(stamp))
-        self.context.stopwatch.step_ended()
+        self.context.stopwatch.step_ended(0.0 if self.bus.run is None else self.bus.run.drawing_seconds)
 
     def _end_hooks(self) -> None:
         self._backward.step_ended()

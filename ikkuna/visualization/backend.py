@@ -163,6 +163,15 @@ class Backend(ABC):
         """Wait until everything committed is stored; return whether it is."""
         return True
 
+    def draw(self, timeout: float | None = None) -> bool:
+        """Draw all pictures with their last values, before :meth:`close`; return whether that was done in `timeout` seconds."""
+        return True
+
+    @property
+    def drawing_seconds(self) -> float:
+        """CPU time that a thread of the backend has spent drawing pictures."""
+        return 0.0
+
     def close(self, timeout: float | None = 2.0) -> bool:
         """Flush, release everything, and return whether all values were stored; a second call does nothing."""
         return True

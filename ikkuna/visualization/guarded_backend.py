@@ -147,6 +147,23 @@ class GuardedBackend:
         """Flush the backend; return ``False`` if it fails or is disabled."""
         return self._opened_at is None or (not self.disabled and self._succeeds("flush", timeout))
 
+    def draw(self, timeout: float | None) -> bool:
+        """Commit pending values, and have the backend draw its pictures; return whether they have the last values."""
+        if self._opened_at is None or self.disabled:
+            return True
+        if self._pending:
+            self.commit(self._step)
+        return self._succeeds("draw", timeout)
+
+    @property
+    def drawing_seconds(self) -> float:
+        """The backend's ``drawing_seconds``; 0 if it cannot be read."""
+        try:
+            return float(self.backend.drawing_seconds)
+        except BaseException as error:
+            raise_users_exception(error)
+            return 0.0
+
     def close(self, timeout: float | None) -> bool:
         """Commit pending values and close the backend, even a disabled one; return whether all values were stored."""
         if self._opened_at is None:

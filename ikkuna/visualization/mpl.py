@@ -226,6 +226,15 @@ class MPLBackend(Backend):
         """Draw everything committed, and return whether that was done within `timeout` seconds."""
         return self._thread.flush(timeout)
 
+    def draw(self, timeout: float | None = None) -> bool:
+        """Draw everything committed."""
+        return self._thread.flush(timeout)
+
+    @property
+    def drawing_seconds(self) -> float:
+        """CPU time of the thread that draws."""
+        return self._thread.seconds
+
     def close(self, timeout: float | None = 2.0) -> bool:
         """Draw everything; pictures that take longer than `timeout` seconds are finished in the background and logged."""
         if late := self._thread.close(timeout):

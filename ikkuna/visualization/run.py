@@ -37,6 +37,8 @@ from ikkuna.visualization.shown_value import check_histogram, checked_matrix
 __all__ = ["Run"]
 
 _REWIND_SECONDS = 2.0
+DRAWING_SECONDS = 10.0
+"""Time in which the last pictures are drawn when a run is closed."""
 
 
 class Run:
@@ -248,12 +250,16 @@ class Run:
                 time.sleep(0.0005)
         return True
 
-    def close(self, timeout: float | None = 2.0) -> bool:
-        """Store everything, release the files, and return whether no value was lost; a second call does nothing."""
+    def close(self, timeout: float | None = 2.0, drawing: float = DRAWING_SECONDS) -> bool:
+        """Store everything, release the files, and return whether no value was lost; a second call does nothing.
+
+        Pictures are drawn with their last values before, for at most `drawing` seconds.
+        """
         if self._process != os.getpid():
             return False
         if self._closed is None:
             self._closed = False
+            self._share("draw", drawing)
             self._closed = self._share("close", timeout)
         return self._closed
 
@@ -266,6 +272,11 @@ class Run:
             share = None if deadline is None else max(deadline - time.monotonic(), 0.0) / left
             answers.append(getattr(guarded, method)(share))
         return all(answers)
+
+    @property
+    def drawing_seconds(self) -> float:
+        """CPU time of the threads that draw pictures."""
+        return sum(guarded.drawing_seconds for guarded in list(self._backends.values()))
 
     @property
     def acked_step(self) -> int:

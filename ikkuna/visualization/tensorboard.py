@@ -1,6 +1,5 @@
 """The backend that writes TensorBoard's event files."""
 
-import math
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,14 +27,15 @@ from ikkuna.visualization.files.event_file import (
 from ikkuna.visualization.files.file_backend import FileBackend
 from ikkuna.visualization.image import Image
 from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.module_group import ModuleGroup, PackedSeries
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
-from ikkuna.visualization.names import heatmap_tag, matrix_tag, overview_tag, series_tag, text_tag
+from ikkuna.visualization.names import heatmap_tag, matrix_tag, series_tag, text_tag
 from ikkuna.visualization.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue, import_renderer
 from ikkuna.visualization.pictures.redraw_thread import Drawable, RedrawThread
 from ikkuna.visualization.run_config import ConfigValue
 
-__all__ = ["STATISTICS", "TensorBoardBackend", "overview"]
+__all__ = ["TensorBoardBackend"]
 
 _DRAWING_INTERVAL = 5.0  # seconds
 _METRICS = (
@@ -43,59 +43,6 @@ _METRICS = (
     "Network/train_accuracy",
     "Network/test_accuracy",
 )  # the columns beside the hyper-parameters
-STATISTICS = ("min", "median", "max")
-
-
-class _Packed:
-    """The encoded values of a group of series, apart from their four bytes each.
-
-    Parameters
-    ----------
-    prefixes : list of bytes
-        The bytes before each value.
-    members : array
-        The positions of the series that belong to the summary of their kind.
-    """
-
-    def __init__(self, prefixes: list[bytes], group: "_Group | None", names: tuple[str, ...], members: Any) -> None:
-        self._template = np.frombuffer(b"".join(prefix + bytes(4) for prefix in prefixes), np.uint8)
-        ends = np.cumsum([len(prefix) + 4 for prefix in prefixes])
-        self._places = (ends - 4)[:, None] + np.arange(4)
-        self.group, self.names, self.members = group, names, members
-
-    def entries(self, values: NDArray[np.float64]) -> bytes:
-        block = self._template.copy()
-        with np.errstate(over="ignore"):
-            block[self._places] = values.astype("<f4")[:, None].view(np.uint8)
-        return block.tobytes()
-
-
-class _Group:
-    """The modules of a kind in a pass: three curves summarise their values, and a heat map shows all of them."""
-
-    def __init__(self, member: Series, heatmap: HeatmapImage) -> None:
-        self.prefixes = [scalar_prefix(overview_tag(member, statistic)) for statistic in STATISTICS]
-        self.heatmap = heatmap
-        self.values: dict[str, float] = {}
-        self._many: list[tuple[tuple[str, ...], NDArray[np.float64]]] = []
-
-    def add(self, names: tuple[str, ...], values: NDArray[np.float64]) -> None:
-        """Add the values of several modules."""
-        self._many.append((names, values))
-
-    def take(self) -> tuple[Sequence[str], NDArray[np.float64]]:
-        """Return the names and values of a step, and forget them."""
-        single, self.values = self.values, {}  # first, so that an exception cannot make them appear twice
-        many, self._many = self._many, []
-        if len(many) == 1 and not single:
-            return many[0]
-        for names, values in many:
-            single.update(zip(names, values.tolist(), strict=True))
-        return tuple(single), np.fromiter(single.values(), np.float64, len(single))
-
-    def entries(self, values: NDArray[np.float64]) -> list[bytes]:
-        """Return the three values that summarise those of a step."""
-        return [prefix + float32(value) for prefix, value in zip(self.prefixes, overview(values), strict=True)]
 
 
 class TensorBoardBackend(FileBackend):
@@ -111,9 +58,9 @@ class TensorBoardBackend(FileBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._curves: dict[Series, tuple[bytes, _Group | None]] = {}
-        self._groups: dict[tuple[str, str], _Group] = {}
-        self._packed: WeakKeyDictionary[SeriesGroup, _Packed] = WeakKeyDictionary()
+        self._curves: dict[Series, tuple[bytes, ModuleGroup | None]] = {}
+        self._groups: dict[tuple[str, str], ModuleGroup] = {}
+        self._packed: WeakKeyDictionary[SeriesGroup, PackedSeries] = WeakKeyDictionary()
         self._entries: list[bytes] = []
         self._closed = False
         self._resumed_at: int | None = None
@@ -150,20 +97,23 @@ class TensorBoardBackend(FileBackend):
             packed.group.add(packed.names, values if len(packed.names) == len(values) else values[packed.members])
         self._values += len(values)
 
-    def _pack(self, group: SeriesGroup) -> _Packed:
+    def _pack(self, group: SeriesGroup) -> PackedSeries:
         curves = [self._curves[series] for series in group.series]
         members = [i for i, (_, summary) in enumerate(curves) if summary is not None]
         summary = curves[members[0]][1] if members else None  # one for all series of a kind and pass
         names = tuple(name for i in members if (name := group.names[i]) is not None)
-        return _Packed([prefix for prefix, _ in curves], summary, names, members)
+        return PackedSeries([prefix for prefix, _ in curves], summary, names, members)
 
-    def _group(self, series: Series) -> _Group | None:
+    def _group(self, series: Series) -> ModuleGroup | None:
         if series.name is None or not self._order.belongs(series.name):
             return None
         key = series.kind, series.pass_name
         if key not in self._groups:
             heatmap = HeatmapImage(heatmap_tag(series), self._order, self._write_image, kind=series.kind)
-            self._groups = {**self._groups, key: _Group(series, heatmap)}  # a new dict: the thread may be iterating
+            self._groups = {
+                **self._groups,
+                key: ModuleGroup(series, heatmap),
+            }  # a new dict: the thread may be iterating
         return self._groups[key]
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
@@ -214,6 +164,17 @@ class TensorBoardBackend(FileBackend):
         deadline = None if timeout is None else time.monotonic() + timeout
         drawn = not self._unwritten() or self._thread.flush(timeout)
         return super().flush(None if deadline is None else max(deadline - time.monotonic(), 0.0)) and drawn
+
+    def draw(self, timeout: float | None = None) -> bool:
+        """Draw all images with their last values."""
+        for group in self._groups.values():
+            group.heatmap.finish()
+        return self._thread.flush(timeout)
+
+    @property
+    def drawing_seconds(self) -> float:
+        """CPU time of the thread that draws."""
+        return self._thread.seconds
 
     def close(self, timeout: float | None = 2.0) -> bool:
         """Draw all images for at most three quarters of `timeout`, write everything to the disk, and release the file."""
@@ -277,22 +238,3 @@ class TensorBoardBackend(FileBackend):
             block = start_record(self._resumed_at, now) + block
             self._resumed_at = None
         return block
-
-
-def overview(values: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return minimum, median and maximum of at least one value; all are NaN if one of the values is.
-
-    A layer that has diverged must stay visible.
-
-    Examples
-    --------
-    >>> overview(np.array([4.0, 1.0, 2.0, 3.0]))
-    (1.0, 2.5, 4.0)
-    >>> overview(np.array([4.0, float("nan")]))
-    (nan, nan, nan)
-    """
-    if np.isnan(values).any():
-        return math.nan, math.nan, math.nan
-    ordered = np.sort(values)
-    low, high = float(ordered[(len(ordered) - 1) // 2]), float(ordered[len(ordered) // 2])
-    return float(ordered[0]), low if low == high else low / 2 + high / 2, float(ordered[-1])

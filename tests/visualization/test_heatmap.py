@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ikkuna.visualization import tensorboard
+from ikkuna.visualization import mpl, tensorboard
 from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
 from ikkuna.visualization.pictures import heatmap_picture
+from ikkuna.visualization.pictures.chart_picture import draw_chart
 from ikkuna.visualization.pictures.event_images import HeatmapImage
 from ikkuna.visualization.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
 from ikkuna.visualization.pictures.heatmap_picture import draw_heatmap, grouped
 from ikkuna.visualization.pictures.matrix_picture import scaled
 from ikkuna.visualization.pictures.png import encode_png
+from ikkuna.visualization.run import Run
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 from tests.plugins.children import answer_of
 
@@ -34,16 +36,18 @@ def cells(values, known=None, names=None):
     return HeatmapView(names, tuple(range(columns)), values, known)
 
 
-def test_a_long_run_is_thinned_out_evenly():
+def test_a_long_run_is_thinned_out_evenly_and_keeps_its_last_step():
     heatmap = Heatmap()
     for step in range(0, 30_000, 3):
         add(heatmap, step, {"a": float(step), "b": 1.0})
         held = heatmap.view()
-        assert len(held.steps) <= CAPACITY
+        assert len(held.steps) <= CAPACITY + 1
+        assert held.steps[-1] == step
     assert len(held.steps) > CAPACITY // 2
     assert held.steps[0] == 0
-    [stride] = set(np.diff(held.steps))
-    assert 30_000 - held.steps[-1] <= 2 * stride
+    *strides, last = np.diff(held.steps)
+    [stride] = set(strides)
+    assert last <= 2 * stride
     assert held.values[0].tolist() == list(map(float, held.steps))
     assert held.known.all()
 
@@ -250,6 +254,33 @@ def test_heat_maps_are_drawn_in_a_daemon_thread_while_training_goes_on(tmp_path,
     assert backend.close(60)
     assert all(thread.daemon and thread is not threading.main_thread() for thread in threads)
     assert not [thread for thread in threading.enumerate() if thread in threads]
+
+
+@pytest.mark.parametrize("backend", ["tb", "mpl"])
+def test_closing_a_run_draws_every_picture_with_its_last_values(tmp_path, monkeypatch, caplog, backend):
+    """Also if drawing takes longer than the time in which the values have to be stored."""
+    drawn = {}
+
+    def draw(view, *arguments):
+        time.sleep(0.05)
+        if backend == "tb":
+            drawn[view.kind] = view.steps[-1]
+            return draw_heatmap(view)
+        drawn[view.title] = view.lines[0].steps[-1]
+        return draw_chart(view, *arguments)
+
+    monkeypatch.setattr(heatmap_picture, "draw_heatmap", draw)
+    monkeypatch.setattr(mpl, "draw_chart", draw)
+    run = Run(tmp_path)
+    for step in range(3):
+        for kind in ("weights_norm2", "weights_mean"):
+            for name in ("a", "b"):
+                run.show(Series(kind, name), float(step), step, [backend])
+        run.commit(step)
+    assert run.close(timeout=0.05, drawing=60)
+    assert not caplog.records
+    assert drawn == {"weights_norm2": 2, "weights_mean": 2}
+    assert run.drawing_seconds > 0
 
 
 def test_closing_does_not_wait_for_a_drawing(tmp_path, monkeypatch, caplog):

@@ -61,10 +61,16 @@ class Stopwatch:
         before, self._lap = self._lap, (now, spent)
         return None if before is None else (now - before[0], spent - before[1])
 
-    def step_ended(self) -> None:
-        """Mark the end of a step; the first one is left out, because it creates what the others reuse."""
+    def step_ended(self, beside: float = 0.0) -> None:
+        """Mark the end of a step; the first one is left out, because it creates what the others reuse.
+
+        Parameters
+        ----------
+        beside : float
+            Seconds so far that other threads of ikkuna have kept the interpreter busy.
+        """
         self._ended = time.perf_counter()
-        self._spent_until_end = self._spent_until(self._ended)
+        self._spent_until_end = self._spent_until(self._ended) + beside
         if self._began is None:
             self._began, self._spent_before = self._ended, self._spent_until_end
 
@@ -74,7 +80,10 @@ class Stopwatch:
 
     @property
     def overhead(self) -> float:
-        """Time that ikkuna took as a share of the remaining time, from the second step on; 0 before."""
+        """Time that ikkuna took as a share of the remaining time, from the second step on; 0 before.
+
+        It can be larger than the slowdown, because a training step and another thread may run at the same time.
+        """
         if self._began is None:
             return 0.0
         own = self._spent_until_end - self._spent_before

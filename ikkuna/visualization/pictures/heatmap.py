@@ -49,7 +49,7 @@ class _Column(NamedTuple):
 
 
 class Heatmap:
-    """Keeps the values of up to 256 evenly spaced steps, with a row for each module.
+    """Keeps the values of up to 256 evenly spaced steps, and of the last one, with a row for each module.
 
     Examples
     --------
@@ -66,15 +66,16 @@ class Heatmap:
         self._names: list[str] = []
         self._latest: Sequence[str] = ()
         self._columns: Decimator[_Column] = Decimator(CAPACITY, keep_first)
+        self._last: _Column | None = None
 
     def add(self, step: int, names: Sequence[str], values: NDArray[np.float64]) -> None:
         """Add one value of each name at a step, which is later than those before."""
-        if not self._columns.begins_entry:
-            self._columns.skip()
-            return
         with np.errstate(over="ignore"):
-            column = values.astype(np.float32)
-        self._columns.add(_Column(step, self._rows_of(names), column))
+            self._last = _Column(step, self._rows_of(names), values.astype(np.float32))
+        if self._columns.begins_entry:
+            self._columns.add(self._last)
+        else:
+            self._columns.skip()
 
     def _rows_of(self, names: Sequence[str]) -> "slice | NDArray[np.intp]":
         if names is not self._latest:  # the usual case: the same modules in the same order
@@ -93,7 +94,9 @@ class Heatmap:
 
     def view(self) -> HeatmapView:
         """Return a copy of the values."""
-        columns = self._columns.entries()
+        columns = list(self._columns.entries())
+        if self._last is not None and columns and columns[-1].step != self._last.step:
+            columns.append(self._last)
         values = np.zeros((len(self._names), len(columns)), np.float32)
         known = np.zeros(values.shape, np.bool_)
         for i, column in enumerate(columns):

@@ -77,6 +77,11 @@ class RedrawThread:
         In seconds.
     prepare : callable
         Called in the thread before the first round, such as an import that takes long.
+
+    Attributes
+    ----------
+    seconds : float
+        CPU time of drawing so far.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class RedrawThread:
         self._rounds = _Rounds()
         self._thread: BackgroundThread | None = None
         self._failures = FailureCounter()
+        self.seconds = 0.0
 
     def open(self) -> None:
         """Start the thread; further calls do nothing."""
@@ -156,7 +162,7 @@ class RedrawThread:
         return max(self._interval, _SHARE * (time.monotonic() - begin))
 
     def _draw(self, drawable: Drawable) -> None:
-        name = drawable.name
+        name, began = drawable.name, time.thread_time()
         try:
             drawable.draw()
         except Exception as error:
@@ -168,6 +174,8 @@ class RedrawThread:
                 log.error("the picture %s failed %d times in a row and is no longer drawn", name, count)
         else:
             self._failures.reset(name)
+        finally:
+            self.seconds += time.thread_time() - began
 
 
 def _work(reference: "weakref.ref[RedrawThread]", rounds: _Rounds) -> None:
