@@ -1,7 +1,7 @@
 """Everything that rules read: the series of a run up to the present step."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ikkuna.diagnosis.network import Network
@@ -61,15 +61,29 @@ class History:
         curves = self._curves[kind, pass_name]
         curve = curves.get(name)
         if curve is None:
-            curve = self._insert(kind, pass_name, name)
+            curve = self._insert(kind, pass_name, name)[name]
         curve.add(step, value)
 
-    def _insert(self, kind: str, pass_name: str, name: str | None) -> TimeSeries:
-        """Add a curve, and sort the curves of its kind as in the network."""
-        curves = {**self._curves[kind, pass_name], name: TimeSeries()}
+    def add_all(
+        self, kind: str, names: Sequence[str | None], step: int, values: Sequence[float], pass_name: str = TRAINING
+    ) -> None:
+        """Append one value to each of several series of a kind."""
+        if self.begin is None:
+            self.begin = step
+        self.step = max(self.step, step)
+        curves = self._curves[kind, pass_name]
+        if not curves.keys() >= set(names):
+            curves = self._insert(kind, pass_name, *names)
+        for name, value in zip(names, values, strict=True):
+            curves[name].add(step, value)
+
+    def _insert(self, kind: str, pass_name: str, *names: str | None) -> dict[str | None, TimeSeries]:
+        """Add the curves that do not exist, and sort the curves of their kind as in the network."""
+        known = self._curves[kind, pass_name]
+        curves = {**{name: TimeSeries() for name in names}, **known}
         ordered = sorted(curves, key=lambda series: (self.network.position(series), series or ""))
-        self._curves[kind, pass_name] = {series: curves[series] for series in ordered}
-        return curves[name]
+        found = self._curves[kind, pass_name] = {series: curves[series] for series in ordered}
+        return found
 
     def curves(self, kind: str, pass_name: str = TRAINING) -> dict[str | None, TimeSeries]:
         """Return the series of a kind by name, in the order of the network."""

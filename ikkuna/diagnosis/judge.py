@@ -1,5 +1,6 @@
 """Applies rules to the series of a run, one step after another."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -78,6 +79,7 @@ class Judge:
                 self._readers[kind] = (*self._readers.get(kind, ()), rule)
                 if not rule.judged_on or kind in rule.judged_on:
                     self._judges[kind] = (*self._judges.get(kind, ()), rule)
+        self._judging: dict[frozenset[str], tuple[Rule, ...]] = {}
         self._latest: dict[Rule, int] = {}
         self._changed: set[str] = set()
         self._urgent: set[str] = set()
@@ -99,6 +101,19 @@ class Judge:
         self.history.add(kind, name, step, value, pass_name)
         self._changed.add(kind)
         if value - value != 0 or pass_name != TRAINING:
+            self._urgent.add(kind)
+
+    def add_all(
+        self, kind: str, names: Sequence[str | None], step: int, values: Sequence[float], pass_name: str = TRAINING
+    ) -> None:
+        """Add a value to each of several series of a kind; a kind that no rule reads is ignored."""
+        if kind not in self._readers:
+            return
+        if pass_name == TRAINING and step < self.history.step:
+            self._restart()
+        self.history.add_all(kind, names, step, values, pass_name)
+        self._changed.add(kind)
+        if pass_name != TRAINING or not all(map(math.isfinite, values)):
             self._urgent.add(kind)
 
     def _restart(self) -> None:
@@ -126,12 +141,10 @@ class Judge:
     def _due(self, changed: set[str], step: int) -> set[Rule]:
         """Return the rules that judge this step."""
         latest = self._latest
-        due = {
-            rule
-            for kind in changed
-            for rule in self._judges.get(kind, ())
-            if rule.stride == 1 or step - latest.get(rule, -rule.stride) >= rule.stride
-        }
+        known = self._judging.get(kinds := frozenset(changed))
+        if known is None:
+            known = self._judging[kinds] = tuple({rule for kind in changed for rule in self._judges.get(kind, ())})
+        due = {rule for rule in known if rule.stride == 1 or step - latest.get(rule, -rule.stride) >= rule.stride}
         if self._urgent:
             due.update(rule for kind in self._urgent for rule in self._readers[kind])
             self._urgent.clear()

@@ -1,16 +1,19 @@
 """The shared statistics that rules read, under the names of the results that metrics publish."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.export.messages.batch import MessageBatch
 from ikkuna.export.messages.kinds import EVENT_KINDS, is_built_in
 from ikkuna.export.messages.message import Message
 from ikkuna.export.subscriber.base import Subscriber
-from ikkuna.numerics.statistics import Record
 
-__all__ = ["STATISTICS", "StatisticsReader", "shared_kinds"]
+__all__ = ["STATISTICS", "Receiver", "StatisticsReader", "shared_kinds"]
 
-STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Record], float]]] = {
+STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "norm2": (("sumsq",), lambda record: record.l2_norm),
     "mean": (("mean",), lambda record: record.mean),
     "variance": (("m2", "sumsq"), lambda record: record.variance()),
@@ -19,7 +22,7 @@ STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Record], float]]] = {
     "min": (("min",), lambda record: record.min if record.min is not None else float("nan")),
     "max": (("max",), lambda record: record.max if record.max is not None else float("nan")),
 }
-"""For each ending of a kind the statistics it needs, and the function that computes it."""
+"""For each ending of a kind the statistics it needs, and the function that computes it from a `Record` or from `Records`."""
 
 
 def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -38,6 +41,19 @@ def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
+class Receiver(Protocol):
+    """Stores the values that rules read."""
+
+    def receive(self, message: Any, kind: str, value: float) -> None:
+        """Store the value of a message."""
+
+    def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
+        """Store one value for each message of a batch."""
+
+    def is_shown(self, kind: str) -> bool:
+        """Return whether no other subscriber publishes a kind."""
+
+
 class StatisticsReader(Subscriber):
     """Passes the shared statistics of one kind on to the rules, and shows those that no other subscriber shows.
 
@@ -47,10 +63,8 @@ class StatisticsReader(Subscriber):
         The kind.
     statistics : tuple of str
         Keys of `STATISTICS`.
-    receive : callable
-        ``receive(message, kind, value)`` takes each value.
-    is_shown : callable
-        Returns whether a result of this name is not published by another subscriber.
+    receiver : Receiver
+        Stores the values.
     **options : Any
         See `Subscriber`.
     """
@@ -61,15 +75,13 @@ class StatisticsReader(Subscriber):
         self,
         kind: str,
         statistics: tuple[str, ...],
-        receive: Callable[[Any, str, float], None],
-        is_shown: Callable[[str], bool],
+        receiver: Receiver,
         **options: Any,
     ) -> None:
         super().__init__(kind, **options)
         self.fields = tuple(dict.fromkeys(field for name in statistics for field in STATISTICS[name][0]))
         self._results = tuple((f"{kind}_{name}", STATISTICS[name][1]) for name in statistics)
-        self._receive = receive
-        self._is_shown = is_shown
+        self._receiver = receiver
 
     def compute(self, message: Message) -> None:
         """Pass the values on."""
@@ -77,6 +89,16 @@ class StatisticsReader(Subscriber):
         assert record is not None
         for kind, function in self._results:
             value = function(record)
-            self._receive(message, kind, value)
-            if self._is_shown(kind):
+            self._receiver.receive(message, kind, value)
+            if self._receiver.is_shown(kind):
                 self._show(message, value, kind)
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Pass the values of all modules on."""
+        for kind, function in self._results:
+            with np.errstate(all="ignore"):
+                values = np.broadcast_to(np.asarray(function(batch.records), np.float64), (len(batch),))
+            self._receiver.receive_all(batch, kind, values)
+            if self._host is not None and self._receiver.is_shown(kind):
+                group = self._series_group(batch, kind)
+                self._host.show_group(group, values, batch.stamp.global_step, self.backends, self._sender)

@@ -3,10 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.finding import SEVERITIES
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.export.bus.bus import Handle, MessageBus
+from ikkuna.export.messages.batch import MessageBatch
 from ikkuna.export.messages.kinds import MICRO_KINDS
 from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
@@ -89,6 +93,11 @@ class RuleSubscriber(Subscriber):
         stamp = message.stamp
         self.judge.add(kind, message.series_name, stamp.global_step, value, stamp.pass_name)
 
+    def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
+        """Add a value of each message of a batch to the history of the rules."""
+        stamp = batch.stamp
+        self.judge.add_all(kind, batch.names.names, stamp.global_step, values.tolist(), stamp.pass_name)
+
     def is_shown(self, kind: str) -> bool:
         """Return whether no other subscriber publishes a kind, so that it is shown for a later check of the run."""
         host: Any = self._host
@@ -109,6 +118,10 @@ class RuleSubscriber(Subscriber):
         elif message.record is not None:
             value = message.data if isinstance(message.data, float) else message.record.mean
             self.receive(message, message.kind, value)
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Add the values of the messages of one kind to the history of the rules."""
+        self.receive_all(batch, batch.kind, batch.records.mean if batch.data is None else batch.data)
 
     def _add_event(self, message: Message) -> None:
         assert isinstance(message, NetworkMessage)
@@ -246,8 +259,7 @@ def register_rules(
             reader = StatisticsReader(
                 kind,
                 statistics,
-                subscriber.receive,
-                subscriber.is_shown,
+                subscriber,
                 subsample=every,
                 modules=_few(judge.history.network) if kind in MICRO_KINDS else None,
                 **options,

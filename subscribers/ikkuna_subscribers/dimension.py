@@ -40,7 +40,7 @@ class DimensionSubscriber(PlotSubscriber):
     ('activations_dimension',)
     """
 
-    def __init__(self, kind: str = "activations", *, rows: int = 128, **options: Any) -> None:
+    def __init__(self, kind: str = "activations", *, rows: int = 64, **options: Any) -> None:
         require_integers("DimensionSubscriber", least=4, rows=rows)
         name_results(options, f"{kind}_dimension")
         super().__init__(kind, **options)

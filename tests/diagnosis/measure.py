@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ikkuna.diagnosis import Finding, Judge, Network, get_rules
+from ikkuna.diagnosis.history import TRAINING
 from tests.diagnosis.healthy import HEALTHY, OTHERS
 from tests.diagnosis.planted import FAULTS
 from tests.diagnosis.training import Case, watch
@@ -81,18 +82,23 @@ def watch_and_record(calls, model, loss):
     """Return an exporter with rules, whose judge stores its calls."""
     exporter = watch(model, loss)
     judge = exporter._rules.judge
-    add, finish = judge.add, judge.finish_step
+    add, add_all, finish = judge.add, judge.add_all, judge.finish_step
 
     def store_value(*args):
         if args[0] in judge.kinds:
             calls.append(args)
         add(*args)
 
+    def store_values(kind, names, step, values, pass_name=TRAINING):
+        if kind in judge.kinds:
+            calls.extend((kind, name, step, value, pass_name) for name, value in zip(names, values, strict=True))
+        add_all(kind, names, step, values, pass_name)
+
     def store_end(step):
         calls.append(step)
         return finish(step)
 
-    judge.add, judge.finish_step = store_value, store_end
+    judge.add, judge.add_all, judge.finish_step = store_value, store_values, store_end
     return exporter
 
 

@@ -12,6 +12,10 @@ import ikkuna
 from ikkuna.diagnosis import Rule, Score
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus, Stamp
+from ikkuna.export.rows.plan import Demand
+from ikkuna.export.rule_statistics import StatisticsReader
+from ikkuna.export.rules import RuleSubscriber
 from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend, small_model
 
@@ -340,3 +344,34 @@ def test_without_the_rule_the_log_names_a_parameter_in_no_optimizer(tmp_path, ca
     assert [
         record.getMessage().partition(":")[0] for record in caplog.records if "optimizer" in record.getMessage()
     ] == ["no optimizer has these parameters, which get gradients"]
+
+
+def test_a_step_that_no_rule_samples_reads_no_parameter(bus):
+    """The result ``weight_state_step_mean`` is no state of an optimizer, although its name begins like one."""
+    exporter, _ = exporter_with(bus, small_model(), "default", every=10)
+    with exporter:
+        sampled, other = (Demand().plan(bus.registered, Stamp(step, step, 1)) for step in (10, 11))
+    assert sampled.parameters
+    assert sampled.states
+    assert not other.parameters
+    assert not other.forward
+
+
+def test_batches_and_single_messages_give_the_same_history(bus, monkeypatch):
+    def history():
+        torch.manual_seed(0)
+        model = small_model()
+        exporter, loss = exporter_with(MessageBus("history"), model, "default", every=2)
+        with exporter:
+            train(model, loss, steps=9)
+            found = exporter._rules.judge.history.all_curves()
+            return {
+                key: (list(c.steps), [str(v) for v in c.values]) for *key_parts, c in found if (key := tuple(key_parts))
+            }
+
+    in_batches = history()
+    for taker in (RuleSubscriber, StatisticsReader):
+        monkeypatch.setattr(taker, "takes_batches", property(lambda self: False))
+    one_by_one = history()
+    assert len(in_batches) > 20
+    assert in_batches == one_by_one

@@ -18,7 +18,7 @@ def reference(rows):
 @pytest.mark.parametrize("shape", [(20, 5), (5, 20), (4, 7, 6)])
 def test_it_is_that_of_the_covariance(shape, dtype):
     x = (3 + torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
-    assert dimension(x).item() == pytest.approx(reference(x.double().reshape(-1, shape[-1]).numpy()), rel=1e-5)
+    assert dimension(x).item() == pytest.approx(reference(x.double().reshape(-1, shape[-1]).numpy()), rel=1e-4)
 
 
 def test_a_channel_of_pictures_is_a_unit():

@@ -51,6 +51,13 @@ class Task:
 class Plan:
     """Everything that is measured at one step; it depends only on the subscribers that sample the step.
 
+    Parameters
+    ----------
+    subscriptions : tuple of Registered
+        The subscribers that sample the step.
+    results : frozenset of str
+        The kinds that subscribers publish: ``weight_state_step_mean`` is no state of an optimizer.
+
     Attributes
     ----------
     takes_data : bool
@@ -59,7 +66,7 @@ class Plan:
         Whether anything is measured inside the model, which a compiled graph has to do.
     """
 
-    def __init__(self, subscriptions: tuple[Registered, ...]) -> None:
+    def __init__(self, subscriptions: tuple[Registered, ...], results: frozenset[str] = frozenset()) -> None:
         self.subscriptions = subscriptions
         self._tasks: dict[tuple[str, str | None], Task | None] = {}
         self._candidates: dict[str, list[Registered]] = {}
@@ -69,7 +76,7 @@ class Plan:
         self.together = tuple(s for s in subscriptions if s.together)
         self.forward = bool(kinds & set(FORWARD_KINDS))
         self.is_in_graph = self.forward or not kinds.isdisjoint(("input_data", "network_output"))
-        self.states = tuple(sorted(kind for kind in kinds if kind.startswith(STATE_PREFIXES)))
+        self.states = tuple(sorted(kind for kind in kinds - results if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
         is_data = (is_built_in(kind) and kind not in (*EVENT_KINDS, LOGGED) for kind in kinds)
         self.takes_data = bool(self.together) or any(is_data)
@@ -122,6 +129,7 @@ class Demand:
     def __init__(self) -> None:
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._known: tuple[Registered, ...] = ()
+        self._results: frozenset[str] = frozenset()
         self._last: tuple[Stamp, Plan] | None = None
 
     def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
@@ -129,6 +137,7 @@ class Demand:
         subscriptions = tuple(subscriptions)
         if subscriptions is not self._known and subscriptions != self._known:
             self._known, self._plans, self._last = subscriptions, {}, None
+            self._results = frozenset(kind for s in subscriptions for kind in s.subscriber.publishes)
         if (
             self._last is not None and self._last[0] == stamp
         ):  # a step is planned when the one before ends, and when it begins
@@ -136,6 +145,6 @@ class Demand:
         sampling = tuple(s for s in subscriptions if s.samples(stamp))
         key = tuple(map(id, sampling))
         if key not in self._plans:
-            self._plans[key] = Plan(sampling)
+            self._plans[key] = Plan(sampling, self._results)
         self._last = stamp, self._plans[key]
         return self._plans[key]

@@ -50,7 +50,8 @@ def dimension(activations: Tensor, rows: int = 128) -> Tensor:
     read = readable(dense)
     if read is None or dense.ndim < 2 or not dense.numel() or dense.is_complex():
         return unknown
-    chosen = _rows(read[0], rows).to(torch.float64 if dense.device.type == "cpu" else torch.float32)
+    chosen = _rows(read[0], rows)
+    chosen = chosen if chosen.dtype is torch.float64 else chosen.float()
     if len(chosen) < 4:
         return unknown
     centred = chosen - chosen.mean(0)

@@ -40,7 +40,7 @@ class RankCollapseRule(Rule):
         names = [
             name for name in network.named(*_WEIGHTED) if (network.shape_of(name) or (_FEW_UNITS,))[0] >= _FEW_UNITS
         ]
-        return (DimensionSubscriber(modules=names, subsample=every),) if names else ()
+        return (DimensionSubscriber(modules=names, subsample=2 * every),) if names else ()
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each hidden layer."""
