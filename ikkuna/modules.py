@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -38,6 +39,7 @@ _INNER = {  # name of a wrapper class → the attribute that holds the wrapped m
     "AveragedModel": "module",
     "_FabricModule": "_original_module",
 }
+_CLASSES = 512  # entries of caches by class or by name of a parameter
 _ORIGINAL = re.compile(r"\.original\d*$")
 
 
@@ -88,8 +90,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     >>> type(unwrap(nn.DataParallel(nn.Linear(2, 2)))).__name__
     'Linear'
     """
-    *_, inner = wrapped_modules(module)
-    return inner
+    return module if not _inner_attribute(type(module).__mro__) else list(wrapped_modules(module))[-1]
 
 
 def wrapped_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -97,8 +98,14 @@ def wrapped_modules(module: nn.Module) -> Iterator[nn.Module]:
     inner: Any = module
     while isinstance(inner, nn.Module):
         yield inner
-        attribute = next((_INNER[base.__name__] for base in type(inner).__mro__ if base.__name__ in _INNER), "")
-        inner = getattr(inner, attribute, None)
+        attribute = _inner_attribute(type(inner).__mro__)
+        inner = getattr(inner, attribute) if attribute and hasattr(inner, attribute) else None
+
+
+@lru_cache(maxsize=_CLASSES)
+def _inner_attribute(mro: tuple[type, ...]) -> str:
+    """Return the attribute in which a wrapper holds the wrapped module; an empty string for other classes."""
+    return next((_INNER[base.__name__] for base in mro if base.__name__ in _INNER), "")
 
 
 def class_name(module: nn.Module) -> str:
@@ -109,9 +116,13 @@ def class_name(module: nn.Module) -> str:
     >>> class_name(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
     'Linear'
     """
-    module = unwrap(module)
-    name = type(module).__name__
-    bases = {base.__name__ for base in type(module).__mro__[1:]}
+    return _class_name(type(unwrap(module)).__mro__)
+
+
+@lru_cache(maxsize=_CLASSES)
+def _class_name(mro: tuple[type, ...]) -> str:
+    name = mro[0].__name__
+    bases = {base.__name__ for base in mro[1:]}
     for prefix in ("Parametrized", "FSDP"):
         if name.startswith(prefix) and name.removeprefix(prefix) in bases:
             name = name.removeprefix(prefix)
@@ -123,6 +134,11 @@ def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module._modules.items():
         if child is not None and not (name == "parametrizations" and is_parametrized(module)):
             yield name, unwrap(child)
+
+
+def _has_parametrizations(module: nn.Module) -> bool:
+    """Whether tensors of a module are parametrised; the attribute that other modules lack takes long to look up."""
+    return "parametrizations" in module._modules and is_parametrized(module)
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -179,6 +195,7 @@ def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{name}.{own}" if name else own, parameter
 
 
+@lru_cache(maxsize=_CLASSES)
 def is_bias(name: str) -> bool:
     """Return whether the last part of a parameter's name contains ``bias``.
 
@@ -197,8 +214,10 @@ def _paths(
 ) -> Iterator[tuple[str, nn.Module, int]]:
     yield name, module, depth
     for part, child in named_children(module):
-        if id(child) not in seen:  # a module that contains itself
-            path = f"{prefix}{part}"
+        path = f"{prefix}{part}"
+        if not child._modules:
+            yield path, child, depth + 1
+        elif id(child) not in seen:  # a module that contains itself
             yield from _paths(child, path, path + ".", depth + 1, seen | {id(child)})
 
 
@@ -206,8 +225,8 @@ def _chosen(module: nn.Module, level: int, depth: int) -> bool:
     if depth >= 0 and level == depth:
         return True
     owns = any(parameter is not None for parameter in module._parameters.values())
-    is_leaf = next(named_children(module), None) is None
-    return (depth < 0 or level < depth) and (owns or is_leaf or is_parametrized(module))
+    is_leaf = not module._modules or next(named_children(module), None) is None
+    return (depth < 0 or level < depth) and (owns or is_leaf or _has_parametrizations(module))
 
 
 def _accepts(module_filter: ModuleFilter) -> Callable[[NamedModule], bool]:
@@ -306,7 +325,12 @@ def parameters_of(modules: Iterable[NamedModule]) -> tuple[NamedParameter, ...]:
 
 def owned_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield a module's own parameters; ``weight.original`` of a parametrisation is named ``weight``."""
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    if is_parametrized(module):
+    if type(module).named_parameters is nn.Module.named_parameters:
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                yield own, parameter
+    else:
+        yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    if _has_parametrizations(module):
         for name, parameter in module.get_submodule("parametrizations").named_parameters():
             yield name.removesuffix(".original"), parameter

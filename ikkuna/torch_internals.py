@@ -14,10 +14,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "BACKWARD_HOOKS",
+    "BASE",
     "BATCH_NORMS",
     "CONVOLUTIONS",
     "DROPOUTS",
+    "GLOBAL_FORWARD_HOOKS",
     "MODULE_CALL",
+    "REGISTER_HOOKS",
     "RUNNING_NORMS",
     "autograd_enabled_inside_operators",
     "compiled_programs",
@@ -58,6 +62,15 @@ CONVOLUTIONS: Any = getattr(nn.modules.conv, "_ConvNd", (nn.Conv1d, nn.Conv2d, n
 
 DROPOUTS: Any = getattr(nn.modules.dropout, "_DropoutNd", _DROPOUTS)
 """The base class of dropouts, for ``isinstance``; without it, the documented classes."""
+
+BASE, BACKWARD_HOOKS, REGISTER_HOOKS = "_base", "_backward_hooks", "_register_hook_dict"
+"""Attributes of a tensor: the tensor that it is a view of, and its hooks; and the method of its node that takes the hooks.
+
+Without them, the hooks of gradients are registered by the documented method, which takes longer.
+"""
+
+GLOBAL_FORWARD_HOOKS: dict[int, Any] = getattr(nn.modules.module, "_global_forward_hooks", {})
+"""The forward hooks of all modules; without it, none: one that replaces an output by a view of a shared tensor is not noticed."""
 
 set_grad_enabled: Callable[[bool], object] = getattr(_C, "_set_grad_enabled", torch.set_grad_enabled)
 """Switch gradients on this thread on or off; without it, the documented class, which does the same and is slower."""

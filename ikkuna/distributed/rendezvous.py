@@ -14,7 +14,7 @@ import torch.distributed
 from ikkuna.distributed.pipeline import same_names
 from ikkuna.distributed.world import World
 
-__all__ = ["PATIENCE", "Agreement", "agree", "missing_ranks", "poll"]
+__all__ = ["PATIENCE", "Agreement", "agree", "missing_ranks"]
 
 PATIENCE = 10.0
 """Seconds to wait for the other ranks."""
@@ -44,11 +44,7 @@ class Agreement:
 
 
 def agree(
-    world: World,
-    signature: Sequence[str],
-    stages: Mapping[str, Sequence[str]],
-    step: int,
-    patience: float = PATIENCE,
+    world: World, signature: Sequence[str], stages: Mapping[str, Sequence[str]], patience: float = PATIENCE
 ) -> tuple[Agreement, Any]:
     """Compare the measurements that each rank requests, and create a process group for them.
 
@@ -67,8 +63,6 @@ def agree(
         The measurements that this rank requests, a line for each subscriber.
     stages : mapping
         The names of the modules of each stage that this rank runs, by the stage's number; empty if there is no pipeline.
-    step : int
-        The first step of this rank, which is above 0 if the training was resumed.
     patience : float
         Seconds to wait.
 
@@ -83,7 +77,7 @@ def agree(
         store = _torch.PrefixStore(f"ikkuna/{next(_numbers)}", world.store)
         if not store.check(["decision"]):
             break
-    store.set(f"signature/{world.rank}", json.dumps({"requests": list(signature), "stages": stages, "step": step}))
+    store.set(f"signature/{world.rank}", json.dumps({"requests": list(signature), "stages": stages}))
     if store.add("arrived", 1) == world.size:
         decision = _decide(store, *_compare(store, world))
     else:
@@ -106,19 +100,7 @@ def _compare(store: Any, world: World) -> tuple[str, list[int]]:
     differing = [text for rank in others if (text := _difference(first, signatures[rank]["requests"], rank))]
     shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more" if len(differing) > 3 else "")
     reason = f"the ranks request different measurements: {shown}" if differing else ""
-    reason = reason or _same_step([signature["step"] for signature in signatures])
     return reason or same_names(signature["stages"] for signature in signatures), list(range(world.size))
-
-
-def _same_step(steps: list[int]) -> str:
-    """Return why ranks cannot share measurements whose first steps are `steps`; empty if these are equal."""
-    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
-    if other is None:
-        return ""
-    return (
-        f"rank 0 begins at step {steps[0]}, rank {other} at step {steps[other]}; "
-        "call load_state_dict() on every rank, with states of the same checkpoint"
-    )
 
 
 def _difference(first: list[str], other: list[str], rank: int) -> str:
@@ -128,7 +110,7 @@ def _difference(first: list[str], other: list[str], rank: int) -> str:
 
 
 def _await(store: Any, world: World, patience: float) -> dict[str, Any]:
-    if poll(lambda: store.check(["decision"]), patience):
+    if _poll(lambda: store.check(["decision"]), patience):
         decision: dict[str, Any] = json.loads(store.get("decision"))
         return decision
     missing = [rank for rank in range(world.size) if not store.check([f"signature/{rank}"])]
@@ -144,7 +126,7 @@ def _decide(store: Any, reason: str, present: list[int]) -> dict[str, Any]:
     return decision
 
 
-def poll(is_done: Callable[[], bool], patience: float) -> bool:
+def _poll(is_done: Callable[[], bool], patience: float) -> bool:
     """Poll until `is_done` returns true, for at most `patience` seconds; a blocking wait would occupy the user's store."""
     deadline, pause = time.monotonic() + patience, 0.002
     while not is_done():
@@ -159,5 +141,5 @@ def missing_ranks(store: Any, world: World, patience: float = 1.0) -> list[int]:
     """Return the ranks that do not answer within `patience` seconds; all ranks that are left call this."""
     store.set(f"alive/{world.rank}", "")
     others = [rank for rank in range(world.size) if rank != world.rank]
-    poll(lambda: store.check([f"alive/{rank}" for rank in others]), patience)
+    _poll(lambda: store.check([f"alive/{rank}" for rank in others]), patience)
     return [rank for rank in others if not store.check([f"alive/{rank}"])]

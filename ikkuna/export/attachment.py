@@ -137,9 +137,10 @@ class Attachment:
 
         This happens when a cell of a notebook is run again.
         """
-        names = {named.name for named in self.session.context.model.roots.find((root,))}
-        for source in self.bus.sources:
-            if source is not self and source.is_forgotten and not names.isdisjoint(source.module_names):
+        forgotten = [source for source in self.bus.sources if source is not self and source.is_forgotten]
+        names = {named.name for named in self.session.context.model.roots.find((root,))} if forgotten else set()
+        for source in forgotten:
+            if not names.isdisjoint(source.module_names):
                 log.warning(
                     "bus %r: closed an earlier exporter, to which no variable refers any more, because another one "
                     "observes modules of the same names",

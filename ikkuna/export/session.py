@@ -23,6 +23,7 @@ from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
 from ikkuna.export.hooks.loss import LossHooks
 from ikkuna.export.hooks.micro_gradients import MicroGradientHooks
 from ikkuna.export.hooks.modules import ModuleHooks
+from ikkuna.export.hooks.native_path import NativePath
 from ikkuna.export.hooks.observed import ObservedHooks
 from ikkuna.export.hooks.optimizers import OptimizerHooks
 from ikkuna.export.hooks.unclipped_gradients import UnclippedGradientHooks
@@ -39,6 +40,7 @@ from ikkuna.export.rows.recorder import Recorder
 from ikkuna.export.steps.decisions import Abandoned, Closed, Decision, EpochFinished, Merged, Opened, Restarted
 from ikkuna.export.steps.forward import MICRO_PART
 from ikkuna.export.steps.step_tracker import State
+from ikkuna.export.steps.stopwatch import Stopwatch
 from ikkuna.logger import log
 from ikkuna.modules import class_name
 from ikkuna.numerics.statistics import closure
@@ -58,6 +60,7 @@ def _resuming(method: "Callable[Concatenate[Session, P], None]") -> "Callable[Co
 
     @wraps(method)
     def call(self: "Session", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self.context.native.close()
         if self.context.is_interrupted:
             self.abandon()
             self.context.is_interrupted = False
@@ -112,7 +115,12 @@ class Session:
     ) -> None:
         self.bus = bus
         recorder = Recorder(bus.error_guard, native, self._may_communicate)
-        self.context = context = HookContext(recorder, bus.error_guard, self.apply, self.abandon, WatchedModel(roots))
+        native_path = NativePath(recorder)
+        bus.error_guard.before_subscribers(native_path)
+        self.context = context = HookContext(
+            *(recorder, bus.error_guard, self.apply, self.abandon, WatchedModel(roots), native_path),
+            stopwatch=Stopwatch(native_path.seconds),
+        )
         self.exchange = Exchange(bus, context.sites, context.model)
         self._process = os.getpid()
         self.logged = LoggedValues(bus)
@@ -126,7 +134,9 @@ class Session:
         self._forward = ForwardHooks(context, self._backward, self._gradients, self._losses)
         self._fast_paths = FastPathHooks(context)
         self.observed = ObservedHooks(context, self._forward)
-        self._modules = ModuleHooks(context, self._forward, self._fast_paths, self.observed, in_graph)
+        self._modules = ModuleHooks(
+            *(context, self._forward, self._fast_paths, self.observed, self._gradients), in_graph
+        )
         self._compiled = CompiledHooks(context, self._forward, self._backward, self._modules)
         context.sites.set_receiver(self._compiled)
         self._permanent = PermanentHooks(
@@ -146,7 +156,7 @@ class Session:
     @property
     def skipped(self) -> int:
         """Number of series that could not be read, and of updates for which there was no memory."""
-        return self.optimizers.skipped_updates + len(self.context.recorder.unreadable)
+        return self.optimizers.records.skipped_updates + len(self.context.recorder.unreadable)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +286,7 @@ class Session:
 
     def _record(self, stamp: Stamp) -> None:
         context = self.context
-        self.exchange.step_opened(stamp)
+        self.exchange.step_opened()
         context.model.find_stages()
         context.replicas = self.exchange.replicas
         context.recorder.open(stamp, self._demand.plan(self.bus.registered, stamp))

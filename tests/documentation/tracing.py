@@ -27,6 +27,8 @@ from ikkuna.export.subscriber import NormSubscriber
 
 FOLDERS = [Path(path or "").parent for path in (ikkuna.__file__, sys.modules[NormSubscriber.__module__].__file__)]
 COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
+NATIVE_FILE = "ikkuna/numerics/statistics/native/hooks.cpp"
+NATIVE = ("record_output", "record_gradient")
 WARM_UP = 3
 TIMEOUT = 10.0
 
@@ -55,7 +57,7 @@ class Call(NamedTuple):
 class Tracer:
     """Records the calls of functions of ikkuna while `active`, of a thread until it calls `os.write`.
 
-    A comprehension is part of the function that contains it.
+    A comprehension is part of the function that contains it.  Of native functions those are recorded that hooks call.
     """
 
     def __init__(self) -> None:
@@ -95,6 +97,8 @@ class Tracer:
         running = self._running.setdefault(thread, [])
         if event == "c_call" and called is os.write:
             self._done.add(thread)
+        elif event == "c_call" and called.__name__ in NATIVE:
+            self.calls.append(Call("training", NATIVE_FILE, called.__name__, len(running)))
         elif event == "call" and (file := self._file(frame.f_code)) is not None:
             if frame not in self._generators:  # otherwise a generator is resumed, not called
                 name = "training" if thread == self._training_thread else "writer"
@@ -170,7 +174,7 @@ def way(calls: list[Call]) -> dict[str, list[Call]]:
     All other calls of the step find out that a step begins and ends.
     """
     hooks = [below(calls, i) for i, call in enumerate(calls) if call.depth == 0 and call.thread == "training"]
-    [hook] = [hook for hook in hooks if any(call.function == "Recorder.receive" for call in hook)]
+    [hook] = [hook for hook in hooks if any(call.function == "ModuleHook.__call__" for call in hook)]
     [delivery] = [below(calls, i) for i, call in enumerate(calls) if call.function == "MessageBus.drain"]
     return {"hook": hook, "delivery": delivery, "writer": [call for call in calls if call.thread == "writer"]}
 

@@ -9,10 +9,9 @@ from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages.kinds import MODULE_KINDS
+from ikkuna.export.rows import host_list
 from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, MinMaxSubscriber, NormSubscriber, Subscriber
 from ikkuna.testing import RecordingBackend
-
-pytestmark = pytest.mark.devices
 
 
 def train(bus, model, *subscribers, steps=2, log_dir=None):
@@ -67,7 +66,6 @@ def test_a_row_does_not_change_with_the_tensor_it_was_made_of(bus):
     }
 
 
-@pytest.mark.host("replaces the copy of a tensor of the host; tests/accelerator has the test of a device")
 @pytest.mark.fault(60)
 def test_an_update_there_is_no_memory_for_goes_unseen_and_is_counted(bus, monkeypatch):
     clone, model = torch.Tensor.clone, nn.Linear(3, 4)
@@ -77,7 +75,11 @@ def test_an_update_there_is_no_memory_for_goes_unseen_and_is_counted(bus, monkey
             raise torch.OutOfMemoryError("CUDA out of memory")
         return clone(tensor, **options)
 
+    def no_array(*arguments):
+        raise MemoryError
+
     monkeypatch.setattr(torch.Tensor, "clone", out_of_memory)
+    monkeypatch.setattr(host_list.np, "empty", no_array)
     recording = RecordingBackend()
     kinds = ("weight_updates", "bias_updates", "weights")
     health = train(bus, model, *(NormSubscriber(kind, backend=recording) for kind in kinds))

@@ -45,7 +45,8 @@ def test_overhead_is_our_time_beside_the_rest(bus, clock):
         loop.loss.register_forward_hook(lambda *_: clock.advance(0.02))
         loop.run(12)
         health = exporter.health()
-    assert health.overhead == pytest.approx(0.5)  # 10 ms of ours beside 20 ms
+    # 10 ms of ours beside 20 ms; native functions have a clock of their own, and take microseconds
+    assert health.overhead == pytest.approx(0.5, abs=0.005)
     assert health.seconds["CallbackSubscriber(activations)"] == pytest.approx(0.12)
 
 

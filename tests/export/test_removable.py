@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.hooks import optimizer_steps, optimizers
+from ikkuna.export.hooks import optimizer_steps, parameter_recorder
 from ikkuna.export.messages.kinds import MODULE_KINDS
+from ikkuna.export.rows.host_list import CopiedList
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from tests.zoo import CASES, Loop
 
@@ -57,9 +58,14 @@ def test_no_tensor_hook_on_a_layer_in_unsampled_steps(watched):
 
 def test_parameters_are_copied_only_in_sampled_steps(watched, monkeypatch):
     loop, exporter = watched
-    copies, clone = set(), optimizers._clone_or_memory
+    copies, clone, begin = set(), parameter_recorder._clone_or_memory, CopiedList.begin
     tracker = exporter._session.context.tracker
-    monkeypatch.setattr(optimizers, "_clone_or_memory", lambda p: copies.add(tracker.counters.global_step) or clone(p))
+
+    def noted(function):
+        return lambda *args: copies.add(tracker.counters.global_step) or function(*args)
+
+    monkeypatch.setattr(parameter_recorder, "_clone_or_memory", noted(clone))
+    monkeypatch.setattr(CopiedList, "begin", noted(begin))
     loop.run(4)
     assert copies == {0, 2}
 

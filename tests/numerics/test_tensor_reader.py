@@ -13,10 +13,11 @@ from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, closure, native
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native.library import flags_of
-from ikkuna.numerics.statistics.native.tensor_reader import KnownTensors
+from ikkuna.numerics.statistics.native.tensor_reader import UNLIMITED, ListMemory
 from ikkuna.testing import RecordingBackend, special_tensors
 
 ALL = closure(set(FIELDS) - HISTOGRAMS)
+FLAGS = flags_of(ALL)
 kernels = native.library()
 reader = kernels.reader if kernels is not None else None
 pytestmark = pytest.mark.skipif(reader is None, reason="the native library cannot be built here")
@@ -67,8 +68,8 @@ def test_what_the_library_accepts_is_measured_with_the_same_bits(what):
     one, other = HostStatistics(), HostStatistics()
     references = gc.get_referrers(x)
     is_read = reader.add(x, flags_of(ALL), one.address(0))
-    [left] = [reader.add_all([x], np.array([flags_of(ALL)], np.int32), np.array([one.address(1)])) for _ in "."]
-    assert left == ([] if is_read else [0])
+    left = reader.add_all([x], np.array([flags_of(ALL)], np.int32), np.array([one.address(1)]), ListMemory(1))
+    assert left.tolist() == ([] if is_read else [0])
     assert len(gc.get_referrers(x)) == len(references)
     if not is_read:
         assert not kernels.accepts(x) or what in ("long", "permuted", "transposed")
@@ -94,6 +95,14 @@ def _shorten(x):
     x.data = x.data[:2]
 
 
+def _halve(x):
+    x.data = x.data[:1]
+
+
+def _transpose(x):
+    x.data = x.data.mT.contiguous()
+
+
 def _spread(x):
     x.data = x.data[::2]
 
@@ -116,40 +125,100 @@ def _shrink(x):
 
 @pytest.mark.parametrize("change", [_swap, _shorten, _spread, _widen, _negate, _free, _shrink])
 def test_a_known_tensor_is_checked_again_in_each_call(change):
-    known, x = KnownTensors(), nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    memory, x = ListMemory(1), nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     flags, plain = np.array([flags_of(ALL)], np.int32), HostStatistics()
     for _ in range(2):
         statistics = HostStatistics()
-        assert reader.add_all([x], flags, np.array([statistics.address(0)]), known) == []
+        assert not len(reader.add_all([x], flags, np.array([statistics.address(0)]), memory))
         assert statistics.record(0, ALL).mean == 2.5
     change(x)
     statistics = HostStatistics()
-    left = reader.add_all([x], flags, np.array([statistics.address(0)]), known)
-    assert bool(left) != kernels.accepts(x)
-    if not left:
+    left = reader.add_all([x], flags, np.array([statistics.address(0)]), memory)
+    assert bool(len(left)) != kernels.accepts(x)
+    if not len(left):
         kernels.add(x, ALL, plain.address(0))
         np.testing.assert_array_equal(statistics.values[0], plain.values[0])
         assert statistics.record(0, ALL).mean != 2.5
 
 
-def test_differences_are_those_of_the_library():
+def test_a_long_tensor_is_measured_as_in_several_threads():
+    x, statistics = torch.randn((1 << 20) + 7, generator=torch.Generator().manual_seed(0)), HostStatistics()
+    assert reader.add(x, flags_of(ALL), statistics.address(0), UNLIMITED)
+    kernels.add(x, ALL, statistics.address(1))
+    np.testing.assert_array_equal(statistics.values[0], statistics.values[1])
+
+
+def copied(tensors, flags=FLAGS):
+    """Return the memory of a list of tensors that were measured and copied, and what keeps the copies alive."""
+    memory, room = ListMemory(len(tensors), [x.numel() for x in tensors]), [np.zeros(x.nbytes) for x in tensors]
+    memory.copy_to(np.array([part.ctypes.data for part in room]))
+    statistics = HostStatistics()
+    rows = statistics.addresses(np.arange(len(tensors)))
+    left = reader.add_all(tensors, np.full(len(tensors), flags, np.int32), rows, memory)
+    assert not len(left)
+    return memory, statistics, room
+
+
+def parameters():
     generator = torch.Generator().manual_seed(0)
-    x = [torch.randn(3, 4, 2, 2, generator=generator) for _ in range(3)]
-    x[1], x[2] = x[1].to(memory_format=torch.channels_last), x[2].double()
-    copies = [(t * 0.9).clone() for t in x]
-    others = [x[0].reshape(4, 3, 2, 2), copies[1].contiguous(), copies[0], x[0].bfloat16()]
-    tensors, pairs = [*x, x[0], x[1], x[2], x[0].bfloat16()], [*copies, *others]
-    statistics, plain = HostStatistics(), HostStatistics()
-    rows = statistics.addresses(list(range(len(tensors))))
-    flags = np.full(len(tensors), flags_of(ALL), np.int32)
-    for known in (None, KnownTensors()):
-        statistics.clear()
-        assert reader.add_differences(tensors, pairs, flags, rows, known) == [3, 4, 5, 6]
-        for i, (a, b) in enumerate(zip(x, copies, strict=True)):
-            plain.clear()
-            kernels.add_difference(a, b, ALL, plain.address(0))
-            np.testing.assert_array_equal(statistics.values[i], plain.values[0])
-        assert not statistics.values[3:, 0].any()
+    x = torch.randn(3, 4, 2, 2, generator=generator)
+    return [nn.Parameter(t) for t in (x, x.to(memory_format=torch.channels_last), x.double(), x[:0])]
+
+
+def test_copies_are_made_while_tensors_are_measured_and_differences_are_those_of_the_library():
+    tensors = parameters()[:3]
+    before = [x.detach().clone() for x in tensors]
+    memory, statistics, _room = copied(tensors)
+    assert memory.is_copied.all()
+    for i, x in enumerate(before):
+        plain = HostStatistics()
+        kernels.add(x, ALL, plain.address(0))
+        np.testing.assert_array_equal(statistics.values[i], plain.values[0])
+    with torch.no_grad():
+        for x in tensors:
+            x.mul_(0.9)
+    statistics = HostStatistics()
+    flags, rows = np.full(3, flags_of(ALL), np.int32), statistics.addresses(np.arange(3))
+    assert not len(reader.add_differences(tensors, flags, rows, memory))
+    for i, (x, y) in enumerate(zip(tensors, before, strict=True)):
+        plain = HostStatistics()
+        kernels.add_difference(x.detach(), y, ALL, plain.address(0))
+        np.testing.assert_array_equal(statistics.values[i], plain.values[0])
+
+
+@pytest.mark.parametrize("change", [_halve, _widen, _free, _transpose])
+def test_a_tensor_that_is_not_what_was_copied_has_no_difference(change):
+    x = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    memory, statistics, _room = copied([x])
+    change(x)
+    statistics = HostStatistics()
+    left = reader.add_differences([x], np.zeros(1, np.int32), statistics.addresses(np.arange(1)), memory)
+    assert left.tolist() == [0]
+    assert not statistics.values[0, 0]
+
+
+def test_what_does_not_change_or_has_no_differences_is_measured_and_not_copied():
+    x = torch.ones(3)
+    for tensor in (x, nn.Parameter(x, requires_grad=False), nn.Parameter(x.bfloat16())):
+        memory, statistics, _ = copied([tensor])
+        assert not memory.is_copied.any()
+        assert statistics.values[0, 0] == 3
+
+
+def test_a_tensor_is_copied_although_it_is_not_measured():
+    x = nn.Parameter(torch.arange(3.0))
+    memory, statistics, [room] = copied([x], flags=-1)
+    assert memory.is_copied.all()
+    assert not statistics.values[0, 0]
+    assert room.view(np.float32)[:3].tolist() == [0, 1, 2]
+
+
+def test_none_is_passed_over():
+    statistics = HostStatistics()
+    memory, flags = ListMemory(2), np.zeros(2, np.int32)
+    left = reader.add_all([None, torch.ones(2)], flags, statistics.addresses(np.arange(2)), memory)
+    assert not len(left)
+    assert statistics.values[:2, 0].tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("has_reader", [True, False])

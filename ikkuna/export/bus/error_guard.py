@@ -3,8 +3,9 @@
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,9 +16,16 @@ from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.undisturbed import restoring
 
-__all__ = ["ON_ERROR", "ErrorGuard", "ThreadState"]
+__all__ = ["ON_ERROR", "Closable", "ErrorGuard", "ThreadState"]
 
 ON_ERROR = ("disable", "log", "raise")
+
+
+class Closable(Protocol):
+    """An object that must be closed while a subscriber's code runs."""
+
+    def close(self) -> None:
+        """Close it; it may be opened again."""
 
 
 class ThreadState(threading.local):
@@ -55,6 +63,7 @@ class ErrorGuard:
 
     def __init__(self, on_error: str = "disable") -> None:
         self.thread = ThreadState()
+        self._closed_before: tuple[weakref.ref[Closable], ...] = ()
         self.reset()
         self.set_policy(on_error)
 
@@ -73,6 +82,11 @@ class ErrorGuard:
 
         restoring(run, lambda: setattr(self.thread, "subscriber_is_running", before))
 
+    def before_subscribers(self, closed: "Closable") -> None:
+        """Close an object, which is referred to weakly, before each call of a subscriber's code."""
+        alive = (reference for reference in self._closed_before if reference() is not None)
+        self._closed_before = (*alive, weakref.ref(closed))
+
     def set_policy(self, on_error: str) -> None:
         """Set what happens on an error; raise `ConfigError` for an unknown policy."""
         if on_error not in ON_ERROR:
@@ -88,6 +102,9 @@ class ErrorGuard:
         before, began = thread.subscriber_is_running, time.perf_counter()
         try:
             try:
+                for reference in self._closed_before:
+                    if (closed := reference()) is not None:
+                        closed.close()
                 thread.subscriber_is_running = True
                 result = function(argument)
             finally:

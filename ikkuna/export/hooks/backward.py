@@ -163,6 +163,7 @@ def _backward_ended(reference: "weakref.ref[BackwardHooks]", task: int, again: b
     try:
         try:
             context.stopwatch.start()
+            context.native.close()
             if again:
                 Variable._execution_engine.queue_callback(partial(_backward_ended, reference, task, False))
             else:

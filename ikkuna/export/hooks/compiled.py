@@ -46,6 +46,7 @@ class CompiledHooks:
         try:
             try:
                 context.stopwatch.start()
+                context.native.close()
                 if (not context.is_off or context.resumes(running=1)) and not in_backward():
                     self._modules.settle(True)
                     self._forward.forward_begins(get_ident(), counts, counts, is_compiled=True)
@@ -60,6 +61,7 @@ class CompiledHooks:
         try:
             try:
                 context.stopwatch.start()
+                context.native.close()
                 if not context.is_off:
                     self._observed(site, tensor, path, role)
             finally:

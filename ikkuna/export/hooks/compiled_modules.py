@@ -27,8 +27,13 @@ class CompiledModules:
     def includes(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether one of the modules was compiled and called."""
         suspects = []
+        counts: dict[type[nn.Module], int] = {}
         for module in modules:
-            if (code := _code(module)) is None or not (count := len(compiled_programs(code))):
+            cls = type(module)
+            if cls not in counts:
+                code = _code(module)
+                counts[cls] = 0 if code is None else len(compiled_programs(code))
+            if not (count := counts[cls]):
                 continue
             if module._compiled_call_impl is not None:
                 return True
@@ -46,8 +51,10 @@ class CompiledModules:
 
         Otherwise a module that is compiled later could use one of them, which contains no measurement.
         """
-        for code in {code for module in modules if (code := _code(module)) is not None and compiled_programs(code)}:
-            drop_programs(code)
+        of_class = {type(module): module for module in modules}
+        for code in {code for module in of_class.values() if (code := _code(module)) is not None}:
+            if compiled_programs(code):
+                drop_programs(code)
 
 
 def _code(module: nn.Module) -> CodeType | None:

@@ -8,6 +8,7 @@ from ikkuna.export.hooks.call_stack import count_running_calls
 from ikkuna.export.hooks.graph_operators import Sites
 from ikkuna.export.hooks.hook import in_backward
 from ikkuna.export.hooks.loss_scale import LossScale
+from ikkuna.export.hooks.native_path import NativePath
 from ikkuna.export.model.parameters import TrackedParameters
 from ikkuna.export.model.watched_model import WatchedModel
 from ikkuna.export.rows.observer import StepObserver
@@ -36,6 +37,8 @@ class HookContext:
         Abandons the open step, whatever state it is in.
     model : WatchedModel
         Roots, observed modules and loss.
+    native : NativePath
+        Permits native functions to do what hooks in Python have decided.
     tracker : StepTracker
         The state of the training loop.
     parameters : TrackedParameters
@@ -48,8 +51,6 @@ class HookContext:
         The factor of a gradient scaler.
     replicas : int
         Number of ranks over which gradients are averaged.
-    is_paused : bool
-        Whether the user has suspended recording.
     is_interrupted : bool
         Whether an exception that belongs to the user, such as `KeyboardInterrupt`, has left a hook.
         Nothing is recorded then until the next forward.
@@ -66,22 +67,33 @@ class HookContext:
     apply: Callable[[tuple[Decision, ...]], None]
     abandon: Callable[[], None]
     model: WatchedModel
+    native: NativePath
     tracker: StepTracker = field(default_factory=StepTracker)
     parameters: TrackedParameters = field(default_factory=TrackedParameters)
     sites: Sites = field(default_factory=Sites)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     loss_scale: LossScale = field(default_factory=LossScale)
     replicas: int = 1
-    is_paused: bool = False
+    _is_paused: bool = False
     is_interrupted: bool = False
     wants_steps: bool = False
     observer: StepObserver | None = None
     has_seen_capture: bool = False
 
     @property
+    def is_paused(self) -> bool:
+        """Whether the user has suspended recording."""
+        return self._is_paused
+
+    @is_paused.setter
+    def is_paused(self, is_paused: bool) -> None:
+        self.native.close()
+        self._is_paused = is_paused
+
+    @property
     def is_off(self) -> bool:
         """Whether nothing is recorded now: recording is suspended or interrupted, or a subscriber's code runs on this thread."""
-        return self.is_paused or self.is_interrupted or self.error_guard.thread.subscriber_is_running
+        return self._is_paused or self.is_interrupted or self.error_guard.thread.subscriber_is_running
 
     def resumes(self, running: int = 0) -> bool:
         """Return whether recording goes on with the forward that begins, because only an exception has interrupted it.

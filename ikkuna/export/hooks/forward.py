@@ -30,6 +30,10 @@ def _ignore(is_compiled: bool) -> None:
     """Do nothing."""
 
 
+def _do_nothing() -> None:
+    """Do nothing."""
+
+
 class ForwardHooks:
     """Reports forwards to the tracker, and records what modules receive and return.
 
@@ -45,8 +49,10 @@ class ForwardHooks:
 
     Attributes
     ----------
-    root_was_called : callable
-        Called with each call of a root, and whether it was that of a compiled graph.
+    root_begins_call : callable
+        Called at the beginning of each call of a root, with whether it is that of a compiled graph.
+    root_has_begun : callable
+        Called when the call of a root has been reported.
     """
 
     def __init__(
@@ -56,7 +62,8 @@ class ForwardHooks:
         self._backward = backward
         self._gradients = gradients
         self._loss = loss
-        self.root_was_called: Callable[[bool], None] = _ignore
+        self.root_begins_call: Callable[[bool], None] = _ignore
+        self.root_has_begun: Callable[[], None] = _do_nothing
         self._warned = False
 
     # -- roots ----------------------------------------------------------------------------------------------------
@@ -72,18 +79,22 @@ class ForwardHooks:
         tracker, thread = context.tracker, get_ident()
         if in_backward() and (tracker.latest is not None or not in_reentrant_checkpoint()):
             return
-        self.root_was_called(False)
+        self.root_begins_call(False)
         # the count includes this call
         depth = count_running_calls(context.model.callable) - 1 if tracker.calls.of(thread) else None
         if id(module) in context.model.stages and in_dry_run():
             tracker.forward_begins(thread, depth=depth, is_dry=True)
+            self.root_has_begun()
             return
         self.forward_begins(thread, module.training, torch.is_grad_enabled(), depth)
+        self.root_has_begun()
         calls = tracker.calls.of(thread)
         if len(calls) == 1 and (forward := calls[0]) is not None and context.model.takes_input(module):
             self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
             if context.observer is not None and tracker.pass_name == TRAINING:
                 context.observer.model_called(args, kwargs)
+        if calls and calls[0] is not None:
+            context.native.permit_outputs(context.recorder, calls[0])
 
     def forward_begins(
         self, thread: int, training: bool, gradients: bool, depth: int | None = None, is_compiled: bool = False
@@ -164,7 +175,9 @@ class ForwardHooks:
         if not is_recomputed:
             self._record_call(sites, args, outputs, sizes, forward.part)
         if sites.gradients is not None:
-            self._gradients.watch(sites.gradients, outputs, sizes, forward)
+            self._gradients.watch(sites.gradients, module, outputs, sizes, forward)
+        if calls:
+            context.native.permit_outputs(context.recorder, forward)
 
     def part_called(self, thread: int, training: bool, output: Any = None) -> Forward | None:
         """Handle the call of a module outside any root; return the forward that it belongs to."""

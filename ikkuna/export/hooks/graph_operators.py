@@ -9,6 +9,7 @@ that return the same tensor, or receive the same gradient.
 """
 
 import weakref
+from collections.abc import Iterable
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
@@ -66,7 +67,7 @@ class Sites:
     def __init__(self) -> None:
         self._receiver: weakref.ref[GraphReceiver] | None = None
         self._sites: dict[tuple[str, str | None], Site] = {}
-        self._numbers: dict[ObservedSites, Tensor] = {}
+        self._numbers: dict[str, Tensor] = {}
 
     @property
     def receiver(self) -> GraphReceiver | None:
@@ -82,15 +83,27 @@ class Sites:
         site = self._sites.get((kind, module))
         return site if site is not None else self._sites.setdefault((kind, module), Site(kind, module))
 
-    def number(self, observed: ObservedSites) -> Tensor:
-        """Return a tensor with the number by which compiled graphs name the sites of a module."""
-        if (known := self._numbers.get(observed)) is not None:
-            return known
-        number = next(_NEXT_NUMBER)
-        _NUMBERED[number] = weakref.ref(self, lambda _: _NUMBERED.pop(number, None)), observed
-        with torch.inference_mode(False):  # autograd saves the number for the backward
-            self._numbers[observed] = torch.tensor(number, dtype=torch.int64, device="cpu")
-        return self._numbers[observed]
+    def number(self, module: str, observed: ObservedSites) -> Tensor:
+        """Return a tensor with the number by which compiled graphs name a module, and set the sites of the module.
+
+        The network has an empty name.
+        """
+        self.create_numbers((module,))
+        tensor = self._numbers[module]
+        number = int(tensor)
+        reference = _NUMBERED[number][0] if number in _NUMBERED else self._reference(number)
+        _NUMBERED[number] = reference, observed
+        return tensor
+
+    def create_numbers(self, modules: Iterable[str]) -> None:
+        """Create the numbers of modules that have none."""
+        if names := [name for name in modules if name not in self._numbers]:
+            with torch.inference_mode(False):  # autograd saves the number for the backward
+                numbers = torch.tensor([next(_NEXT_NUMBER) for _ in names], dtype=torch.int64, device="cpu")
+                self._numbers.update(zip(names, (number.clone() for number in numbers.unbind()), strict=True))
+
+    def _reference(self, number: int) -> "weakref.ref[Sites]":
+        return weakref.ref(self, lambda _: _NUMBERED.pop(number, None))
 
 
 # process-wide: a graph outlives the objects it was traced with

@@ -9,7 +9,7 @@ import torch
 
 from ikkuna.torch_internals import function_transforms, graph_task, skip_in_compiler, tracing_state
 
-__all__ = ["Hook", "Remove", "in_backward", "in_capture", "remove_all"]
+__all__ = ["MAY_CAPTURE", "Hook", "Remove", "in_backward", "in_capture", "remove_all"]
 
 Remove = Callable[[], None]
 
@@ -22,7 +22,10 @@ def _captures() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-in_capture: Callable[[], bool] = _captures if torch.backends.cuda.is_built() else bool
+MAY_CAPTURE = torch.backends.cuda.is_built()
+"""Whether this torch can record operators for a CUDA graph."""
+
+in_capture: Callable[[], bool] = _captures if MAY_CAPTURE else bool
 """Whether the operators that this thread calls are recorded for a CUDA graph, and do not run; ``bool()`` is False."""
 
 
@@ -41,6 +44,7 @@ class Hook:
     The owner is an adapter with a ``context`` (see `HookContext`), held weakly.  The time is counted by the context's stopwatch, and errors
     are handled by the context.  A copied or unpickled hook has no owner and does nothing.  Inside ``torch.func`` transforms
     and tracers, and while a CUDA graph is captured, a hook does nothing.
+    The permits of native functions end first, because this hook may change what they depend on.
     Inside a graph that is being compiled it calls :meth:`leave_in_graph`.
 
     This is one function with direct calls, because it runs between two kernels of the user's model that have emptied
@@ -78,6 +82,7 @@ class Hook:
                 return
             try:
                 stopwatch.start()
+                context.native.close()
                 self.function(owner, *self.bound, *args)
             finally:
                 stopwatch.stop()

@@ -20,6 +20,8 @@ from ikkuna.export.hooks.graph_operators import (
 )
 from ikkuna.export.hooks.hook import Hook
 from ikkuna.export.hooks.nested_tensors import leaves, received
+from ikkuna.numerics.statistics.native.hook_functions import Function
+from ikkuna.torch_internals import skip_in_compiler
 
 __all__ = ["GraphSwitch", "ModuleHook", "RootBeginsHook", "RootEndsHook"]
 
@@ -62,9 +64,11 @@ class ModuleHook(Hook):
         The number of the sites in compiled graphs.
     switch : GraphSwitch, optional
         ``None`` if compiled models are not measured in their graphs.
+    native : callable, optional
+        A native function of the output that does what the hook would do, if it is permitted; it returns whether it was.
     """
 
-    __slots__ = ("number", "switch", "wants")
+    __slots__ = ("native", "number", "sites", "switch", "wants")
 
     def __init__(
         self,
@@ -73,12 +77,25 @@ class ModuleHook(Hook):
         sites: ObservedSites | None = None,
         number: Tensor | None = None,
         switch: GraphSwitch | None = None,
+        native: Function | None = None,
     ) -> None:
-        sites = sites or ObservedSites()
-        super().__init__(owner, function, sites)
+        super().__init__(owner, function)
+        self.switch = switch
+        self.observe(sites or ObservedSites(), number, native)
+
+    def observe(self, sites: ObservedSites, number: Tensor | None, native: Function | None) -> None:
+        """Observe other tensors of the module from now on."""
+        self.sites, self.bound = sites, (sites,)
         self.wants = tuple(site is not None for site in sites)
         self.number = number
-        self.switch = switch
+        self.native = native
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        """Record a call of the module."""
+        if torch.compiler.is_compiling():
+            self.leave_in_graph(module, args, output)
+        elif self.native is None or not self.native(output):
+            Hook.__call__(self, module, args, output)
 
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that observe what the module receives and returns, and the gradient."""
@@ -96,6 +113,9 @@ class ModuleHook(Hook):
                     observe(tensor.detach(), number, OUTPUTS, path, next_call())
                 if gradients and tensor.requires_grad:
                     _register_in_graph(tensor, number, path)
+
+
+skip_in_compiler(ModuleHook.__call__)
 
 
 class RootBeginsHook(Hook):

@@ -1,22 +1,23 @@
 """Observes the gradients of the loss with respect to what modules return."""
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ikkuna.distributed.dtensor import divided
 from ikkuna.export.hooks.backward import BackwardHooks
 from ikkuna.export.hooks.context import HookContext
-from ikkuna.export.hooks.hook import Hook
+from ikkuna.export.hooks.gradient_hook import CACHED, GradientHook, OutputHooks
 from ikkuna.export.hooks.nested_tensors import Leaves, with_batch_sizes
 from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.forward import Forward
+from ikkuna.numerics.statistics.native.tensor_reader import HOOK_KEY
+from ikkuna.torch_internals import GLOBAL_FORWARD_HOOKS
 
 __all__ = ["LayerGradientHooks"]
-
-_CACHED = 8  # forwards of a step whose hooks serve the next steps, too
 
 
 class LayerGradientHooks:
@@ -32,10 +33,14 @@ class LayerGradientHooks:
     def __init__(self, context: HookContext, backward: BackwardHooks) -> None:
         self.context = context
         self._backward = backward
-        self._hooks: dict[Forward, dict[tuple[Site, str], Hook]] = {}
+        self._hooks: dict[tuple[Site, str], OutputHooks] = {}
         self._lasting: list[Any] = []
 
-    def watch(self, site: Site, outputs: Leaves, sizes: Tensor | None, forward: Forward) -> None:
+    def of(self, site: Site, path: str = "") -> OutputHooks:
+        """Return the hooks of an output."""
+        return self._hooks.get((site, path)) or self._hooks.setdefault((site, path), OutputHooks())
+
+    def watch(self, site: Site, module: nn.Module, outputs: Leaves, sizes: Tensor | None, forward: Forward) -> None:
         """Register hooks on the outputs of one call of a module; `sizes` are those of a packed sequence."""
         for path, output in outputs:
             if output.requires_grad:
@@ -45,20 +50,23 @@ class LayerGradientHooks:
                     handle = output.register_hook(hook)
                     if output.is_leaf:
                         self._lasting.append(handle)
+                elif _owns_base(module) and base.requires_grad and base.numel() == output.numel() and not base.is_leaf:
+                    base.register_hook(_OfView(output, hook).of_base)
                 else:
                     self._lasting += _register_on_view(output, base, hook, outputs)
 
-    def _hook(self, site: Site, path: str, sizes: Tensor | None, forward: Forward) -> Hook:
-        hooks = self._hooks.get(forward)
-        if hooks is None:
-            hooks = {}
-            if len(self._hooks) < _CACHED:
-                self._hooks[forward] = hooks
-        if sizes is not None:
-            return Hook(self, LayerGradientHooks.gradient_computed, site, path, sizes, forward)
-        hook = hooks.get((site, path))
-        if hook is None:
-            hook = hooks[site, path] = Hook(self, LayerGradientHooks.gradient_computed, site, path, None, forward)
+    def _hook(self, site: Site, path: str, sizes: Tensor | None, forward: Forward) -> GradientHook:
+        is_kept = 0 <= forward.number < CACHED and sizes is None
+        known = self.of(site, path).hooks[forward.number] if is_kept else None
+        if known is not None:
+            return known
+        context = self.context
+        native = context.native.gradient_function(context.recorder, site, forward) if is_kept and not path else None
+        hook = GradientHook(self, LayerGradientHooks.gradient_computed, site, path, sizes, forward, native=native)
+        if is_kept:
+            of_output = self.of(site, path)
+            of_output.dictionaries[forward.number] = None if native is None else OrderedDict({HOOK_KEY: hook})
+            of_output.hooks[forward.number] = hook
         return hook
 
     def gradient_computed(self, site: Site, path: str, sizes: Tensor | None, forward: Forward, grad: Tensor) -> None:
@@ -73,6 +81,8 @@ class LayerGradientHooks:
         if context.replicas > 1:
             grad = divided(grad, context.replicas)  # the loss is the mean of the ranks' losses
         recorder.receive(site, with_batch_sizes(grad, sizes), path, part=part)
+        if not context.loss_scale.is_used and context.replicas == 1:
+            context.native.permit_gradients(recorder, forward, part)
 
     def step_ended(self) -> None:
         """Remove the hooks that would outlive a backward."""
@@ -81,20 +91,40 @@ class LayerGradientHooks:
             handle.remove()
 
 
-class _ViewGradient:
+def _owns_base(module: nn.Module) -> bool:
+    """Whether an output of a module that is a view is a view of a tensor that nothing else has.
+
+    ``nn.Linear`` returns such a view for inputs with more than two axes, unless a second hook has replaced its output.
+    """
+    return type(module) is nn.Linear and len(module._forward_hooks) == 1 and not GLOBAL_FORWARD_HOOKS
+
+
+class _OfView:
+    """Receives the gradient of an output that is a view from its base."""
+
+    __slots__ = ("computed", "size", "stride")
+
+    def __init__(self, view: Tensor, computed: Callable[[Tensor], None]) -> None:
+        self.computed = computed
+        self.size, self.stride = view.size(), view.stride()
+
+    def of_base(self, grad: Tensor) -> None:
+        self.computed(grad.detach().contiguous().as_strided(self.size, self.stride))
+
+
+class _ViewGradient(_OfView):
     """Receives the gradient of an output that is a view, from the view or from its base.
 
     An in-place operation on a view cuts the view's own hook off without an error; its gradient then arrives at the base.
     """
 
-    __slots__ = ("computed", "has_come", "size", "stride", "version", "view")
+    __slots__ = ("has_come", "version", "view")
 
     def __init__(self, view: Tensor, computed: Callable[[Tensor], None]) -> None:
-        self.computed = computed
+        super().__init__(view, computed)
         self.has_come = False
         self.view = weakref.ref(view)
         self.version = view._version
-        self.size, self.stride = view.size(), view.stride()
 
     def of_view(self, grad: Tensor) -> None:
         self.has_come = True
@@ -103,7 +133,7 @@ class _ViewGradient:
     def of_base(self, grad: Tensor) -> None:
         view = self.view()
         if not self.has_come and (view is None or view._version != self.version):
-            self.computed(grad.detach().contiguous().as_strided(self.size, self.stride))
+            super().of_base(grad)
 
 
 def _register_on_view(view: Tensor, base: Tensor, computed: Callable[[Tensor], None], outputs: Leaves) -> list[Any]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 from ikkuna.export.hooks.call_stack import in_compiled_call
 from ikkuna.export.hooks.compiled_modules import CompiledModules
 from ikkuna.export.hooks.compiler_stance import CompilerStance
@@ -12,15 +14,20 @@ from ikkuna.export.hooks.forward import ForwardHooks
 from ikkuna.export.hooks.graph_operators import ObservedSites
 from ikkuna.export.hooks.hook import Remove, remove_all
 from ikkuna.export.hooks.in_graph import GraphSwitch, ModuleHook
+from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
 from ikkuna.export.hooks.observed import ObservedHooks
 from ikkuna.export.messages.kinds import FORWARD_KINDS, OBSERVED
 from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.site import Site
 from ikkuna.export.steps.step_tracker import State
+from ikkuna.export.subscriber.registered import Registered
 from ikkuna.modules import NamedModule
+from ikkuna.numerics.statistics.native.hook_functions import Function
 
 __all__ = ["BACKWARD", "ModuleHooks"]
+
+_NO_SITES = ObservedSites()
 
 BACKWARD = "backward of a compiled root"
 """The kind of the site to which compiled graphs report backwards; it is no kind of message."""
@@ -41,6 +48,8 @@ class ModuleHooks:
         Keeps the hooks from changing what transformer layers compute.
     observed : ObservedHooks
         Records what the model passes to ``observe``.
+    gradients : LayerGradientHooks
+        Has the hooks of gradients.
     in_graph : bool
         Whether compiled models are measured in their graphs; otherwise sampled steps run without the compiler.
 
@@ -56,20 +65,24 @@ class ModuleHooks:
         forward: ForwardHooks,
         fast_paths: FastPathHooks,
         observed: ObservedHooks,
+        gradients: LayerGradientHooks,
         in_graph: bool = True,
     ) -> None:
         self._context = context
         self._fast_paths = fast_paths
         self._forward = forward
         self._observed = observed
+        self._gradients = gradients
         self.switch = GraphSwitch() if in_graph else None
         self._is_settled = not in_graph
         self._stance = CompilerStance()
         self._compiled_modules = CompiledModules()
         self._traced: set[str] = set()
         self._installed_for: Plan | None = None
-        self._hooks: dict[str, tuple[ObservedSites, Remove]] = {}
-        forward.root_was_called = self.settle
+        self._hooks: dict[str, tuple[ModuleHook, Remove]] = {}
+        self._wishes: tuple[Registered, ...] = ()
+        self._are_early = False
+        forward.root_begins_call, forward.root_has_begun = self.settle, self.remove_early
 
     def prepare(self, wishes: Plan, next_step: Plan) -> bool:
         """Handle a change of what subscribers want; return whether a compiled model has to be compiled again.
@@ -88,7 +101,7 @@ class ModuleHooks:
         if switch.root is None:
             sites = self._context.sites
             network = ObservedSites(sites("input_data"), sites("network_output"), sites(BACKWARD))
-            switch.root = sites.number(network)
+            switch.root = sites.number("", network)
         switch.inputs, switch.outputs = (
             wishes.task(kind, None) is not None for kind in ("input_data", "network_output")
         )
@@ -99,6 +112,7 @@ class ModuleHooks:
             self._compiled_modules.drop_programs_of_others(observed)
         if self._is_settled and not model.is_compiled:
             return False
+        self._wishes = wishes.subscriptions
         return self.install(wishes) and model.is_compiled
 
     def is_found_compiled(self) -> bool:
@@ -120,14 +134,19 @@ class ModuleHooks:
         self._stance.set_eager(plan.is_in_graph and (self._context.model.is_compiled or self.switch is None))
 
     def settle(self, is_compiled: bool) -> None:
-        """Handle the call of a root: if the first one is not that of a compiled graph, hooks can be removed between steps."""
+        """Handle the beginning of the call of a root: the first one shows whether it is that of a compiled graph."""
         context = self._context
         context.model.is_compiled = context.model.is_compiled or is_compiled
         if not self._is_settled:
             self._is_settled = True
             tracker = context.tracker
-            if tracker.state is State.IDLE and tracker.pass_name == TRAINING:
-                self.remove()
+            self._are_early = tracker.state is State.IDLE and tracker.pass_name == TRAINING
+
+    def remove_early(self) -> None:
+        """Remove the hooks that were registered before the first call, unless they are those of the step that the call has opened."""
+        if self._are_early:
+            self._are_early = False
+            self.remove()
 
     def was_traced(self, module: str | None) -> None:
         """Handle a measurement of a module in a compiled graph: its hooks must stay."""
@@ -138,18 +157,29 @@ class ModuleHooks:
         """Register hooks on the modules whose outputs `plan` wants; return whether any hook was registered."""
         if plan is self._installed_for:
             return False
+        if self._are_early and plan.subscriptions != self._wishes:
+            self.remove_early()
+        if self._is_settled:
+            self._are_early, self._wishes = False, ()
         self._installed_for = plan
-        model, found = self._context.model, False
+        model, found, kinds = self._context.model, False, [kind in plan.kinds for kind in FORWARD_KINDS]
         may_be_compiled = bool(self._fast_paths.layers) and (
             model.is_compiled or not self._is_settled or in_compiled_call()
         )
         # the calls of its parts are the only sign of a model that is never called as a whole
         needs_calls = self._context.tracker.is_rootless and "loss" in plan.kinds
-        for named in model.modules if plan.forward or needs_calls else ():
+        roots = {id(root) for root in model.callable}
+        observed = model.modules if plan.forward or needs_calls else ()
+        if self.switch is not None:
+            self._context.sites.create_numbers(named.name for named in observed)
+        for named in observed:
             known = self._hooks.get(named.name)
-            had = known[0] if known else ObservedSites()
+            had = known[0].sites if known else _NO_SITES
             sites = ObservedSites(
-                *(self._site(plan, kind, named, site) for kind, site in zip(FORWARD_KINDS, had, strict=True))
+                *(
+                    self._site(plan, kind, named, site) if is_wanted else site
+                    for kind, site, is_wanted in zip(FORWARD_KINDS, had, kinds, strict=True)
+                )
             )
             if sites == had and (known or not needs_calls):
                 continue
@@ -157,18 +187,33 @@ class ModuleHooks:
                 if self._is_settled:
                     self._fast_paths.warn()
                 continue
-            if known:
-                known[1]()
-            number = None if self.switch is None else self._context.sites.number(sites)
-            hook = ModuleHook(self._forward, ForwardHooks.module_called, sites, number, self.switch)
-            # the hook of a root comes first, because it is registered inside the root's own call
-            is_root = any(named.module is root for root in model.callable)
-            handles: list[Any] = [named.module.register_forward_hook(hook, prepend=is_root)]
-            if self._fast_paths.layers and (guard := self._fast_paths.guard(named.module)) is not None:
-                handles.append(guard)
-            self._hooks[named.name] = sites, remove_all(handles)
+            self._observe(named, sites, is_root=id(named.module) in roots)
             found = True
         return found
+
+    def _observe(self, named: NamedModule, sites: ObservedSites, is_root: bool) -> None:
+        """Register the hook of a module, or let the hook that it has observe other tensors."""
+        number = None if self.switch is None else self._context.sites.number(named.name, sites)
+        native = self._native_function(named.module, sites)
+        if known := self._hooks.get(named.name):
+            known[0].observe(sites, number, native)
+            return
+        hook = ModuleHook(self._forward, ForwardHooks.module_called, sites, number, self.switch, native)
+        # the hook of a root comes first, because it is registered inside the root's own call
+        handles: list[Any] = [named.module.register_forward_hook(hook, prepend=is_root)]
+        if self._fast_paths.layers and (guard := self._fast_paths.guard(named.module)) is not None:
+            handles.append(guard)
+        self._hooks[named.name] = hook, remove_all(handles)
+
+    def _native_function(self, module: nn.Module, sites: ObservedSites) -> Function | None:
+        """Return the native function of the hook of a module; the sites get their rows here, before the first measurement."""
+        context = self._context
+        for site in sites:
+            if site is not None:
+                context.recorder.index.row(site, "")
+        dictionaries = [] if sites.gradients is None else self._gradients.of(sites.gradients).dictionaries
+        forward_hooks = module._forward_hooks if type(module) is nn.Linear else None
+        return context.native.output_function(context.recorder, sites, forward_hooks, dictionaries)
 
     def _site(self, plan: Plan, kind: str, named: NamedModule, had: Site | None) -> Site | None:
         return self._context.sites(kind, named.name) if plan.task(kind, named.name) else had

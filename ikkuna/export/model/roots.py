@@ -123,6 +123,7 @@ class Roots:
                 name = named.name
                 if name in used:
                     name = next(free for i in count(1) if (free := f"{named.name}_{i}") not in used)
-                modules[id(named.module)] = replace(named, name=name)
+                    named = replace(named, name=name)
+                modules[id(named.module)] = named
                 used.add(name)
         return tuple(modules.values())

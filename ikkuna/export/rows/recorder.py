@@ -13,7 +13,6 @@ from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.messages.bundle import MessageBundle
 from ikkuna.export.messages.message import Message, NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
-from ikkuna.export.rows.host_list import HostList
 from ikkuna.export.rows.part import Part, PartPool
 from ikkuna.export.rows.plan import NOTHING, Plan, Task
 from ikkuna.export.rows.row_index import Key, RowIndex
@@ -27,8 +26,8 @@ from ikkuna.logger import log
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.float64 import has_float64
 from ikkuna.numerics.quantized import dequantized, is_special
-from ikkuna.numerics.statistics.native import library
-from ikkuna.numerics.statistics.native.tensor_reader import KnownTensors
+from ikkuna.numerics.statistics.host import HostStatistics
+from ikkuna.numerics.statistics.native import Library, library
 from ikkuna.signal_handlers import raise_users_exception
 from ikkuna.torch_internals import set_grad_enabled
 
@@ -68,6 +67,8 @@ class Recorder:
         What is measured in the open step.
     rows : Rows or None
         The measurements of the open step.
+    index : RowIndex
+        The row of each site and path.
     unreadable : set of Key
         The site and path of tensors that have no numbers to read.
     """
@@ -81,16 +82,15 @@ class Recorder:
         self.rows: Rows | None = None
         self.unreadable: set[Key] = set()
         self._may_communicate = may_communicate
-        self._index = RowIndex()
-        self._selections = Selections(self._index)
+        self.index = RowIndex()
+        self._selections = Selections(self.index)
         self._pool = PartPool(error_guard, native)
         self._generator = torch.Generator("cpu").manual_seed(0)
-        self._known: dict[str, KnownTensors] = {}
         self._warned: set[Registered] = set()
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
         """Begin the rows of a step."""
-        self.plan, self.rows = plan, Rows(stamp, plan, self._index, self._pool, self._selections)
+        self.plan, self.rows = plan, Rows(stamp, plan, self.index, self._pool, self._selections)
 
     def close(self, parts: Iterable[int] = (), carried: Collection[int] = ()) -> Rows | None:
         """Return the rows of the step, on their way to the host; ``None`` if no step is open.
@@ -144,11 +144,11 @@ class Recorder:
         kernels = self.kernels
         try:
             if task.is_plain and weight is None and kernels is not None and tensor.is_cpu:
-                address = rows.part(part).host.address(self._index.row(site, path))
+                address = rows.part(part).host.address(self.index.row(site, path))
                 if kernels.try_add(tensor, task.fields, address):
                     return
             if (numbers := _numbers(tensor)) is not None:
-                target = _Target(rows, rows.part(part), self._index.row(site, path), task)
+                target = _Target(rows, rows.part(part), self.index.row(site, path), task)
                 if not self._receive_any(target, numbers, weight):
                     self._leave_out(site, path)
             else:
@@ -159,9 +159,7 @@ class Recorder:
     def receive_all(
         self, tensors: Iterable[tuple[Site, Tensor, str]], copies: dict[int, tuple[Tensor, Tensor]] = _NO_COPIES
     ) -> None:
-        """Measure several tensors, each with its site and the name of the parameter; those of a device together.
-
-        What the native library cannot read is measured one by one.
+        """Measure several tensors, each with its site and the name of the parameter; those of an accelerator together.
 
         Parameters
         ----------
@@ -171,16 +169,11 @@ class Recorder:
             By the id of a tensor, what to copy, and where to.  Copies that were made with the measurement are removed.
         """
         lists: dict[_ListKey, list[tuple[int, Tensor, int]]] = {}
-        on_host = HostList(self._index)
         for site, tensor, path in tensors:
-            if (task := self._host_task(site, tensor)) is not None:
-                on_host.add(site, tensor, path, task)
-            elif (key := self._list_key(site, tensor)) is None:
+            if (key := self._list_key(site, tensor)) is None:
                 self.receive(site, tensor, path)
             else:
-                lists.setdefault(key, []).append((self._index.row(site, path), tensor.detach(), id(tensor)))
-        for (site, path), tensor, _ in self._measure_list(on_host):
-            self.receive(site, tensor, path)
+                lists.setdefault(key, []).append((self.index.row(site, path), tensor.detach(), id(tensor)))
         for (device, _, fields), group in lists.items():
             numbers = [row for row, *_ in group]
             targets = [copies[name][1] if name in copies else None for *_, name in group]
@@ -196,39 +189,22 @@ class Recorder:
     def receive_differences(self, differences: Iterable[tuple[Site, Tensor, Tensor, str]]) -> None:
         """Measure ``after - before`` of several tensors, given as site, after, before, and name; `before` may be overwritten."""
         lists: dict[_ListKey, list[tuple[int, Tensor, Tensor]]] = {}
-        on_host = HostList(self._index)
         for site, after, before, path in differences:
-            if before.is_cpu and (task := self._host_task(site, after)) is not None:
-                on_host.add(site, after, path, task, before)
-            elif before.device != after.device or (key := self._list_key(site, after)) is None:
+            if before.device != after.device or (key := self._list_key(site, after)) is None:
                 self.receive_difference(site, after, before, path)
             else:
-                lists.setdefault(key, []).append((self._index.row(site, path), after.detach(), before))
-        for (site, path), after, copy in self._measure_list(on_host):
-            assert copy is not None
-            self.receive_difference(site, after, copy, path)
+                lists.setdefault(key, []).append((self.index.row(site, path), after.detach(), before))
         for (device, _, fields), group in lists.items():
             numbers = [row for row, _, _ in group]
             with self._reported(f"measuring updates on {device}", numbers) as rows:
                 afters, befores = [after for _, after, _ in group], [before for _, _, before in group]
                 rows.part(0).on_device(device).add_differences(numbers, afters, befores, fields, self._source(fields))
 
-    def _host_task(self, site: Site, tensor: Tensor) -> Task | None:
-        """Return the task of a tensor that can be measured in a list of tensors of the host; ``None`` for other tensors."""
-        if self.rows is None or self.kernels is None or self.kernels.reader is None or not tensor.is_cpu:
-            return None
-        task = self.plan.task(site.kind, site.module)
-        return task if task is not None and task.is_plain else None
-
-    def _measure_list(self, tensors: HostList) -> list[tuple[Key, Tensor, Tensor | None]]:
-        """Measure tensors of the host in one call; return those that have to be measured one by one."""
+    def host_lists(self) -> "tuple[Library, HostStatistics] | None":
+        """Return what lists of tensors of the host are measured with and into; ``None`` if that is not possible."""
         if self.rows is None or self.kernels is None or self.kernels.reader is None:
-            return []
-        try:
-            return tensors.measure(self.kernels.reader, self.rows.part(0).host, self._known)
-        except Exception as error:
-            self.error_guard.report_internal("measuring parameters", error)
-            return []
+            return None
+        return self.kernels, self.rows.part(0).host
 
     def _list_key(self, site: Site, tensor: Tensor) -> "_ListKey | None":
         """Return what the tensors of a list have in common; ``None`` for a tensor that is measured alone."""
@@ -251,7 +227,7 @@ class Recorder:
             yield self.rows
         except torch.OutOfMemoryError:
             for number in numbers:
-                self._leave_out(*self._index.keys[number], _NO_MEMORY)
+                self._leave_out(*self.index.keys[number], _NO_MEMORY)
         except Exception as error:
             self.error_guard.report_internal(what, error)
 
@@ -262,7 +238,7 @@ class Recorder:
         kernels = self.kernels
         try:
             if task.is_plain and kernels is not None and kernels.accepts_difference(after, before):
-                address = self.rows.part(part).host.address(self._index.row(site, path))
+                address = self.rows.part(part).host.address(self.index.row(site, path))
                 kernels.add_difference(after, before, task.fields, address)
             elif not has_numbers(after):
                 self._leave_out(site, path)
@@ -366,7 +342,7 @@ class Recorder:
         if result is not None:
             part.add_measured(row, registered, result, tensor.device)
         if version is not None and tensor._version != version:
-            site = Site(registered.kinds[0]) if row is None else self._index.keys[row][0]
+            site = Site(registered.kinds[0]) if row is None else self.index.keys[row][0]
             self.error_guard.disable(registered, f"it changed {site.kind!r} of {site.module or 'the network'} in place")
 
     def _call_measure(self, registered: Registered, message: Message | MessageBundle) -> Tensor | DeferredRow | None:

@@ -39,6 +39,8 @@ class Forward:
     part : int
         Part of the recorder that holds its measurements; the next number holds gradients of a backward that may not count.
         -1 after the forward was discarded.
+    number : int
+        The number of the forward in its step; -1 in another pass.
     reach : Reach
         What its gradients were used for.
     is_compiled : bool
@@ -48,6 +50,7 @@ class Forward:
     """
 
     part: int
+    number: int = -1
     reach: Reach = Reach.NONE
     is_compiled: bool = False
     is_of_parts: bool = False

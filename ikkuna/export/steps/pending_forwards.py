@@ -84,7 +84,7 @@ class PendingForwards:
         taken = {f.part for f in self._pending}
         part = next(p for p in range(FIRST_PART, FIRST_PART + 2 * MAX_PENDING + 2, 2) if p not in taken)
         if self._used == len(self._pool):
-            self._pool.append(Forward(part))
+            self._pool.append(Forward(part, self._used))
         forward = self._pool[self._used]
         self._used += 1
         forward.part, forward.reach = part, Reach.NONE

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 __all__ = ["Stopwatch"]
 
@@ -13,6 +14,11 @@ class _Local(threading.local):
 
 class Stopwatch:
     """Adds up the time between `start` and `stop` on each thread; nested pairs are counted once.
+
+    Parameters
+    ----------
+    others : callable, optional
+        Returns the seconds that were measured elsewhere, outside of such pairs.
 
     Attributes
     ----------
@@ -28,8 +34,9 @@ class Stopwatch:
     (True, 0.0)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: Callable[[], float] = float) -> None:
         self.spent = 0.0
+        self._others = others
         self._local = _Local()
         self._began: float | None = None
         self._ended = 0.0
@@ -76,7 +83,7 @@ class Stopwatch:
 
     def _spent_until(self, now: float) -> float:
         """Return the seconds that were spent, including the pair that is open on this thread."""
-        return self.spent + (now - self._local.since if self._local.depth else 0.0)
+        return self.spent + self._others() + (now - self._local.since if self._local.depth else 0.0)
 
     @property
     def overhead(self) -> float:

@@ -36,6 +36,8 @@ class HostStatistics:
     ----------
     values : array
         ``(capacity, columns)``, float64; see `ikkuna.numerics.statistics.table`.
+    location : array
+        ``(1,)``, int64, the address of the first row, which changes when the table grows.
     codes : dict
         Histograms by row and field.
 
@@ -52,12 +54,18 @@ class HostStatistics:
     def __init__(self, native: bool = True) -> None:
         self.kernels = library() if native else None
         self.codes: dict[int, dict[str, Tensor]] = {}
+        self.location: NDArray[np.int64] = np.zeros(1, np.int64)
         self._outgrown: list[Values] = []
         self._use(empty_rows(_FIRST_CAPACITY))
 
     def _use(self, values: Values) -> None:
         self.values = values
-        self._address = values.ctypes.data
+        self._address = self.location[0] = values.ctypes.data
+
+    def reserve(self, count: int) -> None:
+        """Make room for a number of rows."""
+        if count > len(self.values):
+            self.address(count - 1)
 
     def address(self, row: int) -> int:
         """Return the address of a row, valid until `take`."""
@@ -66,10 +74,10 @@ class HostStatistics:
             self._use(np.concatenate([self.values, empty_rows(max(row + 1 - len(self.values), len(self.values)))]))
         return self._address + row * _ROW_BYTES
 
-    def addresses(self, rows: list[int]) -> NDArray[np.int64]:
+    def addresses(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the addresses of several rows, at least one, valid until `take`."""
-        self.address(max(rows))
-        return self._address + np.array(rows, np.int64) * _ROW_BYTES
+        self.address(int(rows.max()))
+        return self._address + rows * _ROW_BYTES
 
     def add(
         self,
@@ -172,8 +180,7 @@ class HostStatistics:
 
     def take(self, count: int) -> tuple[Values, dict[int, dict[str, Tensor]]]:
         """Return a copy of the first `count` rows, and the histograms, and empty the table."""
-        if count > len(self.values):
-            self.address(count - 1)
+        self.reserve(count)
         values, codes = self.values[:count].copy(), self.codes
         self.values[:] = EMPTY
         self.codes, self._outgrown = {}, []

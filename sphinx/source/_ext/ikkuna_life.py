@@ -6,6 +6,7 @@
 
 import ast
 import html
+import itertools
 import sys
 import textwrap
 from functools import cache
@@ -28,8 +29,11 @@ traced = cache(trace)
 
 
 def summary(path: str) -> str:
-    """Return the first paragraph of the docstring of a module, or of a folder's ``__init__``."""
+    """Return the first paragraph of the docstring of a module, or of a folder's ``__init__``, or the first comment in C++."""
     source = ROOT / ("subscribers" if path.startswith("ikkuna_subscribers") else "") / path
+    if source.suffix == ".cpp":
+        lines = source.read_text(encoding="utf-8").strip().splitlines()
+        return " ".join(line.strip("/ ") for line in itertools.takewhile(lambda line: line.strip("/ "), lines))
     text = (source / "__init__.py" if source.is_dir() else source).read_text(encoding="utf-8")
     return " ".join((ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].split())
 

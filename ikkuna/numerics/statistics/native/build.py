@@ -9,7 +9,7 @@ from ikkuna.numerics.statistics.native.library import Library
 
 __all__ = ["library", "source"]
 
-_SOURCES = ("kernels.cpp", "tensors.cpp")
+_SOURCES = ("kernels.cpp", "tensors.cpp", "hooks.cpp")
 
 
 def source() -> bytes:

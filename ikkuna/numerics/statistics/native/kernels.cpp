@@ -199,6 +199,15 @@ void measure_one(const T *x, int64_t n, int wanted, Record *out) {
     measure(n, wanted, out, [=](int64_t i, int length) { return read(x + i, length, wanted); });
 }
 
+// The same while the numbers are copied, so that they are read from memory once.
+template <class T>
+void measure_and_copy(const T *x, T *y, int64_t n, int wanted, Record *out) {
+    measure(n, wanted, out, [=](int64_t i, int length) {
+        std::memcpy(y + i, x + i, length * sizeof(T));
+        return read(x + i, length, wanted);
+    });
+}
+
 // The difference is rounded as that of two tensors, but is not written to memory.
 template <class T>
 void measure_difference(const T *x, const T *y, int64_t n, int wanted, Record *out) {

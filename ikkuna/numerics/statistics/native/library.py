@@ -3,14 +3,15 @@
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ikkuna.logger import log
 from ikkuna.numerics.elements import in_memory_order
-from ikkuna.numerics.statistics.native.tensor_reader import TensorReader
+from ikkuna.numerics.statistics.native.hook_functions import HookFunctions
+from ikkuna.numerics.statistics.native.tensor_reader import PART, UNLIMITED, TensorReader
 from ikkuna.numerics.statistics.native.worker_pool import worker_pool
 from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, empty_rows
@@ -26,11 +27,11 @@ _SUBTRACTED = (torch.float32, torch.float64)
 _LINEAR, _SECOND, _HIGHER, _EXTREMES = 1, 2, 4, 8
 _SQUARES = closure(("sumsq",))
 _SUMMED = frozenset(("mean", "m2", "m3", "m4", "l1", "zeros"))
-_PART = 1 << 19
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _STRIDED = torch.strided
 
 _Kernel = Callable[..., None]
+T = TypeVar("T")
 
 
 class Library:
@@ -47,7 +48,9 @@ class Library:
     Attributes
     ----------
     reader : TensorReader or None
-        Checks and measures small tensors in one call, if the library can do it with this interpreter.
+        Checks and measures tensors in one call, if the library can do it with this interpreter.
+    hook_functions : HookFunctions or None
+        Creates functions that hooks call first, if the library can do it with this interpreter and version of torch.
 
     Raises
     ------
@@ -66,7 +69,13 @@ class Library:
         row = self.measure(torch.tensor([1.0, -3.0], device="cpu"), frozenset(("n", "l1", "m2")))
         if [row[COLUMN[name]] for name in ("n", "l1", "mean", "m2")] != [2, 4, -1, 8]:
             raise RuntimeError("the native kernels compute wrong results")
-        self.reader = _reader(kernels)
+        self.reader = _made(TensorReader, kernels)
+        self.hook_functions = _made(HookFunctions, kernels) if self.reader is not None else None
+
+    @property
+    def most(self) -> int:
+        """The number of elements of the largest tensor that is measured in the calling thread alone."""
+        return UNLIMITED if torch.get_num_threads() == 1 else PART
 
     @staticmethod
     def accepts(x: Tensor) -> bool:
@@ -99,21 +108,21 @@ class Library:
         The number of threads does not change the result.
         """
         kernel, flags, begin, n = self._measure[x.dtype], flags_of(fields), x.data_ptr(), x.numel()
-        if n <= _PART:
+        if n <= PART:
             kernel(begin, n, flags, row)
             return
         size = x.element_size()
-        parts = empty_rows(-(-n // _PART))
-        jobs = [(part.ctypes.data, i * _PART) for i, part in enumerate(parts)]
+        parts = empty_rows(-(-n // PART))
+        jobs = [(part.ctypes.data, i * PART) for i, part in enumerate(parts)]
         worker_pool(torch.get_num_threads()).run(
-            lambda part, first: kernel(begin + first * size, min(n - first, _PART), flags, part), jobs
+            lambda part, first: kernel(begin + first * size, min(n - first, PART), flags, part), jobs
         )
         for part, _ in jobs:
             self._merge(part, flags, row)
 
     def try_add(self, x: Tensor, fields: frozenset[str], row: int) -> bool:
         """Add the `fields` of `x` to the row at an address, if the library accepts `x`; return whether it does."""
-        if self.reader is not None and self.reader.add(x, flags_of(fields), row):
+        if self.reader is not None and self.reader.add(x, flags_of(fields), row, self.most):
             return True
         if not self.accepts(x):
             return False
@@ -167,9 +176,9 @@ def flags_of(fields: frozenset[str]) -> int:
     return _LINEAR | _SECOND if "m2" in fields else _LINEAR
 
 
-def _reader(kernels: ctypes.CDLL) -> TensorReader | None:
+def _made(part: Callable[[ctypes.CDLL], T], kernels: ctypes.CDLL) -> T | None:
     try:
-        return TensorReader(kernels)
+        return part(kernels)
     except RuntimeError as error:
         log.debug("tensors are checked in Python: %s", error)
         return None

@@ -2,6 +2,8 @@
 
 import ctypes
 import sys
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,24 +11,43 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ikkuna.torch_internals import is_transformed
+from ikkuna.torch_internals import (
+    BACKWARD_HOOKS,
+    BASE,
+    GLOBAL_FORWARD_HOOKS,
+    REGISTER_HOOKS,
+    function_transforms,
+    graph_task,
+    is_transformed,
+    tracing_state,
+)
 
-__all__ = ["KnownTensors", "TensorReader"]
+__all__ = ["HOOK_KEY", "PART", "UNLIMITED", "ListMemory", "TensorReader"]
 
 _NAMES = (
     *("dtype", "is_cpu", "layout", "is_nested", "is_neg", "data_ptr", "numel", "itemsize", "storage_offset"),
-    *("untyped_storage", "nbytes", "is_contiguous", "dim", "shape"),
+    *("untyped_storage", "nbytes", "is_contiguous", "dim", "shape", "requires_grad", "is_leaf", "grad_fn"),
+    *(BASE, BACKWARD_HOOKS, REGISTER_HOOKS),
 )
 _Flags = NDArray[np.int32]
 _Rows = NDArray[np.int64]
-_OBJECT, _ADDRESS = ctypes.py_object, ctypes.c_void_p
+_OBJECT, _ADDRESS, _INTEGER = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
+_MEASURED, _COPIED = 1, 2
+
+HOOK_KEY = -1
+"""The key of a hook of ikkuna in the hooks of a tensor; torch numbers its hooks from 0."""
+
+PART = 1 << 19
+"""The number of elements above which the parts of a tensor are measured one by one, possibly in several threads."""
+
+UNLIMITED = (1 << 63) - 1
+"""The largest number of elements, for tensors that are measured in one thread."""
 
 
 class TensorReader:
     """The functions of ``tensors.cpp``, which read tensors through their Python objects.
 
-    A tensor is measured if `Library.accepts` it, and if it has at most 524,288 elements, in the memory order of a contiguous or
-    ``channels_last`` tensor.
+    A tensor is measured if `Library.accepts` it, and if it is in the memory order of a contiguous or ``channels_last`` tensor.
 
     Parameters
     ----------
@@ -43,7 +64,10 @@ class TensorReader:
         with_lock: Any = ctypes.PyDLL(library._name, handle=library._handle)  # does not release the lock of Python
         self._objects: list[Any] = [
             *(Tensor, nn.Parameter, torch.float32, torch.float64, torch.bfloat16, torch.strided, is_transformed),
-            *((), {"memory_format": torch.channels_last}, *map(sys.intern, _NAMES)),
+            *((), {"memory_format": torch.channels_last}),
+            *(None, HOOK_KEY, OrderedDict, function_transforms, tracing_state, graph_task, GLOBAL_FORWARD_HOOKS),
+            sys.getrefcount,
+            *map(sys.intern, _NAMES),
         ]
         self._table = (ctypes.py_object * len(self._objects))(*self._objects)
         try:
@@ -52,67 +76,86 @@ class TensorReader:
         except AttributeError as error:
             raise RuntimeError(f"the native library has no such function: {error}") from error
         set_up.argtypes, set_up.restype = (_ADDRESS,), ctypes.c_int
-        self._one.argtypes, self._one.restype = (_OBJECT, ctypes.c_int, _ADDRESS), ctypes.c_int
-        lists = (ctypes.c_int64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)
-        self._many.argtypes, self._many.restype = (_OBJECT, *lists), None
-        self._differences.argtypes, self._differences.restype = (_OBJECT, _OBJECT, *lists), None
+        self._one.argtypes, self._one.restype = (_OBJECT, _INTEGER, ctypes.c_int, _ADDRESS), ctypes.c_int
+        self._many.argtypes, self._many.restype = (_OBJECT, _INTEGER, _INTEGER, *[_ADDRESS] * 5), None
+        self._differences.argtypes, self._differences.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 5), None
         row = np.zeros(64)
         if not set_up(ctypes.addressof(self._table)):
             raise RuntimeError("the interpreter does not export its functions")
         if not self.add(torch.ones(3, device="cpu"), 0, row.ctypes.data) or row[0] != 3:
             raise RuntimeError("the native library cannot read tensors")
 
-    def add(self, x: Tensor, flags: int, row: int) -> bool:
-        """Add the statistics of a tensor to the row at an address; return ``False`` if it cannot be read here."""
-        return bool(self._one(x, flags, row))
+    def add(self, x: Tensor, flags: int, row: int, most: int = PART) -> bool:
+        """Add the statistics of a tensor of at most `most` elements to the row at an address.
+
+        Returns ``False`` if the tensor cannot be read here.
+        """
+        return bool(self._one(x, most, flags, row))
 
     def add_all(
-        self, tensors: list[Tensor], flags: _Flags, rows: _Rows, known: "KnownTensors | None" = None
-    ) -> list[int]:
+        self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory", most: int = PART
+    ) -> NDArray[np.intp]:
         """Add the statistics of tensors to rows; return the positions of those that cannot be read here.
 
         Parameters
         ----------
-        tensors : list of Tensor
-            Any tensors.
+        tensors : list of Tensor or None
+            Any tensors; ``None`` is passed over.
         flags : array of int32
-            What to measure of each.
+            What to measure of each; -1 for nothing.
         rows : array of int64
             The addresses of their rows.
-        known : KnownTensors, optional
-            What was found out about the same tensors before.
+        memory : ListMemory
+            What is known of the list from earlier calls.  If it has places for copies, the tensors are copied as well.
+        most : int
+            The number of elements of the largest tensor that is read here.
         """
-        done = np.zeros(len(tensors), np.uint8)
-        memory = None if known is None else known.address(len(tensors))
-        self._many(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, memory, done.ctypes.data)
-        return [] if done.all() else np.flatnonzero(done == 0).tolist()
+        copies = None if memory.copies is None else memory.copies.ctypes.data
+        done = memory.done
+        known = memory.known.ctypes.data
+        self._many(tensors, len(tensors), most, flags.ctypes.data, rows.ctypes.data, known, copies, done.ctypes.data)
+        is_left = ((done & _MEASURED) == 0) & (flags >= 0)
+        return np.flatnonzero(is_left)
 
-    def add_differences(
-        self,
-        tensors: list[Tensor],
-        copies: list[Tensor],
-        flags: _Flags,
-        rows: _Rows,
-        known: "KnownTensors | None" = None,
-    ) -> list[int]:
-        """Add the statistics of ``tensor - copy`` to rows, as :meth:`add_all`; the copies are plain tensors on the host."""
-        done = np.zeros(len(tensors), np.uint8)
-        memory = None if known is None else known.address(len(tensors))
-        self._differences(tensors, copies, len(tensors), flags.ctypes.data, rows.ctypes.data, memory, done.ctypes.data)
-        return [] if done.all() else np.flatnonzero(done == 0).tolist()
+    def add_differences(self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory") -> NDArray[np.intp]:
+        """Add the statistics of the differences of tensors and their copies, which `add_all` has made, to rows.
+
+        Returns the positions of those that are not what they were when they were copied.
+        """
+        assert memory.copies is not None
+        is_copied, done = memory.is_copied, memory.done
+        arrays = (flags, rows, memory.known, memory.copies, done)
+        self._differences(tensors, len(tensors), *(array.ctypes.data for array in arrays))
+        return np.flatnonzero(is_copied & (done == 0))
 
 
-class KnownTensors:
-    """Properties of the tensors of a list, which a `TensorReader` checks faster in the next call.
+class ListMemory:
+    """Memory of a `TensorReader` for a list of tensors between two calls.
 
-    Identity, type, memory, size, dtype, order and storage are checked in each call.
+    Identity, type, memory, size, dtype, order and storage of each tensor are checked in each call.
+
+    Parameters
+    ----------
+    count : int
+        The number of tensors.
+    sizes : sequence of int, optional
+        The numbers of elements of tensors that are copied; 0 for those that are not.
     """
 
-    def __init__(self) -> None:
-        self._memory = np.zeros((0, 2), np.int64)
+    def __init__(self, count: int, sizes: Sequence[int] | None = None) -> None:
+        self.known: _Rows = np.zeros((count, 2), np.int64)
+        self.done: NDArray[np.uint8] = np.zeros(count, np.uint8)
+        self.copies: _Rows | None = None
+        if sizes is not None:
+            self.copies = np.zeros((count, 5), np.int64)
+            self.copies[:, 1] = sizes
 
-    def address(self, count: int) -> int:
-        """Return the address of the memory for a list of this length."""
-        if count > len(self._memory):
-            self._memory = np.zeros((count, 2), np.int64)
-        return self._memory.ctypes.data
+    @property
+    def is_copied(self) -> NDArray[np.bool_]:
+        """Whether each tensor was copied."""
+        return (self.done & _COPIED) > 0
+
+    def copy_to(self, addresses: _Rows) -> None:
+        """Set where the tensors are copied to; 0 for those that are not copied."""
+        assert self.copies is not None
+        self.copies[:, 0] = addresses

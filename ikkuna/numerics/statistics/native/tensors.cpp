@@ -19,7 +19,7 @@ WEAK PyObject *PyObject_Call(PyObject *, PyObject *, PyObject *);
 WEAK PyObject *PyObject_Vectorcall(PyObject *, PyObject *const *, size_t, PyObject *);
 WEAK PyObject *PyObject_VectorcallMethod(PyObject *, PyObject *const *, size_t, PyObject *);
 WEAK int PyObject_IsTrue(PyObject *);
-WEAK int PyObject_RichCompareBool(PyObject *, PyObject *, int);
+WEAK intptr_t PyObject_Hash(PyObject *);
 WEAK PyObject *PyList_GetItem(PyObject *, intptr_t);
 WEAK long long PyLong_AsLongLong(PyObject *);
 WEAK PyObject *PyErr_Occurred();
@@ -34,12 +34,13 @@ namespace {
 // What Python passes to `set_up`, in this order; it keeps these objects alive.
 struct Objects {
     PyObject *tensor, *parameter, *float32, *float64, *bfloat16, *strided, *is_transformed, *nothing, *channels_last;
+    PyObject *none, *hook_key, *ordered_dict, *function_transforms, *tracing_state, *graph_task, *global_hooks, *getrefcount;
     PyObject *dtype, *is_cpu, *layout, *is_nested, *is_neg, *data_ptr, *numel, *itemsize, *storage_offset, *untyped_storage,
-        *nbytes, *is_contiguous, *dim, *shape;
+        *nbytes, *is_contiguous, *dim, *shape, *requires_grad, *is_leaf, *grad_fn, *base, *backward_hooks, *register_hook_dict;
 };
 const Objects *o;
 
-constexpr int64_t MOST = 1 << 19;   // more are measured by several threads
+constexpr int64_t PART = 1 << 19;   // each part of a large tensor is measured by itself, as several threads do
 constexpr int64_t LONG = 1 << 15;   // other threads of Python may run meanwhile
 
 // A reference that is released at the end of its scope.
@@ -82,10 +83,15 @@ Order order_of(PyObject *x) {
     return Reference(PyObject_Call(method.object, o->nothing, o->channels_last)).is_true() ? CHANNELS_LAST : NONE;
 }
 
+// A tensor that a module has just returned, or autograd just computed, has the whole storage, or none if that was freed.  Python's
+// object for the storage would live as long as the storage, and be an object for the garbage collector for each tensor of each step.
+enum Storage { CHECKED, FRESH };
+
 // Whether the storage has the bytes of the tensor: it may have been shrunk or freed.
-bool is_stored(PyObject *x, int64_t n) {
-    const int64_t size = Reference(attribute(x, o->itemsize)).number();
+bool is_stored(PyObject *x, int64_t n, Storage kind) {
     const int64_t offset = Reference(call(x, o->storage_offset)).number();
+    if (kind == FRESH && offset == 0) return true;
+    const int64_t size = Reference(attribute(x, o->itemsize)).number();
     const Reference storage(call(x, o->untyped_storage));
     if (!storage.object || size < 0 || offset < 0) return false;
     return (n + offset) * size <= Reference(call(storage.object, o->nbytes)).number();
@@ -114,13 +120,13 @@ bool is_plain(PyObject *x) {
 }
 
 // What can change at any time: ``x.data = y`` replaces the memory, and a storage can be resized.
-bool view_of(PyObject *x, View &view) {
+bool view_of(PyObject *x, View &view, int64_t most, Storage storage = CHECKED) {
     view.dtype = dtype_of(x);
     if (view.dtype < 0) return false;
     view.n = Reference(call(x, o->numel)).number();
-    if (view.n <= 0 || view.n > MOST) return false;
+    if (view.n <= 0 || view.n > most) return false;
     view.data = data_of(x);
-    if (!view.data || !is_stored(x, view.n)) return false;
+    if (!view.data || !is_stored(x, view.n, storage)) return false;
     view.order = order_of(x);
     return view.order != NONE;
 }
@@ -131,10 +137,10 @@ struct Known {
     void *data;
 };
 
-bool look(PyObject *x, View &view, Known *known) {
-    if (!known) return is_plain(x) && view_of(x, view);
-    if (known->x == x && is_on_host(x) && view_of(x, view) && view.data == known->data) return true;
-    const bool found = is_plain(x) && view_of(x, view);
+bool look(PyObject *x, View &view, Known *known, int64_t most) {
+    if (!known) return is_plain(x) && view_of(x, view, most);
+    if (known->x == x && is_on_host(x) && view_of(x, view, most) && view.data == known->data) return true;
+    const bool found = is_plain(x) && view_of(x, view, most);
     *known = Known{found ? x : nullptr, found ? view.data : nullptr};
     return found;
 }
@@ -147,11 +153,42 @@ struct Unlocked {  // lets other threads of Python run, if it takes long enough
     }
 };
 
-void measure_view(const View &view, int wanted, void *row) {
+// Measure a tensor, and copy it if `copy` is not null; `wanted` may be -1 for a copy alone.
+template <class T>
+void measure_as(const View &view, int wanted, Record *row, void *copy) {
+    const T *x = static_cast<const T *>(view.data);
+    T *y = static_cast<T *>(copy);
+    if (wanted < 0) {
+        std::memcpy(y, x, view.n * sizeof(T));
+        return;
+    }
+    for (int64_t i = 0; i < view.n; i += PART) {
+        const int64_t length = view.n - i < PART ? view.n - i : PART;
+        Record part;
+        Record *const out = view.n > PART ? &part : row;
+        if (y) measure_and_copy(x + i, y + i, length, wanted, out);
+        else measure_one(x + i, length, wanted, out);
+        if (view.n > PART) merge_records(&part, wanted, row);
+    }
+}
+
+void measure_view(const View &view, int wanted, void *out, void *copy = nullptr) {
     const Unlocked unlocked(view.n);
-    if (view.dtype == 0) measure_float32(view.data, view.n, wanted, row);
-    else if (view.dtype == 1) measure_float64(view.data, view.n, wanted, row);
-    else measure_bfloat16(view.data, view.n, wanted, row);
+    Record *const row = static_cast<Record *>(out);
+    if (view.dtype == 0) measure_as<float>(view, wanted, row, copy);
+    else if (view.dtype == 1) measure_as<double>(view, wanted, row, copy);
+    else measure_as<uint16_t>(view, wanted, row, copy);
+}
+
+// A copy of a tensor, and what the tensor must still be for a difference.
+struct Copied {
+    void *data;
+    int64_t n, dtype, order, shape;
+};
+
+int64_t shape_of(PyObject *x) {
+    const Reference shape(attribute(x, o->shape));
+    return shape.object ? PyObject_Hash(shape.object) : -1;
 }
 
 }  // namespace
@@ -160,52 +197,59 @@ void measure_view(const View &view, int wanted, void *row) {
 extern "C" int set_up(const void *objects) {
     o = static_cast<const Objects *>(objects);
     return PyObject_Type && PyObject_GetAttr && PyObject_Call && PyObject_Vectorcall && PyObject_VectorcallMethod &&
-           PyObject_IsTrue && PyObject_RichCompareBool && PyList_GetItem && PyLong_AsLongLong && PyErr_Occurred &&
-           PyErr_Clear && Py_DecRef && PyEval_SaveThread && PyEval_RestoreThread;
+           PyObject_IsTrue && PyObject_Hash && PyList_GetItem && PyLong_AsLongLong && PyErr_Occurred && PyErr_Clear &&
+           Py_DecRef && PyEval_SaveThread && PyEval_RestoreThread;
 }
 
-// Add the statistics of a tensor to a row; return whether that was done.
-extern "C" int measure_tensor(PyObject *x, int wanted, void *row) {
+// Add the statistics of a tensor of at most `most` elements to a row; return whether that was done.
+extern "C" int measure_tensor(PyObject *x, int64_t most, int wanted, void *row) {
     View view;
-    if (!look(x, view, nullptr)) return 0;
+    if (!look(x, view, nullptr, most)) return 0;
     measure_view(view, wanted, row);
     return 1;
 }
 
-// The same for a list of tensors and the rows at these addresses; `done` says for each tensor whether that was done.
-// `known`, if it is not null, is the memory of this function for the next call with the same tensors, all zeros at first.
-extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t *wanted, void *const *rows, void *known,
-                                uint8_t *done) {
+enum Done { MEASURED = 1, COPIED = 2 };
+
+// The same for a list of tensors and the rows at these addresses; what is None counts as measured.
+// `known` is the memory of this function for the next call with the same tensors, all zeros at first.
+// If `copies` is not null, tensors with a `data` of at least n elements there are copied if they require gradients and their
+// differences can be measured; `wanted` may then be -1.
+extern "C" void measure_tensors(PyObject *tensors, int64_t count, int64_t most, const int32_t *wanted, void *const *rows,
+                                void *known, void *copies, uint8_t *done) {
     Known *const each = static_cast<Known *>(known);
     for (int64_t i = 0; i < count; i++) {
+        PyObject *const x = PyList_GetItem(tensors, i);
         View view;
-        done[i] = look(PyList_GetItem(tensors, i), view, each ? each + i : nullptr);
-        if (done[i]) measure_view(view, wanted[i], rows[i]);
+        done[i] = x == o->none ? MEASURED : 0;
+        if (done[i] || !look(x, view, each + i, most)) continue;
+        Copied *const copy = copies ? static_cast<Copied *>(copies) + i : nullptr;
+        const bool is_copied = copy && copy->data && view.dtype < 2 && view.n == copy->n &&
+                               Reference(attribute(x, o->requires_grad)).is_true();
+        if (is_copied) {
+            copy->dtype = view.dtype, copy->order = view.order, copy->shape = shape_of(x);
+            done[i] |= COPIED;
+        }
+        if (wanted[i] >= 0) done[i] |= MEASURED;
+        if (done[i]) measure_view(view, wanted[i], rows[i], is_copied ? copy->data : nullptr);
     }
 }
 
-static bool have_equal_shapes(PyObject *x, PyObject *y) {
-    const Reference a(attribute(x, o->shape)), b(attribute(y, o->shape));
-    if (!a.object || !b.object) return false;
-    const int same = PyObject_RichCompareBool(a.object, b.object, 2);  // Py_EQ
-    if (same < 0) PyErr_Clear();
-    return same == 1;
-}
-
-// The same for the differences of tensors and copies that were made of them.
-extern "C" void measure_differences(PyObject *tensors, PyObject *copies, int64_t count, const int32_t *wanted,
-                                    void *const *rows, void *known, uint8_t *done) {
+// The same for the differences of tensors and their copies; a tensor without a copy counts as measured.
+extern "C" void measure_differences(PyObject *tensors, int64_t count, const int32_t *wanted, void *const *rows, void *known,
+                                    const void *copies, uint8_t *done) {
     Known *const each = static_cast<Known *>(known);
     for (int64_t i = 0; i < count; i++) {
+        if (!(done[i] & COPIED)) continue;
+        const Copied &copy = static_cast<const Copied *>(copies)[i];
+        PyObject *const x = PyList_GetItem(tensors, i);
         View view;
-        PyObject *x = PyList_GetItem(tensors, i), *y = PyList_GetItem(copies, i);
-        done[i] = look(x, view, each ? each + i : nullptr) && view.dtype < 2 && dtype_of(y) == view.dtype &&
-                  have_equal_shapes(x, y) && order_of(y) == view.order;
+        done[i] = look(x, view, each + i, INT64_MAX) && view.n == copy.n && view.dtype == copy.dtype &&
+                  view.order == copy.order && shape_of(x) == copy.shape ? MEASURED : 0;
         if (!done[i]) continue;
-        const void *before = data_of(y);
         const Unlocked unlocked(view.n);
-        if (view.dtype == 0) measure_difference_float32(view.data, before, view.n, wanted[i], rows[i]);
-        else measure_difference_float64(view.data, before, view.n, wanted[i], rows[i]);
+        if (view.dtype == 0) measure_difference_float32(view.data, copy.data, view.n, wanted[i], rows[i]);
+        else measure_difference_float64(view.data, copy.data, view.n, wanted[i], rows[i]);
     }
 }
 #endif
