@@ -15,14 +15,27 @@ _FIRST = ("loss", "accuracy", "learning_rate", "norm", "perplexity")
 
 
 def _network_kinds(run: StoredRun, pass_name: str = "training") -> list[str]:
-    kinds = [kind for kind in run.kinds(pass_name) if None in run.names(kind, pass_name)]
+    hidden = run.internal_kinds()
+    kinds = [kind for kind in run.kinds(pass_name) if None in run.names(kind, pass_name) and kind not in hidden]
     return sorted(
         kinds, key=lambda kind: (next((i for i, word in enumerate(_FIRST) if word in kind), len(_FIRST)), kind)
     )
 
 
 def _module_kinds(run: StoredRun) -> list[str]:
-    return [kind for kind in run.kinds() if len([name for name in run.names(kind) if name is not None]) > 1]
+    hidden = run.internal_kinds() | {"findings"}
+    found = [kind for kind in run.kinds() if len([name for name in run.names(kind) if name is not None]) > 1]
+    return [kind for kind in found if kind not in hidden]
+
+
+def _write_findings(run: StoredRun, terminal: Terminal) -> None:
+    """Write the rules that have found something, with their first steps."""
+    if "findings" not in run.kinds():
+        return
+    found = [(int(run.series("findings", name).steps[0]), name) for name in run.names("findings") if name is not None]
+    texts = [f"{name} (step {step})" for step, name in sorted(found)]
+    terminal.write(terminal.styled(f"Findings: {', '.join(texts)}", "red"))
+    terminal.write(f"`ikkuna check {run.path}` names the modules and the remedies.")
 
 
 def summary_values(run: StoredRun) -> dict[str, Any]:
@@ -76,6 +89,7 @@ def write_summary(run: StoredRun, terminal: Terminal, kind: str | None = None, h
         terminal.write(terminal.styled(f"{run.lost} bytes or lines are damaged and were skipped", "red"))
     if run.waiting:
         terminal.write("The last record is incomplete: the run is being written, or it ended without close().")
+    _write_findings(run, terminal)
     _write_network(run, terminal)
     chosen = [kind] if kind is not None else _module_kinds(run)[:heatmaps]
     for each in chosen:

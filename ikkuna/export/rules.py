@@ -88,6 +88,10 @@ class RuleSubscriber(Subscriber):
         """The findings so far."""
         return self.judge.findings
 
+    def is_internal(self, kind: str) -> bool:
+        """Return whether values of a kind are no findings and no learning rates."""
+        return kind == "unowned_parameters"
+
     def receive(self, message: Any, kind: str, value: float) -> None:
         """Add a value to the history of the rules."""
         stamp = message.stamp
@@ -265,6 +269,7 @@ def register_rules(
                 **options,
             )
             reader.subscription = reader.subscription.thinned(*thinning)
+            reader.serves_rules = True
             handles.append(bus.register_subscriber(reader))
         bus.register_subscriber(subscriber)
     except BaseException:
@@ -301,6 +306,7 @@ def _register_needs(
             _OF_LOSS.intersection(subscriber.kinds) and not sees_loss
         ):
             continue
+        subscriber.serves_rules = True
         subscriber.backends = tuple(_as_list(options["backend"]))
         subscriber.subscription = subscriber.subscription.thinned(*thinning)
         try:

@@ -152,6 +152,11 @@ class StoredRun:
         """Return the kinds with numbers, in alphabetical order; ``None`` selects those of all passes."""
         return tuple(sorted({kind for kind, name in self._index if pass_name is None or name == pass_name}))
 
+    def internal_kinds(self) -> frozenset[str]:
+        """Return the kinds that were stored only so that rules can be applied to the run."""
+        shown = {series.kind for series in self.all_series if not series.is_internal}
+        return frozenset(series.kind for series in self.all_series) - shown
+
     def passes(self, kind: str | None = None) -> tuple[str, ...]:
         """Return the names of the passes, the training first."""
         names = {name for found, name in self._index if kind in (None, found)}

@@ -118,7 +118,7 @@ def _series_of(tag: str) -> Series | None:
     if (series := series_of_tag(tag)) is not None:
         return series
     head, _, rest = tag.partition("/")
-    if head in ("Overview", "Heatmaps", "Matrices", "Text"):
+    if head in ("Overview", "Dashboard", "Heatmaps", "Matrices", "Text"):
         return None
     return Series(head, rest or None)
 

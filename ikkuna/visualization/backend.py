@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Series:
         Shown instead of `kind`.
     ylims : (float, float), optional
         Limits of the value axis, for backends that draw axes.
+    is_internal : bool
+        Whether only rules need the value, so that a backend may show it apart from others; it does not distinguish series.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class Series:
     pass_name: str = "training"
     title: str | None = None
     ylims: tuple[float, float] | None = None
+    is_internal: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +62,7 @@ class SeriesGroup:
 
     Parameters
     ----------
-    kind, pass_name, title, ylims
+    kind, pass_name, title, ylims, is_internal
         See `Series`.
     names : tuple of str or None
         The name of each series.
@@ -75,11 +78,13 @@ class SeriesGroup:
     pass_name: str = "training"
     title: str | None = None
     ylims: tuple[float, float] | None = None
+    is_internal: bool = False
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
         """The series in order."""
-        return tuple(Series(self.kind, name, self.pass_name, self.title, self.ylims) for name in self.names)
+        rest = self.pass_name, self.title, self.ylims, self.is_internal
+        return tuple(Series(self.kind, name, *rest) for name in self.names)
 
 
 class Backend(ABC):

@@ -45,11 +45,26 @@ class PackedSeries:
 
 
 class ModuleGroup:
-    """The modules of a kind in a pass: three curves summarise their values, and a heat map shows all of them."""
+    """The modules of a kind in a pass: three curves summarise their values, and a heat map shows all of them.
+
+    Parameters
+    ----------
+    member : Series
+        The series of one of the modules.
+    heatmap : HeatmapImage
+        The heat map.
+
+    Attributes
+    ----------
+    size : int
+        The largest number of modules in a step so far.
+    """
 
     def __init__(self, member: Series, heatmap: HeatmapImage) -> None:
         self.prefixes = [scalar_prefix(overview_tag(member, statistic)) for statistic in STATISTICS]
         self.heatmap = heatmap
+        self.member = member
+        self.size = 0
         self.values: dict[str, float] = {}
         self._many: list[tuple[tuple[str, ...], NDArray[np.float64]]] = []
 
@@ -62,9 +77,11 @@ class ModuleGroup:
         single, self.values = self.values, {}  # first, so that an exception cannot make them appear twice
         many, self._many = self._many, []
         if len(many) == 1 and not single:
+            self.size = max(self.size, len(many[0][0]))
             return many[0]
         for names, values in many:
             single.update(zip(names, values.tolist(), strict=True))
+        self.size = max(self.size, len(single))
         return tuple(single), np.fromiter(single.values(), np.float64, len(single))
 
     def entries(self, values: NDArray[np.float64]) -> list[bytes]:

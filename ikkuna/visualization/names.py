@@ -6,6 +6,7 @@ from hashlib import blake2b
 from ikkuna.visualization.backend import Series
 
 __all__ = [
+    "dashboard_tag",
     "decode",
     "encode",
     "heatmap_tag",
@@ -19,7 +20,15 @@ __all__ = [
 ]
 
 _LIMIT = 250  # bytes
-_RESERVED = ("Network", "Overview", "Heatmaps", "Matrices", "Text")  # a kind with one of these names is escaped
+_RESERVED = (
+    "Network",
+    "Rules",
+    "Overview",
+    "Dashboard",
+    "Heatmaps",
+    "Matrices",
+    "Text",
+)  # a kind with one of these names is escaped
 # Parts of paths such as ".." and empty names, and every character that some tool replaces.
 _UNSAFE = re.compile(r"[^\w./ :-]|^/|/\Z|(?<=/)/|(?<=\.)\.|^\.(?=/|\Z)|(?<=/)\.(?=/|\Z)")
 
@@ -61,16 +70,20 @@ def _group(kind: str, pass_name: str) -> str:
 
 
 def series_tag(series: Series) -> str:
-    """Return the tag of a series.
+    """Return the tag of a series; one that only rules need begins with ``Rules/``.
 
     Examples
     --------
     >>> series_tag(Series("weights_norm2", "features.0"))
     'weights_norm2/features.0'
+    >>> series_tag(Series("weights_norm2", "features.0", is_internal=True))
+    'Rules/weights_norm2/features.0'
     >>> series_tag(Series("loss", None, "testing"))
     'Network/loss.testing'
     """
     group = _group(series.kind, series.pass_name)
+    if series.is_internal:
+        return _cut(f"Rules/{group}" + ("" if series.name is None else f"/{encode(series.name)}"))
     if series.name is None:
         return _cut(f"Network/{group}")
     first = _escape(group[0]) + group[1:] if group in _RESERVED else group
@@ -102,15 +115,31 @@ def series_of_tag(tag: str) -> Series | None:
     ('testing', None)
     """
     head, separator, rest = tag.partition("/")
-    if not separator or "~" in tag or head in _RESERVED[1:]:
+    if not separator or "~" in tag or head in _RESERVED[2:]:
         return None
-    group = rest if head == "Network" else head
+    is_internal, name = head == "Rules", None if head == "Network" else rest
+    if is_internal:
+        head, separator, rest = rest.partition("/")
+        name = rest if separator else None
+    group = rest if head == "Network" and not is_internal else head
     split = re.search(r"\.(?![0-9])", group)
     kind, pass_name = (group[: split.start()], group[split.end() :]) if split else (group, "training")
     try:
-        return Series(decode(kind), None if head == "Network" else decode(rest), decode(pass_name))
+        own = None if name is None else decode(name)
+        return Series(decode(kind), own, decode(pass_name), is_internal=is_internal)
     except UnicodeDecodeError:
         return None
+
+
+def dashboard_tag(series: Series) -> str:
+    """Return the tag of a copy of a series of the network, in the first group of cards that TensorBoard shows.
+
+    Examples
+    --------
+    >>> dashboard_tag(Series("loss", None, "testing"))
+    'Dashboard/loss.testing'
+    """
+    return _cut(f"Dashboard/{_group(series.kind, series.pass_name)}")
 
 
 def overview_tag(series: Series, statistic: str) -> str:

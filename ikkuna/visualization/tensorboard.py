@@ -24,19 +24,21 @@ from ikkuna.visualization.files.event_file import (
     text_value,
     titled_scalar_value,
 )
+from ikkuna.visualization.files.event_layout import layout_value
 from ikkuna.visualization.files.file_backend import FileBackend
 from ikkuna.visualization.image import Image
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_group import ModuleGroup, PackedSeries
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
-from ikkuna.visualization.names import heatmap_tag, matrix_tag, series_tag, text_tag
+from ikkuna.visualization.names import dashboard_tag, heatmap_tag, matrix_tag, series_tag, text_tag
 from ikkuna.visualization.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue, import_renderer
 from ikkuna.visualization.pictures.redraw_thread import Drawable, RedrawThread
 from ikkuna.visualization.run_config import ConfigValue
 
 __all__ = ["TensorBoardBackend"]
 
+_DASHBOARD = frozenset(("loss", "train_accuracy", "running_accuracy", "test_accuracy", "perplexity"))
 _DRAWING_INTERVAL = 5.0  # seconds
 _METRICS = (
     "Network/loss",
@@ -48,6 +50,9 @@ _METRICS = (
 class TensorBoardBackend(FileBackend):
     """Write an event file with the tags ``{kind}/{module}``, ``Network/{kind}`` and ``Overview/{kind}_min|median|max``.
 
+    ``Dashboard/{kind}`` repeats the loss, the perplexity and accuracies in the first group of cards.
+    ``Rules/{kind}`` and ``Rules/{kind}/{module}`` are values that only rules need.
+    The page *Custom Scalars* has a chart for each kind with all modules, or with three curves if there are more than 50.
     ``Heatmaps/{kind}`` is an image with a row for each module and a column for each step, drawn about twenty times a day.
     ``Matrices/{kind}`` are images of matrices, and ``Text/Modules`` lists the modules.
     A thread draws the images.
@@ -59,6 +64,8 @@ class TensorBoardBackend(FileBackend):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._curves: dict[Series, tuple[bytes, ModuleGroup | None]] = {}
+        self._copied: dict[Series, bytes] = {}
+        self._layout: tuple[tuple[Series, int], ...] = ()
         self._groups: dict[tuple[str, str], ModuleGroup] = {}
         self._packed: WeakKeyDictionary[SeriesGroup, PackedSeries] = WeakKeyDictionary()
         self._entries: list[bytes] = []
@@ -78,10 +85,14 @@ class TensorBoardBackend(FileBackend):
             curve = self._curves[series] = scalar_prefix(series_tag(series)), self._group(series)
             first = titled_scalar_value(series_tag(series), value, series.title) if series.title else None
             self._entries.append(first or curve[0] + float32(value))
+            if series.name is None and series.kind in _DASHBOARD:
+                self._copied[series] = scalar_prefix(dashboard_tag(series))
         else:
             self._entries.append(curve[0] + float32(value))
         if curve[1] is not None and series.name is not None:
             curve[1].values[series.name] = value
+        elif (prefix := self._copied.get(series)) is not None:
+            self._entries.append(prefix + float32(value))
         self._values += 1
 
     def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
@@ -105,7 +116,7 @@ class TensorBoardBackend(FileBackend):
         return PackedSeries([prefix for prefix, _ in curves], summary, names, members)
 
     def _group(self, series: Series) -> ModuleGroup | None:
-        if series.name is None or not self._order.belongs(series.name):
+        if series.name is None or series.is_internal or not self._order.belongs(series.name):
             return None
         key = series.kind, series.pass_name
         if key not in self._groups:
@@ -222,6 +233,13 @@ class TensorBoardBackend(FileBackend):
         block = step_record(image_value(tag, png), step, self._clock.now())
         return self._writer.submit(block, step, 1)
 
+    def _add_layout(self) -> None:
+        """Add the layout of the charts, if it has changed; TensorBoard uses the latest one."""
+        layout = tuple((group.member, group.size) for group in self._groups.values() if group.size > 1)
+        if layout != self._layout:
+            self._layout = layout
+            self._entries.append(layout_value(layout))
+
     def _take_block(self, step: int) -> bytes:
         for group in self._groups.values():
             names, values = group.take()
@@ -229,6 +247,7 @@ class TensorBoardBackend(FileBackend):
                 self._entries += group.entries(values)
                 group.heatmap.add(step, names, values)
                 self._thread.open()
+        self._add_layout()
         entries, self._entries = self._entries, []
         if not entries:
             return b""

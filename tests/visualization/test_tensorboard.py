@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import re
 import struct
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ikkuna.reading import read_run
 from ikkuna.visualization.backend import Series, SeriesGroup
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_group import overview
@@ -48,6 +50,8 @@ def test_tensorboard_reads_what_was_written(backend, tmp_path):
     assert backend.close(30)
     found = load(tmp_path)
     assert sorted(found.Tags()["scalars"]) == [
+        "Dashboard/loss",
+        "Dashboard/loss.testing",
         "Network/loss",
         "Network/loss.testing",
         "Overview/weights_norm2_max",
@@ -254,3 +258,50 @@ def test_the_fast_reader_of_tensorboard_agrees(backend, tmp_path, child):
     }
     assert scalars["weights_norm2/a"] == [[step, step] for step in range(30)]
     assert texts == ["Text/Model"]
+
+
+def layout_of(path):
+    """Return the latest layout of a run: the titles of the charts, with their tags, by category."""
+    from tensorboardX.proto.layout_pb2 import Layout
+
+    found = accumulators.EventAccumulator(str(path)).Reload()
+    layout = Layout.FromString(found.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    return {each.title: {chart.title: chart.multiline.tag[0] for chart in each.chart} for each in layout.category}
+
+
+@pytest.mark.parametrize(("count", "tag"), [(2, "weights_norm2/m1"), (60, "Overview/weights_norm2_median")])
+def test_the_layout_has_one_chart_for_each_kind(tmp_path, count, tag):
+    backend = TensorBoardBackend()
+    backend.open(tmp_path)
+    for step in range(2):
+        backend.add_scalar(Series("loss"), 0.5, step)
+        for kind in ("weights_norm2", "weights_norm2_ratio")[: step + 1]:
+            for i in range(count):
+                backend.add_scalar(Series(kind, f"m{i}"), 1.0, step)
+        backend.commit(step)
+    assert backend.close(30)
+    layout = layout_of(tmp_path)
+    [title, other] = layout["Layers"]
+    assert title.startswith("weights_norm2")
+    assert other.startswith("weights_norm2_ratio")
+    assert re.search(layout["Layers"][title], tag)
+    assert not re.search(layout["Layers"][title], tag.replace("norm2", "norm2_ratio"))
+    assert re.search(layout["Network"]["loss"], "Network/loss.testing")
+
+
+def test_what_only_rules_need_is_in_a_group_of_its_own_and_in_no_picture(tmp_path):
+    backend = TensorBoardBackend()
+    backend.open(tmp_path)
+    for step in range(2):
+        backend.add_scalar(Series("output_entropy", is_internal=True), 0.5, step)
+        for name in ("a", "b"):
+            backend.add_scalar(Series("weights_norm2", name, is_internal=True), 1.0, step)
+        backend.commit(step)
+    assert backend.close(30)
+    found = load(tmp_path)
+    assert found.Tags()["scalars"] == ["Rules/output_entropy", "Rules/weights_norm2/a", "Rules/weights_norm2/b"]
+    assert not found.Tags()["images"]
+    run = read_run(tmp_path)
+    assert run.internal_kinds() == {"output_entropy", "weights_norm2"}
+    assert run.series("weights_norm2", "b").values.tolist() == [1.0, 1.0]
+    assert run.series("output_entropy").steps.tolist() == [0, 1]

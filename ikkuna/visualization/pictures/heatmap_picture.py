@@ -21,9 +21,9 @@ from ikkuna.visualization.pictures.heatmap import HeatmapView
 
 __all__ = ["draw_heatmap", "grouped"]
 
-_FONT_SIZE = 9.5  # readable where TensorBoard shrinks the picture to the width of a card
+_FONT_SIZE = 11  # readable where TensorBoard shrinks the picture to the width of a card
 _WIDTH = 400  # pixels of the body, about
-_HEIGHT = 420  # pixels of the body, at most
+_HEIGHT = 260  # pixels of the body, at most: with the legend, about the shape of a card
 _MOST_ROWS = 105
 _BAR = 120  # pixels of the colour bar
 _SPECIAL = ((ZERO, "exactly 0"), (NONFINITE, "NaN or Inf"), (MISSING, "no value"))
@@ -44,7 +44,7 @@ def draw_heatmap(view: HeatmapView) -> NotebookFigure:
     indices = scale.indices(values)
     indices[~known] = MISSING
     colours = _with_alpha(palette(view.kind))
-    height = max(4, min(24, _HEIGHT // len(names)))
+    height = max(2, min(24, _HEIGHT // len(names)))
     width = max(1, round(_WIDTH / len(view.steps)))
     rows = Labels(names, height, font_size=_FONT_SIZE)
     columns = Labels([str(step) for step in view.steps], width, is_horizontal=True, font_size=_FONT_SIZE)
