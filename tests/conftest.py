@@ -60,9 +60,13 @@ def pytest_ignore_collect(collection_path, config):
     return None if "mark.devices" in text or "mark.simulated" in text else True
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(config, items):
     """On another device than the host, run only tests with the marker ``devices`` or ``simulated``."""
     device = config.getoption("--device")
+    for item in items if device != "cpu" else ():
+        if (marker := item.get_closest_marker("devices")) is not None and marker.kwargs.get("slow"):
+            item.add_marker("slow")
 
     def runs(item):
         has = item.get_closest_marker

@@ -15,6 +15,7 @@ from ikkuna.visualization.backend import Backend
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
 
 
+@pytest.mark.devices(slow=True)
 @pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
 def test_every_subscriber_keeps_the_contract(name):
     check_subscriber(EVERY_SUBSCRIBER[name], NEEDS.get(name, ()))

@@ -53,7 +53,7 @@ LAYERS = {
         ),
     ),
     "integrations": ("errors", "atomic_file", "signal_handlers", "logger", "visualization", "export", "watching"),
-    "distributed": ("errors", "torch_internals", "background", "numerics"),
+    "distributed": ("errors", "torch_internals", "background", "logger", "numerics"),
     "netdict": ("errors", "atomic_file", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
     "monitor": ("errors", "torch_internals", "modules", "numerics", "netdict"),
     "running": ("errors", "arrays", "numerics"),

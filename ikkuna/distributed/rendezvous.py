@@ -14,7 +14,7 @@ import torch.distributed
 from ikkuna.distributed.pipeline import same_names
 from ikkuna.distributed.world import World
 
-__all__ = ["PATIENCE", "Agreement", "agree", "missing_ranks"]
+__all__ = ["PATIENCE", "Agreement", "agree", "missing_ranks", "poll"]
 
 PATIENCE = 10.0
 """Seconds to wait for the other ranks."""
@@ -44,7 +44,11 @@ class Agreement:
 
 
 def agree(
-    world: World, signature: Sequence[str], stages: Mapping[str, Sequence[str]], patience: float = PATIENCE
+    world: World,
+    signature: Sequence[str],
+    stages: Mapping[str, Sequence[str]],
+    step: int,
+    patience: float = PATIENCE,
 ) -> tuple[Agreement, Any]:
     """Compare the measurements that each rank requests, and create a process group for them.
 
@@ -63,6 +67,8 @@ def agree(
         The measurements that this rank requests, a line for each subscriber.
     stages : mapping
         The names of the modules of each stage that this rank runs, by the stage's number; empty if there is no pipeline.
+    step : int
+        The first step of this rank, which is above 0 if the training was resumed.
     patience : float
         Seconds to wait.
 
@@ -77,7 +83,7 @@ def agree(
         store = _torch.PrefixStore(f"ikkuna/{next(_numbers)}", world.store)
         if not store.check(["decision"]):
             break
-    store.set(f"signature/{world.rank}", json.dumps({"requests": list(signature), "stages": stages}))
+    store.set(f"signature/{world.rank}", json.dumps({"requests": list(signature), "stages": stages, "step": step}))
     if store.add("arrived", 1) == world.size:
         decision = _decide(store, *_compare(store, world))
     else:
@@ -100,7 +106,19 @@ def _compare(store: Any, world: World) -> tuple[str, list[int]]:
     differing = [text for rank in others if (text := _difference(first, signatures[rank]["requests"], rank))]
     shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more" if len(differing) > 3 else "")
     reason = f"the ranks request different measurements: {shown}" if differing else ""
+    reason = reason or _same_step([signature["step"] for signature in signatures])
     return reason or same_names(signature["stages"] for signature in signatures), list(range(world.size))
+
+
+def _same_step(steps: list[int]) -> str:
+    """Return why ranks cannot share measurements whose first steps are `steps`; empty if these are equal."""
+    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if other is None:
+        return ""
+    return (
+        f"rank 0 begins at step {steps[0]}, rank {other} at step {steps[other]}; "
+        "call load_state_dict() on every rank, with states of the same checkpoint"
+    )
 
 
 def _difference(first: list[str], other: list[str], rank: int) -> str:
@@ -110,7 +128,7 @@ def _difference(first: list[str], other: list[str], rank: int) -> str:
 
 
 def _await(store: Any, world: World, patience: float) -> dict[str, Any]:
-    if _poll(lambda: store.check(["decision"]), patience):
+    if poll(lambda: store.check(["decision"]), patience):
         decision: dict[str, Any] = json.loads(store.get("decision"))
         return decision
     missing = [rank for rank in range(world.size) if not store.check([f"signature/{rank}"])]
@@ -126,7 +144,7 @@ def _decide(store: Any, reason: str, present: list[int]) -> dict[str, Any]:
     return decision
 
 
-def _poll(is_done: Callable[[], bool], patience: float) -> bool:
+def poll(is_done: Callable[[], bool], patience: float) -> bool:
     """Poll until `is_done` returns true, for at most `patience` seconds; a blocking wait would occupy the user's store."""
     deadline, pause = time.monotonic() + patience, 0.002
     while not is_done():
@@ -141,5 +159,5 @@ def missing_ranks(store: Any, world: World, patience: float = 1.0) -> list[int]:
     """Return the ranks that do not answer within `patience` seconds; all ranks that are left call this."""
     store.set(f"alive/{world.rank}", "")
     others = [rank for rank in range(world.size) if rank != world.rank]
-    _poll(lambda: store.check([f"alive/{rank}" for rank in others]), patience)
+    poll(lambda: store.check([f"alive/{rank}" for rank in others]), patience)
     return [rank for rank in others if not store.check([f"alive/{rank}"])]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.distributed.dtensor import is_run_together
+from ikkuna.distributed.first_rank import from_first_rank
 from ikkuna.distributed.world import World
 from ikkuna.errors import ConfigError, LogDirError
 from ikkuna.export.bus.bus import MessageBus
@@ -126,24 +127,28 @@ def _continued(bus: MessageBus, run: dict[str, str] | None, step: int) -> Contin
 
 
 def continue_latest(session: Session) -> None:
-    """Continue the latest run after its last step; a state that is loaded later has priority.
+    """Continue the latest run of rank 0 after its last step; a state that is loaded later has priority.
 
     Raises
     ------
     LogDirError
-        If there is no run to continue.
+        If there is no run to continue, on all ranks.
     """
-    settings = session.bus.settings
-    log_dir = log_path(session.bus.log_dir or "run")
-    directory = latest_run(log_dir, settings.name)
+    bus = session.bus
+    found = from_first_rank(World.here(), "latest run", lambda: _latest(bus))
+    counters = {"global_step": found["step"], "train_step": 0, "epoch": 0}
+    session.load_counters(counters, Continued(Path(found["directory"]), found["step"], found["id"]))
+
+
+def _latest(bus: MessageBus) -> dict[str, Any]:
+    """Return directory and identity of the latest run, and the step after its last one."""
+    name, log_dir = bus.settings.name, log_path(bus.log_dir or "run")
+    directory = latest_run(log_dir, name)
     if directory is None:
-        if World.here().rank != 0:
-            return
-        which = "" if settings.name is None else f" {settings.name!r}"
+        which = "" if name is None else f" {name!r}"
         raise LogDirError(f"resume=True, but '{log_dir}' has no run{which}; resume='auto' begins a new run then")
-    step, stored = last_step(directory) + 1, read_run_file(directory)
-    continued = Continued(directory, step, "" if stored is None else stored.id)
-    session.load_counters({"global_step": step, "train_step": 0, "epoch": 0}, continued)
+    stored = read_run_file(directory)
+    return {"directory": str(directory), "step": last_step(directory) + 1, "id": "" if stored is None else stored.id}
 
 
 def _load_subscribers(session: Session, state: dict[str, Any]) -> None:

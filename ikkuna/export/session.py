@@ -286,7 +286,7 @@ class Session:
 
     def _record(self, stamp: Stamp) -> None:
         context = self.context
-        self.exchange.step_opened()
+        self.exchange.step_opened(stamp)
         context.model.find_stages()
         context.replicas = self.exchange.replicas
         context.recorder.open(stamp, self._demand.plan(self.bus.registered, stamp))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ikkuna.errors import ConfigError, IkkunaError
 from ikkuna.export.checkpoint import store_finished
 from ikkuna.export.exporter import Exporter
+from ikkuna.modules import class_name
 from ikkuna.reading import SeriesValues, StoredRun
 from ikkuna.watching.function_metric import FunctionMetric
 from ikkuna.watching.stored_values import StoredValues
@@ -188,7 +189,8 @@ class WatchHandle(Exporter):
         source = "" if preset is None else f" of preset {preset!r}"
         found = ((len(self.modules), "module"), (metrics, "metric"))
         counts = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in found)
-        self._label = f"{type(self.model).__name__} with {counts}{source}"
+        name = "modules" if self.model is None else class_name(self.model)
+        self._label = f"{name} with {counts}{source}"
         self.message_bus.settings = replace(self.message_bus.settings, subject=f"{self._label}; the run")
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """How much a device has to do for a sampled step, counted on the simulated accelerator."""
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -106,7 +106,13 @@ class Costs:
         return log
 
 
-@pytest.mark.parametrize("name", ["mlp", "convnet"])
+@cache
+def of_gpt(metrics):
+    """Return the costs of some metrics of a transformer, with kernels; several tests need them."""
+    return Costs(MessageBus(metrics), "gpt", METRICS[metrics])
+
+
+@pytest.mark.parametrize("name", ["mlp", pytest.param("convnet", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("metrics", METRICS)
 @pytest.mark.parametrize("with_kernels", [False, True])
 def test_a_sampled_step_waits_for_nothing_and_copies_once(bus, request, name, metrics, with_kernels):
@@ -131,25 +137,25 @@ def test_norms_take_few_launches(bus):
 
 
 @pytest.mark.usefixtures("kernels")
-def test_all_statistics_take_the_launches_of_a_norm(bus):
-    norms, all_metrics = (Costs(MessageBus(name), "gpt", METRICS[name]) for name in ("norms", "six metrics"))
+def test_all_statistics_take_the_launches_of_a_norm():
+    norms, all_metrics = of_gpt("norms"), of_gpt("six metrics")
     assert all_metrics.launches == norms.launches <= 0.35 * norms.tensors
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("metrics", ["exact histograms", "sampled histograms"])
-def test_histograms_take_few_launches_more_than_norms(bus, metrics):
+def test_histograms_take_few_launches_more_than_norms(metrics):
     """The counts of forward and step are cleared, put together and merged; none of these tensors is large enough for a sample."""
-    costs, norms = Costs(bus, "gpt", METRICS[metrics]), Costs(MessageBus("norms"), "gpt", METRICS["norms"])
+    costs, norms = of_gpt(metrics), of_gpt("norms")
     assert costs.launches == norms.launches + 4 <= 0.4 * costs.tensors
     reads = [sum(x.read for x in c.log if x.name.startswith("measure_")) for c in (costs, norms)]
     assert reads[0] == reads[1]
 
 
 @pytest.mark.usefixtures("kernels")
-def test_each_tensor_is_read_once_and_the_weights_are_copied_once(bus):
+def test_each_tensor_is_read_once_and_the_weights_are_copied_once():
     """Weights, gradients and outputs once, and weights and their copy for the updates."""
-    costs = Costs(bus, "gpt", METRICS["six metrics"])
+    costs = of_gpt("six metrics")
     of_kernels = [entry for entry in costs.log if entry.name.startswith("measure_")]
     assert sum(entry.read for entry in of_kernels) == 4 * costs.weights + 2 * costs.outputs
     assert not [entry for entry in costs.log if "foreach_copy" in entry.name]

@@ -9,9 +9,9 @@ import torch
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.statistics import FIELDS, closure
-from ikkuna.numerics.statistics.device import DeviceStatistics
+from ikkuna.numerics.statistics.device import DeviceStatistics, exact_rows
 from ikkuna.numerics.statistics.device.exact_float32 import exact_sums, sum_of
-from tests.accelerator.test_waiting import Run, close
+from tests.accelerator.test_waiting import Run, always, close, values_on_host
 from tests.numerics.test_measure import reference
 from tests.simulated_device import memory, recorded
 
@@ -100,11 +100,11 @@ def test_sums_are_exact_in_any_order():
 
 
 @pytest.mark.usefixtures("like_mps")
-@pytest.mark.parametrize("name", ["mlp", pytest.param("conv-bn-dropout", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("conv-bn-dropout", "lstm"))]
+)
 def test_every_metric_has_the_values_of_the_host(name):
-    found, expected = (
-        Run(name, device, lambda make, backend: make(backend=backend)).values() for device in ("sim", "cpu")
-    )
+    found, expected = Run(name, "sim", always).values(), values_on_host(name)
     assert found.keys() == expected.keys()
     wrong = {key: (found[key], value) for key, value in expected.items() if not close(key, found[key], value)}
     assert not wrong
@@ -147,10 +147,11 @@ def test_a_metric_gets_a_copy_on_the_host_if_it_needs_float64(bus, needs_float64
 
 
 @pytest.mark.parametrize("has_float64", [True, False])
-def test_rows_of_many_calls_are_merged(request, has_float64):
+def test_rows_of_many_calls_are_merged(request, monkeypatch, has_float64):
+    monkeypatch.setattr(exact_rows, "_MOST", 6)
     if not has_float64:
         request.getfixturevalue("without_float64")
-    statistics, n, fields = DeviceStatistics(torch.device("sim", 0)), 300 if has_float64 else 20, closure(["m2", "max"])
+    statistics, n, fields = DeviceStatistics(torch.device("sim", 0)), 20, closure(["m2", "max"])
     x = numbers(n)
     on_device = x.to("sim")
     for i in range(n):

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ikkuna.distributed import rendezvous
 from ikkuna.distributed.world import World
+from ikkuna.errors import LogDirError
 from ikkuna.export import subscriber as installed
 from ikkuna.export.ranks import exchange
 from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
@@ -86,6 +88,39 @@ def _train_ahead(rank, name):
         dist.barrier()
 
     return train(norms(), before, before_close=before_close)
+
+
+def state_on_one_rank(rank, size):
+    """Rank 1 does not load the state of the checkpoint."""
+
+    class Resumed(loops.Exporter):
+        def add_modules(self, *arguments):
+            super().add_modules(*arguments)
+            if rank == 0:
+                self.load_state_dict({"global_step": 7, "train_step": 0, "epoch": 0})
+
+    exporter, loops.Exporter = loops.Exporter, Resumed
+    try:
+        return train(norms())
+    finally:
+        loops.Exporter = exporter
+
+
+def resumed_without_a_state(rank, size):
+    """Rank 0 has a run, and the disk of rank 1 has none."""
+    with TemporaryDirectory() as directory:
+        options = {"log_dir": directory, "subscribers": [installed.NormSubscriber("weights", backend="jsonl")]}
+        train(**options, count=3, before_close=dist.barrier)
+        options["subscribers"] = [installed.NormSubscriber("weights", backend="jsonl")]
+        return train(**options, count=2, before_close=dist.barrier, resume=True)["published"]
+
+
+def nothing_to_resume(rank, size):
+    with TemporaryDirectory() as directory:
+        try:
+            train([], log_dir=directory, resume=True)
+        except LogDirError as error:
+            return str(error)
 
 
 def late(rank, size):

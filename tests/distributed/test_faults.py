@@ -20,6 +20,9 @@ NAMES = (
         "attached_on_one_rank_of_shards",
         "own_collective",
         "failing_subscriber",
+        "state_on_one_rank",
+        "resumed_without_a_state",
+        "nothing_to_resume",
         "group_destroyed",
     ),
 )
@@ -69,6 +72,27 @@ def test_different_subscribers_are_named(two, alone):
         (told,) = errors(outcome, "different_arguments")
         assert "p=3" in told
         assert "p=4" in told
+
+
+def test_ranks_that_begin_at_different_steps_are_named(two):
+    for outcome in two:
+        (told,) = errors(outcome, "state_on_one_rank")
+        assert "rank 0 begins at step 7, rank 1 at step 0; call load_state_dict() on every rank" in told
+    steps = {key[2] for key in two[0]["state_on_one_rank"]["published"]}
+    assert steps == set(range(7, 7 + faults.STEPS)), "its own values"
+
+
+def test_all_ranks_continue_the_latest_run_of_rank_0(two):
+    first, second = (outcome["resumed_without_a_state"] for outcome in two)
+    assert {key[2] for key in first} == {3, 4}
+    assert first == second
+    assert not errors(two[0], "resumed_without_a_state")
+
+
+def test_if_rank_0_has_no_run_to_continue_all_ranks_raise(two):
+    first, second = (outcome["nothing_to_resume"] for outcome in two)
+    assert "has no run; resume='auto' begins a new run then" in first
+    assert second == f"rank 0: {first}"
 
 
 def test_no_rank_waits_for_one_that_is_late(two):

@@ -14,17 +14,17 @@ from ikkuna.visualization.jsonl import read
 from tests.plugins.children import ROOT
 
 EXAMPLES = ROOT / "examples" / "trainers"
-TRAINERS = sorted(path.stem for path in EXAMPLES.glob("with_*.py"))
+TRAINERS = sorted(path.stem for pattern in ("with_*.py", "torchrun_*.py") for path in EXAMPLES.glob(pattern))
 KINDS = ("weights_norm2", "layer_gradients_norm2", "activations_variance", "weight_updates_weights_ratio", "loss")
 RUN_AND_DIE = """
 import os, runpy, signal, sys
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-script, last, steps = sys.argv[1], int(sys.argv[2]), []
+script, last, rank, steps = sys.argv[1], int(sys.argv[2]), sys.argv[3], []
 
 def count(*unused):
     steps.append(None)
-    if len(steps) == last:
+    if len(steps) == last and os.environ.get("RANK", rank) == rank:
         os.kill(os.getpid(), signal.SIGKILL)
 
 register_optimizer_step_post_hook(count)
@@ -42,18 +42,23 @@ def values(directory):
 
 
 def run(name, cwd, last=0):
-    """Run an example in a process, which kills itself after `last` steps, if that is not 0; return the exit status."""
+    """Run an example, of which one process kills itself after `last` steps, if that is not 0; return whether it ended well."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "subscribers")))
+    script = cwd / "run_and_die.py"
+    script.write_text(RUN_AND_DIE, encoding="utf-8")
+    is_parallel = name.startswith("torchrun_")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if is_parallel else []
     done = subprocess.run(
-        [sys.executable, "-c", RUN_AND_DIE, str(EXAMPLES / f"{name}.py"), str(last)],
+        [sys.executable, *launcher, script, EXAMPLES / f"{name}.py", str(last), str(random.randint(0, 1))],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"},
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode
+    is_killed = "SIGKILL" in done.stderr if is_parallel else done.returncode == -signal.SIGKILL
+    assert done.returncode == 0 or is_killed, done.stderr
+    return done.returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +102,7 @@ def test_examples_have_at_most_30_lines(path):
 def test_a_tracker_shows_the_values_of_the_plain_loop(name, plain, tmp_path, monkeypatch):
     pytest.importorskip(name.removeprefix("log_to_"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
-    assert run(name, tmp_path) == 0
+    assert run(name, tmp_path)
     assert values(tmp_path / "run" / "digits") == plain
 
 
@@ -108,10 +113,10 @@ def test_a_killed_training_continues_its_curves(name, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
-    assert run(name, whole) == 0
-    assert run(name, killed, random.randint(10, 31)) == -signal.SIGKILL
-    assert run(name, killed) == 0
-    found = [directory.name for directory in (killed / "run").iterdir()]
+    assert run(name, whole)
+    assert not run(name, killed, random.randint(10, 31))
+    assert run(name, killed)
+    found = [directory.name for directory in (killed / "run").iterdir() if directory.name.startswith("run")]
     assert found == ["run0001"]
     expected = values(whole / "run" / "run0001")
     assert [step for kind, _, step in expected if kind == "loss"] == list(range(32))

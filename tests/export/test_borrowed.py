@@ -13,6 +13,8 @@ from ikkuna.export.rows import host_list
 from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, MinMaxSubscriber, NormSubscriber, Subscriber
 from ikkuna.testing import RecordingBackend
 
+pytestmark = pytest.mark.devices
+
 
 def train(bus, model, *subscribers, steps=2, log_dir=None):
     """Train a model under an exporter; return its health at the end."""
@@ -66,6 +68,7 @@ def test_a_row_does_not_change_with_the_tensor_it_was_made_of(bus):
     }
 
 
+@pytest.mark.host("replaces the copy of a tensor of the host; tests/accelerator has the test of a device")
 @pytest.mark.fault(60)
 def test_an_update_there_is_no_memory_for_goes_unseen_and_is_counted(bus, monkeypatch):
     clone, model = torch.Tensor.clone, nn.Linear(3, 4)

@@ -14,7 +14,6 @@ from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop
 
 pytestmark = pytest.mark.devices
-NO_RECURRENT_CELLS = pytest.mark.host("the simulated device has no cells of LSTM and GRU")
 
 
 def record(bus, model, kinds=MODULE_KINDS, loss=None, **options):
@@ -85,7 +84,7 @@ def test_every_module_kind_equals_the_hand_computed_one(bus):
     "name",
     [
         *("attention", "conv-bn-dropout", "checkpointed", "checkpointed-reentrant", "tied", "spectral-norm"),
-        pytest.param("lstm", marks=NO_RECURRENT_CELLS),
+        "lstm",
     ],
 )
 def test_layer_gradients_equal_those_of_retained_outputs(name, bus):
@@ -243,7 +242,6 @@ def test_keyword_inputs_have_paths(bus):
 
 
 @pytest.mark.fault(53)
-@NO_RECURRENT_CELLS
 def test_names_of_nested_outputs_and_parameters(bus):
     for name, activations, weights in (
         (

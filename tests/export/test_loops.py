@@ -3,10 +3,12 @@
 import copy
 import io
 import threading
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.func import functional_call
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -298,6 +300,31 @@ def test_optimizers_that_step_in_backward(bus, model):
     for kind in ("weights", "weight_gradients", "weight_updates"):
         assert dict(watched.seen(kind).items()) == {"2": [0, 1, 2], "0": [0, 1, 2]}
     assert watched.seen("layer_gradients")["0"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_distributed_checkpoint_that_creates_the_state_of_an_optimizer(bus, model, has_trained, is_tensor):
+    """No step, although torch calls the optimizer with learning rate 0 for it."""
+    watched = Watched(bus, model)
+    rate = torch.tensor(0.1) if is_tensor else 0.1
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=rate)  # it has no state, and lacks parameters
+    called = []
+    optimizer.register_step_post_hook(lambda *unused: called.append(None))
+    for _ in range(has_trained):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        get_state_dict(model[0], optimizer)
+    assert len(called) == has_trained + 1
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    watched.exporter.close()
+    assert watched.steps == list(range(has_trained + 2))
+    assert watched.seen("activations")["0"] == watched.steps
 
 
 def test_a_scheduler_that_wraps_the_step(bus, model):

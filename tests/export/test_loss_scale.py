@@ -11,6 +11,8 @@ from ikkuna.export import Exporter
 from ikkuna.export.subscriber import NonFiniteSubscriber, NormSubscriber
 from ikkuna.testing import RecordingBackend
 
+pytestmark = pytest.mark.devices
+
 KINDS = ("layer_gradients", "weight_gradients", "bias_gradients", "weight_gradients_unclipped")
 SCALE = 1024.0
 

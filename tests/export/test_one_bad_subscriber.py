@@ -16,6 +16,8 @@ from ikkuna.visualization.jsonl import JSONLinesBackend, read
 from ikkuna.visualization.matrix import Matrix
 from tests.zoo import CASES, Loop
 
+pytestmark = pytest.mark.devices(slow=True)
+
 STEPS = 15
 
 
@@ -120,6 +122,7 @@ def wait_for(condition):
     return condition()
 
 
+@pytest.mark.host("values of a device are delivered some steps later")
 @pytest.mark.fault(311)
 def test_health_tells_that_the_run_cannot_be_written_until_it_can(tmp_path, disk):
     loop, bus = Loop(CASES["mlp"]), MessageBus(log_dir=tmp_path)
@@ -140,6 +143,7 @@ def test_health_tells_that_the_run_cannot_be_written_until_it_can(tmp_path, disk
     assert len(read(mine.path)) == 4 * 3
 
 
+@pytest.mark.host("values of a device are delivered some steps later")
 @pytest.mark.fault(311)
 def test_health_after_close_keeps_what_was_lost_and_that_the_run_could_not_be_written(tmp_path, disk):
     loop, bus = Loop(CASES["mlp"]), MessageBus(log_dir=tmp_path)
@@ -155,6 +159,7 @@ def test_health_after_close_keeps_what_was_lost_and_that_the_run_could_not_be_wr
     assert health == exporter.health()
 
 
+@pytest.mark.host("values of a device are delivered some steps later")
 @pytest.mark.fault(311)
 def test_a_disabled_backend_is_one_that_cannot_be_written():
     class Broken(RecordingBackend):

@@ -14,6 +14,8 @@ from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.modules import named_modules, owned_parameters
 from ikkuna.testing import RecordingBackend
 
+pytestmark = pytest.mark.devices
+
 KINDS = ("weights", "biases", "weight_gradients", "weight_updates", "activations", "layer_gradients")
 
 

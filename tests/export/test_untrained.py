@@ -10,6 +10,8 @@ from ikkuna.export import Exporter
 from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
 
+pytestmark = pytest.mark.devices(slow=True)
+
 KINDS = ("weight_gradients", "bias_gradients")
 
 

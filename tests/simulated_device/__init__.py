@@ -11,7 +11,7 @@ A storage of the device has an address that the host cannot read, and refers to 
 - `memory.limit` bounds the memory of the device.
 - Without `features.has_float64`, a tensor of float64 on the device raises the `TypeError` of ``mps``.
 
-Time, the caching allocator, CUDA graphs, sparse tensors, and the fused operators of recurrent layers are not simulated.
+Time, the caching allocator, CUDA graphs, and sparse tensors are not simulated.
 """
 
 from tests.simulated_device import streams

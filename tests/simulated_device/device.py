@@ -12,7 +12,8 @@ from torch.utils._device import _device_constructors
 from tests.simulated_device import streams
 from tests.simulated_device.cuda import MIXES_DEVICES, bytes_of, converted_bytes, launches_of, waits
 from tests.simulated_device.log import write
-from tests.simulated_device.storage import allocate, is_simulated, memory, memory_of, require_dtype
+from tests.simulated_device.recurrent import CELLS
+from tests.simulated_device.storage import allocate, copy_storage, is_simulated, memory, memory_of, require_dtype
 
 __all__ = ["install", "provide_pinned_memory"]
 
@@ -143,6 +144,11 @@ class _Lowered:
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator: a view on the shapes alone, others with the host's kernel on the memory of the tensors."""
+    return _compute(op, op, *args, **kwargs)
+
+
+def _compute(function: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator, with a function that computes it on the memory of the tensors."""
     described = _described(op)
     name = described.name
     if described.is_view:
@@ -152,7 +158,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     lowered = _Lowered(described, args, kwargs)
     for _, x in lowered.inputs:
         streams.require_finished(x)
-    result = op(*lowered.args, **lowered.kwargs)
+    result = function(*lowered.args, **lowered.kwargs)
     lowered.resize()
     written = _tensors(result) if described.returns else [x for part in lowered.changed for x in _tensors(part)]
     read = [host for host, _ in lowered.inputs]
@@ -241,13 +247,14 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "_local_scalar_dense": _item,
     "resize_": _resize,
     "record_stream": lambda x, stream: None,
+    **{name: partial(_compute, cell, getattr(_aten, name).default) for name, cell in CELLS.items()},
     "convolution_overrideable": partial(_run, _aten.convolution.default),
     "convolution_backward_overrideable": _convolution_backward,
 }
 
 
 def provide_pinned_memory() -> None:
-    """Let torch provide pinned memory and generators of the device, which only C++ can add otherwise; this lasts."""
+    """Let torch provide pinned memory, generators and copies of storages, which only C++ can add otherwise; this lasts."""
     _device_constructors()  # cached: the functions that follow the default device, before one of them is replaced
     empty, generator = torch.empty, torch.Generator
 
@@ -265,6 +272,8 @@ def provide_pinned_memory() -> None:
         def __new__(cls, device: Any = "cpu") -> Any:
             return generator("cpu" if torch.device(device).type == "sim" else device)
 
+    clone = torch.UntypedStorage.clone
+    torch.UntypedStorage.clone = lambda x: copy_storage(x) if hasattr(x, "host") else clone(x)  # type: ignore[method-assign]
     torch.empty, torch.Generator = pinning, Generator  # type: ignore[assignment,misc]
     Tensor.pin_memory = lambda x, device=None: pinning(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x)  # type: ignore[method-assign]
     Tensor.is_pinned = lambda x, device=None: x.is_cpu and hasattr(x.untyped_storage(), "is_pinned_by_sim")  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OFFSET", "allocate", "features", "is_simulated", "memory", "memory_of", "require_dtype"]
+__all__ = ["OFFSET", "allocate", "copy_storage", "features", "is_simulated", "memory", "memory_of", "require_dtype"]
 
 OFFSET = 1 << 62
 """A device address is an address of the host plus this; reading it is a segmentation fault."""
@@ -55,6 +55,12 @@ def allocate(host: Tensor, into: Tensor | None = None) -> Tensor:
     target = torch._C._acc.create_empty_tensor([0], host.dtype) if into is None else into
     result: Tensor = _SET.redispatch(_HOST, target, storage, host.storage_offset(), host.shape, host.stride())
     return result
+
+
+def copy_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a copy of a storage of the device, as ``copy.deepcopy`` of a tensor needs."""
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.host)  # type: ignore[attr-defined]
+    return allocate(memory.clone()).untyped_storage()
 
 
 def memory_of(x: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
 """Observes parameters around the steps of optimizers: weights, gradients, updates, optimizer states and learning rates."""
 
-from collections.abc import Iterable
-from itertools import count
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ikkuna.export.hooks.call_stack import running_steps
 from ikkuna.export.hooks.context import HookContext
+from ikkuna.export.hooks.learning_rates import add_rates, has_no_rate
 from ikkuna.export.hooks.loss import LossHooks
 from ikkuna.export.hooks.parameter_recorder import ParameterRecorder
 from ikkuna.export.messages.kinds import UNCLIPPED_KINDS
@@ -66,10 +64,10 @@ class OptimizerHooks:
             return
         parameters, tracker = context.parameters, context.tracker
         owned = parameters.owned_ids(optimizer)
-        if not owned:
+        closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+        if not owned or (not closure and self._creates_state(optimizer)):
             return
         number = parameters.number(optimizer)
-        closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
         running, scaler = running_steps()
         outer = [parameters.number(other) for other in running[1:]]
         context.apply(tracker.optimizer_begins(number, owned, closure=closure, running=outer))
@@ -78,7 +76,7 @@ class OptimizerHooks:
         if (scaler is not None or context.loss_scale.is_used) and context.loss_scale.set_scaler(scaler):
             self._drop_scaled()
         if "batch_finished" in context.recorder.plan.kinds or context.observer is not None:
-            self._note_rates(optimizer)
+            add_rates(optimizer, self.rates)
         unowned = parameters.known_owners().unowned
         if not closure and (unowned or self.untrained.settled is not parameters.all):
             self.untrained.note_gradients(parameters.all, unowned)
@@ -91,6 +89,11 @@ class OptimizerHooks:
             self.records.gradients(observed, getattr(optimizer, "grad_scale", None))
             if unowned:
                 self.records.unowned_gradients()
+
+    def _creates_state(self, optimizer: Optimizer) -> bool:
+        """Return whether this is no step of training: ``torch.distributed.checkpoint`` creates the state of an optimizer so."""
+        number = self.context.parameters.number(optimizer)
+        return self.context.tracker.is_between_steps(number) and has_no_rate(optimizer)
 
     def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the end of an optimizer's step."""
@@ -150,13 +153,6 @@ class OptimizerHooks:
 
     # -- measurements ---------------------------------------------------------------------------------------------
 
-    def _note_rates(self, optimizer: Optimizer) -> None:
-        """Store the learning rates before a scheduler changes them; a rate on an accelerator stays there."""
-        for group in optimizer.param_groups:
-            rate = group.get("lr")
-            name = _unused(str(group.get("name", len(self.rates))), self.rates)
-            self.rates[name] = rate.detach().clone() if isinstance(rate, Tensor) else rate
-
     def _drop_scaled(self) -> None:
         """Forget gradients from which another factor than that of the loss was removed."""
         recorder = self.context.recorder
@@ -169,9 +165,3 @@ class OptimizerHooks:
                 "another gradient scaler than in the step before calls the optimizer, again: such steps have no %s",
                 " and no ".join(sorted(recorder.plan.kinds & _SCALED_KINDS)),
             )
-
-
-def _unused(name: str, taken: Iterable[str]) -> str:
-    """Return `name`, with the first number behind it that makes it differ from those `taken`."""
-    numbered = (f"{name}_{i}" for i in count(1))
-    return name if name not in taken else next(free for free in numbered if free not in taken)

@@ -71,6 +71,7 @@ class Exchange:
         self._layouts = Layouts()
         self._alignments = Alignments()
         self._group = 0
+        self._first_step: int | None = None
         self._waiting: list[_WaitingStep] = []
         self._deadline: float | None = None
         self.replicas = 1
@@ -83,8 +84,10 @@ class Exchange:
 
     # -- when a step begins and ends ------------------------------------------------------------------------------
 
-    def step_opened(self) -> None:
-        """Update `replicas`."""
+    def step_opened(self, stamp: Stamp) -> None:
+        """Update `replicas`, and store the first step."""
+        if self._first_step is None:
+            self._first_step = stamp.global_step
         world = World.here()
         if world.size > 1:
             self.replicas = max((data_parallel_size(root) for root in self._model.callable), default=1)
@@ -122,7 +125,7 @@ class Exchange:
         self._bus.is_silent = world.rank != 0
         try:
             self._agreement, group = rendezvous.agree(
-                world, signature_of(self._bus.registered), self._model.names_by_stage()
+                world, signature_of(self._bus.registered), self._model.names_by_stage(), self._first_step or 0
             )
             self._group = min(
                 (model_parallel_group(root, world.rank) for root in self._model.callable), default=world.rank

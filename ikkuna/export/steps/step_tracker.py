@@ -326,6 +326,11 @@ class StepTracker:
         self.state = State.STEPPING if self.optimizers else State.STEPPED
         return tuple(self._close()) if self.optimizers.have_all_stepped(owners, covered) else ()
 
+    def is_between_steps(self, optimizer: int) -> bool:
+        """Whether nothing has happened since the last step of this optimizer that its next step could belong to."""
+        is_over = self.state is State.IDLE or (self.state is State.STEPPED and optimizer in self.optimizers.stepped)
+        return is_over and not self._parts_were_called
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> Opened:
