@@ -19,7 +19,7 @@ class DimensionSubscriber(PlotSubscriber):
     The formula is that of :func:`~ikkuna.numerics.representation.dimension.dimension`.
 
     Takes any kind with a tensor; publishes ``{kind}_dimension``, between 1 and the number of units, the mean over the calls of a step.
-    At most `rows` positions of a call are read.
+    At most `rows` positions of a call are read.  With several ranks it is the mean of the figures of their data.
     A step in which a call has fewer than four rows, equal rows, a NaN or an Inf is NaN.
 
     Look for: hidden layers that fall towards 1, although the network tells several classes apart; large units can hide the others,

@@ -375,3 +375,23 @@ def test_batches_and_single_messages_give_the_same_history(bus, monkeypatch):
     one_by_one = history()
     assert len(in_batches) > 20
     assert in_batches == one_by_one
+
+
+def test_a_model_without_modules_of_a_known_class_is_judged_by_the_rules_that_need_none(bus, caplog):
+    """No rectifier, no linear layer, no normalisation: the parameters belong to a module of the user."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(0.1 * torch.randn(4, 3))
+
+        def forward(self, x):
+            return (x @ self.matrix).tanh()
+
+    exporter, loss = exporter_with(bus, model := Own(), "default", every=1)
+    with exporter:
+        train(model, loss, steps=8)
+    assert {"not_in_optimizer", "loss_at_init", "never_moves"} <= set(exporter.findings.judged)
+    assert {"dead_units", "rank_collapse", "running_statistics"} <= set(exporter.findings.skipped)
+    assert [finding.rule for finding in exporter.findings] == ["repeated_batch"]  # which it is
+    assert len(caplog.records) == 1

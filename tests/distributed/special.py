@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from ikkuna.diagnosis import RecorderOptions, read_dump
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
 from ikkuna.export.messages import MessageBus
@@ -319,3 +320,28 @@ def ranks_that_agree(rank, size):
 
 def ranks_with_shards(rank, size):
     return judged_ranks(fully_shard(network()))
+
+
+def recorded_ranks(rank, size):
+    """Record each step; in the fifth the data of rank 1 contain a NaN.  Return the facts of the dump of this rank."""
+    agreed = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(agreed)
+    [directory] = agreed
+    inputs, labels = (x[:1].repeat(6, *[1] * (x.ndim - 1)) for x in local(*data(), rank, size))
+    if rank == 1:
+        inputs[4].view(-1)[0] = math.nan
+    model, loss = DistributedDataParallel(network()), nn.CrossEntropyLoss()
+    made = [installed.LossSubscriber(backend="tb"), installed.NormSubscriber("weights", backend="tb")]
+    with loops.watching(model, loss, made, log_dir=directory) as (exporter, _):
+        exporter.apply_rules(["nonfinite"], every=1, backend="null")
+        exporter.record_steps(RecorderOptions(every=1, record_batches=True, max_dumps=1))
+        loops.steps(model, loss, loops.sgd(model), inputs, labels)
+    dist.barrier()
+    dump = read_dump(exporter.dumps[0])
+    [[args, _]] = dump.tensors("batches.pt")[-1]["model_calls"]
+    place = dump.path.relative_to(directory).parts[-2]
+    found = place, (dump.facts["rank"], dump.facts["ranks"]), dump.steps.tolist(), int(args[0].isnan().sum())
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(directory)
+    return found

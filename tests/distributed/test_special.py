@@ -15,7 +15,7 @@ from tests.subscribers import EVERY_SUBSCRIBER
 NAMES = (
     *("every_subscriber", "evaluation_ddp", "evaluation_fsdp", "matrices", "spread", "nan_on_one_rank", "files"),
     *("pipeline", "evaluation_on_rank_0", "two_exporters", "scaled_and_checkpointed", "compiled"),
-    *("noise_of_ranks", "found_loss", "ranks_that_part", "ranks_that_agree", "ranks_with_shards"),
+    *("noise_of_ranks", "found_loss", "ranks_that_part", "ranks_that_agree", "ranks_with_shards", "recorded_ranks"),
 )
 
 
@@ -31,7 +31,10 @@ def same(a, b):
 
 # What a rank cannot know of the others' data: a spectrum of all activations, quantiles of one rank's sample of them; figures of outputs.
 # The scale of integers is that of one rank's data as well.
-OF_ONE_RANK = ("RankSubscriber-activations", "PredictionSubscriber", "QuantizationSubscriber-int8")
+OF_ONE_RANK = (
+    *("RankSubscriber-activations", "PredictionSubscriber", "QuantizationSubscriber-int8"),
+    *("DimensionSubscriber", "DimensionSubscriber-gradients"),
+)
 # What each rank computes before it is reduced, which one process never has, and what is made of it.
 BEFORE_REDUCTION = ("micro_gradients", "GradientNoiseScale", "GradientSNR")
 # Each rank has a clock and a memory of its own.
@@ -198,3 +201,12 @@ def test_equal_ranks_and_shards_have_no_finding(two, name):
         findings, judged = outcome[name]
         assert findings == []  # the norm layer's weights are equal in all shards of the first step
         assert judged == (("ranks_differ",) if name == "ranks_that_agree" else ())
+
+
+def test_each_rank_writes_the_dump_of_its_own_batches(two):
+    """The NaN in the data of rank 1 reaches the loss of all ranks; each dump has the rank and the steps before."""
+    places, ranks, steps, batches = zip(*(outcome["recorded_ranks"] for outcome in two), strict=True)
+    assert places == ("dumps", "dumps_rank1")
+    assert ranks == ((0, 2), (1, 2))
+    assert steps == ([0, 1, 2, 3, 4],) * 2
+    assert batches == (0, 1)  # the number of elements that are NaN in the recorded batch of the last step
