@@ -101,7 +101,7 @@ def test_sums_are_exact_in_any_order():
 
 @pytest.mark.usefixtures("like_mps")
 @pytest.mark.parametrize(
-    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("conv-bn-dropout", "lstm"))]
+    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("conv-bn-dropout", "attention"))]
 )
 def test_every_metric_has_the_values_of_the_host(name):
     found, expected = Run(name, "sim", always).values(), values_on_host(name)

@@ -23,7 +23,6 @@ LOOPS = (
         pytest.param(name, marks=pytest.mark.slow)
         for name in (
             "conv-bn-dropout",
-            "lstm",
             "mlp-accumulated",
             "attention",
             "spectral-norm",

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from tests.simulated_device import streams
+from tests.simulated_device.autocast import install_autocast
 from tests.simulated_device.cuda import MIXES_DEVICES, bytes_of, converted_bytes, launches_of, waits
 from tests.simulated_device.log import write
 from tests.simulated_device.recurrent import CELLS
@@ -30,6 +31,7 @@ def install() -> None:
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _libraries.extend((everything, aten))
     everything.fallback(_run, "PrivateUse1")
+    install_autocast(everything, aten)
     for name, kernel in {**_composites(), **_KERNELS}.items():
         aten.impl(name.removeprefix("aten::"), kernel, "PrivateUse1")
 

@@ -143,7 +143,13 @@ class Recorder:
             return
         kernels = self.kernels
         try:
-            if task.is_plain and weight is None and kernels is not None and tensor.is_cpu:
+            if weight is not None or task.measurers:
+                pass
+            elif _is_on_device(tensor):
+                statistics, fields = rows.part(part).on_device(tensor.device), task.fields
+                if statistics.try_add(self.index.row(site, path), tensor, fields, self._source(fields)):
+                    return
+            elif task.is_plain and kernels is not None:
                 address = rows.part(part).host.address(self.index.row(site, path))
                 if kernels.try_add(tensor, task.fields, address):
                     return
@@ -404,6 +410,10 @@ def _measure(subscriber: Subscriber, message: Any) -> Tensor | DeferredRow | Non
     if result is not None and not isinstance(result, Tensor | DeferredRow):
         raise TypeError(f"measure must return a Tensor, a DeferredRow or None, got {type(result).__name__}")
     return result
+
+
+def _is_on_device(tensor: Tensor) -> bool:
+    return not tensor.is_cpu
 
 
 def _numbers(tensor: Tensor) -> Tensor | None:

@@ -48,15 +48,13 @@ class KernelStatistics:
     def add(
         self, row: int, x: Tensor, fields: frozenset[str], generator: torch.Generator | None, stream: Any
     ) -> frozenset[str] | None:
-        """Measure a tensor.
+        """Measure a tensor that the kernels take.
 
         Returns
         -------
         frozenset of str or None
             The fields that are left, because a launch has failed; ``None`` for all of them.
         """
-        if not self.kernels.accepts_one(x, fields):
-            return None
         n = x.numel()
         names = _counted(n, fields)
         if names or not fields <= HISTOGRAMS | {"n"}:
@@ -73,6 +71,14 @@ class KernelStatistics:
             if not self.kernels.sample(x, counts, draw_seed(generator)):
                 return frozenset(("sampled_codes",))
         return frozenset()
+
+    def add_plain(self, row: int, x: Tensor, fields: frozenset[str], stream: Any) -> bool:
+        """Measure a tensor that the kernels take, without histograms; return whether the launch succeeds."""
+        written = self.kernels.measure(row, x, fields, None, partial(self._buffers.reserve, stream=stream))
+        if written is None:
+            return False
+        self.written.append(written)
+        return True
 
     def add_list(
         self,

@@ -33,6 +33,7 @@ class _Buffer:
 
     def __init__(self, values: Tensor, stream: Any) -> None:
         self.values, self.stream, self.used = values, stream, 0
+        self.capacity = len(values)
 
 
 class RowBuffers:
@@ -58,8 +59,10 @@ class RowBuffers:
 
     def reserve(self, count: int, stream: Any) -> Tensor:
         """Return memory ``(count, columns)`` for rows that a kernel writes on this stream."""
-        buffer = next((b for b in reversed(self._buffers) if b.stream == stream), None)
-        if buffer is None or buffer.used + count > len(buffer.values):
+        buffer = self._buffers[-1] if self._buffers else None
+        if buffer is not None and buffer.stream != stream:
+            buffer = next((b for b in reversed(self._buffers) if b.stream == stream), None)
+        if buffer is None or buffer.used + count > buffer.capacity:
             capacity = max(self._capacity, count)
             values = torch.empty(capacity, len(COLUMNS), dtype=torch.float64, device=self._device)
             self._buffers.append(buffer := _Buffer(values, stream))

@@ -1,6 +1,7 @@
 """Rows of statistics of tensors on a device, computed there without waiting for it."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,12 +79,12 @@ class DeviceStatistics:
         """Add the statistics of the elements of `x` to a row; parameters are those of `HostStatistics.add`."""
         if not has_numbers(x):
             return False
-        self._streams.note()
+        stream = self._streams.note()
         repeated = x
         x, times = without_repeats(x)
         weight = weight * times
         is_weighted = isinstance(weight, Tensor) or weight != 1
-        if x.numel() and not is_weighted and self._add_with_kernels(row, x, fields, generator):
+        if x.numel() and not is_weighted and self._add_with_kernels(row, x, fields, generator, stream):
             return True
         if not x.numel():
             pass
@@ -98,11 +99,32 @@ class DeviceStatistics:
             add_codes(self.codes.setdefault(row, {}), repeated, fields, generator)
         return True
 
-    def _add_with_kernels(self, row: int, x: Tensor, fields: frozenset[str], generator: torch.Generator | None) -> bool:
-        """Measure a tensor with Triton kernels, if there is one for it."""
-        if (kernels := self._kernels) is None:
+    def try_add(self, row: int, x: Tensor, fields: frozenset[str], generator: torch.Generator | None = None) -> bool:
+        """Add a plain tensor, which may be attached to a graph, with kernels and few checks; return whether that was done."""
+        if (kernels := self._kernels) is None or not kernels.kernels.takes(x):
             return False
-        left = kernels.add(row, x, fields, generator, self._streams.current())
+        if fields.isdisjoint(HISTOGRAMS):
+            return fields != _NUMBER and kernels.add_plain(row, x, fields, self._streams.note())
+        return self._add_with(kernels, row, x, fields, generator, self._streams.note())
+
+    def _add_with_kernels(
+        self, row: int, x: Tensor, fields: frozenset[str], generator: torch.Generator | None, stream: Any
+    ) -> bool:
+        """Measure a tensor with Triton kernels, if there is one for it."""
+        if (kernels := self._kernels) is None or not kernels.kernels.accepts_one(x, fields):
+            return False
+        return self._add_with(kernels, row, x, fields, generator, stream)
+
+    def _add_with(
+        self,
+        kernels: KernelStatistics,
+        row: int,
+        x: Tensor,
+        fields: frozenset[str],
+        generator: torch.Generator | None,
+        stream: Any,
+    ) -> bool:
+        left = kernels.add(row, x, fields, generator, stream)
         if left is None:
             return False
         if left:
@@ -169,10 +191,10 @@ class DeviceStatistics:
         self, rows: Sequence[int], tensors: TensorList, fields: frozenset[str], generator: torch.Generator | None
     ) -> list[int]:
         """Measure several tensors with Triton kernels; return the numbers of those that are left."""
-        self._streams.note()
+        stream = self._streams.note()
         if (kernels := self._kernels) is None:
             return list(range(len(rows)))
-        left, unsampled = kernels.add_list(rows, tensors, fields, generator, self._streams.current())
+        left, unsampled = kernels.add_list(rows, tensors, fields, generator, stream)
         for i in unsampled:
             y = None if tensors.copies or not tensors.others else tensors.others[i]
             x = tensors.xs[i] if y is None else tensors.xs[i].float() - y

@@ -15,6 +15,7 @@ from ikkuna.numerics.statistics.device.kernel_tables import BLOCK, KernelTables,
 from ikkuna.numerics.statistics.device.row_buffers import RowBuffers, Written
 from ikkuna.numerics.statistics.float_code import SAMPLE
 from ikkuna.numerics.statistics.table import COLUMNS, merge_rows
+from ikkuna.torch_internals import is_transformed
 
 __all__ = ["DTYPES", "TritonKernels", "launch", "level_of", "triton_kernels"]
 
@@ -27,6 +28,7 @@ _BINS = 512  # of a histogram that a program merges
 _LIMIT = (1 << 31) - 1  # of a count
 _DROPPED = -1  # stands for a histogram that was cleared
 _NUMBER = frozenset(("n",))
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class TritonKernels:
@@ -48,6 +50,7 @@ class TritonKernels:
     def __init__(self, device: torch.device) -> None:
         self._kernels, self._language = self.import_kernels()
         self.device = device
+        self._index, self._module = device.index, torch.get_device_module(device)
         self._tables = KernelTables(device)
         self._no_counts = torch.zeros(1, dtype=torch.int32, device=device)
         self.works = True
@@ -74,6 +77,24 @@ class TritonKernels:
             and x.numel() <= _LIMIT
         )
 
+    def takes(self, x: Tensor) -> bool:
+        """Return whether `measure` can measure a tensor that nothing is known of.
+
+        The answer is ``False`` for some tensors that it can measure, such as transposed ones.
+        """
+        return (
+            self.works
+            and type(x) in _PLAIN
+            and x.dtype in DTYPES
+            and x.layout is torch.strided
+            and x.is_contiguous()
+            and not is_transformed(x)
+            and 0 < (n := x.numel()) <= _LIMIT
+            and x.data_ptr() % 16 == 0
+            and (x.storage_offset() + n) * x.itemsize <= x.untyped_storage().nbytes()
+            and not x.is_neg()
+        )
+
     def accepts_one(self, x: Tensor, fields: frozenset[str]) -> bool:
         """Return whether `measure` can measure a tensor; the kernel for one tensor is compiled for aligned ones alone."""
         return self.accepts(x, fields) and x.data_ptr() % 16 == 0
@@ -90,12 +111,12 @@ class TritonKernels:
 
         The rows are written to the memory that `reserve` returns, by default to new memory.
         """
-        share, programs = shares_of(x.numel())
+        share, programs = shares_of(n := x.numel())
         values = (reserve or self._rows)(programs)
         done = self._launch(
             self._kernels.measure_one,
             programs,
-            *(in_memory_order(x), x.numel(), values, share),
+            *(x if x.is_contiguous() else in_memory_order(x), n, values, share),
             *((self._no_counts, 1) if counts is None else (counts, len(counts))),
             COUNT=counts is not None,
             LEVEL=level_of(fields),
@@ -105,7 +126,7 @@ class TritonKernels:
 
     def sample(self, x: Tensor, counts: Tensor, seed: int) -> bool:
         """Add the float codes of a sample to a histogram; return whether the launch succeeds."""
-        arguments = in_memory_order(x), x.numel(), counts, seed
+        arguments = x if x.is_contiguous() else in_memory_order(x), x.numel(), counts, seed
         return self._launch(self._kernels.sample_one, SAMPLE // _DRAWN, *arguments, BLOCK=_DRAWN)
 
     def measure_list(
@@ -173,12 +194,11 @@ class TritonKernels:
         return names, merged
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> bool:
-        module = torch.get_device_module(self.device)
         try:
-            if self.device.index in (None, module.current_device()):
+            if self._index is None or self._module.current_device() == self._index:
                 launch(kernel, programs, *arguments, **constants)
             else:
-                with module.device(self.device):
+                with self._module.device(self.device):
                     launch(kernel, programs, *arguments, **constants)
         except torch.OutOfMemoryError:
             raise
@@ -211,6 +231,7 @@ def triton_kernels(device: torch.device) -> TritonKernels | None:
         return None
 
 
+@cache
 def level_of(fields: frozenset[str]) -> int:
     """Return which moments the kernels compute."""
     if fields.isdisjoint(("mean", "m2", "m3", "m4")):

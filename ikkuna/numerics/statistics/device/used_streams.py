@@ -18,7 +18,8 @@ class UsedStreams:
     Examples
     --------
     >>> streams = UsedStreams(torch.device("cpu"))
-    >>> streams.note()
+    >>> streams.note() is None
+    True
     >>> streams.take() is None
     True
     """
@@ -28,14 +29,14 @@ class UsedStreams:
         self._current: Any = getattr(module, "current_stream", None)
         self._streams: list[Any] = []
 
-    def current(self) -> Any:
-        """Return the stream of this thread; ``None`` if the device has none."""
-        return None if self._current is None else self._current()
-
-    def note(self) -> None:
-        """Remember the stream of this thread."""
-        if self._current is not None and (stream := self._current()) not in self._streams:
+    def note(self) -> Any:
+        """Remember the stream of this thread, and return it; ``None`` if the device has none."""
+        if self._current is None:
+            return None
+        stream = self._current()
+        if stream not in self._streams:
             self._streams.append(stream)
+        return stream
 
     def merge(self, other: "UsedStreams") -> None:
         """Add the streams of `other`, and leave it as it is."""
