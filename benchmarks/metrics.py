@@ -22,6 +22,7 @@ import torch
 from ikkuna_subscribers.speed import resident_peak
 from torch import nn
 
+from ikkuna import observe
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
 from ikkuna.export.messages import MessageBus
@@ -57,13 +58,22 @@ LEFT_OUT = {
 }
 
 
+class ObservedReLU(nn.ReLU):
+    """Passes its output to ``observe`` as the scores of eight attention heads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        observe("scores", y.view(1, 8, 128, 128))
+        return y
+
+
 class Workload:
     """A network with two hidden layers of 1024, from a fixed seed."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(
-            nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+            nn.Linear(256, 1024), ObservedReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
         )
         self.inputs, self.labels = torch.randn(128, 256), torch.randint(0, 10, (128,))
         self.loss, self.optimizer = nn.CrossEntropyLoss(), torch.optim.AdamW(self.model.parameters(), lr=1e-4)

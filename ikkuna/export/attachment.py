@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ikkuna.errors import ClosedError
 from ikkuna.export import checkpoint, evaluation
@@ -93,6 +94,11 @@ class Attachment:
     def modules(self) -> tuple[NamedModule, ...]:
         """The observed modules with their names."""
         return self.session.context.model.modules
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The living optimizers that own parameters of the model."""
+        return tuple(self.session.context.parameters.optimizers())
 
     @property
     def module_names(self) -> frozenset[str]:

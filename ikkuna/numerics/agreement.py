@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.elements import all_finite
 
-__all__ = ["adam_snr", "gradient_diversity", "gradient_snr"]
+__all__ = ["adam_snr", "gradient_diversity", "gradient_snr", "sign_agreement", "signs_of"]
 
 
 def gradient_snr(mean: Tensor, m2: Tensor, count: int, reduction: str = "mean") -> Tensor:
@@ -81,6 +82,50 @@ def adam_snr(exp_avg: Tensor, exp_avg_sq: Tensor, step: float, betas: tuple[floa
     m = exp_avg.detach().double().abs() / (1 - betas[0] ** step)
     v = exp_avg_sq.detach().double() / (1 - betas[1] ** step)
     return torch.where(v > 0, m / v.sqrt(), torch.nan).nanmean()
+
+
+def signs_of(x: Tensor) -> Tensor:
+    """Return -1, 0 or 1 for each element, in int8; 0 for all elements of a tensor with a NaN or Inf.
+
+    Examples
+    --------
+    >>> signs_of(torch.tensor([-2.5, 0.0, 3.0]))
+    tensor([-1,  0,  1], dtype=torch.int8)
+    """
+    x = x.detach()
+    return x.sign().to(torch.int8) * _all_finite(x)
+
+
+def sign_agreement(signs: Tensor, x: Tensor) -> Tensor:
+    r"""Count the elements of which two tensors have the same sign, and those that are 0 in neither of them.
+
+    Parameters
+    ----------
+    signs : Tensor
+        The signs of the first tensor, from :func:`signs_of`.
+    x : Tensor
+        Of the same shape.
+
+    Returns
+    -------
+    Tensor
+        ``(2,)``, float64; the first number is NaN if `x` has a NaN or Inf.
+        The counts of several parts of a tensor can be summed.
+
+    Examples
+    --------
+    >>> sign_agreement(signs_of(torch.tensor([7.0, -7.0, 7.0, 0.0])), torch.tensor([2.0, 3.0, 1.0, 5.0])).tolist()
+    [2.0, 3.0]
+    """
+    products = x.detach().sign().to(torch.int8) * signs
+    counted = products.count_nonzero().double()
+    same = (counted + products.sum()) / 2
+    return torch.stack([torch.where(_all_finite(x.detach()), same, torch.nan), counted])
+
+
+def _all_finite(x: Tensor) -> Tensor:
+    finite = all_finite(x)
+    return torch.ones((), dtype=torch.bool, device=x.device) if finite is None else finite
 
 
 def gradient_diversity(squares: Sequence[float], mean_square: float) -> float:

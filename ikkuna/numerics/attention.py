@@ -13,7 +13,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.float64 import widest_float
 
-__all__ = ["AttentionRow", "attention_means", "attention_row", "entropy_of_lse", "logit_bound"]
+__all__ = ["AttentionRow", "attention_means", "attention_row", "entropy_of_lse", "logit_bound", "scores_row"]
 
 _BLOCK = 1 << 22  # logits held at a time: 16 MiB of float32
 
@@ -99,6 +99,44 @@ def attention_row(
         visible = torch.where(allowed, logits, -torch.inf)
         largest = torch.maximum(largest, visible.amax((0, 2, 3)).to(largest))
     return AttentionRow(sums, largest)
+
+
+def scores_row(scores: Tensor) -> Tensor:
+    r"""Measure given attention scores :math:`s_{ij}`, before the softmax.
+
+    Parameters
+    ----------
+    scores : Tensor
+        ``(…, heads, queries, keys)``, floating.  A score at or below half of the least number of its dtype, such as minus infinity,
+        is masked; queries without another key are left out.
+
+    Returns
+    -------
+    Tensor
+        ``(heads, 2)``, float64: :math:`\max_{ij} s_{ij}`, and :math:`-\overline{H_i}` in nats, the negative mean entropy over queries,
+        so that the maximum over several calls is the largest score and, negated, the smallest entropy.
+        NaN for both if a head has a NaN; :math:`-\infty` and NaN if a head has no unmasked score.
+
+    Notes
+    -----
+    The temporary tensors have the size of the scores of one element of the batch, in float32.
+
+    Examples
+    --------
+    >>> largest, entropy = scores_row(torch.tensor([[[0.0, 0.0], [2.0, -torch.inf]]])).unbind(1)
+    >>> largest.item(), round(-entropy.item(), 4)      # the first query is uniform over 2 keys, the second has 1
+    (2.0, 0.3466)
+    """
+    x = scores.detach().reshape(-1, *scores.shape[-3:])
+    least = torch.finfo(x.dtype).min / 2
+    sums = torch.zeros(x.shape[1], 4, dtype=torch.float64, device=x.device)
+    largest = torch.full((x.shape[1],), -torch.inf, dtype=torch.float64, device=x.device)
+    for part in x.split(1) if x.numel() else ():
+        allowed = ~(part <= least)
+        wide = torch.where(allowed, part if part.dtype is torch.float64 else part.float(), -torch.inf)
+        sums += _entropy_sums(wide, allowed)
+        largest = torch.maximum(largest, wide.amax((0, 2, 3)).double())
+    return torch.stack([largest, -attention_means(sums)[0]], dim=1)
 
 
 def _four_axes(x: Tensor) -> Tensor:

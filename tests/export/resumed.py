@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import ikkuna
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.testing import RecordingBackend
@@ -34,6 +35,7 @@ class Net(nn.Module):
     def forward(self, x):
         hidden = self.relu(self.norm(self.first(x))).unsqueeze(1)
         output = self.lstm(hidden)[0][:, 0]
+        ikkuna.observe("scores", output.reshape(-1, 1, 1, 5))
         return self.last(output) * self.router(output).amax()
 
 

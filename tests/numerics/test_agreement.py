@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.agreement import adam_snr, gradient_diversity, gradient_snr
+from ikkuna.numerics.agreement import adam_snr, gradient_diversity, gradient_snr, sign_agreement, signs_of
 
 GRADIENTS = hnp.arrays(np.float64, st.tuples(st.integers(2, 6), st.integers(1, 8)), elements=st.floats(-10, 10))
 
@@ -61,3 +61,18 @@ def test_diversity_of_equal_orthogonal_and_conflicting_gradients():
     assert math.isnan(gradient_diversity([1.0, 1.0], 0.0))
     assert math.isnan(gradient_diversity([], 1.0))
     assert math.isnan(gradient_diversity([1.0], math.nan))
+
+
+@given(GRADIENTS)
+@settings(deadline=None, max_examples=40)
+def test_the_agreement_of_signs_is_that_of_numpy(g):
+    products = np.sign(g[0]) * np.sign(g[1])
+    got = sign_agreement(signs_of(torch.from_numpy(g[0])), torch.from_numpy(g[1]))
+    assert got.tolist() == [(products > 0).sum(), (products != 0).sum()]
+
+
+def test_signs_of_a_tensor_with_a_nan_agree_with_nothing():
+    for bad in (math.nan, math.inf):
+        broken, healthy = torch.tensor([1.0, bad]), torch.ones(2)
+        assert math.isnan(sign_agreement(signs_of(healthy), broken)[0].item())
+        assert sign_agreement(signs_of(broken), healthy).tolist() == [0.0, 0.0]

@@ -7,7 +7,7 @@ import torch
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics import attention
-from ikkuna.numerics.attention import attention_means, attention_row, entropy_of_lse, logit_bound
+from ikkuna.numerics.attention import attention_means, attention_row, entropy_of_lse, logit_bound, scores_row
 
 
 def random(*shape, seed=0):
@@ -145,3 +145,23 @@ def test_no_logit_exceeds_its_bound():
 def test_shapes_that_do_not_belong_together_are_refused(shape):
     with pytest.raises(ConfigError, match="attention needs"):
         attention_row(torch.ones(2, 4, 5, 8), torch.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_given_scores_are_measured_as_those_of_queries_and_keys(dtype):
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 3, 4, 6, 8, dtype=torch.float64, generator=generator).unbind(0)
+    mask = torch.ones(6, 6).tril().bool()
+    expected = attention_row(query, key, mask)
+    for hidden in (-math.inf, torch.finfo(dtype).min):
+        scores = (query @ key.mT * 8**-0.5).to(dtype).masked_fill(~mask, hidden)
+        largest, entropy = scores_row(scores).unbind(1)
+        tolerance = 1e-12 if dtype is torch.float64 else 1e-5 if dtype is torch.float32 else 2e-3
+        assert torch.allclose(largest, expected.max_logit, rtol=tolerance)
+        assert torch.allclose(-entropy, attention_means(expected.sums)[0], rtol=tolerance)
+
+
+def test_scores_with_a_nan_or_without_an_unmasked_key():
+    scores = torch.zeros(2, 2, 3)
+    scores[0, 0, 0], scores[1] = math.nan, -math.inf
+    assert str(scores_row(scores).tolist()) == "[[nan, nan], [-inf, nan]]"

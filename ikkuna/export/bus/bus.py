@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim import Optimizer
 
 from ikkuna.device_thread import Pending
 from ikkuna.errors import ConfigError, ConfigTypeError
@@ -61,6 +62,10 @@ class Source(Protocol):
     @property
     def model(self) -> nn.Module | None:
         """The whole network; ``None`` if it is unknown."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers that own parameters of the network."""
 
     def demand_changed(self) -> None:
         """Prepare for subscribers that were added or removed."""
@@ -210,6 +215,11 @@ class MessageBus:
     def modules(self) -> tuple[NamedModule, ...]:
         """The observed modules, in the order of the network."""
         return tuple(named for source in self.sources for named in source.modules)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that own parameters of the observed models."""
+        return tuple(optimizer for source in self.sources for optimizer in source.optimizers)
 
     def register_subscriber(self, subscriber: Subscriber) -> Handle:
         """Register `subscriber` from the next step on; return a handle that unregisters it.

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch.optim import Optimizer
+
 from ikkuna.device_thread import Pending
 from ikkuna.export.messages.batch import MessageBatch
 from ikkuna.export.messages.message import Message
@@ -37,6 +39,11 @@ class EarlyResults:
     def modules(self) -> tuple[NamedModule, ...]:
         """The observed modules."""
         return self._host.modules
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that own parameters of the observed models."""
+        return self._host.optimizers
 
     @property
     def network(self) -> tuple[ModuleEntry, ...]:

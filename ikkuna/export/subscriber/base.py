@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ikkuna.device_thread import Pending, is_full, run_beside
 from ikkuna.errors import ConfigError, ConfigTypeError
@@ -41,6 +42,10 @@ class Host(Protocol):
     @property
     def modules(self) -> tuple[NamedModule, ...]:
         """The observed modules."""
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that own parameters of the observed models."""
 
     @property
     def network(self) -> tuple[ModuleEntry, ...]:
@@ -276,6 +281,11 @@ class Subscriber(metaclass=_RegisteringType):
         if self._host is None or not self.needs_model:
             return ()
         return tuple(named for named in self._host.modules if self.subscription.matches(named.name))
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers of the model, to read and not to change; empty before registration or without `needs_model`."""
+        return () if self._host is None or not self.needs_model else self._host.optimizers
 
     def begin(self) -> None:
         """Prepare for training; called at registration if `needs_model` is set and the model has been added.
