@@ -219,7 +219,8 @@ class Session:
         """Handle a change of what subscribers want."""
         wishes = Plan(tuple(r for r in self.bus.registered if not r.disabled))
         if wishes.takes_data:
-            parameters = {(named.parameter.device, named.parameter.dtype) for named in self.context.parameters.all}
+            tensors = (named.parameter for named in self.context.parameters.all)
+            parameters = {(x.device, x.dtype) for x in tensors if not x.is_cpu}
             warm_up(parameters, {closure(r.subscriber.fields) for r in wishes.subscriptions if r.subscriber.fields})
         self.context.wants_steps = any(map(self.bus.is_wanted, ("batch_started", "batch_finished")))
         if self._modules.prepare(wishes, self._next_plan()):

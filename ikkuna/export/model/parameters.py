@@ -189,8 +189,9 @@ class TrackedParameters:
     def known_owners(self) -> "_Owners":
         """Return the living optimizers that own parameters of the model."""
         if not self._has_searched:
+            classes = _subclasses(Optimizer)
             for found in gc.get_objects():
-                if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
+                if type(found) in classes and hasattr(found, "param_groups"):
                     self.number(found)
             self._has_searched = True
         if self._owners is None or self._owners.known != len(self._numbers):
@@ -293,6 +294,14 @@ class TrackedParameters:
                 with autograd_enabled_inside_operators():
                     function = parameter.view_as(parameter).grad_fn
         return None if function is None else function.next_functions[0][0]
+
+
+def _subclasses(cls: type[Optimizer]) -> set[type[Optimizer]]:
+    """Return a class and all classes that are derived from it."""
+    found = {cls}
+    for derived in cls.__subclasses__():
+        found |= _subclasses(derived)
+    return found
 
 
 def _has_checkpoint() -> bool:

@@ -69,6 +69,7 @@ class Plan:
     def __init__(self, subscriptions: tuple[Registered, ...], results: frozenset[str] = frozenset()) -> None:
         self.subscriptions = subscriptions
         self._tasks: dict[tuple[str, str | None], Task | None] = {}
+        self._of_all_modules: dict[str, Task | None] = {}
         self._candidates: dict[str, list[Registered]] = {}
         self._shared: dict[tuple[str, tuple[Registered, ...]], Task] = {}
         kinds = {kind for s in subscriptions if not s.together for kind in s.kinds}
@@ -85,10 +86,17 @@ class Plan:
 
     def task(self, kind: str, module: str | None) -> Task | None:
         """Return what to measure of the tensors of a kind and module; ``None`` for nothing."""
+        if kind in self._of_all_modules:
+            return self._of_all_modules[kind]
         try:
             return self._tasks[kind, module]
         except KeyError:
-            return self._tasks.setdefault((kind, module), self._make(kind, module))
+            task = self._make(kind, module)
+            if all(s.subscription.modules is None for s in self._candidates.get(kind, ())):
+                self._of_all_modules[kind] = task
+            else:
+                self._tasks[kind, module] = task
+            return task
 
     def _make(self, kind: str, module: str | None) -> Task | None:
         """Return the task of a kind and module; modules with the same subscribers share one."""

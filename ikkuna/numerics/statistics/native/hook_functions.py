@@ -28,6 +28,11 @@ class Permits:
     """Memory in which Python writes what native functions may measure: one permit for outputs, and one for gradients.
 
     A permit is valid for one thread and one forward, and that for gradients for one backward.  Both end with :meth:`close`.
+
+    Attributes
+    ----------
+    outputs, gradients : int
+        The addresses at which native functions find the permits.
     """
 
     def __init__(self) -> None:
@@ -35,10 +40,7 @@ class Permits:
         # the elements of a memoryview are assigned in a third of the time
         self._outputs, self._gradients = self._array[0].data, self._array[1].data
         self._kept: list[tuple[object, object]] = [(None, None), (None, None)]
-
-    def address(self, of_gradients: bool) -> int:
-        """Return where native functions find a permit."""
-        return int(self._array[int(of_gradients)].ctypes.data)
+        self.outputs, self.gradients = (int(permit.ctypes.data) for permit in self._array)
 
     def open(
         self,
@@ -137,14 +139,12 @@ class HookFunctions:
             By the number of the forward, an ``OrderedDict`` with the hook of the gradient under `HOOK_KEY`, that nothing else has;
             ``None`` for those that Python has to create.
         """
-        function: Function = self._output(
-            (permits.address(False), row, gradient_row, forward_hooks, dictionaries, permits)
-        )
+        function: Function = self._output((permits.outputs, row, gradient_row, forward_hooks, dictionaries, permits))
         return function
 
     def gradient(self, permits: Permits, row: int, forward: int) -> Function:
         """Return a function that measures the gradient of an output of a forward."""
-        function: Function = self._gradient((permits.address(True), row, forward, permits))
+        function: Function = self._gradient((permits.gradients, row, forward, permits))
         return function
 
     def _check(self) -> None:
