@@ -327,7 +327,7 @@ class Exporter:
         Subscribers of the kind ``logged`` with ``derived = True`` receive numbers; the name is ``message.path``.
         The backends are those of the registered subscribers, and TensorBoard if there are none.
         Each rank logs for itself, and rank 0 writes.  Nothing waits for a device, and any thread may call this method;
-        in a forked child it does nothing.
+        in a forked child, such as a worker of a data loader, it logs one warning and shows nothing.
 
         Parameters
         ----------

@@ -122,7 +122,7 @@ class Session:
             stopwatch=Stopwatch(native_path.seconds),
         )
         self.exchange = Exchange(bus, context.sites, context.model)
-        self._process = os.getpid()
+        self._process = self._warned_process = os.getpid()
         self.logged = LoggedValues(bus)
         self._losses = LossHooks(context)
         self.optimizers = OptimizerHooks(context, self._losses)
@@ -508,7 +508,14 @@ class Session:
 
     def log(self, name: str, value: Any, step: int | None) -> None:
         """Keep a value of the user's own until its step ends."""
-        if os.getpid() != self._process:
+        if (process := os.getpid()) != self._process:
+            if process != self._warned_process:
+                self._warned_process = process
+                log.warning(
+                    "exporter.log(%r) in a worker process shows nothing, and so do further calls there; "
+                    "return the value to the process that trains, and log it there",
+                    name,
+                )
             return
         tracker = self.context.tracker
         stamp = tracker.pass_stamp(tracker.pass_name)

@@ -1,7 +1,7 @@
 """Values that the user logs by name join the run, the step and the file of the metrics."""
 
+import logging
 import math
-import os
 import threading
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
 from ikkuna.export import Exporter
@@ -204,18 +205,34 @@ def test_other_threads_may_log(watched):
     assert {logged(backend, f"thread{n}")[-1][1] for n in range(4)} == {49.0}
 
 
-def test_a_forked_worker_logs_nothing(watched):
+class Augmented(Dataset):
+    """Logs in the worker; returns the value, too."""
+
+    def __init__(self, exporter):
+        self.exporter = exporter
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        self.exporter.log("in_worker", index)
+        return torch.ones(2), float(index)
+
+
+def test_a_worker_of_a_data_loader_shows_nothing_and_says_so_once(watched, tmp_path):
     exporter, model, backend = watched
-    if (child := os.fork()) == 0:
-        try:
-            exporter.log("x", 1.0)
-            os._exit(int(bool(exporter._session.logged._waiting)))
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    train(model, 1, lambda step: None)
+    handler = logging.FileHandler(tmp_path / "log")
+    logging.getLogger("ikkuna").addHandler(handler)
+    for _, values in DataLoader(Augmented(exporter), 2, num_workers=1, multiprocessing_context="fork"):
+        exporter.log("in_loop", values.sum())
+        train(model, 1, lambda step: None)
+    logging.getLogger("ikkuna").removeHandler(handler)
+    handler.close()
     exporter.close()
-    assert logged(backend, "x") == []
+    assert logged(backend, "in_worker") == []
+    assert [value for _, value in logged(backend, "in_loop")] == [1.0, 5.0, 9.0]
+    [line] = (tmp_path / "log").read_text().splitlines()
+    assert "exporter.log('in_worker') in a worker process shows nothing, and so do further calls there; return" in line
 
 
 def test_passes_have_their_own_series(watched):

@@ -114,6 +114,43 @@ def test_training_does_not_wait_for_a_logger_that_does_not_answer(tmp_path, capl
     ]
 
 
+def test_a_training_makes_all_of_its_steps_while_a_logger_stalls(tmp_path):
+    """Each step returns although no value has left; values, drops and weights are counted, not times."""
+    gate, entered, passed = threading.Event(), threading.Event(), []
+
+    def stalled(tag, value, step):
+        entered.set()
+        gate.wait()
+        passed.append((step, value))
+
+    def trained(backend):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        exporter = Exporter(message_bus=MessageBus("stalled"), log_dir=tmp_path)
+        exporter.add_modules(model)
+        exporter.message_bus.register_subscriber(NormSubscriber("weights", backend=backend))
+        for step in range(300):
+            optimizer.zero_grad()
+            model(torch.ones(3, 2)).square().sum().backward()
+            optimizer.step()
+            if step == 0 and backend != "null":
+                assert entered.wait(30)
+        return exporter, model.weight.detach()
+
+    exporter, weight = trained(FunctionBackend(stalled, capacity=50))
+    health = exporter.health()
+    assert (health.steps, health.dropped, passed) == (300, 300 - 1 - 50, [])
+    gate.set()
+    exporter.message_bus.run.flush(30)
+    exporter.close()
+    assert [step for step, _ in passed] == list(range(51))
+    assert exporter.health().dropped == 300 - 51
+    plain, expected = trained("null")
+    plain.close()
+    assert torch.equal(weight, expected)
+
+
 def test_what_waits_is_passed_on_when_the_logger_answers_again():
     backend = Recording(capacity=20)
     backend.gate.clear()
