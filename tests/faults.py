@@ -145,8 +145,8 @@ PLUGINS = {
     ),
     45: Fault("a metric that returns a value", "the value is ignored, because hooks return nothing"),
     46: Fault(
-        "joined kinds of which one is missing, for example with a frozen weight",
-        "the incomplete bundle is dropped at the end of the step and counted",
+        "joined kinds of which one is missing",
+        "the incomplete bundle is dropped at the end of the step and counted, except that of a parameter that is not trained",
     ),
     220: Fault(
         "a ``measure`` that returns a number instead of a tensor",

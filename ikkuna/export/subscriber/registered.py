@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ikkuna.export.messages.batch import BatchBundle, BatchNames, MessageBatch, NotVectorizedError
 from ikkuna.export.messages.bundle import MessageBundle
-from ikkuna.export.messages.kinds import MEASURED_TOGETHER
+from ikkuna.export.messages.kinds import MEASURED_TOGETHER, PARAMETER_KINDS
 from ikkuna.export.messages.message import Message
 from ikkuna.export.messages.stamp import TRAINING, Stamp
 from ikkuna.export.subscriber.base import Subscriber
@@ -198,17 +198,21 @@ class Registered:
                 self._wait(message)
 
     def drop_incomplete(self, stamp: Stamp) -> None:
-        """Drop and count the incomplete bundles of a step that is over, and those that exceptions have left of earlier ones."""
+        """Drop and count the incomplete bundles of a step that is over, and those that exceptions have left of earlier ones.
+
+        A parameter that is not trained has no gradient and no update; a bundle of parameters that lacks one is not counted.
+        """
         if not (self._waiting or self._batches or self._rest):
             return
         over = [(common, parts) for common, parts in self._rest if _is_over(next(iter(parts.values())).stamp, stamp)]
         self._rest = [item for item in self._rest if item not in over]
-        self.dropped += sum(len(common.rest) for common, _ in over)
+        is_lost = not set(self.subscriber.kinds).issubset(PARAMETER_KINDS)
+        self.dropped += is_lost * sum(len(common.rest) for common, _ in over)
         self._divide_batches()
         incomplete = [identity for identity in self._waiting if _is_over(identity[0], stamp)]
         for identity in incomplete:
             del self._waiting[identity]
-        self.dropped += len(incomplete)
+        self.dropped += is_lost * len(incomplete)
 
 
 class _Common:
