@@ -45,7 +45,8 @@ def test_a_finished_run_has_the_findings_of_the_live_rules(faulty):
     summary = [(f.rule, f.module, f.step, f.consequences) for f in found]
     assert summary == [(f.rule, f.module, f.step, f.consequences) for f in live]
     assert {f.rule for f in found} == {"not_in_optimizer", "not_zeroed"}
-    assert set(found.judged) >= set(live.judged) - {"scaler_skips"}
+    # the file has no skipped steps, and the loss of each tenth step, which is too few for the rule about its level
+    assert set(found.judged) >= set(live.judged) - {"scaler_skips", "diverges"}
 
 
 def test_the_command_prints_a_table_and_returns_1(faulty, capsys):
