@@ -215,18 +215,19 @@ def test_two_optimizers_after_one_backward_have_one_loss():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler itself
 @pytest.mark.parametrize("what", ["loss", "model", "both"])
 @pytest.mark.parametrize("module", [False, True], ids=["found", "set_loss"])
-def test_compiled_loss(what, module):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_loss(what, module, backend):
     torch.compiler.reset()
     model, loss_function = network(), nn.CrossEntropyLoss()
     watched = Watched(model, loss=loss_function if module else None)
     if what == "model":
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend=backend)
         expected = train(model, lambda _: loss_function(compiled(X), Y))
     elif what == "loss":
-        compiled = torch.compile(loss_function, backend="aot_eager")
+        compiled = torch.compile(loss_function, backend=backend)
         expected = train(model, lambda model: compiled(model(X), Y))
     else:
-        compiled = torch.compile(lambda x, y: loss_function(model(x), y), backend="aot_eager")
+        compiled = torch.compile(lambda x, y: loss_function(model(x), y), backend=backend)
         expected = train(model, lambda _: compiled(X, Y))
     assert watched.shown() == pytest.approx(expected, rel=1e-6)
 
