@@ -1,4 +1,4 @@
-"""Measures the Python time of measurements on a device: process CPU time of one thread, without the time of kernel launches.
+"""Measures the Python time of measurements on a device: CPU time of one thread, without the time of kernel launches.
 
 No device is needed.  Tensors of the host take the way of tensors of a device with Triton: hooks, statistics, tables and memory for rows
 are those of a device, and a launch is a function that does nothing.  So the figures contain the allocation of rows on the host instead

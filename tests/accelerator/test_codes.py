@@ -202,3 +202,16 @@ def test_operators_count_codes_in_ten_launches_and_64_mib():
     memory.peak = used = memory.used
     codes(x)
     assert memory.peak - used <= 64 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_elements_that_must_be_converted_take_64_mib(dtype):
+    """Statistics and codes of 9 million elements; in one piece, float64 alone would take 72 MiB."""
+    n = 9_000_000
+    x = torch.zeros(n, dtype=torch.uint8, device="cpu").to(dtype).to("sim")
+    found = new()
+    memory.peak = used = memory.used
+    found.add(0, x, BOTH)
+    assert memory.peak - used <= 64 << 20
+    record = found.record(0, BOTH)
+    assert (record.n, record.codes[2048]) == (n, n)

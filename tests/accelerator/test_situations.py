@@ -21,7 +21,7 @@ OURS = {"measure_one", "measure_list", "merge_rows", "cat", "copy_"}
 
 
 class Training:
-    """A model that is trained, with norms of some kinds by kind, module and step, and the norms of outputs that a hook has seen."""
+    """A model that is trained, norms of some kinds by kind, module and step, and the outputs that a hook has seen."""
 
     def __init__(self, bus, model, *kinds, **options):
         self.model, self.backend, self.seen = model, RecordingBackend(), {}

@@ -7,6 +7,7 @@ the code of :math:`x` is :math:`K + \mu` for a positive sign bit and :math:`K - 
 Codes never decrease in :math:`x`; a bin is :math:`2^{-m}` of its value wide.
 """
 
+from collections.abc import Iterator
 from functools import cache, reduce
 from typing import Any
 
@@ -26,6 +27,7 @@ from ikkuna.numerics.elements import (
     stored,
     without_repeats,
 )
+from ikkuna.numerics.quantized import is_special
 from ikkuna.numerics.statistics.native import Library, library
 
 __all__ = [
@@ -50,6 +52,7 @@ WORTH_SAMPLING = 2 * SAMPLE
 """Kernels count so many elements in the time that drawing a sample takes."""
 
 _DEVICE_CHUNK = 1 << 22  # bounds the int64 index a device needs to 32 MiB
+_CONVERTED_CHUNK = 1 << 20  # elements that are converted to float64 or float32 first
 
 
 def codes(x: Tensor, m: int = 3, *, native: bool = True) -> Tensor:
@@ -92,7 +95,7 @@ def codes(x: Tensor, m: int = 3, *, native: bool = True) -> Tensor:
         few, times = without_repeats(x)
         if times > 1:
             return codes(few, m, native=native) * times
-        return reduce(torch.add, (codes(part, m, native=native) for part in pieces(few)))
+        return reduce(torch.add, (codes(part, m, native=native) for part in _parts(few)))
     found = _numbers(x, native)
     return torch.zeros(2 * half, dtype=torch.int64, device="cpu") if found is None else _count(*found, m)
 
@@ -186,10 +189,20 @@ def merge_codes(counts: dict[int, dict[str, Any]], more: dict[int, dict[str, Any
 
 
 def _needs_copy(x: Tensor) -> bool:
-    """Return whether a large tensor has broadcast or overlapping elements, so that one axis of all of them would be a copy."""
+    """Return whether the elements of a large tensor would be copied, because they are broadcast, overlap or are converted."""
     if torch.compiler.is_compiling() or x.numel() <= CHUNK or x.layout is not torch.strided or not has_numbers(x):
         return False
-    return not in_memory_order(x).is_contiguous()
+    return not in_memory_order(x).is_contiguous() or (x.numel() > _CONVERTED_CHUNK and _is_converted(x))
+
+
+def _is_converted(x: Tensor) -> bool:
+    """Return whether `readable` makes another tensor of a dense one."""
+    return not (x.is_quantized or is_special(x)) and not (x.is_floating_point() and x.element_size() > 1)
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    for part in pieces(x):
+        yield from part.split(_CONVERTED_CHUNK) if _is_converted(x) and part.ndim == 1 else (part,)
 
 
 def _numbers(x: Tensor, native: bool) -> tuple[Tensor, int, Library | None] | None:
