@@ -44,9 +44,9 @@ def _options(make):
     return {"exact": True, "subsample": 1} if make in HISTOGRAMS else {}
 
 
-def watched(loop, made):
-    """Return an open exporter of a loop, whose errors are raised."""
-    exporter = Exporter(message_bus=MessageBus("gpu"), on_error="raise")
+def watched(loop, made, on_error="raise"):
+    """Return an open exporter of a loop, whose errors are raised by default."""
+    exporter = Exporter(message_bus=MessageBus("gpu"), on_error=on_error)
     exporter.add_modules(loop.model)
     exporter.set_loss(loop.loss)
     for subscriber in made:

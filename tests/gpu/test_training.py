@@ -1,0 +1,92 @@
+"""Ways to train on a CUDA device: with every installed subscriber, with checkpoints on the host, and without memory for a kernel."""
+
+import threading
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ikkuna.numerics.statistics.device import triton_launcher
+from ikkuna.testing import RecordingBackend
+from tests.gpu.loops import STEPS, DeviceLoop, subscribers, watched
+from tests.subscribers import EVERY_SUBSCRIBER
+
+pytestmark = pytest.mark.gpu
+
+
+@contextmanager
+def waits_of_training():
+    """Yield a list of the synchronisations that torch finds in this thread; the thread of ikkuna is meant to wait."""
+    found, mine, before = [], threading.get_ident(), torch.cuda.get_sync_debug_mode()
+
+    def show(message, *args, **kwargs):
+        if threading.get_ident() == mine:
+            found.append(str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv-bn-dropout"])
+def test_no_installed_subscriber_waits_for_the_device(name, device):
+    loop, backend = DeviceLoop(name, device), RecordingBackend()
+    exporter = watched(loop, [make(backend=backend) for make in EVERY_SUBSCRIBER.values()])
+    loop.run(1)  # allocates buffers and loads kernels
+    torch.cuda.synchronize()
+    with waits_of_training() as found:
+        loop.run(STEPS - 1)
+    exporter.close()
+    assert found == []
+    assert exporter.health().errors == 0
+
+
+def test_checkpoints_on_the_host_do_not_change_training(device, deterministic):
+    def trained(watch):
+        loop, backend = DeviceLoop("mlp-sgd", device), RecordingBackend()
+        exporter = watched(loop, subscribers(backend)) if watch else None
+        for _ in range(STEPS):
+            inputs, labels = loop.batch()
+            loop.optimizer.zero_grad()
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                output = checkpoint(loop.model, inputs, use_reentrant=False)
+            loop.loss(output, labels).backward()
+            loop.optimizer.step()
+        if exporter is not None:
+            exporter.close()
+            assert exporter.health().errors == 0
+            assert {step for _, _, step in backend.values} == set(range(STEPS))
+        return list(loop.model.parameters())
+
+    for alone, other in zip(trained(False), trained(True), strict=True):
+        assert torch.equal(alone, other)
+
+
+def test_a_kernel_that_has_no_memory_costs_only_its_values(device, monkeypatch):
+    launch = triton_launcher.launch
+
+    def fails(kernel, *args, **constants):
+        if kernel.__name__ == "measure_one":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        launch(kernel, *args, **constants)
+
+    loop, backend = DeviceLoop("mlp", device), RecordingBackend()
+    exporter = watched(loop, subscribers(backend, kinds=("activations", "weights")), on_error="log")
+    loop.run(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_launcher, "launch", fails)
+        loop.run(1)
+    loop.run(1)
+    exporter.close()
+    steps = {(series.kind, step) for series, _, step in backend.values}
+    assert ("weights_norm2", 1) in steps
+    assert ("activations_norm2", 1) not in steps
+    assert ("activations_norm2", 2) in steps
+    assert exporter.health().errors > 0
