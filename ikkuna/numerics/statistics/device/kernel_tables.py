@@ -161,5 +161,7 @@ def _histograms(programs: int) -> int:
 
 def shares_of(n: int) -> tuple[int, int]:
     """Return how many elements of a tensor each program reads, and the number of programs."""
+    if n <= _CHUNK:
+        return _CHUNK, 1
     share = max(_CHUNK, -(-n // _PROGRAMS // BLOCK) * BLOCK)
     return share, -(-n // share)
