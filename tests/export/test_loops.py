@@ -303,7 +303,10 @@ def test_optimizers_that_step_in_backward(bus, model):
 
 
 @pytest.mark.parametrize("has_trained", [False, True])
-@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize(
+    "is_tensor",
+    [False, pytest.param(True, marks=pytest.mark.host("to read a learning rate of a device is to wait for it"))],
+)
 def test_a_distributed_checkpoint_that_creates_the_state_of_an_optimizer(bus, model, has_trained, is_tensor):
     """No step, although torch calls the optimizer with learning rate 0 for it."""
     watched = Watched(bus, model)

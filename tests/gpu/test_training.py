@@ -1,4 +1,4 @@
-"""Training on a CUDA device with every installed subscriber, with checkpoints on the host, and without memory for a kernel."""
+"""Training on CUDA with every installed subscriber, with checkpoints on the host, and without memory for a kernel."""
 
 import threading
 import warnings
