@@ -1,6 +1,7 @@
 """Train and monitor a small ConvNet on the handwritten digits of scikit-learn.  Lines of ikkuna are marked with # *."""
 
 import sys
+from collections import OrderedDict
 
 import torch
 from sklearn.datasets import load_digits
@@ -36,11 +37,15 @@ class NearZeroSubscriber(Subscriber):  # * a metric of your own
 
 
 def convnet():
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(128, 64), nn.ReLU(inplace=True), nn.Linear(64, 10)),
-    )
+    layers = OrderedDict()
+    for number, (before, after) in enumerate([(1, 16), (16, 32)], 1):
+        layers[f"conv{number}"] = nn.Conv2d(before, after, 3, padding=1)
+        layers[f"norm{number}"] = nn.BatchNorm2d(after)
+        layers[f"relu{number}"] = nn.ReLU(inplace=True)
+        layers[f"pool{number}"] = nn.MaxPool2d(2)
+    layers |= {"flatten": nn.Flatten(), "dropout": nn.Dropout(0.2), "hidden": nn.Linear(128, 64)}
+    layers |= {"relu3": nn.ReLU(inplace=True), "classifier": nn.Linear(64, 10)}
+    return nn.Sequential(layers)
 
 
 def main(epochs=20, log_dir="run"):

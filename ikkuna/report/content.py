@@ -93,11 +93,14 @@ def _rank(kind: str) -> tuple[int, str]:
 
 
 def network_charts(contents: list[RunContent]) -> list[ReportChart]:
-    """Return a chart for each kind of the whole network, with a curve for each run and pass; the loss is first."""
+    """Return a chart for each kind of the whole network, with a curve for each run and pass; the loss is first.
+
+    Kinds that only rules need are left out.
+    """
     kinds: dict[str, list[ReportCurve]] = {}
     for content in contents:
         for pass_name in content.run.passes():
-            for kind in content.run.kinds(pass_name):
+            for kind in sorted(set(content.run.kinds(pass_name)) - content.run.internal_kinds()):
                 if None in content.run.names(kind, pass_name):
                     found = content.run.series(kind, None, pass_name)
                     parts = [content.name] if len(contents) > 1 else []
@@ -117,10 +120,11 @@ def _is_log(kind: str) -> bool:
 def module_kinds(run: StoredRun) -> list[str]:
     """Return the kinds with values of modules, those of updates, gradients and activations first.
 
-    Percentiles are left out, because they have figures of their own.
+    Percentiles are left out, because they have figures of their own, and findings and kinds that only rules need.
     """
+    hidden = run.internal_kinds() | {"findings"}
     kinds = [kind for kind in run.kinds() if any(name is not None for name in run.names(kind))]
-    kinds = [kind for kind in kinds if not _PERCENTILE.match(kind)]
+    kinds = [kind for kind in kinds if kind not in hidden and not _PERCENTILE.match(kind)]
 
     def rank(kind: str) -> tuple[int, str]:
         return next((i for i, word in enumerate(_MODULE_KINDS) if word in kind), len(_MODULE_KINDS)), kind

@@ -13,7 +13,7 @@ KINDS = {
     "digits": ("weights_norm2", "layer_gradients_norm2", "activations_variance", "weight_updates_weights_ratio"),
     "text": ("weights_norm2", "layer_gradients_norm2", "activations_mean", "weight_updates_weights_ratio"),
 }
-LAYERS = {"digits": ("0", "10"), "text": ("head", "blocks.layers.0.linear1")}
+LAYERS = {"digits": ("conv1", "hidden"), "text": ("head", "blocks.layers.0.linear1")}
 SIZE = {"digits": "1", "text": "12"}  # epochs, steps
 
 

@@ -17,7 +17,7 @@ _SEQUENTIAL = (
     *((31, 158, 137), (53, 183, 121), (109, 205, 89), (180, 222, 44), (253, 231, 37)),
 )
 _DIVERGING = ((64, 0, 110), (153, 112, 171), (235, 230, 238), (120, 190, 130), (0, 88, 40))
-_SHARE = re.compile("sparsity|accuracy|dead|saturat|share|near_zero|clipped$")
+_SHARE = re.compile("sparsity|accuracy|dead|saturat|share|near_zero|(?<!un)clipped$")
 _SIGNED = re.compile("_mean$|_sum$|_min$|_max$|_skewness$|_kurtosis$|cosine|_percentile_")
 _DECADES = 12
 _LEAST, _LARGEST = 1e-100, 1e100  # quotients of these are no overflow
@@ -30,6 +30,8 @@ def scale_type(kind: str) -> str:
     --------
     >>> scale_type("activations_sparsity"), scale_type("weights_mean"), scale_type("weights_norm2")
     ('share', 'signed', 'log')
+    >>> scale_type("weights_int8_clipped"), scale_type("gradient_norm_unclipped")
+    ('share', 'log')
     """
     if _SHARE.search(kind):
         return "share"
