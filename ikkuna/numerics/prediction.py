@@ -25,6 +25,7 @@ PREDICTION_FIGURES = (
     "label_count",
     "output_binary_cross_entropy",
     "output_in_unit_interval",
+    "output_uniform_cross_entropy",
 )
 """The names of the results of :func:`prediction_figures`, in their order."""
 
@@ -43,9 +44,10 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
     the mean cross-entropy :math:`-\log p_{n y_n}` with :math:`p = \operatorname{softmax}(z)`, in nats; the number of classes;
     1 if all rows of `outputs` are probabilities, else 0; :math:`\max |z|`; the mean of :math:`\log \sum_c e^{z_{nc}}`;
     the entropies of the predicted classes and of the labels in nats; mean and variance of the labels; their number.
-    The last two figures are those of labels :math:`y` between 0 and 1 that have the shape of the outputs:
+    The next two figures are those of labels :math:`y` between 0 and 1 that have the shape of the outputs:
     the mean of :math:`-y \log s - (1 - y) \log(1 - s)` with :math:`s = 1 / (1 + e^{-z})`, in nats,
     and 1 if all outputs are between 0 and 1, else 0.  For these labels there is also ``output_magnitude``.
+    The last figure is :math:`\ln C` for a classification with C classes, the cross-entropy of equal probabilities.
 
     Parameters
     ----------
@@ -59,7 +61,7 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
     Returns
     -------
     Tensor
-        ``(13,)``, float64; NaN for a figure that is undefined.
+        ``(14,)``, float64; NaN for a figure that is undefined.
 
     Notes
     -----
@@ -121,6 +123,7 @@ def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
             (weight * (y - mean).square()).sum() / n,
             n,
             *n.new_full((2,), torch.nan),
+            n.new_full((), math.log(classes)),
         ]
     )
 

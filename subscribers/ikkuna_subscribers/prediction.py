@@ -20,15 +20,15 @@ class PredictionSubscriber(PlotSubscriber):
     Takes the arguments of the loss module (see ``Exporter.set_loss``): outputs (N, C, …) and class labels (N, …).
     Publishes ``output_dependence``, ``output_cross_entropy``, ``output_classes``, ``output_is_probability``, ``output_magnitude``,
     ``output_log_normalizer``, ``prediction_entropy``, ``label_entropy``, ``label_mean``, ``label_variance``, ``label_count``,
-    ``output_binary_cross_entropy`` and ``output_in_unit_interval``,
+    ``output_binary_cross_entropy``, ``output_in_unit_interval`` and ``output_uniform_cross_entropy``,
     see `ikkuna.numerics.prediction.prediction_figures`; entropies are in nats.
-    Labels that are numbers between 0 and 1 have ``output_dependence``, ``output_magnitude`` and the last two figures, other losses only
-    ``output_dependence``; an undefined figure is not published.
+    Labels that are numbers between 0 and 1 have ``output_dependence``, ``output_magnitude``, ``output_binary_cross_entropy`` and
+    ``output_in_unit_interval``, other losses only ``output_dependence``; an undefined figure is not published.
     Of several micro-batches and ranks the last one counts.
 
     Look for: an ``output_dependence`` near 0, because the outputs are the same for every input;
-    a ``prediction_entropy`` of 0 while that of the labels is not; a first ``output_cross_entropy`` above the logarithm of
-    ``output_classes``.
+    a ``prediction_entropy`` of 0 while that of the labels is not; a first ``output_cross_entropy`` or ``loss`` above
+    ``output_uniform_cross_entropy``, the logarithm of the number of classes, which a network that guesses reaches.
 
     Parameters
     ----------

@@ -55,6 +55,14 @@ def test_a_sample_of_many_outputs_contains_every_column():
     assert found["output_binary_cross_entropy"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("classes", [2, 5, 1000])
+def test_equal_outputs_have_the_cross_entropy_of_a_guess(classes):
+    found = figures(torch.zeros(6, classes), torch.arange(6) % classes)
+    assert found["output_uniform_cross_entropy"] == pytest.approx(np.log(classes))
+    assert found["output_cross_entropy"] == pytest.approx(found["output_uniform_cross_entropy"])
+    assert np.isnan(figures(torch.zeros(6, classes), torch.rand(6, classes))["output_uniform_cross_entropy"])
+
+
 def test_outputs_that_are_not_finite_give_no_entropy():
     found = figures(torch.tensor([0.5, torch.nan]), torch.zeros(2))
     assert np.isnan(found["output_binary_cross_entropy"])
