@@ -1,0 +1,126 @@
+"""Writes the screenshots of TensorBoard and of the report that the documentation shows; needs Chromium and TensorBoard.
+
+    python sphinx/screenshots.py [--log-dir RUNS]
+
+Without ``--log-dir`` it trains a network of 9 modules with a dead layer, and one of 83 modules, in a temporary directory.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import nn
+
+import ikkuna
+from ikkuna.report import write_report
+
+IMAGES = Path(__file__).parent / "source" / "images"
+PORT = 6121
+PAGES = {  # file → page, size of the window, size of the picture
+    "tensorboard_custom_scalars": (f"http://localhost:{PORT}/?darkMode=true#custom_scalars", (1300, 1000), 900),
+    "tensorboard_images": (f"http://localhost:{PORT}/?darkMode=false#images", (1300, 1000), 900),
+    "report_small": ("modules10", (1200, 2250), 640),
+    "report_large": ("modules100", (1200, 2250), 640),
+}
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.act, self.fc2 = nn.LayerNorm(16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the block."""
+        return x + self.fc2(self.act(self.fc1(self.norm(x))))
+
+
+def small() -> nn.Module:
+    """Return a network with a dead layer."""
+    layers = OrderedDict[str, nn.Module](conv1=nn.Conv2d(1, 8, 3, padding=1), relu1=nn.ReLU(), pool=nn.MaxPool2d(2))
+    layers |= {"conv2": nn.Conv2d(8, 16, 3, padding=1), "relu2": nn.ReLU(), "flatten": nn.Flatten()}
+    layers |= {"fc1": nn.Linear(256, 64), "relu3": nn.ReLU(), "head": nn.Linear(64, 10)}
+    nn.init.constant_(layers["fc1"].get_parameter("bias"), -8.0)
+    return nn.Sequential(layers)
+
+
+def large() -> nn.Module:
+    """Return a network of 83 modules."""
+    blocks = nn.Sequential(*(Block() for _ in range(20)))
+    layers = {"flatten": nn.Flatten(), "stem": nn.Linear(64, 16), "blocks": blocks, "head": nn.Linear(16, 10)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+def train(model: nn.Module, name: str, log_dir: Path) -> None:
+    """Train a network on random data."""
+    data, labels = torch.randn(64, 1, 8, 8), torch.randint(0, 10, (64,))
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.05), nn.CrossEntropyLoss()
+    with ikkuna.watch(model, loss=loss, log_dir=log_dir, run_name=name, config={"lr": 0.05}):
+        for _ in range(400):
+            rows = torch.randint(0, 64, (32,))
+            optimizer.zero_grad()
+            loss(model(data[rows]), labels[rows]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+
+def shoot(page: str, path: Path, window: tuple[int, int], width: int, is_dark: bool) -> None:
+    """Write a screenshot of a page, with a width in pixels and at most 128 colours."""
+    command = ["chromium", "--headless=new", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=40000"]
+    command += ["--blink-settings=preferredColorScheme=0"] if is_dark else []
+    size = f"--window-size={window[0]},{window[1]}"
+    subprocess.run([*command, size, f"--screenshot={path}", page], check=True, capture_output=True, timeout=180)
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").resize((width, round(width * picture.height / picture.width)), Image.LANCZOS)
+        small.quantize(128).save(path, optimize=True)
+
+
+def take(log_dir: Path) -> None:
+    """Write all screenshots of the runs in a directory."""
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(log_dir), "--port", str(PORT)]
+    server = subprocess.Popen([*command, "--load_fast=false"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(f"http://localhost:{PORT}/data/runs").close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        time.sleep(5)  # TensorBoard reads the runs
+        with tempfile.TemporaryDirectory() as directory:
+            for name, (page, window, width) in PAGES.items():
+                if not page.startswith("http"):
+                    page = write_report(log_dir / page, Path(directory, f"{name}.html")).resolve().as_uri()
+                shoot(page, IMAGES / f"{name}.png", window, width, is_dark=name == "report_large")
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log-dir", type=Path)
+    arguments = parser.parse_args()
+    if shutil.which("chromium") is None:
+        sys.exit("chromium is not installed")
+    if arguments.log_dir is not None:
+        take(arguments.log_dir)
+        return
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as directory:
+        train(small(), "modules10", Path(directory))
+        train(large(), "modules100", Path(directory))
+        take(Path(directory))
+
+
+if __name__ == "__main__":
+    main()
