@@ -77,31 +77,19 @@ void read_again(const T *x, int n, int wanted, Record &row) {
     row.m4 = s4 - 4 * e * s3 + 6 * ee * s2 - 3 * n * ee * ee;
 }
 
-// A vector as wide as the widest registers of any processor; the compiler lowers it to the registers of this one.
-template <class A>
-struct Side {
-    typedef A Numbers __attribute__((vector_size(64)));
-    static constexpr int SIZE = 64 / sizeof(A);
-};
-
 // The sum of squares of a run, the most frequent statistic, in four independent sums: an addition waits for the one before it.
 template <class A, class T>
 A sum_of_squares(const T *x, int n) {
-    constexpr int SIZE = Side<A>::SIZE;
-    typename Side<A>::Numbers v[4], sums[4] = {};
-    int i = 0;
-    for (; i + 4 * SIZE <= n; i += 4 * SIZE) {
-        for (int k = 0; k < 4; k++) {
-            if constexpr (sizeof(A) == sizeof(T)) std::memcpy(&v[k], x + i + k * SIZE, sizeof v[k]);
-            else for (int j = 0; j < SIZE; j++) v[k][j] = x[i + k * SIZE + j];
-            sums[k] += v[k] * v[k];
-        }
+    const int quarter = n / 4;
+    const T *second = x + quarter, *third = second + quarter, *fourth = third + quarter;
+    A a = 0, b = 0, c = 0, d = 0;
+#pragma omp simd reduction(+ : a, b, c, d)
+    for (int i = 0; i < quarter; i++) {
+        const A p = x[i], q = second[i], r = third[i], s = fourth[i];
+        a += p * p, b += q * q, c += r * r, d += s * s;
     }
-    const auto all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    A total = 0;
-    for (int j = 0; j < SIZE; j++) total += all[j];
-    for (; i < n; i++) total += A(x[i]) * A(x[i]);
-    return total;
+    for (int i = 4 * quarter; i < n; i++) a += A(x[i]) * A(x[i]);
+    return (a + b) + (c + d);
 }
 
 // Read a run in the precision of A, with a mean in double; the second pass is about this mean rounded to A, and corrected for that.
