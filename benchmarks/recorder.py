@@ -7,11 +7,10 @@ With ``--every 1`` each step is sampled.
     python benchmarks/recorder.py [--models mlp conv transformer] [--steps 400] [--every 10]
 """
 
-import argparse
 import statistics
 import time
 
-import torch
+from interleaved import main
 from overhead import MODELS, Workload
 
 from ikkuna.diagnosis import RecorderOptions
@@ -56,21 +55,6 @@ def measure(make, steps: int, every: int) -> dict[str, float]:
     return {name: statistics.median(values[2:]) for name, values in rounds.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--every", type=int, default=10)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    print("| model | step, ms | watch | watch and recorder | recorder alone |\n|---|---|---|---|---|")
-    for name in arguments.models:
-        torch.manual_seed(0)
-        cost = measure(MODELS[name], arguments.steps, arguments.every)
-        none, watch, recorder = cost["none"], cost["watch"], cost["recorder"]
-        shares = f"{watch / none - 1:.2%} | {recorder / none - 1:.2%} | {(recorder - watch) / none:.2%}"
-        print(f"| {name} | {none * 1e3:.1f} | {shares} |", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    options = {"steps": (400, "measured steps"), "every": (10, "steps between two samples")}
+    main(measure, MODELS, ("watch", "recorder"), options)

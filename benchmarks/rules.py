@@ -8,7 +8,6 @@ The first 300 steps, in which more steps are sampled, are excluded; ``--warm-up 
     python benchmarks/rules.py [--models mlp conv transformer gru] [--steps 240] [--warm-up 320]
 """
 
-import argparse
 import math
 import statistics
 import time
@@ -16,6 +15,7 @@ from collections import defaultdict
 
 import overhead
 import torch
+from interleaved import main
 from overhead import Workload
 from torch import nn
 
@@ -91,21 +91,6 @@ def kind_of(step: int) -> int:
     return 0 if step % 10 else math.gcd(step, PERIOD)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--warm-up", type=int, default=320, help="steps before the measurement")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    print("| model | step, ms | default metrics | default metrics and rules | rules alone |\n|---|---|---|---|---|")
-    for name in arguments.models:
-        torch.manual_seed(0)
-        cost = measure(MODELS[name], arguments.steps, arguments.warm_up)
-        none, default, rules = cost["none"], cost["default"], cost["rules"]
-        shares = f"{default / none - 1:.2%} | {rules / none - 1:.2%} | {(rules - default) / none:.2%}"
-        print(f"| {name} | {none * 1e3:.1f} | {shares} |", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    options = {"steps": (240, "measured steps"), "warm_up": (320, "steps before the measurement")}
+    main(measure, MODELS, ("default", "rules"), options)

@@ -27,6 +27,7 @@ extensions = [
     "ikkuna_costs",
     "ikkuna_gallery",
     "ikkuna_life",
+    "ikkuna_rules",
     "ikkuna_tables",
 ]
 html_theme = "furo"

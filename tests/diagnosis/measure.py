@@ -1,15 +1,20 @@
-"""Measures the rules on planted faults and healthy runs: ``python -m tests.diagnosis.measure tune|report [name …]``.
+"""Measures the rules on planted faults and healthy runs: ``python -m tests.diagnosis.measure tune|report [name …] [--table FILE]``.
 
 Thresholds are chosen by the runs of ``tune``; the figures in the documentation are those of ``report``.
 What the judge of a run receives is stored below ``IKKUNA_DIAGNOSIS_STORE``, so that changed rules can be applied to it again.
 """
 
+import argparse
+import json
 import logging
+import math
 import os
 import pickle
+import random
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -53,9 +58,13 @@ def specs(seeds, names=()):
     return [spec for spec in found if not names or spec[0] in names]
 
 
+def file_of(spec, store=STORE):
+    return store / f"{'.'.join(map(str, spec))}.pickle"
+
+
 def record(spec, store=STORE):
     """Run one case unless it is stored; store everything that its judge received, its modules, and the module with the fault."""
-    file = store / f"{'.'.join(map(str, spec))}.pickle"
+    file = file_of(spec, store)
     if file.exists():
         return spec, file
     torch.set_num_threads(1)
@@ -138,49 +147,112 @@ def judge(results):
     return rows, alarms, healthy
 
 
+def figures(results, planned):
+    """Return what was measured, as the documentation shows it: counts of each fault, of each rule, and of the healthy runs."""
+    rows, alarms, healthy = judge(results)
+    entries = [entry for named in rows.values() for entry in named]
+    rules = {rule.name: {"runs": 0, "named": 0, "found": 0, "steps": []} for rule in get_rules()}
+    for name, named in rows.items():
+        for rule in FAULTS[name][1]:
+            counts = rules[rule]
+            counts["runs"] += len(named)
+            counts["found"] += sum(entry.is_found for entry in named)
+            own = [entry for entry in named if any(f.rule == rule for f in entry.findings)]
+            counts["named"] += len(own)
+            counts["steps"] += [e.announced for e in own if e.finding.rule == rule and e.announced is not None]
+    for counts in rules.values():
+        counts["step"] = middle(counts.pop("steps"))
+    loud = Counter(f.rule for _, findings in alarms for f in findings)
+    return {
+        "runs": len(entries),
+        "planned": planned,
+        "found": sum(e.is_found for e in entries),
+        "named": sum(e.finding is not None for e in entries),
+        "near": [e.is_near for e in entries].count(True),
+        "with_module": sum(e.is_near is not None for e in entries),
+        "step": middle([e.announced for e in entries if e.announced is not None]),
+        "others": sum(
+            f.severity != "info" and f.rule not in FAULTS[n][1]
+            for n, es in rows.items()
+            for e in es
+            for f in e.findings
+        ),
+        "healthy": {"runs": healthy, "alarms": len(alarms), "rules": dict(sorted(loud.items()))},
+        "faults": {name: of_fault(name, named) for name, named in sorted(rows.items())},
+        "rules": dict(sorted(rules.items())),
+    }
+
+
+def of_fault(name, entries):
+    """Return the counts of one fault."""
+    others = Counter(f.rule for e in entries for f in e.findings if f.rule not in FAULTS[name][1])
+    return {
+        "runs": len(entries),
+        "found": sum(e.is_found for e in entries),
+        "named": sum(e.finding is not None for e in entries),
+        "near": [e.is_near for e in entries].count(True),
+        "with_module": sum(e.is_near is not None for e in entries),
+        "step": middle([e.announced for e in entries if e.announced is not None]),
+        "others": dict(sorted(others.items())),
+        "missed": [f"{e.family} {e.seed}" for e in entries if not e.is_found],
+    }
+
+
+def middle(steps):
+    return statistics.median(steps) if steps else None
+
+
 def say(text):
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
-def main(which, *names):
-    todo = specs(SEEDS[which], names)
-    with ProcessPoolExecutor(2) as pool:
-        stored = list(pool.map(record, todo, chunksize=2))
+def show(found):
+    """Print the table of the faults and the sums."""
+    say("| fault | runs | found | as the cause | module | announced at step | other findings |")
+    say("|---|---|---|---|---|---|---|")
+    for name, counts in found["faults"].items():
+        module = f"{counts['near']} of {counts['with_module']}" if counts["with_module"] else ""
+        others = ", ".join(f"{rule} {count}" for rule, count in counts["others"].items())
+        step = "" if counts["step"] is None else f"{counts['step']:g}"
+        say(f"| {name} | {counts['runs']} | {counts['found']} | {counts['named']} | {module} | {step} | {others} |")
+        for missed in counts["missed"]:
+            say(f"missed {name} {missed}")
+    say(
+        f"runs {found['runs']} (of {found['planned']} with the healthy ones), found {found['found']}, as the cause {found['named']}"
+    )
+    say(
+        f"module {found['near']} of {found['with_module']}, announced at step {found['step']}, other findings {found['others']}"
+    )
+    say(f"healthy {found['healthy']['runs']}, with a finding {found['healthy']['alarms']}: {found['healthy']['rules']}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("which", choices=list(SEEDS))
+    parser.add_argument("names", nargs="*", help="faults and healthy variations; by default all")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no further run after this time; those stored are judged"
+    )
+    parser.add_argument("--table", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    todo = specs(SEEDS[arguments.which], arguments.names)
+    random.Random(0).shuffle(todo)  # so that a part of the runs is a sample of all
+    end = time.monotonic() + arguments.seconds
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        stored = [pair for pair in pool.map(partial(record_until, end), todo) if pair is not None]
         results = list(pool.map(replay, *zip(*stored, strict=True), chunksize=20))
-    rows, alarms, healthy = judge(results)
-    say(
-        "| fault | runs | found | as the cause | module | announced at step | other findings |\n|---|---|---|---|---|---|---|"
-    )
-    for name, entries in sorted(rows.items()):
-        near = [e.is_near for e in entries if e.is_near is not None]
-        steps = [e.announced for e in entries if e.announced is not None]
-        others = Counter(f.rule for e in entries for f in e.findings if f.rule not in FAULTS[name][1])
-        module = f"{sum(near)} of {len(near)}" if near else ""
-        step = f"{statistics.median(steps):g}" if steps else ""
-        other = ", ".join(f"{rule} {count}" for rule, count in others.items())
-        found, named = sum(e.is_found for e in entries), sum(e.finding is not None for e in entries)
-        say(f"| {name} | {len(entries)} | {found} | {named} | {module} | {step} | {other} |")
-    for name, entries in sorted(rows.items()):
-        for entry in entries:
-            if entry.finding is None:
-                found = [(f.rule, f.step, f.consequences) for f in entry.findings]
-                say(f"{'folded' if entry.is_found else 'missed'} {name} {entry.family} {entry.seed} {found}")
-    entries = [entry for named in rows.values() for entry in named]
-    named = [entry.finding for entry in entries if entry.finding]
-    near = [entry.is_near for entry in entries if entry.is_near is not None]
-    steps = [entry.announced for entry in entries if entry.announced is not None]
-    extra = sum(
-        f.severity != "info" and f.rule not in FAULTS[n][1] for n, es in rows.items() for e in es for f in e.findings
-    )
-    say(
-        f"runs {len(entries)}, found {sum(e.is_found for e in entries)}, as the cause {len(named)}, other findings {extra}"
-    )
-    say(f"module {sum(near)} of {len(near)}, announced at step {statistics.median(steps) if steps else '-'}")
-    say(f"healthy {healthy}, with a finding {len(alarms)}")
-    for spec, loud in alarms:
-        say(f"false {spec} {[(f.rule, f.module, f.step, f.value) for f in loud]}")
+    found = figures(results, len(todo))
+    show(found)
+    if arguments.table:
+        arguments.table.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def record_until(end, spec):
+    """Return what `record` returns; after the time `end` ``None`` for a case that is not stored."""
+    return record(spec) if time.monotonic() < end or file_of(spec).exists() else None
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -16,7 +16,6 @@ from typing import Any
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from ikkuna.diagnosis import get_rules
 from ikkuna.export import subscriber
 from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.export.preset import GROUP as PRESETS
@@ -230,18 +229,6 @@ def costs() -> str:
     return table(head, rows)
 
 
-def rule_table() -> str:
-    """Return the table of installed rules: severity, what each sees, its threshold and what it cannot see."""
-    rows = []
-    for rule in get_rules("all"):
-        text = " ".join((type(rule).__doc__ or "").split())
-        before, threshold, blind = re.fullmatch(r"(.*?) Threshold: (.*?) Cannot see: (.*)", text).groups()  # type: ignore[union-attr]
-        rows.append(
-            (f"``{rule.name}``", rule.severity, before, _sentence(threshold), _sentence(blind), f"{rule.advice}.")
-        )
-    return table(("rule", "severity", "sees", "threshold and its source", "cannot see", "try"), rows)
-
-
 def real_errors() -> str:
     """Return the table of errors of public trackers: the mistake, and which checks and rules find it."""
     head = ("mistake", "check before the first step", "rule", "why nothing else finds it")
@@ -272,7 +259,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults-left-out": left_out,
     "costs": costs,
     "real-errors": real_errors,
-    "rules": rule_table,
     "gather": gather,
     "metric-pages": metric_pages,
     "backend-pages": backend_pages,
