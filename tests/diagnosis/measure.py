@@ -1,4 +1,6 @@
-"""Measures the rules on planted faults and healthy runs: ``python -m tests.diagnosis.measure tune|report [name …] [--table FILE]``.
+"""Measures the rules on planted faults and healthy runs.
+
+Command: ``python -m tests.diagnosis.measure tune|report [name …] [--seconds N] [--table FILE]``.
 
 Thresholds are chosen by the runs of ``tune``; the figures in the documentation are those of ``report``.
 What the judge of a run receives is stored below ``IKKUNA_DIAGNOSIS_STORE``, so that changed rules can be applied to it again.

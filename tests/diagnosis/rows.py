@@ -1,4 +1,4 @@
-"""Series of each rule with its mistake, and of the healthy run that is most similar; the tests and the documentation use them."""
+"""Series of each rule with its mistake, and of a similar healthy run, for the tests and the documentation."""
 
 import math
 import random
