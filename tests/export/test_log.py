@@ -219,6 +219,7 @@ class Augmented(Dataset):
         return torch.ones(2), float(index)
 
 
+@pytest.mark.host("a forked worker cannot use a device")
 def test_a_worker_of_a_data_loader_shows_nothing_and_says_so_once(watched, tmp_path):
     exporter, model, backend = watched
     handler = logging.FileHandler(tmp_path / "log")
