@@ -70,10 +70,29 @@ class Findings(tuple[Finding, ...]):
 
     def __str__(self) -> str:
         lines = [*(_table(self) if self else []), self._summary()]
-        lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._reasons()])
 
     __repr__ = __str__
+
+    def _reasons(self) -> list[str]:
+        """Return why rules or checks could not judge; those with the same reason share an entry."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.skipped.items():
+            names.setdefault(reason, []).append(name)
+        width = max(shutil.get_terminal_size((120, 24)).columns, 40)
+        entries = (f"{', '.join(group)}: {reason}" for reason, group in names.items())
+        return [
+            line
+            for entry in entries
+            for line in textwrap.wrap(
+                entry,
+                width,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        ]
 
     def _summary(self) -> str:
         counts = Counter(finding.severity for finding in self)
