@@ -111,7 +111,8 @@ class ParameterRecorder:
             return parameters, changing
         try:
             left, uncopied = listed.rows.begin(*host)
-        except MemoryError:
+        except MemoryError as error:
+            raise_users_exception(error)
             return parameters, changing
         self._copied.append(listed)
         recorded |= listed.weights - {id(listed.listed[i].parameter) for i in left}

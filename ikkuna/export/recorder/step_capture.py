@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ikkuna.diagnosis.flight_recorder.random_states import RandomStates
 from ikkuna.distributed.dtensor import is_distributed
 from ikkuna.logger import log
+from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["CannotCopyError", "CapturedStep", "StepCapture", "copy_state", "copy_values", "size_of"]
 
@@ -116,6 +117,7 @@ class StepCapture:
         try:
             return copy()
         except (CannotCopyError, torch.OutOfMemoryError, MemoryError) as error:
+            raise_users_exception(error)
             if not self.refusal:
                 self.refusal = f"{error}"
                 log.warning("a step cannot be recorded for a replay: %s", error)

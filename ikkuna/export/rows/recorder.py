@@ -141,18 +141,9 @@ class Recorder:
         """
         if part < 0 or (rows := self.rows) is None or (task := self.plan.task(site.kind, site.module)) is None:
             return
-        kernels = self.kernels
         try:
-            if weight is not None or task.measurers:
-                pass
-            elif _is_on_device(tensor):
-                statistics, fields = rows.part(part).on_device(tensor.device), task.fields
-                if statistics.try_add(self.index.row(site, path), tensor, fields, self._source(fields)):
-                    return
-            elif task.is_plain and kernels is not None:
-                address = rows.part(part).host.address(self.index.row(site, path))
-                if kernels.try_add(tensor, task.fields, address):
-                    return
+            if weight is None and not task.measurers and self._receive_plain(rows.part(part), site, tensor, path, task):
+                return
             if (numbers := _numbers(tensor)) is not None:
                 target = _Target(rows, rows.part(part), self.index.row(site, path), task)
                 if not self._receive_any(target, numbers, weight):
@@ -161,6 +152,17 @@ class Recorder:
                 self._leave_out(site, path)
         except Exception as error:
             self.error_guard.report_internal(f"measuring {site}", error)
+
+    def _receive_plain(self, part: Part, site: Site, tensor: Tensor, path: str, task: Task) -> bool:
+        """Measure a tensor by shared statistics with few checks; return whether that was done."""
+        if tensor.is_cpu:
+            if not task.is_plain or (kernels := self.kernels) is None:
+                return False
+            return kernels.try_add(tensor, task.fields, part.host.address(self.index.row(site, path)))
+        if tensor.is_meta:
+            return False
+        statistics, row = part.on_device(tensor.device), self.index.row(site, path)
+        return statistics.try_add(row, tensor, task.fields, self._source(task.fields))
 
     def receive_all(
         self, tensors: Iterable[tuple[Site, Tensor, str]], copies: dict[int, tuple[Tensor, Tensor]] = _NO_COPIES
@@ -410,10 +412,6 @@ def _measure(subscriber: Subscriber, message: Any) -> Tensor | DeferredRow | Non
     if result is not None and not isinstance(result, Tensor | DeferredRow):
         raise TypeError(f"measure must return a Tensor, a DeferredRow or None, got {type(result).__name__}")
     return result
-
-
-def _is_on_device(tensor: Tensor) -> bool:
-    return not tensor.is_cpu
 
 
 def _numbers(tensor: Tensor) -> Tensor | None:
