@@ -28,7 +28,7 @@ def trained(log_dir, *launcher):
     return {tag: points(read, tag) for tag in read.Tags()["scalars"]}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_torchrun_writes_the_one_run_of_one_process(tmp_path, ranks):
     one = trained(tmp_path / "one")
     many = trained(tmp_path / "many", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")

@@ -136,8 +136,7 @@ def test_a_fault_that_passes_costs_no_value(result, tmp_path, name):
 def test_a_disk_that_never_synchronises_stores_nothing_and_says_so_once(result, tmp_path):
     body = """
 show(range(20))
-wait_for(lambda: run.acked_step == 19)
-flushed = run.flush(30)  # returns when the disk reports the error
+flushed = run.flush(30)
 acked = run.acked_step
 print(json.dumps([flushed, acked, run.close(0.5), run.dropped]))
 """

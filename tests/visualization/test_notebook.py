@@ -78,6 +78,7 @@ def test_pictures_are_shown_once_below_the_cell_that_trains_and_replaced_in_plac
     assert all(output["data"]["image/png"].startswith("iVBOR") for output in shown)
 
 
+@pytest.mark.slow  # the pictures above run the same cells once
 @pytest.mark.fault(222)
 def test_the_cells_of_the_quick_start_can_be_run_again(tmp_path):
     """Each time they begin a new run with all values."""
