@@ -135,6 +135,8 @@ def test_a_fault_that_passes_costs_no_value(result, tmp_path, name):
 @pytest.mark.fault(301)
 def test_a_disk_that_never_synchronises_stores_nothing_and_says_so_once(result, tmp_path):
     body = """
+options["sync_seconds"] = 30  # no step is synchronised before the last one was shown
+backends = [JSONLinesBackend(**options), TensorBoardBackend(**options)]
 show(range(20))
 flushed = run.flush(30)
 acked = run.acked_step
