@@ -1,6 +1,7 @@
 """Fixtures of all tests: a new bus, a seed, a device, and a check that no exporter is left open."""
 
 import gc
+import signal
 
 import pytest
 import torch
@@ -39,7 +40,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Put all tensors that tests make on the device of the option ``--device``."""
+    """Let Ctrl-C interrupt, and put all tensors that tests make on the device of the option ``--device``."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in each process that a shell starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     name = config.getoption("--device")
     if name == "sim":
         simulated_device.install()
