@@ -107,7 +107,7 @@ def test_closing_ends_the_thread_and_releases_the_descriptor(tmp_path, plain):
     writer._thread.join(30)
     assert not writer._thread.is_alive()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(writer._file._descriptor)
+        os.fstat(writer._file._file._descriptor)
     submit(writer, [1])
     assert writer.dropped == 3
 
@@ -470,14 +470,14 @@ def test_a_disk_that_fails_is_left_for_another_if_asked(tmp_path, plain, monkeyp
     writer = FileWriter(tmp_path / "run0007", plain, fallback=True)
     submit(writer, [0])
     assert writer.flush(30)
-    home, write = writer._file._descriptor, os.write
+    home, write = writer._file._file._descriptor, os.write
 
     def faulty(descriptor, data):
         if descriptor == home and writer.path.parent != elsewhere:
             raise OSError(error, os.strerror(error))
         return write(descriptor, data)
 
-    monkeypatch.setattr(writer._file, "append", lambda data: faulty(home, data))
+    monkeypatch.setattr(writer._file._file, "append", lambda data: faulty(home, data))
     begun = writer.path
     submit(writer, [1, 2])
     with writer._changed:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ikkuna.visualization.backend import Backend
-from ikkuna.visualization.files.writer import FileFormat, FileWriter
+from ikkuna.visualization.files.replaceable_file import FileFormat
+from ikkuna.visualization.files.writer import FileWriter
 
 __all__ = ["FileBackend", "WallClock"]
 

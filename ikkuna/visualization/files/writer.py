@@ -1,40 +1,24 @@
 """Writes blocks to one file in a thread, so that training never waits for the disk."""
 
-import contextlib
 import math
 import os
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from ikkuna.background import START_SECONDS, BackgroundThread
 from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.files.append_file import AppendFile, ReplacedEnd
 from ikkuna.visualization.files.block_queue import BlockQueue, QueuedBlock
+from ikkuna.visualization.files.replaceable_file import FileFormat, ReplaceableFile
 
-__all__ = ["FileFormat", "FileWriter"]
+__all__ = ["FileWriter"]
 
 _SMALL_BATCH, _BATCH = 2**10, 2**20  # bytes
 _CHECK_SECONDS = 1.0
-
-
-class FileFormat(Protocol):
-    """The format of a file."""
-
-    def name(self, stem: str) -> str:
-        """Return the file's name; `stem` is different for every writer."""
-
-    def header(self, replaced: ReplacedEnd | None = None) -> bytes:
-        """Return the first bytes of the file, by which readers ignore the end of an earlier file, if that is `replaced`."""
-
-    def loss(self, values: int, first: int, last: int) -> bytes:
-        """Return a block that reports that `values` values of the steps `first` to `last` are missing."""
 
 
 class FileWriter:
@@ -87,15 +71,9 @@ class FileWriter:
         self._check = check
         self._check_at = 0.0
         self._fallback = fallback
-        self._make_directory = directory if callable(directory) else None
-        self._directory = directory if isinstance(directory, Path) else None
-        self._format = file_format
+        self._file = ReplaceableFile(directory, file_format)
         self._retry_seconds = retry_seconds
         self._sync_seconds = sync_seconds
-        self._file: AppendFile | None = None
-        self._header = b""
-        if self._directory is not None:
-            self._file, self._header = self._new_file()
         self._capacity = capacity
         self._batch = _BATCH  # bytes that are written together
         self._queue = BlockQueue(capacity, file_format.loss)
@@ -131,11 +109,7 @@ class FileWriter:
     @property
     def path(self) -> Path | None:
         """The file being written; ``None`` before it is created."""
-        return None if self._file is None else self._file.path
-
-    @property
-    def _label(self) -> str:
-        return str(self.path or self._format.name("*"))
+        return self._file.path
 
     @property
     def acked_step(self) -> int:
@@ -193,7 +167,7 @@ class FileWriter:
             self._changed.notify_all()
             self._start()
         if line:
-            log.warning("'%s': %s", self._label, line)
+            log.warning("'%s': %s", self._file.label, line)
         return number
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -236,9 +210,9 @@ class FileWriter:
             lost = self._queue.abandon()
             stored = self._finished and self._synced >= target and not self._queue.dropped
         if line:
-            log.warning("'%s': %s", self._label, line)
+            log.warning("'%s': %s", self._file.label, line)
         if lost:
-            log.error("'%s': closed before %d values could be written; they are lost", self._label, lost)
+            log.error("'%s': closed before %d values could be written; they are lost", self._file.label, lost)
         return stored
 
     def _request_sync(self) -> int:
@@ -264,7 +238,7 @@ class FileWriter:
         if is_refused and not self._has_logged_refusal:
             self._has_logged_refusal = True
             what = "'%s': no thread can be started; values wait in memory until one can, or until flush() or close()"
-            log.error(what, self._label)
+            log.error(what, self._file.label)
 
     def _run(self) -> None:
         with self._changed:
@@ -317,7 +291,7 @@ class FileWriter:
             return self._sync
         if self._queue:
             return self._write
-        may_check = self._check is not None and self._is_served and self._file is not None and not self._closing
+        may_check = self._check is not None and self._is_served and self.path is not None and not self._closing
         return self._check_directory if may_check and now >= self._check_at else None
 
     def _pause(self) -> float | None:
@@ -358,7 +332,7 @@ class FileWriter:
             if not blocks:
                 return
         if data := b"".join(block.data for block in blocks):
-            self._append(data)
+            self._file.append(data)
         with self._changed:
             self._queue.mark_written(blocks)
             self._acked = blocks[-1].step
@@ -366,43 +340,23 @@ class FileWriter:
             recovered, self._failing = self._failing, False
             self._changed.notify_all()
         if recovered:
-            log.warning("'%s': can be written again", self._label)
+            log.warning("'%s': can be written again", self._file.label)
 
     def _check_directory(self) -> None:
         """Call ``check``; without errors, because they would count as errors of the disk."""
-        if self._check is not None and self._file is not None:
+        if self._check is not None and (path := self.path) is not None:
             try:
-                self._check(self._file.path.parent)
+                self._check(path.parent)
             except Exception as error:
                 raise_users_exception(error)
-                log.error("'%s': a check of its directory failed and is not repeated", self._label, exc_info=error)
+                log.error("'%s': a check of its directory failed and is not repeated", self._file.label, exc_info=error)
                 self._check = None
         with self._changed:
             self._check_at = time.monotonic() + _CHECK_SECONDS
 
-    def _append(self, data: bytes) -> None:
-        if self._file is None:
-            self._file, self._header = self._new_file()
-        elif self._file.deleted():
-            gone = self._file
-            self._file, self._header = self._new_file()
-            with contextlib.suppress(OSError):
-                gone.close()
-            log.warning("'%s' was deleted while it was being written; continuing in '%s'", gone.path, self.path)
-        self._file.append(self._header + data)
-        self._header = b""
-
-    def _new_file(self) -> tuple[AppendFile, bytes]:
-        """Return a new file and its header, which is written with the first block."""
-        if self._directory is None:
-            assert self._make_directory is not None
-            self._directory, self._make_directory = self._make_directory(), None
-        return AppendFile(self._directory, self._format.name), self._format.header()
-
     def _sync(self) -> None:
         try:
-            if self._file is not None:
-                self._file.sync()
+            self._file.sync()
         except OSError:
             with self._changed:
                 self._queue.restore()
@@ -419,37 +373,16 @@ class FileWriter:
         self._changed.notify_all()
 
     def _rewrite(self) -> None:
-        """Write all blocks that are not synchronised to a new file, and continue with it if its fsync succeeds.
-
-        The file gets its name at the end, so that whenever the process dies, readers find each block once.
-        """
-        assert self._file is not None
-        assert self._directory is not None
+        """Write all blocks that are not synchronised to a new file."""
         with self._changed:
             blocks = self._queue.head(sys.maxsize)
-            is_whole_step = blocks[0].step > self._synced_step
-        replaced = ReplacedEnd(self._file.path.name, self._file.synced_size, blocks[0].step if is_whole_step else None)
-        file = AppendFile(self._directory, self._format.name, following=self._file)
-        try:
-            file.append(self._format.header(replaced) + b"".join(block.data for block in blocks))
-            file.sync()
-            file.publish()
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.delete()
-            raise
+            first_step = blocks[0].step if blocks[0].step > self._synced_step else None
+        self._file.replace_end([block.data for block in blocks], first_step)
         with self._changed:
-            old, self._file, self._header = self._file, file, b""
             self._queue.mark_written(blocks)
             self._acked = blocks[-1].step
             self._failing = self._is_unsafe = False
             self._mark_synced()
-        with contextlib.suppress(OSError):  # for readers that do not know which end is replaced
-            old.retract()
-            old.close()
-        log.warning(
-            "'%s' could not be synchronised; the values since the last success are in '%s'", old.path, self.path
-        )
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -464,30 +397,15 @@ class FileWriter:
             self._changed.notify_all()
         if first:
             what = "'%s' cannot be written: %s; values wait in memory, and writing is tried again every %g s"
-            log.error(what, self._label, error, self._retry_seconds)
+            log.error(what, self._file.label, error, self._retry_seconds)
         if self._fallback and isinstance(error, OSError):
-            self._use_fallback()
-
-    def _use_fallback(self) -> None:
-        """Continue in a new file in the temp directory; waiting blocks are written there."""
-        self._fallback, gone, home = False, self._file, self._directory
-        label = self._label
-        try:
-            self._directory = Path(tempfile.mkdtemp(prefix=f"ikkuna-{home.name if home else 'run'}-"))
-            self._file, self._header = self._new_file()
-        except OSError:  # the first file is tried again
-            self._directory = home
-            return
-        self._retry_at = 0.0
-        self._is_unsafe = False
-        if gone is not None:
-            with contextlib.suppress(OSError):
-                gone.close()
-        log.error("'%s' is abandoned; continuing in '%s'", label, self.path)
+            self._fallback = False
+            if self._file.move_to_temporary_directory():
+                self._retry_at = 0.0
+                self._is_unsafe = False
 
     def _finish(self) -> None:
-        if not self._finished and self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
+        if not self._finished:
+            self._file.close()
         self._finished = True
         self._changed.notify_all()
