@@ -3,14 +3,14 @@
 import pytest
 
 from tests.language import offenders
-from tests.test_structure import PACKAGED, ROOT, relative
+from tests.test_structure import PACKAGED, ROOT, each
 
 WRITTEN = [
     path for folder in ("tests", "benchmarks", "examples", "sphinx") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 
-@pytest.mark.parametrize("path", [*PACKAGED, *WRITTEN], ids=relative)
+@each([*PACKAGED, *WRITTEN])
 def test_texts_are_plain_technical_english(path):
     assert offenders(path) == []
 

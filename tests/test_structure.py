@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -110,8 +111,15 @@ def relative(path):
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
 def tree(path):
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trees_are_released():
+    yield
+    tree.cache_clear()
 
 
 def imports(path):
@@ -125,7 +133,23 @@ def imports(path):
 
 
 def each(paths):
-    return pytest.mark.parametrize("path", paths, ids=relative)
+    """Make one test of a check of one file; it names every file for which the check fails."""
+
+    def decorate(check):
+        def test():
+            failures = []
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    failures.append(f"{relative(path)}: {error}")
+            assert paths
+            assert not failures, "\n".join(failures)
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate
 
 
 def below(name, parts, package="ikkuna"):
@@ -330,8 +354,8 @@ def public_names(path):
 
 @each(PACKAGED)
 def test_all_lists_the_public_names(path):
-    if needs_triton(path):
-        pytest.importorskip("triton")
+    if needs_triton(path) and find_spec("triton") is None:
+        return
     defined, imported, assigned = public_names(path)
     loaded = importlib.import_module(module_name(path))
     listed = getattr(loaded, "__all__", [])
@@ -456,10 +480,10 @@ FACTORIES = {
 }
 
 
-@pytest.mark.parametrize("path", PACKAGED, ids=str)
+@each(PACKAGED)
 def test_new_tensors_do_not_follow_the_default_device(path):
     """With ``torch.set_default_device("cuda")`` a buffer of the host would be on the device, where the kernels cannot read it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES:
             is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             named = any(keyword.arg == "device" for keyword in node.keywords)
@@ -497,7 +521,7 @@ def test_code_on_the_training_thread_catches_no_exception_of_a_signal_handler(pa
 def internals_of_torch(path):
     """Return the undocumented names of torch that a file uses, lists of parameters at once (``_foreach_norm``) excepted."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         match node:
             case ast.Attribute():
                 text = ast.unparse(node)
@@ -519,7 +543,7 @@ def internals_of_torch(path):
     return found
 
 
-@pytest.mark.parametrize("path", PACKAGED, ids=str)
+@each(PACKAGED)
 def test_one_file_knows_the_undocumented_names_of_torch(path):
     if path.name != "torch_internals.py":
         assert internals_of_torch(path) == []
