@@ -46,10 +46,10 @@ def store_finished(bus: MessageBus) -> None:
     """Deliver the values of finished steps and write them to the operating system, for at most 2 seconds each."""
     deadline = time.monotonic() + _PATIENCE
     bus.drain()
-    while bus.is_waiting and time.monotonic() < deadline:
+    while bus.queue and time.monotonic() < deadline:
         time.sleep(0.001)
         bus.drain()
-    if bus.is_waiting:
+    if bus.queue:
         log.warning("values of finished steps have not arrived within %g seconds", _PATIENCE)
     if bus.run is not None:
         bus.run.settle(_PATIENCE)

@@ -3,23 +3,23 @@
 import gc
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 from torch.optim import Optimizer
 
 from ikkuna.device_thread import Pending
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.bus.delivery_queue import DeliveryQueue, Measurements
 from ikkuna.export.bus.early_results import EarlyResults
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.bus.registration import check_registration, known_kinds
+from ikkuna.export.bus.source import Source
 from ikkuna.export.bus.stored_states import StoredStates
 from ikkuna.export.messages.batch import BatchBundle, MessageBatch
 from ikkuna.export.messages.kinds import EVENT_KINDS
@@ -30,8 +30,6 @@ from ikkuna.export.model.signature import signature
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.export.subscriber.sampling import Sampling
-from ikkuna.failures import FailureCounter
-from ikkuna.logger import log
 from ikkuna.modules import NamedModule
 from ikkuna.visualization.backend import Backend, Series, SeriesGroup
 from ikkuna.visualization.files.run_directory import check_log_dir
@@ -40,63 +38,12 @@ from ikkuna.visualization.run import Run
 from ikkuna.visualization.run_settings import Continued, RunSettings
 from ikkuna.visualization.sender import Sender
 
-__all__ = ["Handle", "Measurements", "MessageBus", "Source", "get_default_bus"]
+__all__ = ["Handle", "MessageBus", "get_default_bus"]
 
 _PATIENCE = 5.0  # seconds
 _DEFAULT = RunSettings(verbosity=1)
 _EVENTS = set(EVENT_KINDS)
 _NONE: Mapping[Registered, EarlyResults] = {}
-
-
-class Source(Protocol):
-    """A publisher on a bus: an exporter."""
-
-    @property
-    def modules(self) -> Sequence[NamedModule]:
-        """The modules it observes, in the order of the network."""
-
-    @property
-    def module_names(self) -> frozenset[str]:
-        """The names of these modules."""
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The whole network; ``None`` if it is unknown."""
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers that own parameters of the network."""
-
-    def demand_changed(self) -> None:
-        """Prepare for subscribers that were added or removed."""
-
-    @property
-    def evaluate(self) -> Callable[..., None]:
-        """The function that runs the model over data without an effect on training."""
-
-    @property
-    def is_forgotten(self) -> bool:
-        """Whether the user has no reference to the exporter any more."""
-
-    def close(self) -> None:
-        """Stop publishing."""
-
-
-class Measurements(Protocol):
-    """The measurements of a finished step or pass."""
-
-    @property
-    def stamp(self) -> Stamp:
-        """The step."""
-
-    def arrived(self) -> bool:
-        """Return whether all measurements have been copied to the host."""
-
-    def deliver(self, bus: "MessageBus") -> None:
-        """Deliver every measurement to its subscribers."""
-
-    def abandon(self, bus: "MessageBus") -> None:
-        """Make subscribers forget what they have received, because an exception has interrupted the delivery."""
 
 
 class _Place(NamedTuple):
@@ -169,8 +116,8 @@ class MessageBus:
         The stored run that the first value continues.
     calls_model : bool
         Whether a subscriber calls the model.
-    late : list of Measurements
-        Parts of the item that is being delivered, which are delivered later, before the items that follow.
+    queue : DeliveryQueue
+        What has been posted and not delivered.
     """
 
     def __init__(self, name: str = "bus", log_dir: str | Path | None = None) -> None:
@@ -186,11 +133,7 @@ class MessageBus:
         self.continued: Continued | None = None
         self._states = StoredStates()
         self.calls_model = False
-        self._queue: deque[Message | Measurements] = deque()
-        self.late: list[Measurements] = []
-        self._begun: Message | Measurements | None = None
-        self._draining = False
-        self._interruptions = 0
+        self.queue: DeliveryQueue[MessageBus] = DeliveryQueue(self.error_guard)
         self._run: Run | None = None
 
     # -- registration ---------------------------------------------------------------------------------------------
@@ -353,58 +296,13 @@ class MessageBus:
 
     # -- delivery -------------------------------------------------------------------------------------------------
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something in the queue has not been delivered."""
-        return bool(self._queue)
-
-    def post(self, item: Message | Measurements) -> None:
+    def post(self, item: "Message | Measurements[MessageBus]") -> None:
         """Append an event, or the measurements of a step, to the queue."""
-        self._queue.append(item)
+        self.queue.append(item)
 
     def drain(self, wait: bool = False) -> None:
         """Deliver the items of the queue in order, up to the first that has not arrived; with `wait`, all of them."""
-        if self._draining:  # a subscriber evaluates the model in compute; its items stay in the queue
-            return
-        try:
-            try:
-                self._draining = True
-                with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of rows is NaN without a warning
-                    while self._queue and self._deliver_first(wait):
-                        pass
-            finally:
-                self._draining = False
-        except BaseException:  # may have come before the line above
-            self._draining = False
-            raise
-
-    def _deliver_first(self, wait: bool) -> bool:
-        """Deliver the first item of the queue and return whether it had arrived.
-
-        The item is removed afterwards.  If it is still there at the next call, an exception that belongs to the user has
-        interrupted its delivery, and what remains of it is lost.
-        """
-        item = self._queue[0]
-        if item is self._begun:
-            self._queue.popleft()
-            self.late = []
-            self._abandon(item)
-            return True
-        try:
-            if isinstance(item, Message):
-                self._begun = item
-                self.publish(item)
-            elif wait or item.arrived():
-                self._begun = item
-                item.deliver(self)
-            else:
-                return False
-        except Exception as error:
-            self.error_guard.report_internal("delivery", error)
-        self._queue.popleft()
-        self._queue.extendleft(reversed(self.late))
-        self.late = []
-        return True
+        self.queue.drain(self, wait)
 
     def later(
         self, subscriber: Subscriber, message: Message, pending: Pending[Any], then: Callable[[Pending[Any]], None]
@@ -412,7 +310,7 @@ class MessageBus:
         """Deliver a result that is being computed before everything that follows in the queue."""
         registered = next((r for r in self.registered if r.subscriber is subscriber), None)
         if registered is not None:
-            self.late.append(_LaterResult(registered, message.stamp, pending, then))
+            self.queue.late.append(_LaterResult(registered, message.stamp, pending, then))
 
     def drop_late(self, subscriber: Subscriber) -> None:
         """Count a result that is not computed, because earlier ones still are."""
@@ -429,28 +327,14 @@ class MessageBus:
             if registered.subscription.is_joined:
                 continue
             results = EarlyResults(self)
-            draining, self._draining = self._draining, True
             try:
                 subscriber._host = results
-                with np.errstate(divide="ignore", invalid="ignore"):
+                with self.queue.hold(), np.errstate(divide="ignore", invalid="ignore"):
                     self.error_guard.call(registered, "compute", registered.deliver, message)
                 into[registered] = results
             finally:
                 if subscriber._host is results:  # it may have unregistered itself
                     subscriber._host = self
-                self._draining = draining
-
-    def _abandon(self, item: Message | Measurements) -> None:
-        self._interruptions += 1
-        if FailureCounter.is_logged(self._interruptions):
-            step = item.stamp.global_step
-            log.warning("an exception has interrupted the delivery of step %d; some of its values are missing", step)
-        if isinstance(item, Message):
-            return
-        try:
-            item.abandon(self)
-        except Exception as error:
-            self.error_guard.report_internal("delivery", error)
 
     def commit(self, step: int) -> None:
         """Pass the end of a step on to the backends."""

@@ -99,7 +99,7 @@ class Finished:
         try:
             self._deliver(bus)
         finally:
-            if not bus.late:
+            if not bus.queue.late:
                 observer.step_delivered(rows.stamp)
 
     def _deliver(self, bus: MessageBus) -> None:
@@ -112,8 +112,8 @@ class Finished:
             self.event.skipped = rows.skipped
             self.event.data["learning_rates"] = rows.rates
             bus.publish(self.event, {} if rows.skipped else self.early)
-        if bus.late:  # results of this step that are being computed
-            bus.late.append(_End(self))
+        if bus.queue.late:  # results of this step that are being computed
+            bus.queue.late.append(_End(self))
         else:
             self.end(bus)
 
