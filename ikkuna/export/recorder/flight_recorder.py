@@ -5,7 +5,6 @@ import platform
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,41 +18,34 @@ from ikkuna.diagnosis.finding import SEVERITIES, Finding
 from ikkuna.diagnosis.flight_recorder.dump_files import DumpContent
 from ikkuna.diagnosis.flight_recorder.dump_writer import DumpJob, DumpWriter
 from ikkuna.diagnosis.flight_recorder.options import RecorderOptions
-from ikkuna.diagnosis.flight_recorder.random_states import RandomReader, RandomStates
-from ikkuna.diagnosis.flight_recorder.row_ring import RowRing
-from ikkuna.diagnosis.flight_recorder.step_log import StepLog
-from ikkuna.diagnosis.flight_recorder.stored_history import history_arrays, rule_facts
+from ikkuna.diagnosis.flight_recorder.stored_history import rule_facts
 from ikkuna.diagnosis.flight_recorder.triggers import CoolDown, NonFiniteTrigger, SpikeTrigger
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.distributed.world import World
 from ikkuna.export.bus.bus import Handle, MessageBus
 from ikkuna.export.hooks.context import HookContext
-from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.messages.message import NetworkMessage
 from ikkuna.export.messages.stamp import TRAINING, Stamp
-from ikkuna.export.recorder.burst import Burst, BurstSubscriber, names_of
+from ikkuna.export.recorder.burst import Burst, BurstSubscriber
 from ikkuna.export.recorder.input_hashes import InputHashSubscriber
 from ikkuna.export.recorder.process_hooks import hook_process
-from ikkuna.export.recorder.step_capture import CapturedStep, StepCapture
+from ikkuna.export.recorder.recorded_steps import RecordedSteps
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.rows import Rows
-from ikkuna.numerics.statistics.table import COLUMN, COLUMNS
+from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.signal_handlers import suppressed
 
 __all__ = ["FlightRecorder"]
 
 _LAST_WORDS = 5.0  # seconds for a dump of a process that ends
 _OF_NUMBERS, _OF_RULE, _AT_END = range(3)
-_NO_RATES: dict[str, Any] = {}
-_MEAN, _N = COLUMN["mean"], COLUMN["n"]
 _QUIET = frozenset(("activations", "layer_inputs", "input_data", "network_output"))  # may contain Inf on purpose
 
 
 class FlightRecorder:
     """Keeps the last steps of an exporter, and writes them to a dump when something goes wrong.
 
-    It copies the table of each sampled step into memory of a fixed size, with the states of the random generators and hashes of the
-    inputs, and the loss and the learning rates of every step.  A thread writes dumps.
+    `RecordedSteps` keeps the steps, and `InputHashSubscriber` hashes of their inputs.  A thread writes dumps.
 
     Parameters
     ----------
@@ -68,24 +60,14 @@ class FlightRecorder:
     def __init__(self, context: HookContext, bus: MessageBus, options: RecorderOptions) -> None:
         self._context, self._bus, self.options = context, bus, options
         self._writer = DumpWriter()
-        self._ring, self._log = RowRing(options.length), StepLog()
-        self._random: deque[tuple[int, RandomStates]] = deque(maxlen=options.length)
-        self._reader: RandomReader | None = None
-        self._captures = options.record_batches or options.state_every > 0
-        self._capture = StepCapture(options.state_every, options.max_bytes // 2)
-        self._takes_call = False
-        self._plans: dict[int, tuple[Plan, bool]] = {}
-        self._keys: Any = ()
-        self._loss_row: int | None = None
+        self._steps = RecordedSteps(context, options)
         self._nonfinite, self._spike = NonFiniteTrigger(), SpikeTrigger()
         self._cool_down = CoolDown(options.cool_down, options.max_dumps)
         self._reasons: list[str] = []
         self._findings: list[Finding] = []
         self._burst: Burst | None = None
         self._burst_job: DumpJob | None = None
-        self._last: Stamp | None = None
         self._process = os.getpid()
-        self._unsampled: tuple[Any, Plan] | None = None
         self.judge: Judge | None = None
         self._hashes = InputHashSubscriber(context.model.loss is not None, options.length, subsample=options.every)
         self._unhook = hook_process(self, options.signals)
@@ -101,46 +83,24 @@ class FlightRecorder:
 
     def step_opened(self, stamp: Stamp, plan: Plan) -> None:
         """Read the states of the random generators before a sampled step, and begin to copy the step."""
-        self._takes_call = False
         try:
-            is_sampled = self._is_sampled(plan)
-            if not is_sampled and not self.options.state_every:
-                return
-            if self._reader is None:
-                self._reader = RandomReader({named.parameter.device for named in self._context.parameters.all})
-            random = self._reader.read()
-            self._random.append((stamp.global_step, random))
-            if self._captures:
-                self._takes_call = True
-                step = CapturedStep(stamp.global_step, stamp.train_step, stamp.epoch, [random])
-                self._capture.begin(step, self._context.model.roots.whole, self._context.parameters.optimizers())
+            self._steps.open(stamp, plan)
         except Exception as error:
             self._context.error_guard.report_internal("recording the state before a step", error)
 
-    def _is_sampled(self, plan: Plan) -> bool:
-        known = self._plans.get(id(plan))
-        if known is None:  # the plan is kept, so that its id stays unique
-            is_sampled = not plan.kinds.isdisjoint(MODULE_KINDS)
-            if len(self._plans) > 64:
-                self._plans.clear()
-            known = self._plans[id(plan)] = plan, is_sampled
-        return known[1]
-
     def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what the model is called with, if that is asked for."""
-        if self._takes_call and self._reader is not None:
-            try:
-                self._capture.add_model_call(args, kwargs, self._reader.read)
-            except Exception as error:
-                self._context.error_guard.report_internal("copying a batch", error)
+        try:
+            self._steps.add_model_call(args, kwargs)
+        except Exception as error:
+            self._context.error_guard.report_internal("copying a batch", error)
 
     def loss_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what the loss module is called with, if that is asked for."""
-        if self._takes_call:
-            try:
-                self._capture.add_loss_call(args, kwargs)
-            except Exception as error:
-                self._context.error_guard.report_internal("copying labels", error)
+        try:
+            self._steps.add_loss_call(args, kwargs)
+        except Exception as error:
+            self._context.error_guard.report_internal("copying labels", error)
 
     def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:
         """Keep the rows of a step, and look for numbers that are not finite and for a loss that jumps."""
@@ -150,38 +110,15 @@ class FlightRecorder:
             self._context.error_guard.report_internal("recording a step", error)
 
     def _keep(self, rows: Rows, event: NetworkMessage) -> None:
-        step, data = rows.stamp.global_step, event.data or {}
-        self._last, self._keys = rows.stamp, rows.keys
-        loss = self._loss_of(rows)
-        self._log.add(
-            step,
-            np.nan if loss is None else loss,
-            data.get("learning_rates", _NO_RATES),
-            data.get("seconds", np.nan),
-            rows.skipped,
-        )
-        is_sampled = self._is_sampled(rows.plan)
-        self._unsampled = None if is_sampled else (rows.values, rows.plan)
-        if is_sampled:
-            self._ring.add(step, rows.values, rows.plan)
+        loss = self._steps.add(rows, event)
         if rows.skipped:
             return
         if loss is not None and self._spike.update(loss):
             self._reasons.append(f"the loss jumped to {loss:.6g}")
-        if is_sampled and len(bad := self._nonfinite.update(rows.values)):
+        if self._steps.is_sampled(rows.plan) and len(bad := self._nonfinite.update(rows.values)):
             self._note_nonfinite(bad, rows)
         if self._burst is not None:
             self._burst.add(rows)
-
-    def _loss_of(self, rows: Rows) -> float | None:
-        """Return the loss of a step; ``None`` if it was not measured."""
-        row = self._loss_row
-        if row is None:
-            row = self._loss_row = next((i for i, (site, _) in enumerate(rows.keys) if site.kind == "loss"), None)
-        if row is None or row >= len(rows.values) or not rows.values[row, _N]:
-            return None
-        _, nans, infs = rows.values[row, :3].tolist()
-        return float("nan") if nans or infs else float(rows.values[row, _MEAN])
 
     def _note_nonfinite(self, bad: Iterable[int], rows: Rows) -> None:
         nans = rows.values[:, COLUMN["nans"]]
@@ -230,23 +167,19 @@ class FlightRecorder:
     def process_fails(self, error: BaseException) -> None:
         """Write a dump before the process ends."""
         with suppressed(Exception):
-            if self._cool_down.allows(self._step, _AT_END):
+            if self._cool_down.allows(self._steps.step, _AT_END):
                 job = self._write([f"{type(error).__name__}: {error}"], has_burst=False)
                 if job is not None:
                     job.wait(_LAST_WORDS)
 
     def signal_arrived(self, name: str) -> None:
         """Write a dump, and wait for it, because the signal may end the process."""
-        if self._cool_down.allows(self._step, _AT_END):
+        if self._cool_down.allows(self._steps.step, _AT_END):
             job = self._write([f"signal {name}"], has_burst=False)
             if job is not None:
                 job.wait(_LAST_WORDS)
 
     # -- dumps ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _step(self) -> int:
-        return self._last.global_step if self._last is not None else 0
 
     @property
     def dumps(self) -> tuple[Path, ...]:
@@ -287,61 +220,19 @@ class FlightRecorder:
         return lambda: log_dir / f"dumps_rank{rank}"
 
     def _content(self, reasons: list[str]) -> DumpContent:
-        if self._unsampled is not None and self._ring.last_step != self._step:
-            self._ring.add(self._step, *self._unsampled)
-        rows = self._ring.snapshot(keys := list(self._keys))
-        names = names_of(keys[: rows.values.shape[1]])
-        arrays = {
-            "rows.npz": {"steps": rows.steps, "values": rows.values, "columns": np.array(COLUMNS, np.str_)}
-            | names
-            | self._log.arrays()
-            | self._hashes.arrays()
-        }
-        random = list(self._random)
-        if random:
-            arrays["random.npz"] = {"steps": np.array([step for step, _ in random])} | {
-                f"{step} {name}": array for step, states in random for name, array in states.arrays().items()
-            }
+        step = self._steps.step
+        begin = min((f.step for f in self._findings if f.step is not None), default=step)
+        arrays = self._steps.arrays()
+        arrays["rows.npz"] |= self._hashes.arrays()
+        tensors, further = self._steps.captured(begin, self.judge.history if self.judge is not None else None)
         return DumpContent(
-            f"step_{self._step:06d}", self._facts(reasons), arrays, self._tensors(arrays), self.options.max_bytes
+            f"step_{step:06d}", self._facts(reasons), {**arrays, **further}, tensors, self.options.max_bytes
         )
 
-    def _tensors(self, arrays: dict[str, dict[str, NDArray[Any]]]) -> dict[str, Any]:
-        steps = [step for step in self._capture.steps if step.model_calls and step.step <= self._step]
-        if not steps:
-            return {}
-        found: dict[str, Any] = {
-            "batches.pt": [
-                {name: getattr(step, name) for name in ("step", "train_step", "epoch", "model_calls", "loss_calls")}
-                for step in steps
-            ]
-        }
-        if (first := self._first_to_replay(steps)) is not None:
-            found = {"state.pt": {"step": first.step, **(first.state or {})}, **found}
-            if self.judge is not None:
-                arrays["history.npz"] = history_arrays(self.judge.history)
-        arrays["random_calls.npz"] = {
-            f"{step.step} {number} {name}": array
-            for step in steps
-            for number, states in enumerate(step.random)
-            for name, array in states.arrays().items()
-        }
-        return found
-
-    def _first_to_replay(self, steps: list[CapturedStep]) -> CapturedStep | None:
-        """Return the latest step with a copy of the state that is not after the beginning of what was found."""
-        with_state = [step for step in steps if step.state is not None]
-        begin = min((f.step for f in self._findings if f.step is not None), default=self._step)
-        before = [step for step in with_state if step.step <= begin]
-        return before[-1] if before else next(iter(with_state), None)
-
     def _facts(self, reasons: list[str]) -> dict[str, Any]:
-        last, world = self._last, World.here()
-        left_out = {"batches.pt": self._capture.refusal} if self._capture.refusal else {}
-        if self._captures and self._context.model.is_compiled:
-            left_out["batches.pt"] = "the arguments of a compiled model are not seen"
+        last, world = self._steps.last, World.here()
         return {
-            "step": self._step,
+            "step": self._steps.step,
             "train_step": last.train_step if last else 0,
             "epoch": last.epoch if last else 0,
             "reasons": reasons,
@@ -354,7 +245,7 @@ class FlightRecorder:
                 [entry.name, entry.class_name, [list(p) for p in entry.parameters]] for entry in self._bus.network
             ],
             "options": asdict(self.options),
-            "left_out": left_out,
+            "left_out": self._steps.left_out(),
             "versions": {
                 "ikkuna": sys.modules["ikkuna"].__version__,
                 "torch": torch.__version__,
