@@ -485,6 +485,52 @@ def bidirectional_language_model():
     return with_optimizer(model, (x[:, :-1], x[:, 1:]), loss)
 
 
+@mistake(("random_output", "warning", "0"))
+def functional_dropout_without_the_mode():
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return functional.dropout(super().forward(x), 0.2)
+
+    model = nn.Sequential(Layer(20, 64), nn.ReLU(), nn.Linear(64, 10))
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@mistake(("random_output", "warning", "attention"))
+def dropout_of_attention_without_the_mode():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return self.out(functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.attention, self.head = nn.Embedding(50, 16), Attention(), nn.Linear(16, 5)
+
+        def forward(self, x):
+            return self.head(self.attention(self.embedding(x)).mean(1))
+
+    return with_optimizer(Model(), tokens(), nn.CrossEntropyLoss())
+
+
+@mistake(("random_output", "info", None))
+def model_that_samples_in_evaluation_mode():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.head = nn.Linear(20, 16), nn.Linear(16, 10)
+
+        def forward(self, x):
+            mean = self.mean(x)
+            return self.head(mean + 0.1 * torch.randn_like(mean))
+
+    return with_optimizer(Model(), vectors(), nn.CrossEntropyLoss())
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_and_nothing_else(name):
     make, expected = MISTAKES[name]

@@ -1,6 +1,7 @@
 """The states of the random generators of torch, numpy and Python."""
 
 import ctypes
+import pickle
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ class RandomStates(NamedTuple):
     >>> RandomStates.of_arrays(states.arrays()).restore()
     >>> first == (random.random(), torch.rand(1).item())
     True
+    >>> states.equals(RandomReader().read()), states.equals(states)
+    (False, True)
     """
 
     torch_state: torch.Tensor
@@ -50,6 +53,31 @@ class RandomStates(NamedTuple):
             torch.get_device_module(device).default_generators[device.index].set_state(state)
         np.random.set_state(self.numpy_state)
         random.setstate(self.python_state)
+
+    def seeded(self, seed: int) -> "RandomStates":
+        """Return the states that the same generators would have after they are seeded; nothing is seeded.
+
+        Parameters
+        ----------
+        seed : int
+            The seed.
+        """
+        return RandomStates(
+            torch.Generator("cpu").manual_seed(seed).get_state(),
+            {name: torch.Generator(name).manual_seed(seed).get_state() for name in self.device_states},
+            np.random.RandomState(seed).get_state(),
+            random.Random(seed).getstate(),
+        )
+
+    def equals(self, other: "RandomStates") -> bool:
+        """Return whether the same random numbers would follow."""
+        return (
+            self.python_state == other.python_state
+            and pickle.dumps(self.numpy_state) == pickle.dumps(other.numpy_state)
+            and torch.equal(self.torch_state, other.torch_state)
+            and self.device_states.keys() == other.device_states.keys()
+            and all(torch.equal(state, other.device_states[name]) for name, state in self.device_states.items())
+        )
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the states as arrays of numbers."""

@@ -13,6 +13,7 @@ from ikkuna.diagnosis.preflight_checks.optimizer import (
     not_in_optimizer,
     parameter_in_two_groups,
 )
+from ikkuna.diagnosis.preflight_checks.random_output import random_output
 from ikkuna.diagnosis.preflight_checks.runs import first_step_runs, label_dtype, label_range, label_shape
 from ikkuna.diagnosis.preflight_checks.signal import (
     dead_units,
@@ -30,5 +31,5 @@ CHECKS: tuple[Check, ...] = (
     *(eval_mode, untied_weights, identical_units, input_scale, nonfinite),
     *(first_step_runs, label_range, label_dtype, label_shape, loss_at_init, loss_scale, softmax_twice),
     *(no_gradient, signal_scale, signal_lost, gradient_scale, dead_units),
-    *(ignores_input, batch_leak, time_leak),
+    *(ignores_input, batch_leak, time_leak, random_output),
 )

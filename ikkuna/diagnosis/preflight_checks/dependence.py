@@ -18,7 +18,7 @@ from ikkuna.diagnosis.preflight_checks.signal import _require_different_samples
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.torch_internals import BATCH_NORMS
 
-__all__ = ["batch_leak", "ignores_input", "time_leak"]
+__all__ = ["batch_leak", "ignores_input", "relative_change", "time_leak"]
 
 _EPSILONS = 100  # a kernel may round differently for other data in the batch
 _SAME = 1e-10  # of the energy: rounding in float32
@@ -27,7 +27,7 @@ _SAME = 1e-10  # of the energy: rounding in float32
 def ignores_input(trial: Trial) -> Iterator[Finding]:
     """Find an output that is the same for different inputs, also with other parameters than the initial ones."""
     _require_different_samples(trial)
-    if _differs(trial, trial.evaluated) or _differs(trial, trial.evaluate(trial.batch, batch_statistics=True)[0]):
+    if _differs(trial, trial.evaluated) or _differs(trial, trial.evaluate(trial.batch, batch_statistics=True).output):
         return
     if not _differs(trial, perturbed_output(trial, trial.model.parameters())):
         message = "The output is the same for all samples, whatever their inputs are."
@@ -84,10 +84,10 @@ def _change_by_others(trial: Trial, preferred: int) -> float:
         axis = preferred if fits else sample_axis(tensor, size)
         return tensor if axis is None else tensor.narrow(axis, 0, 1).expand_as(tensor).clone()
 
-    before, after = trial.evaluated, trial.evaluate(trial.batch.map(copies))[0]
+    before, after = trial.evaluated, trial.evaluate(trial.batch.map(copies)).output
     layouts = [(by_sample(before, size, axis), by_sample(after, size, axis)) for axis in range(preferred + 1)]
     changes = [
-        _relative_change(a[0], b[0], before)
+        relative_change(a[0], b[0], before)
         for a, b in layouts
         if a is not None and b is not None and a.shape == b.shape
     ]
@@ -96,7 +96,14 @@ def _change_by_others(trial: Trial, preferred: int) -> float:
     return min(changes)
 
 
-def _relative_change(a: Tensor, b: Tensor, scale_of: Tensor) -> float:
+def relative_change(a: Tensor, b: Tensor, scale_of: Tensor) -> float:
+    """Return the largest difference of two outputs over the largest element of a third; 0 if rounding explains it.
+
+    Raises
+    ------
+    CannotJudgeError
+        If an output is not finite.
+    """
     scale = float(scale_of.abs().max())
     difference = float((a - b).abs().max()) if a.numel() else 0.0
     if not math.isfinite(difference) or not math.isfinite(scale):
@@ -111,8 +118,10 @@ def time_leak(trial: Trial) -> Iterator[Finding]:
     start = length // 2
     changed = _other_tail(tokens, axis, start)
     replaced = trial.batch.map(lambda tensor: changed if torch.equal(tensor, tokens) else tensor, labels=False)
-    before, after = (_by_position(output, tokens, axis) for output in (trial.evaluated, trial.evaluate(replaced)[0]))
-    difference = _relative_change(before[:, :start], after[:, :start], before)
+    before, after = (
+        _by_position(output, tokens, axis) for output in (trial.evaluated, trial.evaluate(replaced).output)
+    )
+    difference = relative_change(before[:, :start], after[:, :start], before)
     if difference:
         message = f"The output at a position depends on later positions (relative change {difference:.1g}), which it should predict."
         advice = "use a causal mask, or shift the inputs"

@@ -168,8 +168,8 @@ def _ratio_inside(trial: Trial) -> float:
     batch, size = trial.batch, trial.batch.size
     if any(tensor.ndim and len(tensor) != size for tensor in batch.tensors):
         raise CannotJudgeError("the inputs have no common axis of samples")
-    _, once = trial.evaluate(batch)
-    _, twice = trial.evaluate(batch.map(lambda tensor: torch.cat([tensor, tensor]) if tensor.ndim else tensor))
+    once = trial.evaluate(batch).loss
+    twice = trial.evaluate(batch.map(lambda tensor: torch.cat([tensor, tensor]) if tensor.ndim else tensor)).loss
     if once is None or twice is None or float(once) == 0:
         raise CannotJudgeError("the model returned no loss in evaluation mode")
     return float(twice) / float(once)

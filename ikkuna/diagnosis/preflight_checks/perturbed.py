@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError, inner_loss, main_output
-from ikkuna.diagnosis.preflight_checks.trial import Trial, train_norms
+from ikkuna.diagnosis.preflight_checks.training_setup import train_norms
+from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.probe.loss import run_model
 
 __all__ = ["perturbed_loss", "perturbed_output"]

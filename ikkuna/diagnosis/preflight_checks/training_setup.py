@@ -1,0 +1,218 @@
+"""A model with a batch, a loss and optimizers, as training would use them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ikkuna.diagnosis.flight_recorder.random_states import RandomReader, RandomStates
+from ikkuna.diagnosis.preflight_checks.batch import Batch
+from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError, Stopped, inner_loss, main_output
+from ikkuna.diagnosis.preflight_checks.restored import restored
+from ikkuna.diagnosis.preflight_checks.unobserved import unobserved
+from ikkuna.modules import class_name, named_modules, named_parameters
+from ikkuna.probe.isolation import isolated, without_replica_wrappers
+from ikkuna.probe.loss import run_model
+from ikkuna.torch_internals import BATCH_NORMS
+from ikkuna.undisturbed import undisturbed
+
+__all__ = ["Evaluation", "TrainingSetup", "train_norms"]
+
+
+class Evaluation(NamedTuple):
+    """The results of a pass in evaluation mode.
+
+    Parameters
+    ----------
+    output : Tensor
+        The scores or predictions.
+    loss : Tensor or None
+        The loss, if the model computes it.
+    draws : bool
+        Whether a global random generator was used.
+    """
+
+    output: Tensor
+    loss: Tensor | None
+    draws: bool
+
+
+class TrainingSetup:
+    """A model with a batch, a loss and optimizers; each pass leaves them as they were.
+
+    A pass restores the model, the loss module and all random states, and starts with the random state of the user.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    batch : Batch, optional
+        The batch.
+    loss : callable, optional
+        Called with the output and the labels.
+    optimizers : tuple of torch.optim.Optimizer
+        The optimizers.
+    causal : bool, optional
+        Whether an output may depend only on earlier positions; ``None`` if the batch decides.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch | None = None,
+        loss: Callable[..., Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer, ...] = (),
+        causal: bool | None = None,
+    ) -> None:
+        self.model = without_replica_wrappers(model)
+        self.loss = loss
+        self.optimizers = optimizers
+        self.causal = causal
+        self.names = {module: name or class_name(module).lower() for name, module in named_modules(model)}
+        self.parameters = dict(named_parameters(model))
+        if isinstance(loss, nn.Module):
+            known = set(map(id, self.parameters.values()))
+            own = {f"{class_name(loss).lower()}.{name}": p for name, p in named_parameters(loss)}
+            self.parameters |= {name: p for name, p in own.items() if id(p) not in known}
+        self._batch = batch if batch is None or self._device is None else batch.copy(self._device)
+
+    @property
+    def _device(self) -> torch.device | None:
+        """The device of the parameters, if they have one device."""
+        devices = {parameter.device for parameter in self.model.parameters()}
+        return devices.pop() if len(devices) == 1 and "meta" not in {device.type for device in devices} else None
+
+    # -- what exists without a pass
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that require a gradient, by name."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @property
+    def batch(self) -> Batch:
+        """The batch, on the device of the model.
+
+        Raises
+        ------
+        CannotJudgeError
+            If there is none, or if it is empty.
+        """
+        if self._batch is None:
+            raise CannotJudgeError("no batch was given")
+        tensors = self._batch.tensors
+        if not tensors:
+            raise CannotJudgeError("the batch contains no tensor")
+        if self._batch.size == 0 or not any(tensor.numel() for tensor in tensors):
+            raise CannotJudgeError("the batch is empty")
+        return self._batch
+
+    def require_values(self) -> None:
+        """Raise `CannotJudgeError` if the parameters have no values."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if any(is_lazy(tensor) for tensor in tensors):
+            raise CannotJudgeError("the model has lazy parameters; call it once before")
+        if any(tensor.is_meta for tensor in tensors):
+            raise CannotJudgeError("the model is on the meta device, where tensors have no values")
+
+    @property
+    def _owners(self) -> list[nn.Module]:
+        """The modules that passes run: the model, and the loss if it is a module."""
+        return [self.model, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore attributes and values of the model and the loss after the body."""
+        try:
+            self.require_values()
+        except CannotJudgeError:  # no pass will run
+            yield
+            return
+        with restored(self._owners):
+            yield
+
+    # -- passes
+    @contextmanager
+    def running(self, *, as_training: bool = False, autograd: bool = False) -> Iterator[None]:
+        """Restore everything after the body.
+
+        Parameters
+        ----------
+        as_training : bool
+            Use the modes in which the user left the modules, instead of evaluation mode.
+        autograd : bool
+            Record operations for a backward pass.
+        """
+        self.require_values()
+        modes = [(module, module.training) for owner in self._owners for module in owner.modules()]
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(unobserved(self._owners))
+            for owner in self._owners[1:]:
+                stack.enter_context(undisturbed(owner, autograd=True))
+            stack.enter_context(isolated(self.model))
+            if as_training:
+                for module, training in modes:
+                    module.training = training
+            stack.callback(_refresh_recurrent_weights, self.model)
+            stack.enter_context(torch.set_grad_enabled(autograd))
+            yield
+
+    def random_states(self) -> RandomStates:
+        """Return the states of the random generators, those of the model's device included."""
+        return RandomReader({self._device} if self._device is not None else ()).read()
+
+    def evaluate(self, batch: Batch, *, batch_statistics: bool = False) -> Evaluation:
+        """Return what the model computes in evaluation mode.
+
+        With ``batch_statistics=True`` batch norms stay in training mode: those of a new model do not normalise otherwise.
+
+        Raises
+        ------
+        CannotJudgeError
+            If the model raises, or if its output contains no tensor.
+        """
+        with self.running():
+            if batch_statistics:
+                train_norms(self.model)
+            before = self.random_states()
+            try:
+                result = run_model(self.model, batch.copy().inputs)
+            except Exception as error:
+                raise CannotJudgeError(
+                    f"in evaluation mode the model raises {Stopped('', None, error).text}"
+                ) from error
+            draws = not before.equals(self.random_states())
+            output = main_output(result, batch.loss_inside)
+            loss = inner_loss(result) if batch.loss_inside else None
+        return Evaluation(output, loss, draws)
+
+    def call_loss(self, result: Any, labels: Any) -> Tensor:
+        """Return what the loss function returns for an output and labels."""
+        assert self.loss is not None
+        if isinstance(self.loss, nn.Module) and type(self.loss).__module__.startswith("torch."):
+            result = getattr(result, "logits", result)  # the models of transformers return several values
+        loss: Tensor = self.loss(result) if labels is None else self.loss(result, labels)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the loss function returned a {type(loss).__name__} instead of a tensor")
+        return loss
+
+
+def train_norms(model: nn.Module) -> None:
+    """Put batch norms into training mode."""
+    for module in model.modules():
+        if isinstance(module, BATCH_NORMS):
+            module.training = True
+
+
+def _refresh_recurrent_weights(model: nn.Module) -> None:
+    """Let RNNs forget the weights that ``functional_call`` lent them."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module._update_flat_weights()
