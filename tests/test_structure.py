@@ -81,6 +81,7 @@ ROOMS = (
     *("messages", "steps", "model", "subscriber", "bus", "rows", "ranks", "hooks", "logged_values", "session"),
     *(
         "rule_statistics",
+        "rule_subscriber",
         "rules",
         "recorder",
         "evaluation",

@@ -17,7 +17,8 @@ from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.model.loss_function import observable_loss
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.recorder.flight_recorder import FlightRecorder
-from ikkuna.export.rules import RuleSelection, RuleSubscriber, register_rules
+from ikkuna.export.rule_subscriber import RuleSubscriber
+from ikkuna.export.rules import RuleSelection, register_rules
 from ikkuna.modules import ModuleFilter, NamedModule
 from ikkuna.visualization.run_settings import RunSettings
 

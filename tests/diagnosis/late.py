@@ -46,6 +46,12 @@ def evaluation_mode(case, optimizer):
     case.model.eval()
 
 
+def output_on_a_line(case, optimizer):
+    layer = case.model.get_submodule(case.hit)
+    direction = nn.functional.normalize(torch.randn(len(layer.bias)), dim=0)
+    layer.register_forward_hook(lambda module, args, out: (out @ direction)[..., None] * direction)
+
+
 LATE = {
     gradients_not_cleared: {"not_zeroed"},
     dead_layer: {"dead_units", "zero_gradient"},
@@ -53,6 +59,7 @@ LATE = {
     rate_vanishes: {"lr_vanished"},
     weight_becomes_nan: {"nonfinite"},
     evaluation_mode: {"evaluation_mode"},
+    output_on_a_line: {"rank_collapse", "signal_lost", "ignores_input"},
 }
 """Function of a case and its optimizer, called once, and the rules that may name it."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus, Stamp
 from ikkuna.export.rows.plan import Demand
 from ikkuna.export.rule_statistics import StatisticsReader
-from ikkuna.export.rules import RuleSubscriber
+from ikkuna.export.rule_subscriber import RuleSubscriber
 from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend, small_model
 
@@ -355,6 +356,18 @@ def test_a_step_that_no_rule_samples_reads_no_parameter(bus):
     assert sampled.states
     assert not other.parameters
     assert not other.forward
+
+
+def test_no_samples_of_the_rules_are_further_apart_than_asked_for(bus):
+    """A rule that needs several samples in a row is late by a multiple of the distance between two of them."""
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+    exporter, _ = exporter_with(bus, model, "default", every=10, later=40)
+    with exporter:
+        serving = [registered for registered in bus.registered if registered.subscriber.serves_rules]
+        assert {"DeadUnitsSubscriber", "DimensionSubscriber"} <= {type(r.subscriber).__name__ for r in serving}
+        for registered in serving:
+            steps = [step for step in range(300, 800) if registered.samples(Stamp(step, step, 1))]
+            assert {b - a for a, b in pairwise(steps)} == {40}, registered.label
 
 
 def test_batches_and_single_messages_give_the_same_history(bus, monkeypatch):
