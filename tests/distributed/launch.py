@@ -47,7 +47,9 @@ def launch(scenarios, size, directory, deadline=240.0):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = mp.get_context("spawn")
+    # torch and ikkuna are imported once, by the server from which the processes are forked
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "ikkuna.export", "tests.distributed.loops"])
     files = [directory / f"{size}-{port}-{rank}.pickle" for rank in range(size)]
     processes = [
         context.Process(target=_process, args=(rank, size, port, list(scenarios), str(files[rank])))
