@@ -4,6 +4,7 @@ No other file uses such a name, so that this file is all that a new version of t
 The functions are aliases where possible, because some of them run in every hook.
 """
 
+import ctypes
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
@@ -23,6 +24,7 @@ __all__ = [
     "MODULE_CALL",
     "REGISTER_HOOKS",
     "RUNNING_NORMS",
+    "TENSOR_ADDRESS",
     "autograd_enabled_inside_operators",
     "compiled_programs",
     "current_node",
@@ -34,6 +36,7 @@ __all__ = [
     "holds_other_tensors",
     "is_transformed",
     "kept_version",
+    "native_functions",
     "pytree",
     "saves_tensors_elsewhere",
     "set_grad_enabled",
@@ -68,6 +71,20 @@ BASE, BACKWARD_HOOKS, REGISTER_HOOKS = "_base", "_backward_hooks", "_register_ho
 
 Without them, the hooks of gradients are registered by the documented method, which takes longer.
 """
+
+TENSOR_ADDRESS = "_cdata"
+"""Attribute of a tensor: the address of its C++ object; without it, tensors are checked by functions of Python, which takes longer."""
+
+_TENSOR_FUNCTIONS = (
+    *("get_data_ptr", "get_numel", "get_dim", "get_storage_offset", "get_storage_size", "get_sizes", "get_strides"),
+    *("get_dtype", "get_device_type", "get_layout"),
+    *("dtype_float32", "dtype_float64", "dtype_bfloat16", "device_type_cpu", "layout_strided"),
+)
+_STATE_FUNCTIONS = (
+    "_ZN2at9functorch20getDynamicLayerStackEv",
+    "_ZN5torch3jit6tracer15getTracingStateEv",
+    "_ZN5torch8autograd25get_current_graph_task_idEv",
+)
 
 GLOBAL_FORWARD_HOOKS: dict[int, Any] = getattr(nn.modules.module, "_global_forward_hooks", {})
 """The forward hooks of all modules; without it, none: one that replaces an output by a view of a shared tensor is not noticed."""
@@ -109,6 +126,26 @@ compiled_programs: Callable[[CodeType], list[Any]] = getattr(_FRAMES, "_debug_ge
 
 drop_programs: Callable[[CodeType], None] = getattr(_FRAMES, "reset_code", lambda code: torch.compiler.reset())
 """Drop the compiler's programs of a function; without it, those of all functions."""
+
+
+def native_functions() -> list[int | None]:
+    """Return the addresses of the functions of torch's libraries that ``tensors.cpp`` calls, in its order.
+
+    The first belong to torch's C interface for compiled models.  The last three return what `function_transforms`, `tracing_state` and
+    `graph_task` return; without one, ``None``: these are called instead, which takes longer.
+
+    Raises
+    ------
+    RuntimeError
+        If torch has no such C interface; tensors are then checked by functions of Python.
+    """
+    try:
+        library = ctypes.CDLL(_C.__file__)
+        needed = [getattr(library, f"aoti_torch_{name}") for name in _TENSOR_FUNCTIONS]
+    except (AttributeError, OSError) as error:
+        raise RuntimeError(f"torch does not export its C interface: {error}") from error
+    found = (*needed, *(getattr(library, name, None) for name in _STATE_FUNCTIONS))
+    return [None if function is None else ctypes.cast(function, ctypes.c_void_p).value for function in found]
 
 
 def skip_in_compiler(function: Callable[..., Any]) -> None:

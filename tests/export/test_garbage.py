@@ -58,7 +58,7 @@ def rounds_of_collection(watch: bool) -> int:
 
 
 def test_a_step_creates_few_objects_per_value() -> None:
-    """One for the hook of a gradient, and the storage object that the check for freed memory needs of a new tensor."""
+    """One for the hook of a gradient."""
     more = (rounds_of_collection(watch=True) - rounds_of_collection(watch=False)) * THRESHOLD
     assert more < 1.25 * LAYERS * len(KINDS) * STEPS
 

@@ -58,19 +58,20 @@ int64_t now() {
 int64_t item(PyObject *numbers, int i) { return PyLong_AsLongLong(PyTuple_GetItem(numbers, i)); }
 
 bool returns_none(PyObject *function) { return Reference(PyObject_CallNoArgs(function)).is(o->none); }
-bool is_traced() { return !returns_none(o->function_transforms) || !returns_none(o->tracing_state); }
-
-// Whether a hook can be registered on a tensor in the way of `arm`.
-bool can_be_armed(PyObject *x) {
-    return Reference(attribute(x, o->is_leaf)).is_false() && Reference(attribute(x, o->backward_hooks)).is(o->none);
+bool is_transformed() {
+    if (!torch->transforms) return !returns_none(o->function_transforms);
+    void *const *const stack = torch->transforms();
+    return stack[0] != stack[1];
 }
+bool is_traced() { return torch->tracing_state ? *torch->tracing_state() != nullptr : !returns_none(o->tracing_state); }
+int64_t graph_task() { return torch->graph_task ? torch->graph_task() : Reference(PyObject_CallNoArgs(o->graph_task)).number(); }
 
 int64_t references(PyObject *x) { return Reference(PyObject_Vectorcall(o->getrefcount, &x, 1, nullptr)).number(); }
 int64_t alone;  // the references of an object that only a list has
 
 // As `Tensor.register_hook`, without a handle, and with the dictionary of an earlier step if that is not in use any more.
 // A dictionary that has another hook, or that belongs to another graph, is replaced by a new one.
-bool arm(PyObject *x, PyObject *dictionaries, int64_t number) {
+bool arm(PyObject *x, PyObject *node, PyObject *dictionaries, int64_t number) {
     PyObject *known = PyList_GetItem(dictionaries, number);
     if (references(known) != alone || PyObject_Size(known) != 1) {
         const Reference hook(PyObject_GetItem(known, o->hook_key));
@@ -81,27 +82,37 @@ bool arm(PyObject *x, PyObject *dictionaries, int64_t number) {
         }
         known = made;
     }
-    const Reference node(attribute(x, o->grad_fn));
-    if (!node.object || PyObject_SetAttr(x, o->backward_hooks, known)) {
+    if (PyObject_SetAttr(x, o->backward_hooks, known)) {
         PyErr_Clear();
         return false;
     }
-    PyObject *const arguments[] = {node.object, x};
+    PyObject *const arguments[] = {node, x};
     return Reference(PyObject_VectorcallMethod(o->register_hook_dict, arguments, 2, nullptr)).object;
 }
 
-// Register the hook for the gradient of an output.  An output of `nn.Linear` may be a view of a tensor that nothing else has; then
-// the hook is registered on that tensor, because an operation in place would cut off a hook of the view.
+// Whether a tensor has no hook yet.
+bool is_unhooked(PyObject *x) { return Reference(attribute(x, o->backward_hooks)).is(o->none); }
+
+// Whether a tensor has as many elements as another one.
+bool is_as_large(PyObject *x, int64_t n) {
+    View view;
+    return view_of(x, view, INT64_MAX) && view.n == n;
+}
+
+// Register the hook for the gradient of an output, if there is one.  An output of `nn.Linear` may be a view of a tensor that nothing else
+// has; then the hook is registered on that tensor, because an operation in place would cut off a hook of the view.
 // `forward_hooks` are those of such a module, and None for others; a second one may have replaced the output.
-bool watch(PyObject *x, PyObject *dictionaries, int64_t number, PyObject *forward_hooks) {
-    if (!can_be_armed(x)) return false;
+bool watch(PyObject *x, int64_t n, PyObject *dictionaries, int64_t number, PyObject *forward_hooks) {
+    const Reference node(attribute(x, o->grad_fn));
+    if (node.is(o->none)) return Reference(attribute(x, o->requires_grad)).is_false();
+    if (!node.object || number >= PyObject_Size(dictionaries) || PyList_GetItem(dictionaries, number) == o->none) return false;
+    if (!is_unhooked(x)) return false;
     const Reference base(attribute(x, o->base));
-    if (base.is(o->none)) return arm(x, dictionaries, number);
+    if (base.is(o->none)) return arm(x, node.object, dictionaries, number);
     if (forward_hooks == o->none || PyObject_Size(forward_hooks) != 1 || PyObject_Size(o->global_hooks)) return false;
-    return base.object && Reference(attribute(base.object, o->requires_grad)).is_true() &&
-           can_be_armed(base.object) &&
-           Reference(call(base.object, o->numel)).number() == Reference(call(x, o->numel)).number() &&
-           arm(base.object, dictionaries, number);
+    if (!base.object || !is_unhooked(base.object) || !is_as_large(base.object, n)) return false;
+    const Reference node_of_base(attribute(base.object, o->grad_fn));
+    return node_of_base.object && !node_of_base.is(o->none) && arm(base.object, node_of_base.object, dictionaries, number);
 }
 
 // numbers: address of the permit, row of the output, row of its gradient, the forward hooks of an `nn.Linear` or None, and the
@@ -109,14 +120,11 @@ bool watch(PyObject *x, PyObject *dictionaries, int64_t number, PyObject *forwar
 bool record_output(const Permit &permit, PyObject *numbers, PyObject *x) {
     const int64_t row = item(numbers, 1), gradient = item(numbers, 2);
     const int wanted = wanted_of(permit, row), wanted_gradient = wanted_of(permit, gradient);
-    if (wanted == PYTHON || wanted_gradient == PYTHON || is_traced()) return false;
+    if (wanted == PYTHON || wanted_gradient == PYTHON || is_transformed() || is_traced()) return false;
     View view;
-    if (wanted == NOTHING ? !is_plain(x) : !(is_plain(x) && view_of(x, view, permit.most, FRESH))) return false;
-    if (wanted_gradient != NOTHING && Reference(attribute(x, o->requires_grad)).is_true()) {
-        PyObject *const dictionaries = PyTuple_GetItem(numbers, 4);
-        if (permit.forward >= PyObject_Size(dictionaries) || PyList_GetItem(dictionaries, permit.forward) == o->none) return false;
-        if (!watch(x, dictionaries, permit.forward, PyTuple_GetItem(numbers, 3))) return false;
-    }
+    if (!view_of(x, view, wanted == NOTHING ? INT64_MAX : permit.most) || !is_plain(x)) return false;
+    if (wanted_gradient != NOTHING &&
+        !watch(x, view.n, PyTuple_GetItem(numbers, 4), permit.forward, PyTuple_GetItem(numbers, 3))) return false;
     if (wanted != NOTHING) measure_view(view, wanted, address_of(permit, row));
     return true;
 }
@@ -126,10 +134,9 @@ bool record_gradient(const Permit &permit, PyObject *numbers, PyObject *x) {
     if (permit.forward != item(numbers, 2)) return false;
     const int64_t row = item(numbers, 1);
     const int wanted = wanted_of(permit, row);
-    if (wanted < 0 || is_traced()) return false;
-    if (Reference(PyObject_CallNoArgs(o->graph_task)).number() != permit.task) return false;
+    if (wanted < 0 || is_transformed() || is_traced() || graph_task() != permit.task) return false;
     View view;
-    if (!is_plain(x) || !view_of(x, view, permit.most, FRESH)) return false;
+    if (!view_of(x, view, permit.most) || !is_plain(x)) return false;
     measure_view(view, wanted, address_of(permit, row));
     return true;
 }

@@ -11,24 +11,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.torch_internals import (
     BACKWARD_HOOKS,
     BASE,
     GLOBAL_FORWARD_HOOKS,
     REGISTER_HOOKS,
+    TENSOR_ADDRESS,
     function_transforms,
     graph_task,
-    is_transformed,
+    native_functions,
     tracing_state,
 )
 
 __all__ = ["HOOK_KEY", "PART", "UNLIMITED", "ListMemory", "TensorReader"]
 
-_NAMES = (
-    *("dtype", "is_cpu", "layout", "is_nested", "is_neg", "data_ptr", "numel", "itemsize", "storage_offset"),
-    *("untyped_storage", "nbytes", "is_contiguous", "dim", "shape", "requires_grad", "is_leaf", "grad_fn"),
-    *(BASE, BACKWARD_HOOKS, REGISTER_HOOKS),
-)
+_NAMES = (TENSOR_ADDRESS, "is_neg", "requires_grad", "grad_fn", BASE, BACKWARD_HOOKS, REGISTER_HOOKS)
 _Flags = NDArray[np.int32]
 _Rows = NDArray[np.int64]
 _OBJECT, _ADDRESS, _INTEGER = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
@@ -63,26 +61,26 @@ class TensorReader:
     def __init__(self, library: ctypes.CDLL) -> None:
         with_lock: Any = ctypes.PyDLL(library._name, handle=library._handle)  # does not release the lock of Python
         self._objects: list[Any] = [
-            *(Tensor, nn.Parameter, torch.float32, torch.float64, torch.bfloat16, torch.strided, is_transformed),
-            *((), {"memory_format": torch.channels_last}),
-            *(None, HOOK_KEY, OrderedDict, function_transforms, tracing_state, graph_task, GLOBAL_FORWARD_HOOKS),
-            sys.getrefcount,
-            *map(sys.intern, _NAMES),
+            *(Tensor, nn.Parameter, None, HOOK_KEY, OrderedDict, function_transforms, tracing_state, graph_task),
+            *(GLOBAL_FORWARD_HOOKS, sys.getrefcount, *map(sys.intern, _NAMES)),
         ]
         self._table = (ctypes.py_object * len(self._objects))(*self._objects)
+        functions = native_functions()
+        self._functions = (ctypes.c_void_p * len(functions))(*functions)
         try:
             set_up, self._one = with_lock.set_up, with_lock.measure_tensor
             self._many, self._differences = with_lock.measure_tensors, with_lock.measure_differences
         except AttributeError as error:
             raise RuntimeError(f"the native library has no such function: {error}") from error
-        set_up.argtypes, set_up.restype = (_ADDRESS,), ctypes.c_int
+        set_up.argtypes, set_up.restype = (_ADDRESS, _ADDRESS), ctypes.c_int
         self._one.argtypes, self._one.restype = (_OBJECT, _INTEGER, ctypes.c_int, _ADDRESS), ctypes.c_int
         self._many.argtypes, self._many.restype = (_OBJECT, _INTEGER, _INTEGER, *[_ADDRESS] * 5), None
         self._differences.argtypes, self._differences.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 5), None
-        row = np.zeros(64)
-        if not set_up(ctypes.addressof(self._table)):
+        row, x = np.zeros(64), torch.arange(12.0, device="cpu").reshape(3, 4)
+        if not set_up(ctypes.addressof(self._table), ctypes.addressof(self._functions)):
             raise RuntimeError("the interpreter does not export its functions")
-        if not self.add(torch.ones(3, device="cpu"), 0, row.ctypes.data) or row[0] != 3:
+        is_read = self.add(x[1:], 0, row.ctypes.data) and not self.add(x.mT, 0, row.ctypes.data)
+        if not is_read or row[COLUMN["n"]] != 8 or row[COLUMN["sumsq"]] != 492:
             raise RuntimeError("the native library cannot read tensors")
 
     def add(self, x: Tensor, flags: int, row: int, most: int = PART) -> bool:

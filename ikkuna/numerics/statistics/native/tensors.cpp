@@ -15,11 +15,9 @@ struct PyObject;
 struct PyThreadState;
 WEAK PyObject *PyObject_Type(PyObject *);
 WEAK PyObject *PyObject_GetAttr(PyObject *, PyObject *);
-WEAK PyObject *PyObject_Call(PyObject *, PyObject *, PyObject *);
 WEAK PyObject *PyObject_Vectorcall(PyObject *, PyObject *const *, size_t, PyObject *);
 WEAK PyObject *PyObject_VectorcallMethod(PyObject *, PyObject *const *, size_t, PyObject *);
 WEAK int PyObject_IsTrue(PyObject *);
-WEAK intptr_t PyObject_Hash(PyObject *);
 WEAK PyObject *PyList_GetItem(PyObject *, intptr_t);
 WEAK long long PyLong_AsLongLong(PyObject *);
 WEAK PyObject *PyErr_Occurred();
@@ -33,12 +31,27 @@ namespace {
 
 // What Python passes to `set_up`, in this order; it keeps these objects alive.
 struct Objects {
-    PyObject *tensor, *parameter, *float32, *float64, *bfloat16, *strided, *is_transformed, *nothing, *channels_last;
+    PyObject *tensor, *parameter;
     PyObject *none, *hook_key, *ordered_dict, *function_transforms, *tracing_state, *graph_task, *global_hooks, *getrefcount;
-    PyObject *dtype, *is_cpu, *layout, *is_nested, *is_neg, *data_ptr, *numel, *itemsize, *storage_offset, *untyped_storage,
-        *nbytes, *is_contiguous, *dim, *shape, *requires_grad, *is_leaf, *grad_fn, *base, *backward_hooks, *register_hook_dict;
+    PyObject *cdata, *is_neg, *requires_grad, *grad_fn, *base, *backward_hooks, *register_hook_dict;
 };
 const Objects *o;
+
+// Functions of torch, in this order.  Those of the first lines belong to its stable interface; they return 0, or another number for an
+// error.  The others are not documented, and null if this torch has none; then the functions of Python are called.
+// A tensor is the address of the pointer that an `at::Tensor` consists of.
+using Handle = void *const *;
+struct Functions {
+    int (*data_ptr)(Handle, void **);
+    int (*numel)(Handle, int64_t *), (*dim)(Handle, int64_t *), (*offset)(Handle, int64_t *), (*nbytes)(Handle, int64_t *);
+    int (*sizes)(Handle, const int64_t **), (*strides)(Handle, const int64_t **);
+    int (*dtype)(Handle, int32_t *), (*device_type)(Handle, int32_t *), (*layout)(Handle, int32_t *);
+    int32_t (*float32)(), (*float64)(), (*bfloat16)(), (*cpu)(), (*strided)();
+    void *const *(*transforms)();     // the address of a std::vector
+    void *const *(*tracing_state)();  // the address of a std::shared_ptr
+    int (*graph_task)();
+};
+const Functions *torch;
 
 constexpr int64_t PART = 1 << 19;   // each part of a large tensor is measured by itself, as several threads do
 constexpr int64_t LONG = 1 << 15;   // other threads of Python may run meanwhile
@@ -70,66 +83,71 @@ enum Order { NONE, CONTIGUOUS, CHANNELS_LAST };
 
 struct View {
     void *data;
-    int64_t n;
+    int64_t n, shape;  // the second is a hash
     int dtype;
     Order order;
 };
 
-Order order_of(PyObject *x) {
-    if (Reference(call(x, o->is_contiguous)).is_true()) return CONTIGUOUS;
-    if (Reference(call(x, o->dim)).number() != 4) return NONE;
-    const Reference method(attribute(x, o->is_contiguous));
-    if (!method.object) return NONE;
-    return Reference(PyObject_Call(method.object, o->nothing, o->channels_last)).is_true() ? CHANNELS_LAST : NONE;
+template <class T>
+bool gets(int (*function)(Handle, T *), Handle x, T *found) { return function(x, found) == 0; }
+bool has(int (*function)(Handle, int32_t *), Handle x, int32_t (*value)()) {
+    int32_t found;
+    return gets(function, x, &found) && found == value();
 }
 
-// A tensor that a module has just returned, or autograd just computed, has the whole storage, or none if that was freed.  Python's
-// object for the storage would live as long as the storage, and be an object for the garbage collector for each tensor of each step.
-enum Storage { CHECKED, FRESH };
-
-// Whether the storage has the bytes of the tensor: it may have been shrunk or freed.
-bool is_stored(PyObject *x, int64_t n, Storage kind) {
-    const int64_t offset = Reference(call(x, o->storage_offset)).number();
-    if (kind == FRESH && offset == 0) return true;
-    const int64_t size = Reference(attribute(x, o->itemsize)).number();
-    const Reference storage(call(x, o->untyped_storage));
-    if (!storage.object || size < 0 || offset < 0) return false;
-    return (n + offset) * size <= Reference(call(storage.object, o->nbytes)).number();
+// Whether memory has the order of these axes, the innermost first; axes of one element have any stride.
+bool is_in_order(const int64_t *sizes, const int64_t *strides, const int *axes, int64_t dim) {
+    int64_t expected = 1;
+    for (int64_t i = 0; i < dim; i++) {
+        const int64_t axis = axes ? axes[i] : dim - 1 - i;
+        if (sizes[axis] != 1 && strides[axis] != expected) return false;
+        expected *= sizes[axis];
+    }
+    return true;
 }
 
-int dtype_of(PyObject *x) {
-    const Reference dtype(attribute(x, o->dtype));
-    return dtype.is(o->float32) ? 0 : dtype.is(o->float64) ? 1 : dtype.is(o->bfloat16) ? 2 : -1;
-}
-
-void *data_of(PyObject *x) {
-    const int64_t data = Reference(call(x, o->data_ptr)).number();
-    return data == -1 ? nullptr : reinterpret_cast<void *>(data);
-}
-
-bool is_on_host(PyObject *x) {
-    const Reference type(PyObject_Type(x));
-    return (type.is(o->tensor) || type.is(o->parameter)) && Reference(attribute(x, o->is_cpu)).is_true();
-}
-
-// What does not change while the same object has the same memory.
-bool is_plain(PyObject *x) {
-    if (!is_on_host(x) || !Reference(attribute(x, o->layout)).is(o->strided)) return false;
-    if (!Reference(attribute(x, o->is_nested)).is_false() || !Reference(call(x, o->is_neg)).is_false()) return false;
-    return Reference(PyObject_Vectorcall(o->is_transformed, &x, 1, nullptr)).is_false();
-}
-
-// What can change at any time: ``x.data = y`` replaces the memory, and a storage can be resized.
-bool view_of(PyObject *x, View &view, int64_t most, Storage storage = CHECKED) {
-    view.dtype = dtype_of(x);
-    if (view.dtype < 0) return false;
-    view.n = Reference(call(x, o->numel)).number();
-    if (view.n <= 0 || view.n > most) return false;
-    view.data = data_of(x);
-    if (!view.data || !is_stored(x, view.n, storage)) return false;
-    view.order = order_of(x);
+bool set_order(Handle x, View &view) {
+    int64_t dim;
+    const int64_t *sizes, *strides;
+    if (!gets(torch->dim, x, &dim) || !gets(torch->sizes, x, &sizes) || !gets(torch->strides, x, &strides)) return false;
+    constexpr int last[] = {1, 3, 2, 0};
+    view.order = is_in_order(sizes, strides, nullptr, dim) ? CONTIGUOUS
+               : dim == 4 && is_in_order(sizes, strides, last, dim) ? CHANNELS_LAST : NONE;
+    uint64_t hash = dim;
+    for (int64_t i = 0; i < dim; i++) hash = (hash ^ sizes[i]) * UINT64_C(0x100000001b3) + 1;
+    view.shape = static_cast<int64_t>(hash);
     return view.order != NONE;
 }
+
+bool set_dtype(Handle x, View &view) {
+    int32_t dtype;
+    if (!gets(torch->dtype, x, &dtype)) return false;
+    view.dtype = dtype == torch->float32() ? 0 : dtype == torch->float64() ? 1 : dtype == torch->bfloat16() ? 2 : -1;
+    return view.dtype >= 0;
+}
+
+// Whether the storage has the bytes of the tensor: it may have been shrunk or freed.
+bool is_stored(Handle x, const View &view) {
+    constexpr int64_t bytes[] = {4, 8, 2};
+    int64_t offset, size;
+    return gets(torch->offset, x, &offset) && gets(torch->nbytes, x, &size) && (view.n + offset) * bytes[view.dtype] <= size;
+}
+
+// The view of a tensor that is on the host, and of at most `most` elements.  All of this can change at any time: ``x.data = y``
+// replaces the memory, and a storage can be resized.
+bool view_of(PyObject *object, View &view, int64_t most) {
+    const Reference type(PyObject_Type(object));
+    if (!type.is(o->tensor) && !type.is(o->parameter)) return false;
+    const int64_t address = Reference(attribute(object, o->cdata)).number();
+    void *const tensor = reinterpret_cast<void *>(address);
+    const Handle x = &tensor;
+    return address > 0 && has(torch->device_type, x, torch->cpu) && has(torch->layout, x, torch->strided) && set_dtype(x, view) &&
+           gets(torch->numel, x, &view.n) && view.n > 0 && view.n <= most && set_order(x, view) &&
+           gets(torch->data_ptr, x, &view.data) && view.data && is_stored(x, view);
+}
+
+// Whether the memory has the numbers themselves; this does not change while the same object has the same memory.
+bool is_plain(PyObject *x) { return Reference(call(x, o->is_neg)).is_false(); }
 
 // A tensor that was found to be plain, and where its memory was then.  The object may be gone, and another may have its address.
 struct Known {
@@ -138,10 +156,10 @@ struct Known {
 };
 
 bool look(PyObject *x, View &view, Known *known, int64_t most) {
-    if (!known) return is_plain(x) && view_of(x, view, most);
-    if (known->x == x && is_on_host(x) && view_of(x, view, most) && view.data == known->data) return true;
-    const bool found = is_plain(x) && view_of(x, view, most);
-    *known = Known{found ? x : nullptr, found ? view.data : nullptr};
+    const bool is_readable = view_of(x, view, most);
+    if (known && is_readable && known->x == x && known->data == view.data) return true;
+    const bool found = is_readable && is_plain(x);
+    if (known) *known = Known{found ? x : nullptr, found ? view.data : nullptr};
     return found;
 }
 
@@ -186,19 +204,15 @@ struct Copied {
     int64_t n, dtype, order, shape;
 };
 
-int64_t shape_of(PyObject *x) {
-    const Reference shape(attribute(x, o->shape));
-    return shape.object ? PyObject_Hash(shape.object) : -1;
-}
-
 }  // namespace
 
-// Take the objects that Python keeps alive; return whether the interpreter has all functions.
-extern "C" int set_up(const void *objects) {
+// Take the objects that Python keeps alive, and the functions; return whether the interpreter has all functions.
+extern "C" int set_up(const void *objects, const void *functions) {
     o = static_cast<const Objects *>(objects);
-    return PyObject_Type && PyObject_GetAttr && PyObject_Call && PyObject_Vectorcall && PyObject_VectorcallMethod &&
-           PyObject_IsTrue && PyObject_Hash && PyList_GetItem && PyLong_AsLongLong && PyErr_Occurred && PyErr_Clear &&
-           Py_DecRef && PyEval_SaveThread && PyEval_RestoreThread;
+    torch = static_cast<const Functions *>(functions);
+    return PyObject_Type && PyObject_GetAttr && PyObject_Vectorcall && PyObject_VectorcallMethod && PyObject_IsTrue &&
+           PyList_GetItem && PyLong_AsLongLong && PyErr_Occurred && PyErr_Clear && Py_DecRef && PyEval_SaveThread &&
+           PyEval_RestoreThread;
 }
 
 // Add the statistics of a tensor of at most `most` elements to a row; return whether that was done.
@@ -227,7 +241,7 @@ extern "C" void measure_tensors(PyObject *tensors, int64_t count, int64_t most, 
         const bool is_copied = copy && copy->data && view.dtype < 2 && view.n == copy->n &&
                                Reference(attribute(x, o->requires_grad)).is_true();
         if (is_copied) {
-            copy->dtype = view.dtype, copy->order = view.order, copy->shape = shape_of(x);
+            copy->dtype = view.dtype, copy->order = view.order, copy->shape = view.shape;
             done[i] |= COPIED;
         }
         if (wanted[i] >= 0) done[i] |= MEASURED;
@@ -245,7 +259,7 @@ extern "C" void measure_differences(PyObject *tensors, int64_t count, const int3
         PyObject *const x = PyList_GetItem(tensors, i);
         View view;
         done[i] = look(x, view, each + i, INT64_MAX) && view.n == copy.n && view.dtype == copy.dtype &&
-                  view.order == copy.order && shape_of(x) == copy.shape ? MEASURED : 0;
+                  view.order == copy.order && view.shape == copy.shape ? MEASURED : 0;
         if (!done[i]) continue;
         const Unlocked unlocked(view.n);
         if (view.dtype == 0) measure_difference_float32(view.data, copy.data, view.n, wanted[i], rows[i]);
