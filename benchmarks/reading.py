@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from synthetic_run import write_run
+from synthetic_run import values_of_step, write_run
 
 from ikkuna.reading import StoredRun
 from ikkuna.visualization.files.event_file import float32, scalar_prefix, step_record
@@ -49,8 +49,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         files = {
-            "packed": write_run(root / "a", 100, options.values // 604, histograms=0),
-            "packed, small": write_run(root / "b", 100, options.accumulator_values // 604, histograms=0),
+            "packed": write_run(root / "a", 100, options.values // values_of_step(100), histograms=0),
+            "packed, small": write_run(
+                root / "b", 100, options.accumulator_values // values_of_step(100), histograms=0
+            ),
             "single": write_single(root / "c", options.single_values),
         }
         print("| file | values | MB | reader | CPU s | values per s |\n|---|---|---|---|---|---|")

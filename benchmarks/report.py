@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from synthetic_run import KINDS, write_run
+from synthetic_run import values_of_step, write_run
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
             subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            values = (modules * len(KINDS) + 4) * steps
+            values = values_of_step(modules) * steps
             print(
                 f"| {modules} | {steps:,} | {values:,} | {seconds:.1f} | {page.stat().st_size / 1e6:.2f} |", flush=True
             )

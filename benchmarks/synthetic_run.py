@@ -15,16 +15,29 @@ KINDS = (
     *("activations_sparsity", "weight_gradients_norm2"),
 )
 NETWORK = ("loss", "train_accuracy", "learning_rate", "weight_gradients_global_norm2")
-PARTS = ("norm", "attention.query", "mlp.up", "mlp.down")
+PARTS = ("norm", "attention.query", "mlp.up", "mlp.activation")
+
+
+def values_of_step(modules: int) -> int:
+    """Return the number of values that `write_run` writes at each step."""
+    without_weights = modules // len(PARTS)
+    return len(NETWORK) + sum(modules - without_weights * kind.startswith("weight") for kind in KINDS)
 
 
 def write_run(directory, modules: int, steps: int, kinds=KINDS, histograms: int = 4) -> Path:
-    """Write a run with a value of each module and kind at every step."""
+    """Write a run with a value of each module and kind at every step; every fourth module has no weights."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     names = [f"blocks.{i // 4}.{PARTS[i % 4]}" for i in range(modules)]
-    entries = [ModuleEntry(name, "Linear", (("weight", (64, 64)), ("bias", (64,)))) for name in names]
-    prefixes = [scalar_prefix(series_tag(Series(kind, name))) for kind in kinds for name in names]
+    has_weights = np.arange(modules) % len(PARTS) != len(PARTS) - 1
+    shapes = ("weight", (64, 64)), ("bias", (64,))
+    entries = [
+        ModuleEntry(name, "Linear" if has else "GELU", shapes if has else ())
+        for name, has in zip(names, has_weights.tolist(), strict=True)
+    ]
+    stored = np.array([has_weights | (not kind.startswith("weight")) for kind in kinds])
+    chosen = [(kinds[i], names[j]) for i, j in np.argwhere(stored).tolist()]
+    prefixes = [scalar_prefix(series_tag(Series(kind, name))) for kind, name in chosen]
     network = [scalar_prefix(series_tag(Series(kind))) for kind in NETWORK]
     rng = np.random.default_rng(0)
     level = np.exp(rng.normal(size=(len(kinds), modules)))
@@ -35,7 +48,7 @@ def write_run(directory, modules: int, steps: int, kinds=KINDS, histograms: int 
             for row, kind in zip(values, kinds, strict=True):
                 if kind.endswith("sparsity"):
                     np.clip(row, 0, 1, out=row)
-            data = values.astype("<f4").tobytes()
+            data = values[stored].astype("<f4").tobytes()
             parts = [prefix + data[4 * i : 4 * i + 4] for i, prefix in enumerate(prefixes)]
             scalars = 2.3 * np.exp(-3 * share) + 0.1 * rng.random(), 1 - np.exp(-4 * share), 1e-3, 1 + rng.random()
             parts += [prefix + float32(value) for prefix, value in zip(network, scalars, strict=True)]

@@ -34,6 +34,7 @@ __all__ = [
     "function_transforms",
     "graph_task",
     "holds_other_tensors",
+    "insert_as_constant",
     "is_transformed",
     "kept_version",
     "native_functions",
@@ -158,6 +159,22 @@ def skip_in_compiler(function: Callable[..., Any]) -> None:
         _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(skip, skip))
     elif hasattr(_FRAMES, "skip_code"):
         _FRAMES.skip_code(function.__code__)
+
+
+def insert_as_constant(function: Callable[..., Any]) -> None:
+    """Let the compiler call a function while it traces, and insert the result as a constant.
+
+    ``torch.compiler.assume_constant_result`` does the same and imports the compiler, which takes longer than all of ikkuna.
+
+    Examples
+    --------
+    >>> def one(): ...
+    >>> def other(): ...
+    >>> insert_as_constant(one)
+    >>> vars(one) == vars(torch.compiler.assume_constant_result(other))
+    True
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autograd_enabled_inside_operators() -> AbstractContextManager[Any]:

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterable
 
+import numpy as np
+
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.installed import get_rules
 from ikkuna.diagnosis.judge import Judge
@@ -40,17 +42,34 @@ def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule]
     return judge.findings
 
 
-def judge_run(judge: Judge, run: StoredRun) -> None:
-    """Pass the values of a run to a judge, one step after another.
+def judge_run(judge: Judge, run: StoredRun, every: int = 1) -> tuple[int, int]:
+    """Pass the values of a run to a judge, one step after another, and return the numbers of judged and of stored steps.
 
     Several files of one run, such as those of two backends, are merged by steps; a resumed run begins again at an earlier step.
+
+    Parameters
+    ----------
+    judge : Judge
+        The rules.
+    run : StoredRun
+        The run.
+    every : int
+        Judge every n-th stored step only.
     """
-    for points in run.sessions(judge.kinds):
-        step = None
-        for point in points:
-            if step is not None and point.step != step:
-                judge.finish_step(step)
-            step = point.step
-            judge.add(point.kind, point.name, step, point.value, point.pass_name)
-        if step is not None:
+    names = [series.name for series in run.all_series]
+    groups = {(series.kind, series.pass_name): i for i, series in enumerate(run.all_series)}
+    group_of = np.array([groups[series.kind, series.pass_name] for series in run.all_series], np.int64)
+    judged = stored = 0
+    for numbers, steps, values in run.session_columns(judge.kinds):
+        unique, begins = np.unique(steps, return_index=True)
+        ends = np.append(begins, len(steps))[1:]
+        chosen = zip(unique[::every].tolist(), begins[::every].tolist(), ends[::every].tolist(), strict=True)
+        for step, begin, end in chosen:
+            found = group_of[numbers[begin:end]]
+            for group in np.unique(found).tolist():
+                mask, head = found == group, run.all_series[group]
+                own = [names[number] for number in numbers[begin:end][mask].tolist()]
+                judge.add_all(head.kind, own, step, values[begin:end][mask].tolist(), head.pass_name)
             judge.finish_step(step)
+        judged, stored = judged + len(unique[::every]), stored + len(unique)
+    return judged, stored

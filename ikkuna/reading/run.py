@@ -137,6 +137,11 @@ class StoredRun:
         """The number of numbers that the run holds."""
         return sum(self._table.size(number) for number in range(len(self.all_series)))
 
+    def size(self, series: Series) -> int:
+        """Return the number of values of one of `all_series`."""
+        names = self._index.get((series.kind, series.pass_name), {})
+        return self._table.size(names[series.name]) if series.name in names else 0
+
     @property
     def last_step(self) -> int:
         """The last step with a value of the training; -1 without one."""
@@ -248,9 +253,7 @@ class StoredRun:
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]]:
         """Yield the values of :meth:`sessions` as arrays: positions in `all_series`, steps and values."""
         wanted = np.array([kinds is None or series.kind in kinds for series in self.all_series], bool)
-        for numbers, steps, values in self._table.sessions():
-            mask = wanted[numbers]
-            yield numbers[mask], steps[mask], values[mask]
+        yield from self._table.sessions(wanted)
 
     def _points(
         self, numbers: NDArray[np.int32], steps: NDArray[np.int64], values: NDArray[np.float64]

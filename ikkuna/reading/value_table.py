@@ -1,6 +1,6 @@
 """All values of a run as arrays, and which of them a resumed training has replaced."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -105,19 +105,30 @@ class ValueTable:
         """Return the number of values of a series."""
         return int(self._bounds[number + 1] - self._bounds[number])
 
-    def sessions(self) -> list[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]]:
-        """Return series, steps and values of each part of the training between two restarts, in the order of steps."""
+    def sessions(
+        self, wanted: NDArray[np.bool_]
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]]:
+        """Yield series, steps and values of each part of the training between two restarts, in the order of steps.
+
+        Parameters
+        ----------
+        wanted : ndarray (series,)
+            The series to yield.
+        """
         numbers = [part.sessions() for part in self.parts]
         last = max((int(each.max(initial=0)) for each in numbers), default=0)
-        found = []
         for session in range(last + 1):
-            masks = [each == session for each in numbers]
-            series = _joined([part.series[mask] for part, mask in zip(self.parts, masks, strict=True)], np.int32)
-            steps = _joined([part.steps[mask] for part, mask in zip(self.parts, masks, strict=True)], np.int64)
-            values = _joined([part.values[mask] for part, mask in zip(self.parts, masks, strict=True)], np.float64)
-            order = np.argsort(steps, kind="stable")
-            found.append((series[order], steps[order], values[order]))
-        return found
+            masks = [
+                (number == session) & wanted[part.series] for number, part in zip(numbers, self.parts, strict=True)
+            ]
+            pairs = list(zip(self.parts, masks, strict=True))
+            series = _joined([part.series[mask] for part, mask in pairs], np.int32)
+            steps = _joined([part.steps[mask] for part, mask in pairs], np.int64)
+            values = _joined([part.values[mask] for part, mask in pairs], np.float64)
+            if (np.diff(steps) < 0).any():
+                order = np.argsort(steps, kind="stable")
+                series, steps, values = series[order], steps[order], values[order]
+            yield series, steps, values
 
 
 def _joined(arrays: Sequence[NDArray[Number]], dtype: type[Number]) -> NDArray[Number]:

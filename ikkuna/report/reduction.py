@@ -13,7 +13,6 @@ def reduced_curve(
 
     Each part keeps its smallest and its largest value, or the first value that is not finite.
 
-
     Examples
     --------
     >>> steps, values = reduced_curve(np.arange(1000), np.sin(np.arange(1000)), 10)
@@ -23,15 +22,14 @@ def reduced_curve(
     if len(steps) <= points:
         return steps, values
     edges = np.linspace(0, len(steps), max(points // 2, 1) + 1).astype(int)
-    kept: set[int] = set()
-    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        part = values[begin:end]
-        if not np.isfinite(part).all():
-            bad = begin + int(np.argmin(np.isfinite(part)))
-            kept |= {begin, bad}
-        else:
-            kept |= {begin + int(np.argmin(part)), begin + int(np.argmax(part))}
-    places = np.array(sorted(kept))
+    begins, ends = edges[:-1, None], edges[1:, None]
+    inside = np.minimum(begins + np.arange((ends - begins).max()), ends - 1)  # (parts, values of a part)
+    parts = values[inside]
+    is_bad = ~np.isfinite(parts)
+    has_bad = is_bad.any(axis=1)
+    first = np.where(has_bad, 0, np.where(is_bad, np.inf, parts).argmin(axis=1))
+    second = np.where(has_bad, is_bad.argmax(axis=1), np.where(is_bad, -np.inf, parts).argmax(axis=1))
+    places = np.unique(edges[:-1] + np.stack([first, second]))
     return steps[places], values[places]
 
 

@@ -146,5 +146,8 @@ def test_colours_follow_the_environment(environment, expected, monkeypatch):
     assert Terminal(io.StringIO()).styled("x", "bold", "red") == expected
 
 
-def test_the_installed_command_is_the_same_program():
-    assert run("check", "/nowhere").stderr == "ikkuna: '/nowhere' does not exist\n"
+def test_the_installed_command_is_the_same_program_and_imports_no_compiler():
+    error = run("check", "/nowhere", PYTHONPROFILEIMPORTTIME="1").stderr
+    assert error.endswith("\nikkuna: '/nowhere' does not exist\n")
+    assert "ikkuna.export.hooks.graph_operators" in error
+    assert "torch._dynamo" not in error  # it would take two seconds

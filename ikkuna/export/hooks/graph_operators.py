@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.export.rows.site import Site
-from ikkuna.torch_internals import current_trace
+from ikkuna.torch_internals import current_trace, insert_as_constant
 
 __all__ = [
     "BASE",
@@ -117,7 +117,7 @@ def next_call() -> int:
     return next(_CALLS.setdefault(current_trace(), count()))
 
 
-torch.compiler.assume_constant_result(next_call)  # the compiler calls it while it traces, and inserts the result
+insert_as_constant(next_call)
 
 
 def _find(number: Tensor) -> tuple[GraphReceiver, ObservedSites] | None:
