@@ -130,7 +130,7 @@ def draw_chart(
     first, last = steps or _step_limits(reduced)
     x = _Axis(first, last if last > first else first + 1, _LEFT, _WIDTH - _RIGHT)
     y = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP, is_log)
-    parts = [*_grid(x, y)]
+    parts: list[str] = []
     if band:
         for outer in range(len(reduced) // 2):
             parts.append(_area(reduced[outer], reduced[-1 - outer], x, y))
@@ -148,8 +148,16 @@ def draw_chart(
             for curve in reduced
         ],
     }
-    cursor = f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
-    svg = f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}{cursor}</svg>'
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM + 1
+    plot = (
+        f'<svg class="plot" x="{_LEFT}" y="0" width="{width}" height="{height}" viewBox="{_LEFT} 0 {width} {height}" '
+        f'preserveAspectRatio="none">{"".join(parts)}</svg>'
+    )
+    cursor = f'<rect class="frame"/><line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+    svg = (
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'
+        f'{"".join(_value_grid(y))}<g class="steps">{"".join(_step_ticks(x))}</g>{plot}{cursor}</svg>'
+    )
     return ReportChart(title, svg, [(curve.name, curve.colour % _COLOURS) for curve in curves], data)
 
 
@@ -158,12 +166,17 @@ def _step_limits(curves: Sequence[ReportCurve]) -> tuple[int, int]:
     return (int(min(s[0] for s in found)), int(max(s[-1] for s in found))) if found else (0, 1)
 
 
-def _grid(x: _Axis, y: _Axis) -> list[str]:
+def _value_grid(y: _Axis) -> list[str]:
     parts = []
     for value in ticks(y.low, y.high, y.is_log):
         place = float(y.places(np.array([value]))[0])
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{place + 3.5:.1f}" text-anchor="end">{value:.4g}</text>')
+    return parts
+
+
+def _step_ticks(x: _Axis) -> list[str]:
+    parts = []
     for value in ticks(x.low, x.high, count=5):
         if value == int(value):
             place = float(x.places(np.array([value]))[0])
@@ -217,7 +230,7 @@ def _rounded(values: NDArray[np.float64]) -> list[float | str]:
     return [float(f"{value:.5g}") if math.isfinite(value) else repr(value) for value in values.tolist()]
 
 
-def sparkline(values: NDArray[np.float64], is_log: bool, points: int = 28) -> str:
+def sparkline(values: NDArray[np.float64], is_log: bool, points: int = 24) -> str:
     """Return the points of a small curve, 80 wide and 18 high, for an SVG ``polyline``; empty without finite values.
 
     Examples
@@ -232,8 +245,6 @@ def sparkline(values: NDArray[np.float64], is_log: bool, points: int = 28) -> st
     if not is_drawn.any():
         return ""
     low, high = float(heights[is_drawn].min()), float(heights[is_drawn].max())
-    span = high - low if high > low else 1.0
-    across = np.linspace(0, 80, len(values)) if len(values) > 1 else np.array([40.0])
-    return " ".join(
-        f"{x:.0f},{17 - 16 * (h - low) / span:.0f}" for x, h, d in zip(across, heights, is_drawn, strict=True) if d
-    )
+    up = np.where(is_drawn, 17 - 16 * (heights - low) / (high - low if high > low else 1.0), 0).round().astype(int)
+    across = np.linspace(0, 80, len(values)).round().astype(int) if len(values) > 1 else np.array([40])
+    return " ".join([f"{x},{y}" for x, y in zip(across[is_drawn].tolist(), up[is_drawn].tolist(), strict=True)])

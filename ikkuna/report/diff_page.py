@@ -108,11 +108,10 @@ def _pairs(first: RunContent, second: RunContent) -> list[tuple[ReportHeatmap, R
         matrices = [content.run.matrix(kind) for content in (first, second)]
         chosen = [(steps, values[[own.index(name) for name in names]]) for own, steps, values in matrices]
         scale = ColourScale.of(kind, np.concatenate([values.ravel() for _, values in chosen]))
-        drawn = [
-            draw_heatmap(
-                f"{kind} · {content.name}", kind, names, steps, values, presence(content.run, kind, names, steps), scale
-            )
-            for content, (steps, values) in zip((first, second), chosen, strict=True)
-        ]
+        drawn = []
+        for content, (steps, values) in zip((first, second), chosen, strict=True):
+            present = presence(content.run, kind, names, steps)
+            title = f"{kind} · {content.name}"
+            drawn.append(draw_heatmap(title, kind, names, steps, values, present, scale, is_narrow=True))
         pairs.append((drawn[0], drawn[1]))
     return pairs

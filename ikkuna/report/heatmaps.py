@@ -14,10 +14,22 @@ from ikkuna.visualization.pictures.colour_scale import COLOURS, MISSING, NONFINI
 
 __all__ = ["ReportHeatmap", "draw_heatmap"]
 
-_WIDTH, _LABELS, _BOTTOM = 900, 210, 20
+_BOTTOM = 20
 _PIXELS = 60_000  # values of a picture
 _TALLEST = 720
-_CHARACTERS = 34
+
+
+class _Layout(NamedTuple):
+    """Width of a heat map, width of the labels of its rows, the longest label, and the number of labels of steps."""
+
+    width: int
+    labels: int
+    characters: int
+    steps: int
+
+
+_WIDE = _Layout(900, 210, 34, 6)
+_NARROW = _Layout(540, 150, 23, 4)
 
 
 class ReportHeatmap(NamedTuple):
@@ -39,6 +51,7 @@ def draw_heatmap(
     present: NDArray[np.bool_],
     scale: ColourScale | None = None,
     is_clear: bool = False,
+    is_narrow: bool = False,
 ) -> ReportHeatmap:
     """Draw the values of the modules of a kind.
 
@@ -60,7 +73,10 @@ def draw_heatmap(
         The scale of colours, for several heat maps with one scale.
     is_clear : bool
         Whether missing values are transparent instead of grey.
+    is_narrow : bool
+        Whether two heat maps stand side by side.
     """
+    layout = _NARROW if is_narrow else _WIDE
     columns = int(np.clip(_PIXELS // max(len(names), 1), 40, 240))
     steps, values, present = reduced_matrix(steps, values, present, columns)
     scale = scale or ColourScale.of(kind, values[present])
@@ -70,13 +86,15 @@ def draw_heatmap(
     row = float(np.clip(_TALLEST / max(len(names), 1), 1.0, 15.0))
     height = row * len(names)
     address = data_uri(indices, colours, MISSING if is_clear else None)
+    width = layout.width - layout.labels
     picture = (
-        f'<image x="{_LABELS}" y="0" width="{_WIDTH - _LABELS}" height="{height:.1f}" preserveAspectRatio="none" '
-        f'href="{address}"/>'
+        f'<svg class="plot" x="{layout.labels}" y="0" width="{width}" height="{height:.1f}" viewBox="0 0 {width} {height:.1f}" '
+        f'preserveAspectRatio="none"><image width="{width}" height="{height:.1f}" preserveAspectRatio="none" href="{address}"/></svg>'
     )
     svg = (
-        f'<svg class="heatmap" viewBox="0 0 {_WIDTH} {height + _BOTTOM:.1f}" role="img">{picture}'
-        f"{_row_labels(names, row)}{_step_labels(steps, height)}</svg>"
+        f'<svg class="heatmap" viewBox="0 0 {layout.width} {height + _BOTTOM:.1f}" role="img">{picture}'
+        f'<g class="rows">{_row_labels(names, row, layout)}</g><g class="steps">{_step_labels(steps, height, layout)}</g>'
+        f'<rect class="frame"/></svg>'
     )
     specials_shown = (ZERO, NONFINITE) if is_clear else (ZERO, NONFINITE, MISSING)
     used = {number for number in specials_shown if (indices == number).any()}
@@ -88,41 +106,38 @@ def draw_heatmap(
         "type": scale.type,
         "low": scale.low,
         "high": scale.high,
-        "box": [_LABELS, 0, _WIDTH - _LABELS, height],
-        "size": [_WIDTH, height + _BOTTOM],
+        "characters": layout.characters,
         "colours": COLOURS,
     }
     return ReportHeatmap(title, svg, scale, specials, data)
 
 
-def _row_labels(names: Sequence[str], row: float) -> str:
+def _row_labels(names: Sequence[str], row: float, layout: _Layout) -> str:
     size = min(11.0, max(row * 0.85, 8.0))
     every = max(1, math.ceil((size + 1) / row))
     parts = [
-        f'<text class="row" x="{_LABELS - 6}" y="{(i + 0.5) * row + size * 0.35:.1f}" font-size="{size:.1f}">'
-        f"{html.escape(_short(name))}</text>"
+        f'<text class="row" x="{layout.labels - 6}" y="{(i + 0.5) * row + size * 0.35:.1f}" font-size="{size:.1f}">'
+        f"{html.escape(_short(name, layout.characters))}</text>"
         for i, name in enumerate(names)
         if i % every == 0
     ]
     return "".join(parts)
 
 
-def _short(name: str) -> str:
+def _short(name: str, most: int) -> str:
     """Return a name that fits beside a heat map; the middle of a long one is left out."""
-    if len(name) <= _CHARACTERS:
-        return name
-    return f"{name[: _CHARACTERS // 2 - 3]}…{name[-(_CHARACTERS // 2 + 2) :]}"
+    return name if len(name) <= most else f"{name[: most // 2 - 3]}…{name[-(most // 2 + 2) :]}"
 
 
-def _step_labels(steps: NDArray[np.int64], height: float) -> str:
+def _step_labels(steps: NDArray[np.int64], height: float, layout: _Layout) -> str:
     if not len(steps):
         return ""
-    width = (_WIDTH - _LABELS) / len(steps)
-    places = sorted({round(i) for i in np.linspace(0, len(steps) - 1, min(6, len(steps)))})
+    width = (layout.width - layout.labels) / len(steps)
+    places = sorted({round(i) for i in np.linspace(0, len(steps) - 1, min(layout.steps, len(steps)))})
     parts = []
     for i in places:
-        x = _LABELS + (i + 0.5) * width
-        anchor = "start" if i == 0 and len(places) > 1 else "end" if x > _WIDTH - 30 else "middle"
+        x = layout.labels + (i + 0.5) * width
+        anchor = "start" if i == 0 and len(places) > 1 else "end" if x > layout.width - 30 else "middle"
         parts.append(
             f'<text class="tick" x="{x:.1f}" y="{height + 14:.1f}" text-anchor="{anchor}">{int(steps[i])}</text>'
         )

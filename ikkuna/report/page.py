@@ -144,7 +144,7 @@ def render(name: str, **values: Any) -> str:
     """Return a page made from a template of this package, with the style sheet and the script of all pages."""
     shared = {
         "style": _text("style.css"),
-        "script": _text("hover.js"),
+        "script": _text("figures.js"),
         "version": __version__,
         "now": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
