@@ -1,5 +1,6 @@
 """Text in figures: labels of panels and axes, notes, colour legends."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -10,7 +11,7 @@ from matplotlib.lines import Line2D
 from ikkuna.plot.grid import outer_axes
 from ikkuna.plot.style import NOTE_COLOR, SEQUENTIAL, Style, colormap, curve_colors
 
-__all__ = ["add_color_legend", "add_note", "label_outer_axes", "label_panel"]
+__all__ = ["add_color_legend", "add_note", "add_outer_legend", "label_outer_axes", "label_panel"]
 
 
 def label_panel(ax: Axes, index: int, labels: Any, count: int, style: Style) -> None:
@@ -44,8 +45,13 @@ def add_color_legend(ax: Axes, count: int, word: str, color: Any, cmap: Any) -> 
         return
     if count <= 8:
         colors = curve_colors(count, None, cmap)
-        handles = [Line2D([], [], marker="o", linestyle="", color=one, label=f"{i}") for i, one in enumerate(colors)]
-        ax.legend(handles=handles, title=word, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        handles = [Line2D([], [], marker="o", linestyle="", color=one) for one in colors]
+        add_outer_legend(ax, handles, [f"{i}" for i in range(count)], word)
     else:
         scale = ScalarMappable(Normalize(0, count - 1), colormap(cmap or SEQUENTIAL))
         ax.figure.colorbar(scale, ax=ax, label=word)
+
+
+def add_outer_legend(ax: Axes, artists: Iterable[Any], names: Sequence[str], title: str | None = None) -> None:
+    """Add a legend to the right of a panel, where it covers nothing that is drawn."""
+    ax.legend(artists, names, title=title, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)

@@ -6,14 +6,18 @@ from typing import Any, Unpack
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.statistics.percentile import SIGMA
+from ikkuna.plot.annotations import add_outer_legend
 from ikkuna.plot.style import Style, StyleOptions, accepts_style
 
 __all__ = ["FanSeries", "draw_fan", "fan_series", "percentile_fan"]
 
 Array = NDArray[np.float64]
+_ALPHA = 0.2
 COLUMNS = {
     ("weight", "data"): "Weights",
     ("bias", "data"): "Biases",
@@ -102,7 +106,7 @@ def draw_fan(ax: Axes, series: FanSeries, x: Any = None, color: Any = "#0072b2",
     """Draw nested transparent bands and the median into `ax`; NaN leaves a gap."""
     steps = np.arange(len(series.median)) if x is None else x
     for low, high in series.bands:
-        ax.fill_between(steps, low, high, color=color, **{"alpha": 0.2, "linewidth": 0, **options})
+        ax.fill_between(steps, low, high, color=color, **{"alpha": _ALPHA, "linewidth": 0, **options})
     ax.plot(steps, series.median, color=color, linewidth=1)
     return ax
 
@@ -116,6 +120,7 @@ def percentile_fan(
     x: Any = None,
     xlabel: str = "Epochs",
     color: Any = "#0072b2",
+    percentiles: Sequence[float] = SIGMA,
     ax: Axes | None = None,
     **style_options: Unpack[StyleOptions],
 ) -> Any:
@@ -123,6 +128,7 @@ def percentile_fan(
 
     There is a row for each layer, with weights, biases and their gradients side by side.
     The four bands contain all elements and those within 3, 2 and 1 standard deviations of a normal distribution.
+    A legend beside the panels names the bands.
 
     Parameters
     ----------
@@ -136,6 +142,8 @@ def percentile_fan(
         Label of the x-axis.
     color : str or tuple
         Colour of bands and median.
+    percentiles : sequence of float
+        The percentiles that the log contains, which the legend names; by default those of :mod:`ikkuna.monitor`.
     ax : Axes, optional
         Axes for a single fan.
     **style_options
@@ -168,8 +176,9 @@ def percentile_fan(
                 f"ax takes one fan, but there are {len(rows) * len(columns)}; select one with layers and params"
             )
         draw_fan(ax, by_panel[rows[0], columns[0]], x, color, **style.config("plot"))
+        _add_legend(ax, by_panel[rows[0], columns[0]], percentiles, color, style)
         return ax.figure
-    figure = style.new_figure(3.2 * len(columns) + 0.5, 2.2 * len(rows) + 0.5, len(rows) * len(columns))
+    figure = style.new_figure(3.2 * len(columns) + 2.0, 2.2 * len(rows) + 0.5, len(rows) * len(columns))
     axes = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, **style.config("subplot"))
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
@@ -178,6 +187,7 @@ def percentile_fan(
     for j, column in enumerate(columns):
         axes[0, j].set_title(column)
         axes[-1, j].set_xlabel(xlabel)
+    _add_legend(axes[0, -1], fans[0], percentiles, color, style)
     style.add_title(figure, "minimum, maximum and percentiles")
     style.finish([figure])
     return figure
@@ -189,6 +199,21 @@ def _draw_panel(ax: Axes, fan: FanSeries | None, x: Any, color: Any, style: Styl
         return
     draw_fan(ax, fan, x, color, **style.config("plot"))
     style.format_panel(ax)
+
+
+def _add_legend(ax: Axes, fan: FanSeries, percentiles: Sequence[float], color: Any, style: Style) -> None:
+    """Name the bands in the colours in which they overlap, and the median."""
+    alpha = style.config("plot", alpha=_ALPHA)["alpha"]
+    bands = [Patch(color=color, alpha=1 - (1 - alpha) ** (i + 1), linewidth=0) for i in range(len(fan.bands))]
+    half = len(percentiles) // 2
+    names = [f"{a:.3g} % to {b:.3g} %" for a, b in zip(percentiles[:half], percentiles[::-1], strict=False)]
+    names = ["minimum to maximum", *names][-len(bands) :] if len(bands) <= half + 1 else []
+    if len(names) < len(bands):  # the log has other percentiles
+        names = [f"band {i + 1}" for i in range(len(bands))]
+    middle = (
+        [] if len(percentiles) % 2 == 0 else [f"{percentiles[half]:.3g} %" if percentiles[half] != 50 else "median"]
+    )
+    add_outer_legend(ax, [*bands, *ax.lines[: len(middle)]], [*names, *middle])
 
 
 def _check(names: Sequence[str], known: set[str], word: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from ikkuna.arrays import to_array
 from ikkuna.errors import ConfigError
 from ikkuna.modules import is_bias, named_parameters
+from ikkuna.plot.annotations import add_outer_legend
 from ikkuna.plot.style import NOTE_COLOR, Style, StyleOptions, accepts_style
 
 __all__ = ["Flow", "draw_flow", "flow_of", "gradient_flow"]
@@ -57,8 +58,8 @@ def flow_of(gradients: nn.Module | Mapping[str, Any], include_bias: bool = False
 def draw_flow(ax: Axes, flow: Flow, log: bool = True) -> Axes:
     """Draw the flow into `ax`, with the first layer on top: bars for the mean, marks for the largest magnitude."""
     rows = np.arange(len(flow.names))
-    ax.barh(rows, np.nan_to_num(flow.mean, posinf=0.0), color="#56b4e9", label="mean")
-    ax.scatter(flow.largest, rows, marker="|", s=80, color="#0072b2", label="largest", zorder=3)
+    bars = ax.barh(rows, np.nan_to_num(flow.mean, posinf=0.0), color="#56b4e9")
+    marks = ax.scatter(flow.largest, rows, marker="|", s=80, color="#0072b2", zorder=3)
     if log and any(value > 0 for value in flow.mean):
         ax.set_xscale("log")
     for row, (mean, largest) in enumerate(zip(flow.mean, flow.largest, strict=True)):
@@ -69,7 +70,7 @@ def draw_flow(ax: Axes, flow: Flow, log: bool = True) -> Axes:
     ax.set_yticks(rows[::every], flow.names[::every])
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set_xlabel("magnitude of the gradient")
-    ax.legend(loc="lower right")
+    add_outer_legend(ax, [bars, marks], ["mean", "largest"])
     return ax
 
 

@@ -14,6 +14,9 @@ import ikkuna.plot as plot
 from ikkuna import monitor
 from ikkuna.errors import ConfigError
 from ikkuna.plot.grid import grid_shape
+from ikkuna.visualization.backend import Series
+from ikkuna.visualization.pictures.chart import Chart
+from ikkuna.visualization.pictures.chart_picture import draw_chart
 
 RNG = np.random.default_rng(0)
 DATA = RNG.normal(size=(16, 100, 6))
@@ -319,6 +322,50 @@ def test_a_fan():
     assert len(visible(plot.percentile_fan(log_of(3, 4), layers=["1"], params=["Biases"]))) == 1
     with pytest.raises(KeyError, match="no layer '9'"):
         plot.percentile_fan(log_of(2, 2), layers=["9"])
+
+
+def test_a_fan_names_its_bands():
+    [ax] = visible(plot.percentile_fan(log_of(1, 3), params=["Weights"]))
+    expected = ["minimum to maximum", "0.13 % to 99.9 %", "2.28 % to 97.7 %", "15.9 % to 84.1 %", "median"]
+    legend = ax.get_legend()
+    assert [text.get_text() for text in legend.texts] == expected
+    assert np.diff([band.get_alpha() for band in legend.get_patches()]).min() > 0
+    log = [{"net/fc/weight/data/percentile/0": 0.0, "net/fc/weight/data/percentile/1": 1.0}] * 3
+    [ax] = visible(plot.percentile_fan(log, percentiles=(25, 75)))
+    assert ax.get_legend().texts[0].get_text() == "25 % to 75 %"
+
+
+def flow_figure():
+    return plot.gradient_flow({f"layer{i}": torch.tensor([10.0**i]) for i in range(8)}).figure
+
+
+def chart_of(modules):
+    chart = Chart(Series("weights_norm2", "encoder"))
+    for step in range(5):
+        chart.add(step, {f"encoder.layers.{i}.attention.out_proj": float(i + step) for i in range(modules)})
+    return chart
+
+
+FIGURES_WITH_LEGENDS = {
+    "percentile_fan": lambda: plot.percentile_fan(log_of(2, 10)),
+    "gradient_flow": flow_figure,
+    "features_0d": lambda: plot.features_0d(DATA[:, 0]).figure,
+    "lines of 16 modules": lambda: draw_chart(chart_of(16).view()),
+    "quantiles of 40 modules": lambda: draw_chart(chart_of(40).view()),
+}
+
+
+@pytest.mark.parametrize("make", FIGURES_WITH_LEGENDS.values(), ids=FIGURES_WITH_LEGENDS)
+def test_a_legend_covers_no_panel_and_is_inside_the_figure(make):
+    figure = make()
+    figure.draw_without_rendering()  # lays it out
+    legends = [ax.get_legend() for ax in figure.axes if ax.get_legend() is not None]
+    assert legends
+    for legend in legends:
+        box = legend.get_window_extent()
+        assert not [ax for ax in visible(figure) if box.overlaps(ax.get_window_extent())]
+        assert figure.bbox.x0 <= box.x0
+        assert box.x1 <= figure.bbox.x1
 
 
 def test_a_fan_with_a_hole():

@@ -1,15 +1,14 @@
 """Draws charts of curves, quantiles and histograms."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from ikkuna.plot.annotations import add_note
+from ikkuna.plot.annotations import add_note, add_outer_legend
 from ikkuna.plot.curves import draw_curves
 from ikkuna.plot.fan import FanSeries, draw_fan
 from ikkuna.plot.figure import NotebookFigure, count_nonfinite
@@ -61,7 +60,7 @@ def _draw_lines(ax: Axes, view: ChartView, order: Order) -> list[Array]:
         draw_curves(ax, bounded(line.values)[:, None], [color], x=line.steps, marker=marker)
     if len(lines) > 1 or (lines and lines[0].name is not None):
         names = [escaped(line.name or "network") for line in lines]
-        _legend(ax, ax.lines, names)
+        add_outer_legend(ax, ax.lines, names)
     return [line.values for line in lines]
 
 
@@ -73,12 +72,8 @@ def _draw_quantiles(ax: Axes, view: ChartView) -> list[Array]:
     draw_fan(ax, FanSeries("*", "", ((low, high), (first, third)), median), view.quantiles.steps, _BLUE)
     middle = Patch(color=_BLUE, alpha=0.36, linewidth=0)  # the colour of two overlapping bands
     names = ["minimum to maximum", "25 % to 75 %", "median"]
-    _legend(ax, [ax.collections[0], middle, *ax.lines], names, f"{view.modules:,} modules")
+    add_outer_legend(ax, [ax.collections[0], middle, *ax.lines], names, f"{view.modules:,} modules")
     return [view.quantiles.values[0], view.quantiles.values[-1]]
-
-
-def _legend(ax: Axes, artists: Iterable[Artist], names: Sequence[str], title: str | None = None) -> None:
-    ax.legend(artists, names, title=title, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
 
 
 def _scale(ax: Axes, drawn: Sequence[Array], ylims: tuple[float, float] | None) -> None:
