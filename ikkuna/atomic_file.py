@@ -1,6 +1,7 @@
 """Files that appear complete or not at all."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     OSError
         If the file cannot be replaced.
     """
+    if path.is_dir():  # a path such as "." has no name
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     partial = path.with_name(f".{path.name[:100]}.{os.urandom(8).hex()}")
     try:
         yield partial

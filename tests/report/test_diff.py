@@ -167,9 +167,3 @@ def test_the_command_writes_a_page_and_json(base, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["config"] == {"lr": ["0.1", "0.2"]}
     assert report["partings"][0]["step"] == 20
-
-
-@pytest.mark.parametrize("arguments", [["/nowhere", "/nowhere"], ["--tolerance", "-1", ".", "."], ["."]])
-def test_bad_input_is_refused_in_a_line(arguments, capsys):
-    assert cli.main(["diff", *arguments]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -241,26 +241,3 @@ def test_the_command_writes_a_page(run, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"wrote {page} (")
     assert cli.main(["report", str(run), "-o", str(page), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": str(page), "bytes": page.stat().st_size}
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda path: None, "neither an event file nor a file of JSON lines"),
-        (lambda path: (path / "events.out.tfevents.1").write_bytes(b""), "holds no value"),
-        (lambda path: (path / "events.out.tfevents.1").write_bytes(b"no events" * 9), "holds no value"),
-        (lambda path: (path / "run0003").mkdir(), "it contains the runs run0003"),
-    ],
-)
-def test_a_directory_without_a_run_is_refused_in_a_line(make, text, tmp_path, capsys):
-    make(tmp_path)
-    assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 2
-    error = capsys.readouterr().err
-    assert text in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_a_page_that_cannot_be_written_is_an_error(run, tmp_path, capsys):
-    assert cli.main(["report", str(run), "-o", str(tmp_path / "missing" / "report.html")]) == 2
-    assert "missing" in capsys.readouterr().err

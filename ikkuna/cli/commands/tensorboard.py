@@ -12,6 +12,8 @@ from ikkuna.errors import ConfigError
 
 __all__ = ["command"]
 
+_LAST_PORT = 65535
+
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", nargs="?", default="run", help="a run or a log directory (default: run)")
@@ -22,6 +24,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     if not Path(options.path).is_dir():
         raise ConfigError(f"'{options.path}' is not a directory")
+    if not 0 <= options.port <= _LAST_PORT:
+        raise ConfigError(f"--port needs a number from 0 to {_LAST_PORT}, got {options.port}")
     arguments = ["-m", "tensorboard.main", "--logdir", options.path, "--port", str(options.port)]
     if options.dry_run:
         terminal.write(" ".join([sys.executable, *arguments]))
