@@ -2,8 +2,10 @@
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,8 +13,8 @@ from ikkuna.export.messages import Message, MessageBatch, NetworkMessage, Stamp
 from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import all_finite, has_numbers
+from ikkuna_subscribers._helpers.call_order import CallOrder, first_places, site_of
 from ikkuna_subscribers._helpers.nonfinite_producer import find_producer
-from ikkuna_subscribers._helpers.occurrences import Occurrences
 
 __all__ = ["NonFiniteSubscriber"]
 
@@ -38,9 +40,12 @@ class NonFiniteSubscriber(PlotSubscriber):
     Infinite gradients that make a gradient scaler skip a step are part of its search for a scale and have no producer.
 
     The order of the calls decides: everything before the first non-finite tensor was finite.
+    If each tensor occurs once in a step, the order is learned in the first sampled step, and again when a new tensor appears;
+    other steps cost no more than their shared statistics.
     A non-finite gradient was produced by the module whose own gradient came last, or by a function of torch between the two modules.
     Inputs given as keyword arguments are not seen; a loss is seen only after ``set_loss``.
-    Of tensors that occur several times in a step, each is checked by itself, in a further pass.
+    If a tensor occurs several times in a step, as with micro-batches, the order is observed in every sampled step,
+    and each occurrence is checked by itself, in a further pass.
     It takes all tensors of a step, also those that no other metric takes, and never waits for the device.
 
     Look for: anything above 0.
@@ -72,22 +77,22 @@ class NonFiniteSubscriber(PlotSubscriber):
         self._finds_producer = kind is None
         self.state = ("_is_finite",) if kind is None else ()
         self._seen: list[tuple[Stamp, list[Message]]] = []
-        self._occurrences = Occurrences()
-        self._broken: list[tuple[float, Message]] = []
+        self._order = CallOrder()
+        self._broken: list[Message] = []
         self._skipped = False
         self._is_finite = True
 
     @property
     def measures(self) -> bool:
-        """Whether the order of calls is needed."""
-        return self._finds_producer
+        """Whether the order of calls is needed and not known."""
+        return self._finds_producer and not self._order.is_known
 
     def measure(self, message: Message) -> Tensor | None:
-        """Return the position of the tensor in its step; infinity if it is known to be finite.
+        """Note the position of the tensor in its step; return it if the record cannot tell which occurrence is not finite.
 
-        The record shows whether a tensor that occurs once in a step is finite.
+        The position is infinite if the tensor is known to be finite.
         """
-        is_single = self._occurrences.is_single(message)
+        is_single = self._order.is_single(message)
         finite = None if is_single else all_finite(message.data)
         if finite is None and not (is_single and has_numbers(message.data)):
             return None
@@ -95,10 +100,7 @@ class NonFiniteSubscriber(PlotSubscriber):
             self._seen.append((message.stamp, []))
         events = self._seen[-1][1]
         events.append(message.carrying(None))
-        order = float(len(events) - 1)
-        if finite is None:
-            return torch.full((1,), order, device=message.data.device)
-        return torch.where(finite, math.inf, order).reshape(1)
+        return None if finite is None else torch.where(finite, math.inf, float(len(events) - 1)).reshape(1)
 
     def compute(self, message: Message) -> None:
         """Emit the count, or store the message until the step is over."""
@@ -108,16 +110,21 @@ class NonFiniteSubscriber(PlotSubscriber):
         elif isinstance(message, NetworkMessage) and message.kind == "batch_finished":
             self._skipped = message.skipped
         elif message.record is not None and message.record.nonfinite:
-            self._broken.append((message.data[0], message))
+            self._broken.append(message)
 
     @property
     def takes_batches(self) -> bool:
-        """Whether the order of calls is not needed."""
-        return not self._finds_producer and super().takes_batches
+        """Whether shared statistics are enough."""
+        return not self.measures and super().takes_batches
 
     def compute_batch(self, batch: MessageBatch) -> None:
-        """Emit the counts of all modules."""
-        self.emit_batch(batch, batch.records.nonfinite)
+        """Emit the counts of all modules, or store the messages of those that are not finite until the step is over."""
+        counts = batch.records.nonfinite
+        if not self._finds_producer:
+            self.emit_batch(batch, counts)
+            return
+        self._order.check(batch.kind, batch.names)
+        self._broken += map(batch.message, np.flatnonzero(counts).tolist())
 
     def abandon(self, stamp: Stamp) -> None:
         """Forget the tensors of a step of which some are missing."""
@@ -128,13 +135,13 @@ class NonFiniteSubscriber(PlotSubscriber):
         """Emit the number of tensors that are not finite, and the producer if the previous step was finite."""
         if not self._finds_producer:
             return
-        events, broken = self._take(stamp), self._broken
-        self._occurrences.count(events)
-        self._broken = []
+        events, broken, self._broken = self._take(stamp), self._broken, []
+        if events:
+            self._order.learn(events)
         self.emit(NetworkMessage(stamp, self.publishes[0]), len(broken), self.publishes[0])
         was_finite, self._is_finite = self._is_finite, not broken
         if broken and was_finite:
-            self._emit_producer(events, broken)
+            self._emit_producer([replace(event, stamp=stamp) for event in self._order.events], broken)
 
     def _take(self, stamp: Stamp) -> list[Message]:
         """Return the tensors of a step, and drop those of earlier steps."""
@@ -148,12 +155,17 @@ class NonFiniteSubscriber(PlotSubscriber):
                 events = found
         return events
 
-    def _emit_producer(self, events: list[Message], broken: list[tuple[float, Message]]) -> None:
-        first = int(min(order for order, _ in broken))
+    def _emit_producer(self, events: list[Message], broken: list[Message]) -> None:
+        places = first_places(events)
+        new = [message for message in broken if site_of(message) not in places]
+        places.update((site_of(message), len(events) + i) for i, message in enumerate(new))  # their order is unknown
+        events += new
+        orders = [places[site_of(m)] if m.data is None else m.data[0] for m in broken]
+        first = int(min(orders))
         if self._skipped and events[first].kind in _BACKWARD:
             self._is_finite = True  # the step did not change the weights
             return
-        message, description = find_producer(events, first, [message for _, message in broken])
+        message, description = find_producer(events, first, broken)
         text = f"Step {message.global_step}: {description}."
         log.warning("step %d: %s", message.global_step, description)
         self.emit(message, 1.0, self.publishes[1])

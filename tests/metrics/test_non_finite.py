@@ -125,6 +125,96 @@ def test_in_a_compiled_model_as_well():
     torch.compiler.reset()
 
 
+@pytest.fixture
+def measured(monkeypatch):
+    """The steps in which the order of the calls was observed."""
+    steps, measure = set(), NonFiniteSubscriber.measure
+
+    def noting(self, message):
+        steps.add(message.global_step)
+        return measure(self, message)
+
+    monkeypatch.setattr(NonFiniteSubscriber, "measure", noting)
+    return steps
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_one_is_named_long_after_the_order_was_learned(direction, measured):
+    """The plan of step 1 is made before step 0 is delivered; from step 2 on shared statistics are enough."""
+    model, width = network(seeded(8))
+    model[6].fault = fault = Faulty(math.nan, direction)
+
+    def before(step):
+        fault.on = step == 5
+
+    named, counts, _ = trained(model, width, 7, before)
+    assert named == [("6.fault", 5)]
+    assert not any(counts[:5])
+    assert measured == {0, 1}
+
+
+class LogOfBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sign", torch.ones(()))
+
+    def forward(self, x):
+        return x + torch.log(self.sign)
+
+
+def test_one_is_named_in_a_compiled_model_after_the_order_was_learned(measured):
+    torch.compiler.reset()
+    model, width = network(seeded(1))
+    model[7].fault = LogOfBuffer()
+
+    def before(step):
+        model[7].fault.sign.fill_(-1.0 if step == 4 else 1.0)
+
+    assert trained(model, width, 5, before, compiled=True)[0] == [("7.fault", 4)]
+    assert measured == {0, 1}
+    torch.compiler.reset()
+
+
+class Growing(nn.Module):
+    """Has a second branch from step 3 on, and a third from step 5 on."""
+
+    def __init__(self):
+        super().__init__()
+        self.step, self.first, self.second = 0, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.third = nn.Sequential(nn.Linear(4, 4), LogOfNegative())
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.second(x) if self.step >= 3 else x
+        return self.third(x) if self.step >= 5 else x
+
+
+def test_one_is_named_in_a_module_that_is_new_in_this_step():
+    model = Growing()
+
+    def before(step):
+        model.step = step
+
+    assert trained(model, 4, 6, before)[0] == [("third.1", 5)]
+
+
+def test_of_tensors_that_occur_several_times_the_first_one_that_is_not_finite_counts():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared, self.between = nn.Linear(4, 4), Faulty(math.nan, "forward")
+
+        def forward(self, x):
+            return self.shared(self.between(self.shared(x)))
+
+    model = Shared()
+
+    def before(step):
+        model.between.on = step == 4
+
+    assert trained(model, 4, 5, before)[0] == [("between", 4)]
+
+
 @pytest.mark.parametrize("seed", random.sample(range(10**6), 3))
 def test_a_weight_that_was_set_to_nan_is_named(seed, caplog):
     draw = seeded(seed)

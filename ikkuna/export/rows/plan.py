@@ -132,10 +132,10 @@ NOTHING = Plan(())
 
 
 class Demand:
-    """Caches the plan of each set of subscribers that sample a step together."""
+    """Caches the plan of each set of subscribers that sample a step together, and of what they measure."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._plans: dict[tuple[tuple[int, bool], ...], Plan] = {}
         self._known: tuple[Registered, ...] = ()
         self._results: frozenset[str] = frozenset()
         self._last: tuple[Stamp, Plan] | None = None
@@ -151,7 +151,7 @@ class Demand:
         ):  # a step is planned when the one before ends, and when it begins
             return self._last[1]
         sampling = tuple(s for s in subscriptions if s.samples(stamp))
-        key = tuple(map(id, sampling))
+        key = tuple((id(s), s.subscriber.measures) for s in sampling)
         if key not in self._plans:
             self._plans[key] = Plan(sampling, self._results)
         self._last = stamp, self._plans[key]

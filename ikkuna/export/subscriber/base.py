@@ -267,7 +267,7 @@ class Subscriber(metaclass=_RegisteringType):
 
     @property
     def measures(self) -> bool:
-        """Whether its class overrides ``measure``."""
+        """Whether ``measure`` is called: its class overrides it.  The value of a subclass may change from one step to the next."""
         return type(self).measure is not Subscriber.measure
 
     @property
