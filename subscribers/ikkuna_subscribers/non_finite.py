@@ -88,7 +88,7 @@ class NonFiniteSubscriber(PlotSubscriber):
         return self._finds_producer and not self._order.is_known
 
     def measure(self, message: Message) -> Tensor | None:
-        """Note the position of the tensor in its step; return it if the record cannot tell which occurrence is not finite.
+        """Store the position of the tensor in its step; return it if the record cannot tell which occurrence is not finite.
 
         The position is infinite if the tensor is known to be finite.
         """

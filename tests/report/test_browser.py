@@ -74,7 +74,7 @@ setTimeout(() => {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What the script has read from the page."""
+    """Return what the script has read from the page."""
     directory = tmp_path_factory.mktemp("browser")
     backend = TensorBoardBackend()
     (directory / "run").mkdir()
