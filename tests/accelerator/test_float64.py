@@ -110,6 +110,17 @@ def test_every_metric_has_the_values_of_the_host(name):
     assert not wrong
 
 
+@pytest.mark.slow
+def test_every_metric_of_an_lstm_has_the_values_of_a_device_with_float64(request):
+    """The host computes an LSTM by other operators, whose bits differ."""
+    expected = Run("lstm", "sim", always).values()
+    request.getfixturevalue("like_mps")
+    found = Run("lstm", "sim", always).values()
+    assert found.keys() == expected.keys()
+    wrong = {key: (found[key], value) for key, value in expected.items() if not close(key, found[key], value)}
+    assert not wrong
+
+
 class SpreadSubscriber(PlotSubscriber):
     """Measures the spread of outputs on the device, or of a copy on the host."""
 

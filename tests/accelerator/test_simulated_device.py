@@ -137,3 +137,18 @@ def test_autograd_runs_in_a_thread_of_the_device():
     x = torch.ones(3, requires_grad=True)
     (x * nn.Parameter(torch.full((3,), 2.0))).sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_the_exception_of_a_hook_is_raised_by_the_backward():
+    x, fails = torch.ones(3, requires_grad=True), torch.zeros(1)
+
+    def hook(grad):
+        fails.numpy()
+
+    y = x * 2
+    handle = y.register_hook(hook)
+    with pytest.raises(TypeError, match="can't convert"):
+        y.sum().backward()
+    handle.remove()
+    (x * 2).sum().backward()
+    assert x.grad.tolist() == [4, 4, 4]  # the first backward went on

@@ -14,6 +14,8 @@ from ikkuna.export.subscriber import CallbackSubscriber, GateSubscriber, Timeste
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves
 
+pytestmark = pytest.mark.devices
+
 GATES = {"LSTM": "ifgo", "GRU": "rzn", "RNN": "h"}
 
 
@@ -37,7 +39,7 @@ def trained(model, makers, steps=2, batches=1, length=6):
 
     def keep(message):
         seen.setdefault((message.kind, message.series_name), {}).setdefault(message.global_step, []).append(
-            message.data.double().numpy().copy()
+            message.data.double().cpu().numpy().copy()
         )
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -118,7 +120,7 @@ def test_gates_of_a_weight_that_is_computed_from_others_are_those_of_its_parts(k
     model = Model(kind(2, 5, batch_first=True))
     nn.utils.parametrizations.weight_norm(model.rnn, name)
     kinds = ["weights", "weight_gradients", "weight_updates"]
-    effective = getattr(model.rnn, name).detach().double().numpy().copy()
+    effective = getattr(model.rnn, name).detach().double().cpu().numpy().copy()
     found, seen = trained(model, [lambda **o: GateSubscriber(kinds, **o)], steps=2)
     gates = GATES[kind.__name__]
     other = "weight_ih_l0" if name == "weight_hh_l0" else "weight_hh_l0"
@@ -208,6 +210,7 @@ def weighed(outputs):
     )
 
 
+@pytest.mark.host("torch packs sequences by lengths of the host, which the default device of the tests is not")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_timesteps_of_packed_sequences_are_those_of_a_network_unrolled_by_hand(kind):
     """At the layer itself, and below it, where gradients have travelled through time."""
@@ -227,7 +230,7 @@ def test_timesteps_of_packed_sequences_are_those_of_a_network_unrolled_by_hand(k
     found = {(series.kind[-5:], series.name): value for series, value, _ in recording.values}
     expected = {}
     for name, norm, reach in (("rnn", "norm2", "reach"), ("below", "n", "r")):
-        grads = [[y.grad.double().numpy() for y in steps] for steps in by_hand[name]]
+        grads = [[y.grad.double().cpu().numpy() for y in steps] for steps in by_hand[name]]
         norms = {
             t: math.sqrt(sum((steps[t] ** 2).sum() for steps in grads if -len(steps) <= t < len(steps)))
             for t in range(-7, 7)
@@ -254,7 +257,7 @@ def test_timesteps_of_an_unbatched_sequence_are_those_of_a_network_unrolled_by_h
             rest = model["cell"](sequence).sum() + model["fc"](sequence).sum()
             (rest + weighed([out])).backward()
             optimizer.step()
-    norms = [np.linalg.norm(y.grad.double().numpy()) for y in by_hand]
+    norms = [np.linalg.norm(y.grad.double().cpu().numpy()) for y in by_hand]
     expected = {("layer_gradients_timestep_norm2", f"rnn.t{t}"): norms[t] for t in (0, 2, -1, -6)}
     expected["layer_gradients_timestep_reach", "rnn"] = share_of_reached(norms)
     found = {(series.kind, series.name): value for series, value, step in recording.values if step == 1}

@@ -9,6 +9,7 @@ A storage of the device has an address that the host cannot read, and refers to 
   `transfers.LATENCY` times.  New device memory is NaN as well.
 - A kernel that reads what another stream has written, without having waited for it, raises an error.
 - `memory.limit` bounds the memory of the device.
+- The exception of a hook of a tensor is raised at the end of the backward, which goes on until then (see `hooks`).
 - Without `features.has_float64`, a tensor of float64 on the device raises the `TypeError` of ``mps``.
 
 Time, the caching allocator, CUDA graphs, and sparse tensors are not simulated.

@@ -12,6 +12,7 @@ from torch.utils._device import _device_constructors
 from tests.simulated_device import streams
 from tests.simulated_device.autocast import install_autocast
 from tests.simulated_device.cuda import MIXES_DEVICES, bytes_of, converted_bytes, launches_of, waits
+from tests.simulated_device.hooks import raise_errors_of_hooks
 from tests.simulated_device.log import write
 from tests.simulated_device.recurrent import CELLS
 from tests.simulated_device.storage import allocate, copy_storage, is_simulated, memory, memory_of, require_dtype
@@ -34,6 +35,7 @@ def install() -> None:
     install_autocast(everything, aten)
     for name, kernel in {**_composites(), **_KERNELS}.items():
         aten.impl(name.removeprefix("aten::"), kernel, "PrivateUse1")
+    raise_errors_of_hooks()
 
 
 def _module() -> ModuleType:
