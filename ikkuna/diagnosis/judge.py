@@ -17,6 +17,8 @@ from ikkuna.logger import log
 
 __all__ = ["Judge"]
 
+_MOST_DEFERRED = 1000
+
 
 class Judge:
     """Applies rules to the series of a run.
@@ -41,8 +43,6 @@ class Judge:
 
     Attributes
     ----------
-    history : History
-        The series so far.
     disabled : dict of str to str
         The names of the disabled rules, and their last exceptions.
 
@@ -68,7 +68,10 @@ class Judge:
         names = [rule.name for rule in self.rules]
         if len(set(names)) < len(names):
             raise ConfigError(f"rules must have different names, got {names}")
-        self.history = History(network)
+        self._history = History(network)
+        self._deferred: list[tuple[str, str | None, int, float]] = []
+        self._deferred_kinds: set[str] = set()
+        self._due_at = -1
         self.disabled: dict[str, str] = {}
         self._alarms = {rule.name: Alarm(rule) for rule in self.rules}
         self._list = FindingList({rule.name: rule.explains for rule in self.rules})
@@ -88,6 +91,12 @@ class Judge:
         self._failures = FailureCounter()
 
     @property
+    def history(self) -> History:
+        """The series so far."""
+        self._flush()
+        return self._history
+
+    @property
     def kinds(self) -> frozenset[str]:
         """The kinds that the rules read."""
         return frozenset(self._readers)
@@ -96,9 +105,10 @@ class Judge:
         """Add a value of a series; a kind that no rule reads is ignored."""
         if kind not in self._readers:
             return
-        if pass_name == TRAINING and step < self.history.step:
+        self._flush()
+        if pass_name == TRAINING and step < self._history.step:
             self._restart()
-        self.history.add(kind, name, step, value, pass_name)
+        self._history.add(kind, name, step, value, pass_name)
         self._changed.add(kind)
         if value - value != 0 or pass_name != TRAINING:
             self._urgent.add(kind)
@@ -109,26 +119,55 @@ class Judge:
         """Add a value to each of several series of a kind; a kind that no rule reads is ignored."""
         if kind not in self._readers:
             return
-        if pass_name == TRAINING and step < self.history.step:
+        self._flush()
+        if pass_name == TRAINING and step < self._history.step:
             self._restart()
-        self.history.add_all(kind, names, step, values, pass_name)
+        self._history.add_all(kind, names, step, values, pass_name)
         self._changed.add(kind)
         if pass_name != TRAINING or not all(map(math.isfinite, values)):
             self._urgent.add(kind)
 
+    def defer(self, kind: str, name: str | None, step: int, value: float) -> None:
+        """Add a value of a training step, at the latest when a rule judges its kind; a kind that no rule reads is ignored.
+
+        The rules find the same as with :meth:`add`.  It costs less for what has a value in every step.
+        """
+        if kind not in self._readers:
+            return
+        last = self._deferred[-1][2] if self._deferred else self._history.step
+        if step < last or value - value != 0:
+            self.add(kind, name, step, value)
+        else:
+            self._deferred.append((kind, name, step, value))
+
+    def _flush(self) -> None:
+        """Add the values that were deferred."""
+        if not self._deferred:
+            return
+        values, self._deferred = self._deferred, []
+        for kind, name, step, value in values:
+            self._history.add(kind, name, step, value)
+            self._changed.add(kind)
+            self._deferred_kinds.add(kind)
+
     def _restart(self) -> None:
-        self.history.clear()
+        self._history.clear()
         self._latest.clear()
+        self._due_at = -1
         for alarm in self._alarms.values():
             alarm.clear()
 
     def finish_step(self, step: int) -> list[Finding]:
         """Judge a step after its values have been added; return the new findings, one for each new cause."""
+        if self._deferred and (step >= self._due_at or len(self._deferred) >= _MOST_DEFERRED):
+            self._flush()
         if not self._changed:
             return []
         changed, self._changed = self._changed, set()
         self._seen |= changed
         due = self._due(changed, step)
+        rules = {rule for kind in self._deferred_kinds for rule in self._judges.get(kind, ())}
+        self._due_at = min((self._latest.get(rule, -rule.stride) + rule.stride for rule in rules), default=step + 1)
         if not due:
             return []
         raised = [(rule, found) for rule in self.rules if rule in due and (found := self._judge(rule, step))]
@@ -156,7 +195,7 @@ class Judge:
         if rule.name in self.disabled or not self._seen.issuperset(rule.needs):
             return []
         try:
-            scores = tuple(rule.scores(self.history))
+            scores = tuple(rule.scores(self._history))
             found = self._alarms[rule.name].update(step, scores)
         except Exception as error:
             self._report(rule, error)
@@ -177,7 +216,7 @@ class Judge:
 
     def _findings(self, rule: Rule, places: Sequence[Raised]) -> list[Finding]:
         """Return a finding for each place; the first names the origin and lists all of them."""
-        network = self.history.network
+        network = self._history.network
         ordered = sorted(places, key=lambda place: network.position(place.score.module))
         if rule.origin == "last":
             ordered.reverse()
@@ -191,7 +230,7 @@ class Judge:
 
     def _finding(self, rule: Rule, score: Score, since: int) -> Finding:
         kind = score.kind or next(iter(rule.needs))
-        curve = self.history.curves(kind).get(score.module) or self.history.curve(kind)
+        curve = self._history.curves(kind).get(score.module) or self._history.curve(kind)
         return Finding(
             rule=rule.name,
             severity=rule.severity,

@@ -11,7 +11,7 @@ from ikkuna.diagnosis.finding import SEVERITIES
 from ikkuna.errors import StopTraining
 from ikkuna.export.messages.batch import MessageBatch
 from ikkuna.export.messages.message import Message, ModuleMessage, NetworkMessage
-from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.messages.stamp import TRAINING, Stamp
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.logger import log
 from ikkuna.modules import NamedParameter
@@ -71,6 +71,7 @@ class RuleSubscriber(Subscriber):
         self._on_finding = on_finding
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
         self._every = every
+        self._lacks_network = not judge.history.network.modules
         self.actions: list[OnFinding] = []
 
     @property
@@ -115,13 +116,18 @@ class RuleSubscriber(Subscriber):
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Add the values of the messages of one kind to the history of the rules."""
+        if len(batch) == 1 and batch.stamp.pass_name == TRAINING:  # the loss, which has a value in every step
+            [value] = (batch.records.mean if batch.data is None else batch.data).tolist()
+            self.judge.defer(batch.kind, batch.names.names[0], batch.stamp.global_step, value)
+            return
         self.receive_all(batch, batch.kind, batch.records.mean if batch.data is None else batch.data)
 
     def _add_event(self, message: Message) -> None:
         assert isinstance(message, NetworkMessage)
-        if not self.judge.history.network.modules:
+        if self._lacks_network:
             self.judge.history.network = Network(self.network)
-        self.receive(message, "step_skipped", float(message.skipped))
+            self._lacks_network = not self.network
+        self.judge.defer("step_skipped", None, message.global_step, float(message.skipped))
         if message.skipped or message.global_step % self._every:
             return
         data = message.data or {}

@@ -93,7 +93,7 @@ def watch_and_record(calls, model, loss):
     """Return an exporter with rules, whose judge stores its calls."""
     exporter = watch(model, loss)
     judge = exporter._rules.judge
-    add, add_all, finish = judge.add, judge.add_all, judge.finish_step
+    add, add_all, defer, finish = judge.add, judge.add_all, judge.defer, judge.finish_step
 
     def store_value(*args):
         if args[0] in judge.kinds:
@@ -105,11 +105,16 @@ def watch_and_record(calls, model, loss):
             calls.extend((kind, name, step, value, pass_name) for name, value in zip(names, values, strict=True))
         add_all(kind, names, step, values, pass_name)
 
+    def store_later(*args):
+        if args[0] in judge.kinds:
+            calls.append(args)
+        defer(*args)
+
     def store_end(step):
         calls.append(step)
         return finish(step)
 
-    judge.add, judge.add_all, judge.finish_step = store_value, store_values, store_end
+    judge.add, judge.add_all, judge.defer, judge.finish_step = store_value, store_values, store_later, store_end
     return exporter
 
 

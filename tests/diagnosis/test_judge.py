@@ -302,3 +302,28 @@ def test_a_score_can_name_the_step_at_which_the_mistake_began():
     judge = Judge([LateRule()])
     judge.add("loss", None, 7, 1.0)
     assert [finding.step for finding in judge.finish_step(7)] == [4]
+
+
+@pytest.mark.parametrize("every", [7, 10])
+def test_deferred_values_give_the_same_findings_at_the_same_steps(every):
+    """A loss with a spike, then a NaN, then a resumed run that begins earlier and repeats the spike."""
+    steps = [*range(180), *range(90, 150)]
+    losses = [(math.nan if step == 160 else 9.0 if step in (123, 124) else 2.0 - 0.001 * step) for step in steps]
+
+    def run(add):
+        judge = Judge(get_rules(["loss_spike", "nonfinite", "scaler_skips", "diverges"]), NETWORK)
+        announced = []
+        for step, loss in zip(steps, losses, strict=True):
+            if step % every == 0:
+                judge.add_all("weights_norm2", ["a", "b"], step, [1.0, 2.0])
+                judge.add("activations_variance", "a", step, 1.0)
+                judge.add("weight_gradients_norm2", "a", step, 1.0)
+            add(judge)("loss", None, step, loss)
+            add(judge)("step_skipped", None, step, 0.0)
+            announced += [(step, finding.rule, finding.step) for finding in judge.finish_step(step)]
+        return announced, [(*key, list(c.steps), str(list(c.values))) for *key, c in judge.history.all_curves()]
+
+    at_once, later = run(lambda judge: judge.add), run(lambda judge: judge.defer)
+    assert {"loss_spike", "nonfinite"} <= {rule for _, rule, _ in at_once[0]}
+    assert later[0] == at_once[0]
+    assert sorted(later[1]) == sorted(at_once[1])

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import count, islice
+from itertools import chain, count, islice
 from operator import is_
 from typing import Any
 
@@ -23,7 +23,31 @@ __all__ = ["Backward", "GradientState", "TrackedParameters"]
 
 _SENTINELS = 8
 
-_Contents = list[tuple[dict[str, Any], tuple[Any, ...]]]
+
+class _Contents:
+    """The values of several dictionaries at one moment.
+
+    They are compared at each sampled step, so that is done by functions of C alone.
+
+    Parameters
+    ----------
+    dictionaries : list of dict
+        The dictionaries.
+    """
+
+    def __init__(self, dictionaries: list[dict[str, Any]]) -> None:
+        self._dictionaries = dictionaries
+        self._sizes = list(map(len, dictionaries))
+        self._values = [*chain.from_iterable(map(dict.values, dictionaries))]
+
+    def have_changed(self) -> bool:
+        """Whether a value was added, removed or replaced by another object."""
+        if list(map(len, self._dictionaries)) != self._sizes:
+            return True
+        # a comparison of lists would call __eq__ of tensors and of the user's modules
+        return not all(map(is_, chain.from_iterable(map(dict.values, self._dictionaries)), self._values))
+
+
 """The ``_modules`` or ``_parameters`` of modules, and their values at one time, kept alive so that no new object gets their ids."""
 
 GradientState = dict[int, tuple[int, int] | None]
@@ -80,8 +104,7 @@ class TrackedParameters:
         self.all: tuple[NamedParameter, ...] = ()
         self._modules: tuple[NamedModule, ...] = ()
         self._roots: tuple[nn.Module, ...] = ()
-        self._children: _Contents = []
-        self._held: _Contents = []
+        self._children, self._held = _Contents([]), _Contents([])
         self._of_model: dict[int, nn.Parameter] = {}
         self._spread: list[tuple[int, nn.Parameter]] = []  # neighbours are far from each other in the model
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -106,11 +129,11 @@ class TrackedParameters:
 
     def modules_have_changed(self) -> bool:
         """Return whether the user has added, removed or replaced modules of the model since its parameters were tracked."""
-        return _have_changed(self._children)
+        return self._children.have_changed()
 
     def refresh(self) -> None:
         """Find the parameters again if the user has replaced some, as ``load_state_dict(assign=True)`` and ``fully_shard`` do."""
-        if not _have_changed(self._held):
+        if not self._held.have_changed():
             return
         observed, of_model = self._resolve(self._note_contents())
         # FSDP gathers and frees the parameters at every step; they stay the same
@@ -122,8 +145,8 @@ class TrackedParameters:
         """Store what the modules hold now, and return the modules."""
         inside = (module for root in self._roots for module in root.modules())
         holders = list({id(m): m for m in (*inside, *(named.module for named in self._modules))}.values())
-        self._children = [(module._modules, tuple(module._modules.values())) for module in holders]
-        self._held = [(module._parameters, tuple(module._parameters.values())) for module in holders]
+        self._children = _Contents([module._modules for module in holders])
+        self._held = _Contents([module._parameters for module in holders])
         return holders
 
     def _resolve(self, holders: Iterable[nn.Module]) -> tuple[tuple[NamedParameter, ...], dict[int, nn.Parameter]]:
@@ -317,12 +340,6 @@ def _has_checkpoint() -> bool:
             return True
         waiting += [following for following, _ in node.next_functions]
     return False
-
-
-def _have_changed(contents: _Contents) -> bool:
-    """Whether a value of one of the dictionaries was added, removed or replaced by another object."""
-    # a comparison of tuples would call __eq__ of tensors and of the user's modules
-    return any(len(values) != len(known) or not all(map(is_, values.values(), known)) for values, known in contents)
 
 
 def _names(parameters: Iterable[NamedParameter]) -> list[tuple[str, bool, int]]:

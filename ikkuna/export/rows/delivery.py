@@ -126,7 +126,8 @@ class Finished:
             if registered.samples(rows.stamp):
                 bus.error_guard.call(registered, "finish", registered.subscriber.finish, rows.stamp)
         for registered in bus.registered:
-            registered.drop_incomplete(rows.stamp)
+            if registered.subscription.is_joined:
+                registered.drop_incomplete(rows.stamp)
         bus.commit(rows.stamp.global_step)
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ikkuna.export.messages.kinds import (
     EVENT_KINDS,
@@ -127,6 +128,21 @@ def _task(kind: str, wanting: tuple[Registered, ...]) -> Task:
     return Task(fields, wanting, tuple(s for s in wanting if s.subscriber.measures))
 
 
+def _sampling(subscriptions: tuple[Registered, ...], stamp: Stamp) -> tuple[Registered, ...]:
+    """Return the subscribers that sample a step; one of those with the same rhythm is asked."""
+    answers: dict[tuple[Any, ...], bool] = {}
+    found = []
+    for registered in subscriptions:
+        if registered.disabled:
+            continue
+        is_sampled = answers.get(registered.rhythm)
+        if is_sampled is None:
+            is_sampled = answers[registered.rhythm] = registered.samples(stamp)
+        if is_sampled:
+            found.append(registered)
+    return tuple(found)
+
+
 NOTHING = Plan(())
 """The plan while no step is open."""
 
@@ -150,7 +166,7 @@ class Demand:
             self._last is not None and self._last[0] == stamp
         ):  # a step is planned when the one before ends, and when it begins
             return self._last[1]
-        sampling = tuple(s for s in subscriptions if s.samples(stamp))
+        sampling = _sampling(subscriptions, stamp)
         key = tuple((id(s), s.subscriber.measures) for s in sampling)
         if key not in self._plans:
             self._plans[key] = Plan(sampling, self._results)

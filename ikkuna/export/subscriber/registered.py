@@ -45,6 +45,8 @@ class Registered:
         The shared statistics that the subscriber reads.
     finishes : bool
         Whether the subscriber handles the end of steps.
+    rhythm : tuple
+        Equal for subscribers that sample the same steps.
     disabled : bool
         Whether the subscriber is no longer called.
     failures : FailureCounter
@@ -71,6 +73,12 @@ class Registered:
         self.fields = closure(subscriber.fields) if subscriber.fields else frozenset[str]()
         self._measures, self._takes_batches = subscriber.measures, subscriber.takes_batches
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
+        asked = self.subscription
+        self.rhythm: tuple[Any, ...] = (
+            (asked.tag, asked.subsample, asked.start, asked.stop, asked.thinning)
+            if asked.schedule is None
+            else (id(self),)
+        )
         self.disabled = False
         self.failures = FailureCounter()
         self.seconds = 0.0
