@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ikkuna.testing import small_model
-from tests.distributed import loops, special
+from tests.distributed import large_models, loops, special
 from tests.distributed.launch import launch
 from tests.distributed.test_strategies import differences
 from tests.subscribers import EVERY_SUBSCRIBER
@@ -22,6 +22,7 @@ NAMES = (
 @pytest.fixture(scope="session")
 def two(tmp_path_factory):
     names = [f"tests.distributed.special:{name}" for name in NAMES]
+    names.append("tests.distributed.large_models:large_model_metrics")
     return launch(names, 2, tmp_path_factory.mktemp("special"))
 
 
@@ -210,3 +211,22 @@ def test_each_rank_writes_the_dump_of_its_own_batches(two):
     assert ranks == ((0, 2), (1, 2))
     assert steps == ([0, 1, 2, 3, 4],) * 2
     assert batches == (0, 1)  # the number of elements that are NaN in the recorded batch of the last step
+
+
+def test_metrics_of_large_models_are_those_of_one_process(two):
+    """The entropy of a head is the smallest mean of a rank, because means over other data are compared, not added."""
+    inputs, labels = loops.data()
+    expected = large_models.published_of(large_models.attending(), inputs, labels)
+    kinds = {"network_output_z_loss", "gradient_momentum_agreement", "weight_decay_share", "scores_max"}
+    assert {key[0] for key in expected} == {*kinds, "scores_entropy"}
+    first, second = (outcome["large_model_metrics"] for outcome in two)
+    for found, again in zip(first, second, strict=True):
+        assert found == again
+        assert not differences(_of(kinds, found), _of(kinds, expected))
+        entropies = [_of({"scores_entropy"}, values) for values in (found, expected)]
+        assert entropies[0].keys() == entropies[1].keys()
+        assert all(0 < value <= entropies[1][key] + 1e-6 for key, value in entropies[0].items())
+
+
+def _of(kinds, values):
+    return {key: value for key, value in values.items() if key[0] in kinds}
