@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,6 +20,7 @@ from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.recorder.flight_recorder import FlightRecorder
 from ikkuna.export.rule_subscriber import RuleSubscriber
 from ikkuna.export.rules import RuleSelection, register_rules
+from ikkuna.export.worker_exporter import WorkerExporter
 from ikkuna.modules import ModuleFilter, NamedModule
 from ikkuna.visualization.run_settings import RunSettings
 
@@ -328,7 +330,7 @@ class Exporter:
         Subscribers of the kind ``logged`` with ``derived = True`` receive numbers; the name is ``message.path``.
         The backends are those of the registered subscribers, and TensorBoard if there are none.
         Each rank logs for itself, and rank 0 writes.  Nothing waits for a device, and any thread may call this method;
-        in a forked child, such as a worker of a data loader, it logs one warning and shows nothing.
+        in a child process, such as a worker of a data loader, it logs one warning and shows nothing.
 
         Parameters
         ----------
@@ -364,6 +366,11 @@ class Exporter:
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise ConfigError(f"log({name!r}) needs step=None or an int >= 0, got {step!r}")
         self._session.log(name, value, step)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        if get_spawning_popen() is None:
+            raise ConfigTypeError("an exporter cannot be copied or pickled; store exporter.state_dict() instead")
+        return WorkerExporter, ()  # for the process that is being started
 
     def observe(self, name: str, tensor: Tensor) -> None:
         """Record a tensor that no module returns, for this exporter alone; see `ikkuna.observe`.

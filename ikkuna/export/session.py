@@ -41,6 +41,7 @@ from ikkuna.export.steps.decisions import Abandoned, Closed, Decision, EpochFini
 from ikkuna.export.steps.forward import MICRO_PART
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.export.steps.stopwatch import Stopwatch
+from ikkuna.export.worker_exporter import warn_of_worker
 from ikkuna.logger import log
 from ikkuna.modules import class_name
 from ikkuna.numerics.statistics import closure
@@ -511,11 +512,7 @@ class Session:
         if (process := os.getpid()) != self._process:
             if process != self._warned_process:
                 self._warned_process = process
-                log.warning(
-                    "exporter.log(%r) in a worker process shows nothing, and so do further calls there; "
-                    "return the value to the process that trains, and log it there",
-                    name,
-                )
+                warn_of_worker(name)
             return
         tracker = self.context.tracker
         stamp = tracker.pass_stamp(tracker.pass_name)

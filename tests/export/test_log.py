@@ -1,8 +1,11 @@
 """Values that the user logs by name join the run, the step and the file of the metrics."""
 
+import copy
 import logging
 import math
+import pickle
 import threading
+from multiprocessing.context import set_spawning_popen
 
 import numpy as np
 import pytest
@@ -234,6 +237,42 @@ def test_a_worker_of_a_data_loader_shows_nothing_and_says_so_once(watched, tmp_p
     assert [value for _, value in logged(backend, "in_loop")] == [1.0, 5.0, 9.0]
     [line] = (tmp_path / "log").read_text().splitlines()
     assert "exporter.log('in_worker') in a worker process shows nothing, and so do further calls there; return" in line
+
+
+@pytest.fixture
+def starting_a_process():
+    """Pretend that a process is being started with ``spawn``."""
+    set_spawning_popen(object())
+    yield
+    set_spawning_popen(None)
+
+
+def test_a_process_that_is_spawned_gets_an_exporter_that_shows_nothing(watched, starting_a_process, caplog):
+    child = pickle.loads(pickle.dumps({"exporter": watched[0]}))["exporter"]
+    for number in range(3):
+        child.log("in_worker", number, step=number)
+        child.observe("tensor", torch.ones(1))
+    [line] = caplog.messages
+    assert line.startswith("exporter.log('in_worker') in a worker process shows nothing")
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_exporter_is_neither_copied_nor_pickled_elsewhere(watched, copied):
+    with pytest.raises(ConfigTypeError, match=r"cannot be copied or pickled; store exporter.state_dict\(\) instead"):
+        copied(watched[0])
+
+
+@pytest.mark.slow
+@pytest.mark.host("a worker has no simulated device")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_data_loader_with_spawned_workers_trains(watched, method):
+    exporter, model, backend = watched
+    for _, values in DataLoader(Augmented(exporter), 2, num_workers=1, multiprocessing_context=method):
+        exporter.log("in_loop", values.sum())
+        train(model, 1, lambda step: None)
+    exporter.close()
+    assert logged(backend, "in_worker") == []
+    assert [value for _, value in logged(backend, "in_loop")] == [1.0, 5.0, 9.0]
 
 
 def test_passes_have_their_own_series(watched):
