@@ -1,4 +1,4 @@
-"""Metrics of large models on several ranks: attention scores, z-loss, signs of gradient and momentum, share of weight decay."""
+"""Metrics of large models on several ranks: attention scores, z-loss, signs of momentum, share of weight decay."""
 
 from functools import partial
 
