@@ -78,7 +78,19 @@ LAYERS = {
 }
 # The rooms of ikkuna.export: each imports only rooms that stand before it.
 ROOMS = (
-    *("messages", "steps", "model", "subscriber", "bus", "rows", "ranks", "hooks", "logged_values", "session"),
+    *(
+        "messages",
+        "steps",
+        "model",
+        "subscriber",
+        "bus",
+        "rows",
+        "ranks",
+        "hooks",
+        "logged_values",
+        "worker_exporter",
+        "session",
+    ),
     *(
         "rule_statistics",
         "rule_subscriber",
