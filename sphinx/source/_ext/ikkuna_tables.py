@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,7 @@ def _tests_table(name: str, situation_head: str, text_head: str) -> str:
     return table((situation_head, text_head, "test"), rows)
 
 
+@cache
 def marked_tests() -> dict[int, list[str]]:
     """Return the tests that are marked with each fault, sorted by file."""
     found: dict[int, list[str]] = {}
