@@ -174,7 +174,7 @@ def spread_charts(run: StoredRun) -> list[ReportChart]:
 
 
 def _quartiles(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return minimum, quartiles and maximum of each column without NaN, as ``numpy.nanpercentile`` does, which takes far longer."""
+    """Return minimum, quartiles and maximum of each column without NaN; ``numpy.nanpercentile`` takes far longer."""
     if not values.size:
         return np.empty((5, values.shape[1]))
     ordered = np.sort(values, axis=0)  # NaN at the end

@@ -96,7 +96,7 @@ def _limits(curves: Sequence[ReportCurve], is_log: bool, unit: bool) -> tuple[fl
         return (low, high) if high > 1.01 * low else (low / 2, high * 2)
     margin = 0.05 * (high - low) or abs(high) * 0.1
     margin = margin if margin > 1e-100 else 1.0
-    return low - margin, high + margin
+    return (max(low - margin, 0.0) if low >= 0 else low - margin), high + margin
 
 
 def draw_chart(

@@ -119,7 +119,7 @@ def _row_labels(names: Sequence[str], row: float, layout: _Layout) -> str:
         f'<text class="row" x="{layout.labels - 6}" y="{(i + 0.5) * row + size * 0.35:.1f}" font-size="{size:.1f}">'
         f"{html.escape(_short(name, layout.characters))}</text>"
         for i, name in enumerate(names)
-        if i % every == 0
+        if i % every == every // 2
     ]
     return "".join(parts)
 

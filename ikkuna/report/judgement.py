@@ -6,7 +6,7 @@ from ikkuna.reading import StoredRun
 
 __all__ = ["judge_in_time"]
 
-_VALUES, _STEPS = 75_000, 1000
+_VALUES, _STEPS = 150_000, 1000
 
 
 def judge_in_time(run: StoredRun, limit: int = _VALUES) -> tuple[Findings, str]:

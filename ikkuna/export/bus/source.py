@@ -1,4 +1,4 @@
-"""What a bus needs to know of an exporter."""
+"""The part of an exporter that a bus uses."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol

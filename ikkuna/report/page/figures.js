@@ -143,7 +143,7 @@ for (const card of document.querySelectorAll("[data-heatmap]")) {
     const row = height / rows, size = Math.min(11, Math.max(row * 0.85, 8)), every = Math.max(1, Math.ceil((size + 1) / row)), labels = [];
     for (let i = Math.floor(first); i < first + rows; i++) {
       const y = top + (i + 0.5 - first) * row;
-      if (i % every || y < top || y > top + height) continue;
+      if (i % every !== every >> 1 || y < top || y > top + height) continue;
       const name = data.names[i], half = data.characters >> 1;
       labels.push([left - 6, y + size * 0.35, name.length <= data.characters ? name : name.slice(0, half - 3) + "…" + name.slice(-half - 2), "end", size]);
     }

@@ -58,7 +58,7 @@ class CallOrder:
         self.events, self._is_complete = events, True
 
     def check(self, kind: str, names: BatchNames) -> None:
-        """Note which tensors a step has; if one of them is new, the order is unknown until a step is learned."""
+        """Compare the tensors of a step with the known ones; if one of them is new, the order is unknown until a step is learned."""
         if names in self._known_names:
             return
         if all((kind, name) in self._sites for name in names.names):
