@@ -34,7 +34,7 @@ from ikkuna.export.messages.stamp import TRAINING, Stamp
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.model.watched_model import WatchedModel
 from ikkuna.export.ranks.exchange import Exchange
-from ikkuna.export.rows.delivery import Event, Finished
+from ikkuna.export.rows.delivery import Event, Finished, Unsampled
 from ikkuna.export.rows.plan import Demand, Plan
 from ikkuna.export.rows.recorder import Recorder
 from ikkuna.export.steps.decisions import Abandoned, Closed, Decision, EpochFinished, Merged, Opened, Restarted
@@ -291,7 +291,8 @@ class Session:
         self.exchange.step_opened(stamp)
         context.model.find_stages()
         context.replicas = self.exchange.replicas
-        context.recorder.open(stamp, self._demand.plan(self.bus.registered, stamp))
+        plan = self._demand.plan(self.bus.registered, stamp)
+        context.recorder.open(stamp, plan, is_observed=context.observer is not None)
 
     def _install_modules(self) -> None:
         plan = self.context.recorder.plan
@@ -316,18 +317,22 @@ class Session:
             self.optimizers.before_close()
             self.steps += 1
         self._end_hooks()
-        finished = NetworkMessage(stamp, "batch_finished", self._report())
-        self._warn_of_missing_loss()
-        if recorder.rows is not None:
-            recorder.rows.rates = dict(self.optimizers.rates)
+        lap, rates = self.context.stopwatch.lap(), self.optimizers.rates
         self.optimizers.step_ended()
         self.logged.step_ends(stamp.global_step)
-        plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
         step = None
-        if rows is not None:
-            rows.skipped = finished.skipped = rows.skipped or closed.skipped
-            self.exchange.take(rows, plan)
-            self.bus.post(step := Finished(rows, finished, self.context.observer))
+        if recorder.rows is not None:
+            self._warn_of_missing_loss()
+            finished = NetworkMessage(stamp, "batch_finished", self._report(rates, lap))
+            recorder.rows.rates = dict(rates)
+            self.bus.post(step := self._finished(finished, closed))
+        else:
+            recorder.close(carried=closed.carried)
+            self.exchange.meet()
+            if len(self.bus.queue):
+                self.bus.post(Unsampled(stamp))
+            else:
+                self.bus.commit(stamp.global_step)
         if not closed.carried:
             self._prepare_next()
         self._follow_control_file()
@@ -335,6 +340,14 @@ class Session:
             step.evaluate(self.bus)
         self.bus.drain(wait=self.exchange.must_wait(stamp))
         self.context.stopwatch.step_ended(0.0 if self.bus.run is None else self.bus.run.drawing_seconds)
+
+    def _finished(self, finished: NetworkMessage, closed: Closed) -> Finished:
+        recorder = self.context.recorder
+        plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
+        assert rows is not None
+        rows.skipped = finished.skipped = rows.skipped or closed.skipped
+        self.exchange.take(rows, plan)
+        return Finished(rows, finished, self.context.observer)
 
     def _end_hooks(self) -> None:
         self._backward.step_ended()
@@ -357,13 +370,13 @@ class Session:
     def _next_plan(self) -> Plan:
         return self._demand.plan(self.bus.registered, self.context.tracker.stamp)
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self, rates: dict[str, Any], lap: tuple[float, float] | None) -> dict[str, Any]:
         """Return the data of ``batch_finished``."""
         report: dict[str, Any] = {
-            "learning_rates": self.optimizers.rates,
+            "learning_rates": rates,
             "unowned": self.context.parameters.known_owners().unowned,
         }
-        if (lap := self.context.stopwatch.lap()) is not None:
+        if lap is not None:
             report["seconds"], report["own_seconds"] = lap
         return report
 

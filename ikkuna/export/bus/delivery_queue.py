@@ -84,7 +84,7 @@ class DeliveryQueue(Generic[Bus]):
 
     def drain(self, bus: Bus, wait: bool = False) -> None:
         """Deliver the items in order, up to the first that has not arrived; with `wait`, all of them."""
-        if self._is_held:  # a subscriber evaluates the model in compute; its items stay in the queue
+        if self._is_held or not self._items:  # a subscriber evaluates the model in compute; its items stay in the queue
             return
         try:
             try:

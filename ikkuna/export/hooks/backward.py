@@ -58,13 +58,13 @@ class BackwardHooks:
         self.ended: list[Callable[[], None]] = []
         self._running: dict[int, _Running] = {}
 
-    def arm(self, outputs: Leaves, forward: Forward) -> None:
-        """Register hooks on the outputs of a forward that report a backward.
+    @property
+    def is_needed(self) -> bool:
+        """Whether it matters which forwards count: something is measured, or a subscriber wants to know whether steps are skipped."""
+        return self.context.recorder.plan.takes_data or self.context.wants_steps
 
-        If nothing is measured, and no subscriber wants to know whether steps are skipped, it does not matter which forwards count.
-        """
-        if not (self.context.recorder.plan.takes_data or self.context.wants_steps):
-            return
+    def arm(self, outputs: Leaves, forward: Forward) -> None:
+        """Register hooks on the outputs of a forward that report a backward."""
         hook = Hook(self, BackwardHooks.output_reached, forward)
         for _, tensor in outputs[:_MOST_OUTPUTS]:
             if tensor.requires_grad and not tensor.is_leaf:

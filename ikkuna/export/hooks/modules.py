@@ -162,17 +162,18 @@ class ModuleHooks:
         if self._is_settled:
             self._are_early, self._wishes = False, ()
         self._installed_for = plan
+        # the calls of its parts are the only sign of a model that is never called as a whole
+        needs_calls = self._context.tracker.is_rootless and "loss" in plan.kinds
+        if not (plan.forward or needs_calls):
+            return False
         model, found, kinds = self._context.model, False, [kind in plan.kinds for kind in FORWARD_KINDS]
         may_be_compiled = bool(self._fast_paths.layers) and (
             model.is_compiled or not self._is_settled or in_compiled_call()
         )
-        # the calls of its parts are the only sign of a model that is never called as a whole
-        needs_calls = self._context.tracker.is_rootless and "loss" in plan.kinds
         roots = {id(root) for root in model.callable}
-        observed = model.modules if plan.forward or needs_calls else ()
         if self.switch is not None:
-            self._context.sites.create_numbers(named.name for named in observed)
-        for named in observed:
+            self._context.sites.create_numbers(named.name for named in model.modules)
+        for named in model.modules:
             known = self._hooks.get(named.name)
             had = known[0].sites if known else _NO_SITES
             sites = ObservedSites(

@@ -53,7 +53,8 @@ class NativePath:
 
     def permit_outputs(self, recorder: Recorder, forward: Forward) -> None:
         """Permit the measurement of what modules return on this thread, in a forward whose root is running."""
-        self._open(recorder, forward, forward.part)
+        if recorder.plan.forward:
+            self._open(recorder, forward, forward.part)
 
     def permit_gradients(self, recorder: Recorder, forward: Forward, part: int) -> None:
         """Permit the measurement of gradients of a forward in the backward that runs on this thread."""

@@ -15,7 +15,7 @@ from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics.records import Records
 from ikkuna.numerics.statistics.table import Values
 
-__all__ = ["Event", "Finished"]
+__all__ = ["Event", "Finished", "Unsampled"]
 
 
 _Early = dict[Registered, EarlyResults]
@@ -104,10 +104,8 @@ class Finished:
 
     def _deliver(self, bus: MessageBus) -> None:
         rows = self.rows
-        delivery = _Delivery(rows, bus)
-        for registered in rows.plan.subscriptions:
-            if not registered.disabled and (not rows.skipped or registered.subscriber.sees_skipped):
-                delivery.deliver(registered)
+        if rows.plan.subscriptions:
+            _Delivery(rows, bus).deliver_all()
         if self.event is not None:
             self.event.skipped = rows.skipped
             self.event.data["learning_rates"] = rows.rates
@@ -146,6 +144,30 @@ class Finished:
             registered.drop_incomplete(rows.stamp)
 
 
+@dataclass(frozen=True, slots=True)
+class Unsampled:
+    """The end of a step that no subscriber samples.
+
+    Parameters
+    ----------
+    stamp : Stamp
+        The step.
+    """
+
+    stamp: Stamp
+
+    def arrived(self) -> bool:
+        """Return ``True``."""
+        return True
+
+    def deliver(self, bus: MessageBus) -> None:
+        """Pass the end of the step on to the backends."""
+        bus.commit(self.stamp.global_step)
+
+    def abandon(self, bus: MessageBus) -> None:
+        """Do nothing."""
+
+
 class _Delivery:
     """Delivers the rows of one step.
 
@@ -166,7 +188,14 @@ class _Delivery:
         self._records: dict[tuple[Selection, frozenset[str], bool], Records] = {}
         self._messages: dict[int, Message] = {}
 
-    def deliver(self, registered: Registered) -> None:
+    def deliver_all(self) -> None:
+        """Deliver the rows to one subscriber after the other."""
+        rows = self._rows
+        for registered in rows.plan.subscriptions:
+            if not registered.disabled and (not rows.skipped or registered.subscriber.sees_skipped):
+                self._deliver(registered)
+
+    def _deliver(self, registered: Registered) -> None:
         """Deliver what a subscriber takes: at once if it takes batches, otherwise row by row."""
         rows = self._rows
         if registered in rows.together:

@@ -66,7 +66,7 @@ class Recorder:
     plan : Plan
         What is measured in the open step.
     rows : Rows or None
-        The measurements of the open step.
+        The measurements of the open step; ``None`` if no subscriber samples it.
     index : RowIndex
         The row of each site and path.
     unreadable : set of Key
@@ -88,12 +88,14 @@ class Recorder:
         self._generator = torch.Generator("cpu").manual_seed(0)
         self._warned: set[Registered] = set()
 
-    def open(self, stamp: Stamp, plan: Plan) -> None:
-        """Begin the rows of a step."""
-        self.plan, self.rows = plan, Rows(stamp, plan, self.index, self._pool, self._selections)
+    def open(self, stamp: Stamp, plan: Plan, is_observed: bool = True) -> None:
+        """Begin the rows of a step; without an observer there are none if no subscriber samples the step."""
+        self.plan, self.rows = plan, None
+        if is_observed or plan.subscriptions:
+            self.rows = Rows(stamp, plan, self.index, self._pool, self._selections)
 
     def close(self, parts: Iterable[int] = (), carried: Collection[int] = ()) -> Rows | None:
-        """Return the rows of the step, on their way to the host; ``None`` if no step is open.
+        """Return the rows of the step, on their way to the host; ``None`` if it has none.
 
         Parameters
         ----------
@@ -104,6 +106,7 @@ class Recorder:
         """
         rows = self.rows
         if rows is None:
+            self.plan = self.plan if carried else NOTHING
             return None
         if carried:
             self.rows = rows.split(carried)

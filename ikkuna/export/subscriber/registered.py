@@ -123,16 +123,21 @@ class Registered:
             if is_paused or every is not None:
                 is_of_pass = self.subscription.tag in (None, TRAINING)
                 return is_of_pass and not is_paused and stamp.global_step % (every or 1) == 0
-        if self.subscription.schedule is None or self._call is None or stamp.pass_name != TRAINING:
-            return self.subscription.samples(stamp)
-        return self.subscription.is_candidate(stamp) and self._is_scheduled(stamp.global_step)
+        if not self.subscription.is_candidate(stamp):
+            return False
+        return (
+            self.subscription.schedule is None or stamp.pass_name != TRAINING or self._is_scheduled(stamp.global_step)
+        )
 
     def _is_scheduled(self, step: int) -> bool:
         """Return whether the user's schedule samples a step; it is called once for each step."""
         known = self._scheduled.get(step)
         if known is None:
-            assert self._call is not None
-            known = bool(self._call(self, "schedule", lambda step: bool(self.subscription.schedule(step)), step))  # type: ignore[misc]
+            schedule = self.subscription.schedule
+            assert schedule is not None
+            if self._call is None:
+                return bool(schedule(step))
+            known = bool(self._call(self, "schedule", lambda step: bool(schedule(step)), step))
             if len(self._scheduled) >= _KEPT:
                 del self._scheduled[next(iter(self._scheduled))]
             self._scheduled[step] = known

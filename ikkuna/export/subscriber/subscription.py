@@ -132,12 +132,13 @@ class Subscription:
         """Return whether data of this step is sampled if the schedule agrees."""
         if self.tag is not None and self.tag != stamp.pass_name:
             return False
-        if not self._is_in_range(stamp.global_step):
+        step = stamp.global_step
+        if step < self.start or (self.stop is not None and step >= self.stop):
             return False
         if stamp.pass_name != TRAINING:
             return True
         begin, factor = self.thinning
-        return stamp.global_step % (self.subsample if stamp.global_step < begin else self.subsample * factor) == 0
+        return step % (self.subsample if step < begin else self.subsample * factor) == 0
 
     def thinned(self, begin: int, factor: int) -> Self:
         """Return a subscription that takes only every `factor`-th sample from step `begin` on.
@@ -154,9 +155,6 @@ class Subscription:
         object.__setattr__(thinned, "thinning", (begin, factor))
         return thinned
 
-    def _is_in_range(self, number: int) -> bool:
-        return number >= self.start and (self.stop is None or number < self.stop)
-
     def takes(self, message: Message, samples: Callable[[Stamp], bool] | None = None) -> bool:
         """Return whether this message is delivered.  Events of epochs are delivered whatever the tag.
 
@@ -170,7 +168,8 @@ class Subscription:
         if message.kind not in self.kinds:
             return False
         if message.kind in ("epoch_started", "epoch_finished"):
-            return message.epoch % self.subsample == 0 and self._is_in_range(message.epoch)
+            is_in_range = message.epoch >= self.start and (self.stop is None or message.epoch < self.stop)
+            return message.epoch % self.subsample == 0 and is_in_range
         if not (samples or self.samples)(message.stamp):
             return False
         return not isinstance(message, ModuleMessage) or self.matches(message.module)
