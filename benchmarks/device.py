@@ -57,7 +57,7 @@ def host_as_device() -> Iterator[None]:
     on_device = patch.object(Part, "statistics", lambda part, x: part.on_device(x.device))
     launch = patch.object(triton_launcher, "launch", silent)
     not_native = patch.object(recorder, "library", lambda: None)
-    always = patch.object(recorder, "_is_on_device", lambda tensor: True)
+    always = patch.object(recorder.Recorder, "_receive_plain", recorder.Recorder._receive_on_device)
     with (
         on_device,
         launch,

@@ -162,8 +162,10 @@ class Recorder:
             if not task.is_plain or (kernels := self.kernels) is None:
                 return False
             return kernels.try_add(tensor, task.fields, part.host.address(self.index.row(site, path)))
-        if tensor.is_meta:
-            return False
+        return not tensor.is_meta and self._receive_on_device(part, site, tensor, path, task)
+
+    def _receive_on_device(self, part: Part, site: Site, tensor: Tensor, path: str, task: Task) -> bool:
+        """Measure a tensor of a device by kernels with few checks; return whether that was done."""
         statistics, row = part.on_device(tensor.device), self.index.row(site, path)
         return statistics.try_add(row, tensor, task.fields, self._source(task.fields))
 
