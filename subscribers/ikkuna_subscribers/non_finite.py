@@ -112,11 +112,6 @@ class NonFiniteSubscriber(PlotSubscriber):
         elif message.record is not None and message.record.nonfinite:
             self._broken.append(message)
 
-    @property
-    def takes_batches(self) -> bool:
-        """Whether shared statistics are enough."""
-        return not self.measures and super().takes_batches
-
     def compute_batch(self, batch: MessageBatch) -> None:
         """Emit the counts of all modules, or store the messages of those that are not finite until the step is over."""
         counts = batch.records.nonfinite

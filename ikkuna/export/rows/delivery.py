@@ -202,7 +202,7 @@ class _Delivery:
             messages = {kind: NetworkMessage(rows.stamp, kind) for kind in registered.kinds}
             bundle = MessageBundle(messages, rows.together[registered])
             self._bus.error_guard.call(registered, "compute", registered.deliver, bundle)
-        elif registered.takes_batches:
+        elif registered.takes_batches and registered not in rows.plan.measuring:
             for selection in rows.selections.of(registered):
                 if (measured := selection.measured(self._has_elements)) is not None:
                     self._bus.deliver_batch(registered, self._batch(registered, measured))

@@ -58,6 +58,8 @@ class Plan:
         The subscribers that sample the step.
     results : frozenset of str
         The kinds that subscribers publish: ``weight_state_step_mean`` is no state of an optimizer.
+    measuring : frozenset of Registered
+        The subscribers that decide for each step whether they measure, and do at this one.
 
     Attributes
     ----------
@@ -67,8 +69,13 @@ class Plan:
         Whether anything is measured inside the model, which a compiled graph has to do.
     """
 
-    def __init__(self, subscriptions: tuple[Registered, ...], results: frozenset[str] = frozenset()) -> None:
-        self.subscriptions = subscriptions
+    def __init__(
+        self,
+        subscriptions: tuple[Registered, ...],
+        results: frozenset[str] = frozenset(),
+        measuring: frozenset[Registered] = frozenset(),
+    ) -> None:
+        self.subscriptions, self.measuring = subscriptions, measuring
         self._tasks: dict[tuple[str, str | None], Task | None] = {}
         self._of_all_modules: dict[str, Task | None] = {}
         self._candidates: dict[str, list[Registered]] = {}
@@ -151,7 +158,7 @@ class Demand:
     """Caches the plan of each set of subscribers that sample a step together, and of what they measure."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[tuple[int, bool], ...], Plan] = {}
+        self._plans: dict[tuple[tuple[int, ...], frozenset[Registered]], Plan] = {}
         self._known: tuple[Registered, ...] = ()
         self._results: frozenset[str] = frozenset()
         self._last: tuple[Stamp, Plan] | None = None
@@ -167,8 +174,9 @@ class Demand:
         ):  # a step is planned when the one before ends, and when it begins
             return self._last[1]
         sampling = _sampling(subscriptions, stamp)
-        key = tuple((id(s), s.subscriber.measures) for s in sampling)
+        measuring = frozenset([s for s in sampling if s.varies and s.subscriber.measures])
+        key = tuple(map(id, sampling)), measuring
         if key not in self._plans:
-            self._plans[key] = Plan(sampling, self._results)
+            self._plans[key] = Plan(sampling, self._results, measuring)
         self._last = stamp, self._plans[key]
         return self._plans[key]

@@ -43,6 +43,10 @@ class Registered:
         Whether the subscriber measures the tensors of its kinds in one call, as a `MessageBundle`.
     fields : frozenset of str
         The shared statistics that the subscriber reads.
+    takes_batches : bool
+        Whether the subscriber takes the messages of all modules at once, at steps at which it does not measure.
+    varies : bool
+        Whether the subscriber decides for each step whether it measures.
     finishes : bool
         Whether the subscriber handles the end of steps.
     rhythm : tuple
@@ -71,7 +75,8 @@ class Registered:
             self.subscription.is_joined and subscriber.measures and set(self.kinds) <= set(MEASURED_TOGETHER)
         )
         self.fields = closure(subscriber.fields) if subscriber.fields else frozenset[str]()
-        self._measures, self._takes_batches = subscriber.measures, subscriber.takes_batches
+        self.takes_batches = subscriber.takes_batches
+        self.varies = type(subscriber).measures is not Subscriber.measures
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
         asked = self.subscription
         self.rhythm: tuple[Any, ...] = (
@@ -95,13 +100,6 @@ class Registered:
     def label(self) -> str:
         """Class and kinds, such as ``NormSubscriber(weights)``; never the subscriber's own ``repr``, which can raise."""
         return f"{type(self.subscriber).__name__}({', '.join(self.kinds)})"
-
-    @property
-    def takes_batches(self) -> bool:
-        """Whether the subscriber takes the messages of all modules at once; it may change with what the subscriber measures."""
-        if self._measures != (measures := self.subscriber.measures):
-            self._measures, self._takes_batches = measures, self.subscriber.takes_batches
-        return self._takes_batches
 
     def drop_late(self) -> None:
         """Count the results of a row that is not computed, because earlier ones still are; the first time, log it."""
@@ -161,8 +159,8 @@ class Registered:
             self.subscriber.compute_batch(batch)
         except NotVectorizedError as error:
             log.debug("%s takes messages one by one from now on", self.label, exc_info=error)
-            self._takes_batches = False
-        return not self._takes_batches
+            self.takes_batches = False
+        return not self.takes_batches
 
     def _wait(self, message: Message) -> None:
         waiting = self._waiting.setdefault(message.identity, {})
