@@ -24,7 +24,7 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.export.preset import GROUP, Preset
 from ikkuna.plugins import load_plugin
 
-PERIOD = 80
+PERIOD = 40
 """The number of steps after which the same statistics are measured again."""
 
 

@@ -1,8 +1,9 @@
 """Measures the rules on planted faults and healthy runs.
 
-Command: ``python -m tests.diagnosis.measure tune|report [name …] [--seconds N] [--table FILE]``.
+Command: ``python -m tests.diagnosis.measure tune|report|separate [name …] [--seconds N] [--table FILE]``.
 
 Thresholds are chosen by the runs of ``tune``; the figures in the documentation are those of ``report``.
+``separate`` has seeds that were not used while any threshold was chosen.
 What the judge of a run receives is stored below ``IKKUNA_DIAGNOSIS_STORE``, so that changed rules can be applied to it again.
 """
 
@@ -32,7 +33,7 @@ from tests.diagnosis.planted import FAULTS
 from tests.diagnosis.training import Case, watch
 
 STORE = Path(os.environ.get("IKKUNA_DIAGNOSIS_STORE", Path(tempfile.gettempdir(), "ikkuna_diagnosis")))
-SEEDS = {"quick": (0,), "tune": (0, 2), "report": (1, 3)}
+SEEDS = {"quick": (0,), "tune": (0, 2), "report": (1, 3), "separate": (5, 7, 9, 11)}
 
 
 class Entry(NamedTuple):
