@@ -81,6 +81,7 @@ class NonFiniteSubscriber(PlotSubscriber):
         self._broken: list[Message] = []
         self._skipped = False
         self._is_finite = True
+        self._latest: int | None = None
 
     @property
     def measures(self) -> bool:
@@ -135,8 +136,9 @@ class NonFiniteSubscriber(PlotSubscriber):
             self._order.learn(events)
         self.emit(NetworkMessage(stamp, self.publishes[0]), len(broken), self.publishes[0])
         was_finite, self._is_finite = self._is_finite, not broken
+        latest, self._latest = self._latest, stamp.global_step
         if broken and was_finite:
-            self._emit_producer([replace(event, stamp=stamp) for event in self._order.events], broken)
+            self._emit_producer([replace(event, stamp=stamp) for event in self._order.events], broken, latest)
 
     def _take(self, stamp: Stamp) -> list[Message]:
         """Return the tensors of a step, and drop those of earlier steps."""
@@ -150,7 +152,7 @@ class NonFiniteSubscriber(PlotSubscriber):
                 events = found
         return events
 
-    def _emit_producer(self, events: list[Message], broken: list[Message]) -> None:
+    def _emit_producer(self, events: list[Message], broken: list[Message], latest: int | None) -> None:
         places = first_places(events)
         new = [message for message in broken if site_of(message) not in places]
         places.update((site_of(message), len(events) + i) for i, message in enumerate(new))  # their order is unknown
@@ -160,7 +162,7 @@ class NonFiniteSubscriber(PlotSubscriber):
         if self._skipped and events[first].kind in _BACKWARD:
             self._is_finite = True  # the step did not change the weights
             return
-        message, description = find_producer(events, first, broken)
+        message, description = find_producer(events, first, broken, latest)
         text = f"Step {message.global_step}: {description}."
         log.warning("step %d: %s", message.global_step, description)
         self.emit(message, 1.0, self.publishes[1])

@@ -232,6 +232,18 @@ def test_a_weight_that_was_set_to_nan_is_named(seed, caplog):
     assert f"NaN or Inf already present when this step began: weights of '{place}.linear'" in caplog.text
 
 
+def test_weights_that_broke_between_two_sampled_steps_are_said_to_have_changed_after_the_first_one(caplog):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def before_step(step):
+        if step == 1:
+            model[1].weight.grad.fill_(math.inf)
+
+    [(_, step)], _, _ = trained(model, 3, 6, before_step=before_step, subsample=4)
+    assert step == 4
+    assert "(changed after step 0, the last one that was sampled before;" in caplog.text
+
+
 def test_data_is_named(caplog):
     model, width = network(seeded(0))
     named, _, _ = trained(model, width, before=lambda step: torch.full((4, width), math.nan) if step else None)

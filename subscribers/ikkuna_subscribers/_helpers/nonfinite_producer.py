@@ -27,7 +27,9 @@ class Producer(NamedTuple):
     description: str
 
 
-def find_producer(events: Sequence[Message], first: int, broken: Sequence[Message]) -> Producer:
+def find_producer(
+    events: Sequence[Message], first: int, broken: Sequence[Message], latest: int | None = None
+) -> Producer:
     """Return the producer of the first NaN or Inf.
 
     Everything before the first non-finite tensor was finite, so the operation just before it produced the NaN or Inf.
@@ -41,6 +43,8 @@ def find_producer(events: Sequence[Message], first: int, broken: Sequence[Messag
         The index of the first non-finite tensor in `events`.
     broken : sequence of Message
         All non-finite tensors.
+    latest : int, optional
+        The last step before this one that was sampled.
 
     Examples
     --------
@@ -57,13 +61,21 @@ def find_producer(events: Sequence[Message], first: int, broken: Sequence[Messag
     if found := next((message for message in broken if message.kind in _PARAMETERS), None):
         return Producer(
             found,
-            f"NaN or Inf already present when this step began: {_name(found)} "
-            "(changed outside forward, backward and optimizer step)",
+            f"NaN or Inf already present when this step began: {_name(found)} ({_when(found.global_step, latest)})",
         )
     message, before = events[first], events[:first]
     find = _FINDERS.get(message.kind, _of_module)
     producer, operation = find(message, before)
     return Producer(producer, f"the first NaN or Inf was produced by {operation}")
+
+
+def _when(step: int, latest: int | None) -> str:
+    """Return when weights have changed that are not finite at the begin of a step."""
+    if latest == step - 1 or (latest is None and step == 0):
+        return "changed outside forward, backward and optimizer step"
+    if latest is None:
+        return "changed before the first sampled step"
+    return f"changed after step {latest}, the last one that was sampled before; every=1 samples the step of the change"
 
 
 def _name(message: Message) -> str:

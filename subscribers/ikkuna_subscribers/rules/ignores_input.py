@@ -24,7 +24,7 @@ class IgnoresInputRule(Rule):
     patience = 5
     severity = "error"
     explains = frozenset(("class_collapse", "no_learning", "rank_collapse", "plateau", "lr_too_low"))
-    meaning = "The outputs are the same for every sample; only {figure:.0e} of their energy differs."
+    meaning = "The outputs are the same for every sample; only {figure:.2g} of their energy differs."
     advice = "search for a branch that is multiplied by zero, dead layers, or inputs that are constant"
 
     def scores(self, history: History) -> Iterator[Score]:

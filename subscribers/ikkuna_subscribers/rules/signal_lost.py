@@ -27,7 +27,7 @@ class SignalLostRule(Rule):
             *("class_collapse", "rank_collapse", "plateau", "gradient_spike", "update_ratio"),
         )
     )
-    meaning = "Before the first update only {figure:.0e} of the energy of the outputs differs between samples."
+    meaning = "Before the first update only {figure:.2g} of the energy of the outputs differs between samples."
     advice = "use a larger initialisation, rectifiers or residual connections, or a normalisation"
 
     def scores(self, history: History) -> Iterator[Score]:
