@@ -1,4 +1,4 @@
-"""Gradients under a gradient scaler; the sentences of *Limits and order of things* on scaled gradients."""
+"""Gradients under a gradient scaler; the sentences of *Limits, and the order of calls* on scaled gradients."""
 
 import copy
 import logging
