@@ -2,7 +2,7 @@
 
     python sphinx/screenshots.py [--log-dir RUNS]
 
-Without ``--log-dir`` it trains a network of 9 modules with a dead layer, and one of 83 modules, in a temporary directory.
+Without ``--log-dir`` it trains networks of 9, 83 and 803 modules in a temporary directory; the first and the last have a dead layer.
 """
 
 import argparse
@@ -24,12 +24,14 @@ from ikkuna.report import write_report
 
 IMAGES = Path(__file__).parent / "source" / "images"
 PORT = 6121
-PAGES = {  # file → page, size of the window, size of the picture
-    "tensorboard_custom_scalars": (f"http://localhost:{PORT}/?darkMode=true#custom_scalars", (1300, 1000), 900),
-    "tensorboard_images": (f"http://localhost:{PORT}/?darkMode=false#images", (1300, 1000), 900),
-    "report_small": ("modules10", (1200, 2250), 640),
-    "report_large": ("modules100", (1200, 2250), 640),
+PAGES = {  # file → page, size of the window, width of the picture, height that is cut off above
+    "tensorboard_custom_scalars": (f"http://localhost:{PORT}/?darkMode=true#custom_scalars", (1300, 1000), 900, 0),
+    "tensorboard_images": (f"http://localhost:{PORT}/?darkMode=false#images", (1300, 1000), 900, 0),
+    "report_small": ("modules10", (1200, 2250), 640, 0),
+    "report_large": ("modules100", (1200, 2250), 640, 0),
+    "report_1000": ("modules1000", (1200, 2950), 640, 1920),
 }
+DARK = ("report_large", "report_1000")
 
 
 class Block(nn.Module):
@@ -53,19 +55,21 @@ def small() -> nn.Module:
     return nn.Sequential(layers)
 
 
-def large() -> nn.Module:
-    """Return a network of 83 modules."""
-    blocks = nn.Sequential(*(Block() for _ in range(20)))
+def large(count: int = 20) -> nn.Module:
+    """Return a network of 3 modules and 4 for each block."""
+    blocks = nn.Sequential(*(Block() for _ in range(count)))
     layers = {"flatten": nn.Flatten(), "stem": nn.Linear(64, 16), "blocks": blocks, "head": nn.Linear(16, 10)}
     return nn.Sequential(OrderedDict(layers))
 
 
-def train(model: nn.Module, name: str, log_dir: Path) -> None:
-    """Train a network on random data."""
+def train(model: nn.Module, name: str, log_dir: Path, steps: int = 400, rate: float = 0.05) -> None:
+    """Train a network on random data; layers of the last quarter of a network of many blocks die late."""
     data, labels = torch.randn(64, 1, 8, 8), torch.randint(0, 10, (64,))
-    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.05), nn.CrossEntropyLoss()
-    with ikkuna.watch(model, loss=loss, log_dir=log_dir, run_name=name, config={"lr": 0.05}):
-        for _ in range(400):
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=rate), nn.CrossEntropyLoss()
+    with ikkuna.watch(model, loss=loss, log_dir=log_dir, run_name=name, config={"lr": rate}):
+        for step in range(steps):
+            if step == 3 * steps // 4 and name == "modules1000":
+                nn.init.constant_(model.get_parameter("blocks.150.fc1.bias"), -50.0)
             rows = torch.randint(0, 64, (32,))
             optimizer.zero_grad()
             loss(model(data[rows]), labels[rows]).backward()
@@ -73,15 +77,16 @@ def train(model: nn.Module, name: str, log_dir: Path) -> None:
             optimizer.step()
 
 
-def shoot(page: str, path: Path, window: tuple[int, int], width: int, is_dark: bool) -> None:
-    """Write a screenshot of a page, with a width in pixels and at most 128 colours."""
+def shoot(page: str, path: Path, window: tuple[int, int], width: int, top: int, is_dark: bool) -> None:
+    """Write a screenshot of a page below `top`, with a width in pixels and at most 128 colours."""
     command = ["chromium", "--headless=new", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=40000"]
     command += ["--blink-settings=preferredColorScheme=0"] if is_dark else []
     size = f"--window-size={window[0]},{window[1]}"
     subprocess.run([*command, size, f"--screenshot={path}", page], check=True, capture_output=True, timeout=180)
     with Image.open(path) as picture:
-        small = picture.convert("RGB").resize((width, round(width * picture.height / picture.width)), Image.LANCZOS)
-        small.quantize(128).save(path, optimize=True)
+        shown = picture.convert("RGB").crop((0, top, picture.width, picture.height))
+        small = shown.resize((width, round(width * shown.height / shown.width)), Image.LANCZOS)
+        small.quantize(128, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
 def take(log_dir: Path) -> None:
@@ -97,10 +102,10 @@ def take(log_dir: Path) -> None:
                 time.sleep(0.5)
         time.sleep(5)  # TensorBoard reads the runs
         with tempfile.TemporaryDirectory() as directory:
-            for name, (page, window, width) in PAGES.items():
+            for name, (page, window, width, top) in PAGES.items():
                 if not page.startswith("http"):
                     page = write_report(log_dir / page, Path(directory, f"{name}.html")).resolve().as_uri()
-                shoot(page, IMAGES / f"{name}.png", window, width, is_dark=name == "report_large")
+                shoot(page, IMAGES / f"{name}.png", window, width, top, is_dark=name in DARK)
     finally:
         server.terminate()
         server.wait()
@@ -119,6 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         train(small(), "modules10", Path(directory))
         train(large(), "modules100", Path(directory))
+        train(large(200), "modules1000", Path(directory), steps=160, rate=0.001)
         take(Path(directory))
 
 
