@@ -32,7 +32,7 @@ demo: .venv/installed
 	$(BIN)/python examples/digits.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses auto --dist loadfile
 	$(BIN)/python -m pytest -q --device sim
 
 test-slow: .venv/installed-slow

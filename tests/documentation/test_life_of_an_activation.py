@@ -30,13 +30,13 @@ def life(monkeypatch):
 
 def test_the_way_of_the_activation_is_short(calls):
     handled = list(chain(*way(calls).values()))
-    assert len(files(handled)) <= 23
-    assert len(handled) <= 84
+    assert len(files(handled)) <= 25
+    assert len(handled) <= 85
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 62
-    assert len(calls) <= 319
+    assert len(files(calls)) <= 64
+    assert len(calls) <= 323
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

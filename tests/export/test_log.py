@@ -168,7 +168,7 @@ def test_steps_that_are_no_numbers_are_refused(watched, step):
         np.array(["a"]),
         torch.ones(2, device="cpu").to_sparse(),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_values_of_other_types_are_refused_at_once(watched, value):
     with pytest.raises(ConfigTypeError):

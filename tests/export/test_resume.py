@@ -177,7 +177,7 @@ VALUES = (
 )
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values_are_packed_as_what_they_are(value):
     file = io.BytesIO()
     torch.save(pack(value), file)
@@ -203,7 +203,7 @@ def test_only_known_classes_are_created():
         unpack(packed, [Keeping])
 
 
-@pytest.mark.parametrize("value", [lambda: None, object(), int, Fraction], ids=str)
+@pytest.mark.parametrize("value", [lambda: None, object(), int, Fraction], ids=lambda value: type(value).__name__)
 def test_what_is_no_data_is_refused(value):
     with pytest.raises(ConfigError, match="cannot be stored in a checkpoint"):
         pack([value])

@@ -11,6 +11,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NonFiniteSubscriber
 from ikkuna.testing import RecordingBackend
+from tests import seeds
 from tests.metrics.running import curves
 
 DEPTH = 12
@@ -98,7 +99,7 @@ def seeded(seed):
     return random.Random(seed)
 
 
-@pytest.mark.parametrize("seed", random.sample(range(10**6), 4))
+@pytest.mark.parametrize("seed", seeds.drawn(4))
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_layer_that_makes_one_is_named(seed, direction, caplog):
     draw = seeded(seed)
@@ -215,7 +216,7 @@ def test_of_tensors_that_occur_several_times_the_first_one_that_is_not_finite_co
     assert trained(model, 4, 5, before)[0] == [("between", 4)]
 
 
-@pytest.mark.parametrize("seed", random.sample(range(10**6), 3))
+@pytest.mark.parametrize("seed", seeds.drawn(3))
 def test_a_weight_that_was_set_to_nan_is_named(seed, caplog):
     draw = seeded(seed)
     model, width = network(draw)

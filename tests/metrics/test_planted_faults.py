@@ -20,6 +20,7 @@ from ikkuna.export.subscriber import (
     TrustRatioSubscriber,
 )
 from ikkuna.testing import RecordingBackend
+from tests import seeds
 from tests.metrics.running import curves
 
 CLASSES, BATCH, STEPS, RATE = 5, 64, 3, 1e-3
@@ -140,7 +141,7 @@ def watched(model, shape, rate):
     return curves(recording)
 
 
-@pytest.mark.parametrize("seed", random.sample(range(10**6), 4))  # the name of a failing test holds it
+@pytest.mark.parametrize("seed", seeds.drawn(4))
 @pytest.mark.parametrize("fault", MEANT)
 def test_a_fault_is_found_by_the_metric_meant_for_it_and_by_no_other(fault, seed):
     torch.manual_seed(seed)

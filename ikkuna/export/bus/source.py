@@ -1,4 +1,4 @@
-"""The part of an exporter that a bus uses."""
+"""The interface of an exporter that a bus uses."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
