@@ -383,8 +383,10 @@ class Session:
     def _warn_of_missing_loss(self) -> None:
         """Warn once that a subscriber wants the loss or the labels, and they are unknown."""
         plan = self.context.recorder.plan
-        # the first step of a model that is never called as a whole only shows that
-        is_first = self.context.tracker.is_rootless and self.steps <= 1
+        # the first step only shows that a model is never called as a whole; one in evaluation mode seems to be such for two steps
+        whole = self.context.model.roots.whole
+        first = 1 if whole is None or whole.training else 2
+        is_first = self.context.tracker.is_rootless and self.steps <= first
         if self._warned_of_loss or is_first or not self.context.model.sees_loss:
             return
         if not self._losses.has_loss and (plan.together or "loss" in plan.kinds):
