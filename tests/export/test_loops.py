@@ -4,6 +4,8 @@ import copy
 import io
 import threading
 import warnings
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -24,10 +26,77 @@ from ikkuna.export.subscriber import (
     Subscriber,
     TrainAccuracySubscriber,
 )
+from ikkuna.numerics.statistics import native
 from ikkuna.testing import RecordingBackend
 from tests.export.test_invisible import same
 
 pytestmark = pytest.mark.devices
+
+
+class Compared:
+    """Three exporters of the same models: that of a test, one that records norms by native functions, and one without these.
+
+    When they are closed, the norms of the other two are compared.  Their subscribers take no tensors, since native functions leave
+    these to Python.
+    """
+
+    def __init__(self, make, models, kinds):
+        self._others, self._norms = [], []
+        library = native.library()
+        if library is not None and library.hook_functions is not None and torch.get_default_device().type == "cpu":
+            functions = library.hook_functions
+            for used in (functions, None):  # the first has its hook in front of the others, and can be native
+                library.hook_functions = used
+                try:
+                    self._others.append(make(MessageBus()))
+                finally:
+                    library.hook_functions = functions
+        for exporter in self._others:
+            recording = RecordingBackend()
+            self._norms.append(recording)
+            for model in models:
+                exporter.add_modules(model)
+            for kind in kinds:
+                exporter.message_bus.register_subscriber(NormSubscriber(kind, backend=recording))
+
+    @property
+    def native_seconds(self):
+        return self._others[0]._session.context.native.seconds() if self._others else 0.0
+
+    def each(self, method):
+        for exporter in self._others:
+            getattr(exporter, method)()
+
+    def check(self):
+        self.each("close")
+        norms = [{(s.kind, s.name, step): value for s, value, step in norms.values} for norms in self._norms]
+        for own, other in pairwise(norms):
+            assert own.keys() == other.keys()
+            assert not {key: (own[key], other[key]) for key in own if own[key] != other[key] and own[key] == own[key]}
+
+
+class WatchedExporter(Exporter):
+    """An exporter whose calls go to those that are compared as well."""
+
+    compared = None
+
+    def close(self):
+        super().close()
+        if self.compared is not None:
+            compared, self.compared = self.compared, None
+            compared.check()
+
+    def step(self):
+        super().step()
+        self.compared.each("step")
+
+    @contextmanager
+    def detached(self):
+        with ExitStack() as stack:
+            stack.enter_context(super().detached())
+            for exporter in self.compared._others:
+                stack.enter_context(exporter.detached())
+            yield
 
 
 class Watched:
@@ -35,7 +104,9 @@ class Watched:
 
     def __init__(self, bus, *models, kinds=MODULE_KINDS, **options):
         self.steps, self.skipped, self.tensors = [], [], {}
-        self.exporter = Exporter(message_bus=bus, on_error="raise", **options)
+        compared = Compared(lambda own: Exporter(message_bus=own, on_error="raise", **options), models, kinds)
+        self.exporter = WatchedExporter(message_bus=bus, on_error="raise", **options)
+        self.exporter.compared = compared
         for model in models:
             self.exporter.add_modules(model)
         self.register(bus, kinds)
@@ -222,6 +293,8 @@ def test_siamese_forwards(bus, model):
         optimizer.zero_grad()
         (model(torch.ones(2, 3)) - model(torch.zeros(2, 3))).pow(2).sum().backward()
         optimizer.step()
+    is_available = native.library() is not None and native.library().hook_functions is not None
+    assert (watched.exporter.compared.native_seconds > 0) == is_available or torch.get_default_device().type != "cpu"
     watched.exporter.close()
     assert watched.steps == [0, 1]
     assert [len(watched.tensors[step, "activations", "0"]) for step in (0, 1)] == [2, 2]

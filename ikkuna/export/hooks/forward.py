@@ -19,6 +19,7 @@ from ikkuna.export.messages.stamp import TRAINING
 from ikkuna.export.steps.forward import Forward
 from ikkuna.export.steps.step_tracker import State
 from ikkuna.logger import log
+from ikkuna.numerics.statistics.native.hook_functions import Function
 
 __all__ = ["ForwardHooks"]
 
@@ -32,6 +33,10 @@ def _ignore(is_compiled: bool) -> None:
 
 def _do_nothing() -> None:
     """Do nothing."""
+
+
+def _without_native_function(module: nn.Module, sites: ObservedSites) -> None:
+    """Return ``None``."""
 
 
 class ForwardHooks:
@@ -53,6 +58,8 @@ class ForwardHooks:
         Called at the beginning of each call of a root, with whether it is that of a compiled graph.
     root_has_begun : callable
         Called when the call of a root has been reported.
+    native_function : callable
+        Returns the native function of the hook of a module with these sites, or ``None``.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class ForwardHooks:
         self._loss = loss
         self.root_begins_call: Callable[[bool], None] = _ignore
         self.root_has_begun: Callable[[], None] = _do_nothing
+        self.native_function: Callable[[nn.Module, ObservedSites], Function | None] = _without_native_function
         self._warned = False
 
     # -- roots ----------------------------------------------------------------------------------------------------

@@ -52,6 +52,9 @@ class GraphSwitch:
 class ModuleHook(Hook):
     """The forward hook of an observed module.
 
+    Its owner has a method ``native_function`` that returns a function of the output.  That does what the hook would do, if it is permitted,
+    and returns whether it was.  It is made at the first call, because the registration of subscribers changes the sites several times.
+
     Parameters
     ----------
     owner : object, optional
@@ -64,11 +67,9 @@ class ModuleHook(Hook):
         The number of the sites in compiled graphs.
     switch : GraphSwitch, optional
         ``None`` if compiled models are not measured in their graphs.
-    native : callable, optional
-        A native function of the output that does what the hook would do, if it is permitted; it returns whether it was.
     """
 
-    __slots__ = ("native", "number", "sites", "switch", "wants")
+    __slots__ = ("_is_new", "_native", "number", "sites", "switch", "wants")
 
     def __init__(
         self,
@@ -77,25 +78,31 @@ class ModuleHook(Hook):
         sites: ObservedSites | None = None,
         number: Tensor | None = None,
         switch: GraphSwitch | None = None,
-        native: Function | None = None,
     ) -> None:
         super().__init__(owner, function)
         self.switch = switch
-        self.observe(sites or ObservedSites(), number, native)
+        self.observe(sites or ObservedSites(), number)
 
-    def observe(self, sites: ObservedSites, number: Tensor | None, native: Function | None) -> None:
+    def observe(self, sites: ObservedSites, number: Tensor | None) -> None:
         """Observe other tensors of the module from now on."""
         self.sites, self.bound = sites, (sites,)
         self.wants = tuple(site is not None for site in sites)
         self.number = number
-        self.native = native
+        self._native: Function | None = None
+        self._is_new = True
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         """Record a call of the module."""
         if torch.compiler.is_compiling():
             self.leave_in_graph(module, args, output)
-        elif self.native is None or not self.native(output):
+        elif self._native is None or not self._native(output):
             Hook.__call__(self, module, args, output)
+            if self._is_new and (owner := self.owner()) is not None:
+                self._is_new = False
+                try:
+                    self._native = owner.native_function(module, self.sites)
+                except Exception as error:
+                    owner.context.handle("creating the native function of a hook", error)
 
     def leave_in_graph(self, *args: Any) -> None:
         """Add operators that observe what the module receives and returns, and the gradient."""

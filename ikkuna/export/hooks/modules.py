@@ -83,6 +83,7 @@ class ModuleHooks:
         self._wishes: tuple[Registered, ...] = ()
         self._are_early = False
         forward.root_begins_call, forward.root_has_begun = self.settle, self.remove_early
+        forward.native_function = self._native_function
 
     def prepare(self, wishes: Plan, next_step: Plan) -> bool:
         """Handle a change of what subscribers want; return whether a compiled model has to be compiled again.
@@ -195,11 +196,15 @@ class ModuleHooks:
     def _observe(self, named: NamedModule, sites: ObservedSites, is_root: bool) -> None:
         """Register the hook of a module, or let the hook that it has observe other tensors."""
         number = None if self.switch is None else self._context.sites.number(named.name, sites)
-        native = self._native_function(named.module, sites)
+        for site in sites:
+            if (
+                site is not None
+            ):  # before the first measurement, because the table of what is wanted is made once for all rows
+                self._context.recorder.index.row(site, "")
         if known := self._hooks.get(named.name):
-            known[0].observe(sites, number, native)
+            known[0].observe(sites, number)
             return
-        hook = ModuleHook(self._forward, ForwardHooks.module_called, sites, number, self.switch, native)
+        hook = ModuleHook(self._forward, ForwardHooks.module_called, sites, number, self.switch)
         # the hook of a root comes first, because it is registered inside the root's own call
         handles: list[Any] = [named.module.register_forward_hook(hook, prepend=is_root)]
         if self._fast_paths.layers and (guard := self._fast_paths.guard(named.module)) is not None:
@@ -207,11 +212,8 @@ class ModuleHooks:
         self._hooks[named.name] = hook, remove_all(handles)
 
     def _native_function(self, module: nn.Module, sites: ObservedSites) -> Function | None:
-        """Return the native function of the hook of a module; the sites get their rows here, before the first measurement."""
+        """Return the native function of the hook of a module."""
         context = self._context
-        for site in sites:
-            if site is not None:
-                context.recorder.index.row(site, "")
         dictionaries = [] if sites.gradients is None else self._gradients.of(sites.gradients).dictionaries
         forward_hooks = module._forward_hooks if type(module) is nn.Linear else None
         return context.native.output_function(context.recorder, sites, forward_hooks, dictionaries)
