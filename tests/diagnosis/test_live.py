@@ -358,15 +358,6 @@ def test_a_step_that_no_rule_samples_reads_no_parameter(bus):
     assert not other.forward
 
 
-def test_training_in_evaluation_mode_is_named_and_nothing_is_said_about_the_loss(bus, caplog):
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).eval()
-    exporter, loss = exporter_with(bus, model, "evaluation_mode", every=1)
-    with exporter:
-        train(model, loss, steps=8)
-    assert [finding.rule for finding in exporter.findings] == ["evaluation_mode"]
-    assert "the loss" not in caplog.text
-
-
 def test_no_samples_of_the_rules_are_further_apart_than_asked_for(bus):
     """A rule that needs several samples in a row is late by a multiple of the distance between two of them."""
     model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
