@@ -92,7 +92,7 @@ class LoggedValues:
             if due:
                 self._newest = due[-1].global_step
         for stamp, named in values.items():
-            self._bus.post(_LoggedStep(stamp, named, self._sender))
+            self._bus.queue.append(_LoggedStep(stamp, named, self._sender))
 
     def rewind(self, step: int) -> None:
         """Accept values from `step` on again."""

@@ -271,9 +271,9 @@ class Session:
     def _open(self, opened: Opened) -> None:
         stamp, recorder = opened.stamp, self.context.recorder
         if opened.starts_epoch:
-            self.bus.post(NetworkMessage(stamp, "epoch_started"))
+            self.bus.queue.append(NetworkMessage(stamp, "epoch_started"))
         if self.bus.is_wanted("batch_started"):
-            self.bus.post(NetworkMessage(stamp, "batch_started"))
+            self.bus.queue.append(NetworkMessage(stamp, "batch_started"))
         if not opened.is_carried or recorder.rows is None:
             if recorder.rows is not None:  # an exception has kept them from being closed
                 recorder.close()
@@ -325,12 +325,12 @@ class Session:
             self._warn_of_missing_loss()
             finished = NetworkMessage(stamp, "batch_finished", self._report(rates, lap))
             recorder.rows.rates = dict(rates)
-            self.bus.post(step := self._finished(finished, closed))
+            self.bus.queue.append(step := self._finished(finished, closed))
         else:
             recorder.close(carried=closed.carried)
             self.exchange.meet()
             if len(self.bus.queue):
-                self.bus.post(Unsampled(stamp))
+                self.bus.queue.append(Unsampled(stamp))
             else:
                 self.bus.commit(stamp.global_step)
         if not closed.carried:
@@ -444,7 +444,7 @@ class Session:
 
     def _finish_epoch(self, stamp: Stamp) -> None:
         self.logged.step_ends(stamp.global_step)
-        self.bus.post(event := Event(NetworkMessage(stamp, "epoch_finished")))
+        self.bus.queue.append(event := Event(NetworkMessage(stamp, "epoch_finished")))
         self._follow()
         if self.bus.calls_model and not self.exchange.is_shared:
             event.evaluate(self.bus)
@@ -486,7 +486,7 @@ class Session:
             context.recorder = self._training
             if rows is not None and is_complete:
                 self.exchange.take(rows, plan)
-                self.bus.post(Finished(rows, None))
+                self.bus.queue.append(Finished(rows, None))
         context.tracker.pass_ends()
         is_open = context.tracker.state is not State.IDLE
         if is_open:

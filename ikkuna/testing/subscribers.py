@@ -184,7 +184,7 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
     seen = {Site(kind, "first"): tensor for kind in MODULE_KINDS}
     seen |= {Site(kind): value for kind, value in {"input_data": tensor, **together}.items()}
     recorder = Recorder(bus.error_guard)
-    bus.post(NetworkMessage(stamp, "batch_started"))
+    bus.queue.append(NetworkMessage(stamp, "batch_started"))
     recorder.open(stamp, Demand().plan(bus.registered, stamp))
     for _ in range(2):
         for place, value in seen.items():
@@ -192,9 +192,9 @@ def _feed(bus: MessageBus, stamp: Stamp, tensor: Tensor) -> Tensor:
         recorder.receive_together(together)
     if (rows := recorder.close()) is not None:
         report = {"learning_rates": {"0": 0.1}, "seconds": 0.5, "own_seconds": 0.1}
-        bus.post(Finished(rows, NetworkMessage(stamp, "batch_finished", report)))
+        bus.queue.append(Finished(rows, NetworkMessage(stamp, "batch_finished", report)))
     for kind in ("epoch_finished", "epoch_started"):
-        bus.post(NetworkMessage(stamp, kind))
+        bus.queue.append(NetworkMessage(stamp, kind))
     bus.drain(wait=True)
     return tensor
 

@@ -955,7 +955,8 @@ def test_other_forms_of_batches_are_understood():
         assert "loss_at_init" in found.judged
 
 
-def test_findings_print_as_a_table():
+def test_findings_print_as_a_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     model, batch, loss, _ = classifier()
     text = str(ikkuna.preflight(model, batch, loss, torch.optim.Adam(model[0].parameters())))
     assert "error     not_in_optimizer  -       4 trainable parameters in no optimizer: 2.weight, 2.bias" in text

@@ -661,7 +661,7 @@ def test_a_subscriber_that_drains_the_bus_receives_one_message_after_the_other(b
     with Exporter(message_bus=bus, on_error="raise"):
         bus.register_subscriber(CallbackSubscriber("batch_finished", drain, backend="null"))
         for step in range(2):
-            bus.post(NetworkMessage(Stamp(step, 0, 0), "batch_finished"))
+            bus.queue.append(NetworkMessage(Stamp(step, 0, 0), "batch_finished"))
         bus.drain()
     assert got == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
 
@@ -684,15 +684,15 @@ def test_delivery_stops_at_measurements_that_have_not_arrived(bus):
     got = []
     first, second = Pending(got), Pending(got)
     second.is_here = True
-    bus.post(first)
-    bus.post(second)
+    bus.queue.append(first)
+    bus.queue.append(second)
     bus.drain()
     assert got == []
     first.is_here = True
     bus.drain()
     assert got == [first, second]
     last = Pending(got)
-    bus.post(last)
+    bus.queue.append(last)
     bus.drain(wait=True)
     assert got == [first, second, last]
 
@@ -707,8 +707,8 @@ def test_measurements_that_cannot_be_delivered_are_lost_alone(bus, monkeypatch, 
         raise OverflowError("on purpose")
 
     monkeypatch.setattr(bad, where, fail)
-    bus.post(bad)
-    bus.post(good)
+    bus.queue.append(bad)
+    bus.queue.append(good)
     bus.drain()
     assert got == [good]
     assert bus.error_guard.errors == 1

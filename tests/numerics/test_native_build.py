@@ -182,7 +182,7 @@ def in_place_of_the_directory(make):
 
 def no_home(world):
     world.monkeypatch.delenv("XDG_CACHE_HOME")
-    world.monkeypatch.setattr(Path, "home", lambda: Path("/nonexistent/of/nobody"))
+    world.monkeypatch.setattr(Path, "home", lambda: Path("/dev/null/of/nobody"))
 
 
 def foreign_of(mode=None, owner=False):
@@ -307,7 +307,7 @@ ATTACKS = {
     "cache: a link to a stranger's": root_only(link_to_directory_of_stranger, NATIVE),
     "cache: a link into an open directory": (link_through_open_directory, NATIVE),
     "cache: a dangling link": (
-        in_place_of_the_directory(lambda path: path.symlink_to("/nonexistent/of/nobody")),
+        in_place_of_the_directory(lambda path: path.symlink_to("/dev/null/of/nobody")),
         NATIVE,
     ),
     "cache: a file": (in_place_of_the_directory(lambda path: path.write_text("")), NATIVE),
@@ -324,7 +324,7 @@ ATTACKS = {
     "library: the group can write": (foreign_of(mode=0o660), NATIVE),
     "library: of a stranger": root_only(foreign_of(owner=True), NATIVE),
     "library: a link": (lambda world: world.replace(lambda path: path.symlink_to(world.foreign)), NATIVE),
-    "library: a dangling link": (lambda world: world.replace(lambda path: path.symlink_to("/nonexistent")), NATIVE),
+    "library: a dangling link": (lambda world: world.replace(lambda path: path.symlink_to("/dev/null/none")), NATIVE),
     "library: a pipe": (lambda world: world.replace(os.mkfifo), NATIVE),
     "library: a socket": (lambda world: world.replace(make_socket), NATIVE),
     "library: a directory": (lambda world: world.replace(Path.mkdir), NATIVE),

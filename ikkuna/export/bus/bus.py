@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ikkuna.device_thread import Pending
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.bus.delivery_queue import DeliveryQueue, Measurements
+from ikkuna.export.bus.delivery_queue import DeliveryQueue
 from ikkuna.export.bus.early_results import EarlyResults
 from ikkuna.export.bus.error_guard import ErrorGuard
 from ikkuna.export.bus.registration import check_registration, known_kinds
@@ -117,7 +117,7 @@ class MessageBus:
     calls_model : bool
         Whether a subscriber calls the model.
     queue : DeliveryQueue
-        What has been posted and not delivered.
+        Events and measurements of steps that have not been delivered.
     """
 
     def __init__(self, name: str = "bus", log_dir: str | Path | None = None) -> None:
@@ -295,10 +295,6 @@ class MessageBus:
                 self._end_run(first.earlier)
 
     # -- delivery -------------------------------------------------------------------------------------------------
-
-    def post(self, item: "Message | Measurements[MessageBus]") -> None:
-        """Append an event, or the measurements of a step, to the queue."""
-        self.queue.append(item)
 
     def drain(self, wait: bool = False) -> None:
         """Deliver the items of the queue in order, up to the first that has not arrived; with `wait`, all of them."""

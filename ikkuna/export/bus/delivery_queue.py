@@ -122,6 +122,7 @@ class DeliveryQueue(Generic[Bus]):
         except Exception as error:
             self._error_guard.report_internal("delivery", error)
         self._items.popleft()
+        self._begun = None  # it refers to subscribers
         self._items.extendleft(reversed(self.late))
         self.late = []
         return True

@@ -256,7 +256,8 @@ class AlwaysDropped(nn.Module):
 @error(
     "https://github.com/huggingface/transformers/pull/33844",
     "A dropout of an attention layer stays active in evaluation mode.",
-    reason="Training is right; only the evaluation is random.",
+    checks=["random_output"],
+    reason="The rules judge training, which is right.",
 )
 def dropout_in_evaluation_mode(is_mended):
     body = mlp()
