@@ -32,8 +32,20 @@ def train(model, steps=1):
         optimizer.step()
 
 
+@pytest.fixture(autouse=True)
+def threads_before():
+    """Remember the threads of tests that have run before, which may end at any time."""
+    _earlier[:] = threading.enumerate()
+    yield
+    _earlier.clear()
+
+
+_earlier = []
+
+
 def own_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ikkuna")]
+    """Return the names of the threads of ikkuna that were started since the test began."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("ikkuna") and t not in _earlier]
 
 
 def becomes_true(condition):

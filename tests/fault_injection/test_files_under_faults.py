@@ -142,7 +142,7 @@ flushed = run.flush(30)
 acked = run.acked_step
 print(json.dumps([flushed, acked, run.close(0.5), run.dropped]))
 """
-    flushed, acked, closed, dropped = result(body, [Fault("fsync", "lose", first=3)])
+    flushed, acked, closed, dropped = result(body, [Fault("fsync", "lose")])
     assert (flushed, acked, closed) == (False, -1, False)
     assert dropped == 40
     errors = (tmp_path / "log.txt").read_text().splitlines()
