@@ -1,10 +1,10 @@
-"""Prints the table of goals of the host: cost per value, per module and per step, beside the goal, in about four minutes.
+"""Prints the table of goals of the host: cost per value, per module and per step, beside the goal.
 
 Each part runs in a process of its own.  Times are process CPU times of one thread; what is compared is interleaved inside of a process,
 and the processes of two versions take turns.  With ``--before`` the same is measured with the package of another work tree:
 
     git worktree add --detach /tmp/before COMMIT
-    python benchmarks/goals.py --before /tmp/before          # about eight minutes
+    python benchmarks/goals.py --before /tmp/before
     python benchmarks/goals.py --parts chain set_up          # some parts only
 
 A floor is one ``sum()`` over each tensor, see ``overhead.py``.  Run it while the machine does nothing else; the load is printed.

@@ -32,15 +32,15 @@ def train(model, steps=1):
         optimizer.step()
 
 
+_earlier = []
+
+
 @pytest.fixture(autouse=True)
 def threads_before():
     """Remember the threads of tests that have run before, which may end at any time."""
     _earlier[:] = threading.enumerate()
     yield
     _earlier.clear()
-
-
-_earlier = []
 
 
 def own_threads():

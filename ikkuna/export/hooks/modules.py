@@ -196,11 +196,9 @@ class ModuleHooks:
     def _observe(self, named: NamedModule, sites: ObservedSites, is_root: bool) -> None:
         """Register the hook of a module, or let the hook that it has observe other tensors."""
         number = None if self.switch is None else self._context.sites.number(named.name, sites)
-        for site in sites:
-            if (
-                site is not None
-            ):  # before the first measurement, because the table of what is wanted is made once for all rows
-                self._context.recorder.index.row(site, "")
+        # rows exist before the first measurement, because the table of what is wanted is made once for all of them
+        for site in filter(None, sites):
+            self._context.recorder.index.row(site, "")
         if known := self._hooks.get(named.name):
             known[0].observe(sites, number)
             return
