@@ -64,7 +64,8 @@ class GPT2(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
         self.head.weight = self.tokens.weight
-        nn.init.normal_(self.head.weight, std=0.02)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits ``(batch, time, tokens)``."""

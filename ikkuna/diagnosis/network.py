@@ -71,6 +71,21 @@ class Network:
         """Return the number of elements of the parameter of a series; 1 if it is unknown."""
         return math.prod(self.shape_of(series) or (1,))
 
+    def is_normalised(self, series: str) -> bool:
+        """Return whether the next module normalises what the module of a series returns.
+
+        The scale of the module's weight does then not change the outputs of the network, and its gradient is inversely proportional
+        to that scale.  The next module is that of the order of registration, without containers.
+
+        Examples
+        --------
+        >>> network = Network([ModuleEntry("conv", "Conv2d"), ModuleEntry("norm", "BatchNorm2d"), ModuleEntry("fc", "Linear")])
+        >>> network.is_normalised("conv"), network.is_normalised("fc")
+        (True, False)
+        """
+        following = self.modules[self.position(series) + 1 :]
+        return bool(following) and "Norm" in following[0].class_name
+
     def named(self, *classes: str) -> tuple[str, ...]:
         """Return the names of the modules of some classes."""
         return tuple(entry.name for entry in self.modules if entry.class_name in classes)

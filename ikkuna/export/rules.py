@@ -29,7 +29,7 @@ def register_rules(
     *,
     every: int = 10,
     later: int | None = None,
-    loss_every: int = 1,
+    loss_every: int | None = None,
     sees_loss: bool = True,
     on_finding: OnFinding | None = None,
     stop: str | None = None,
@@ -50,9 +50,10 @@ def register_rules(
     later : int, optional
         The largest number of steps between two samples from step ``30 * every`` on, a multiple of `every`; by default ``4 * every``.
         It concerns what no other subscriber measures: most mistakes show in the first steps, and these statistics are most of the cost.
-    loss_every : int
+    loss_every : int, optional
         The number of steps between two samples of the loss and of skipped steps; `every` is a multiple of it.
-        Rules are judged at these steps.
+        Rules are judged at these steps.  By default 2 if `every` is even, otherwise 1: for a small model a sample of the loss alone
+        costs about as much as everything else in a step without samples.
     sees_loss : bool
         Whether the module that computes the loss is known.
     on_finding : callable, optional
@@ -72,8 +73,7 @@ def register_rules(
     if on_finding is not None and not callable(on_finding):
         raise ConfigTypeError(f"on_finding needs a function of a Finding, got {type(on_finding).__name__}")
     later = _checked_later(every, later)
-    if isinstance(loss_every, bool) or not isinstance(loss_every, int) or loss_every < 1 or every % loss_every:
-        raise ConfigError(f"loss_every needs a divisor of every={every}, got {loss_every!r}")
+    loss_every = _checked_loss_every(every, loss_every)
     judge = Judge(get_rules(rules), Network(bus.network))
     used = list(
         {(b if isinstance(b, str) else id(b)): b for r in bus.registered for b in r.subscriber.backends}.values()
@@ -115,6 +115,15 @@ def _checked_later(every: int, later: int | None) -> int:
     if isinstance(later, bool) or not isinstance(later, int) or later < every or later % every:
         raise ConfigError(f"later needs a multiple of every={every}, got {later!r}")
     return later
+
+
+def _checked_loss_every(every: int, loss_every: int | None) -> int:
+    """Return the number of steps between two samples of the loss."""
+    if loss_every is None:
+        return 1 if every % 2 else 2
+    if isinstance(loss_every, bool) or not isinstance(loss_every, int) or loss_every < 1 or every % loss_every:
+        raise ConfigError(f"loss_every needs a divisor of every={every}, got {loss_every!r}")
+    return loss_every
 
 
 def _thinned(subscription: Subscription, every: int, later: int) -> Subscription:

@@ -223,7 +223,6 @@ class Session:
             tensors = (named.parameter for named in self.context.parameters.all)
             parameters = {(x.device, x.dtype) for x in tensors if not x.is_cpu}
             warm_up(parameters, {closure(r.subscriber.fields) for r in wishes.subscriptions if r.subscriber.fields})
-        self.context.wants_steps = any(map(self.bus.is_wanted, ("batch_started", "batch_finished")))
         if self._modules.prepare(wishes, self._next_plan()):
             log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
             torch.compiler.reset()
@@ -292,7 +291,7 @@ class Session:
         context.model.find_stages()
         context.replicas = self.exchange.replicas
         plan = self._demand.plan(self.bus.registered, stamp)
-        context.recorder.open(stamp, plan, is_observed=context.observer is not None)
+        context.recorder.open(stamp, plan)
 
     def _install_modules(self) -> None:
         plan = self.context.recorder.plan
@@ -328,6 +327,8 @@ class Session:
             self.bus.queue.append(step := self._finished(finished, closed))
         else:
             recorder.close(carried=closed.carried)
+            if self.context.observer is not None and not closed.skipped:
+                self.context.observer.step_passed(stamp)
             self.exchange.meet()
             if len(self.bus.queue):
                 self.bus.queue.append(Unsampled(stamp))

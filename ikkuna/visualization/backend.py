@@ -162,7 +162,10 @@ class Backend(ABC):
         """
 
     def commit(self, step: int) -> None:  # noqa: B027 - optional
-        """Pass on everything added since the last commit; `step` never decreases, except after :meth:`resume`."""
+        """Pass on everything added since the last commit; called at the end of each step with values.
+
+        `step` never decreases, except after :meth:`resume`.
+        """
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything committed is stored; return whether it is."""

@@ -135,8 +135,8 @@ class GuardedBackend:
         self._pending = 0
 
     def commit(self, step: int) -> None:
-        """Commit the step if the backend has been opened."""
-        if self._opened_at is None or self.disabled:
+        """Commit the step if the backend has got values since the last commit."""
+        if not self._pending or self.disabled:
             return
         if not self._call("commit", step):
             self._dropped += self._pending

@@ -224,7 +224,7 @@ class Run:
         announce(f"ikkuna: {self._settings.subject} {verb} '{_shortest(directory)}'{how}")
 
     def commit(self, step: int) -> None:
-        """Pass on the values of a step; called at every step, with or without values, in increasing order."""
+        """Pass on the values of a step, if there are any; called at every step, in increasing order."""
         if self._closed is None and self._process == os.getpid():
             for guarded in self._backends.values():
                 guarded.commit(step)

@@ -1,5 +1,9 @@
 """Healthy variations of a training run, about which no rule may complain."""
 
+import functools
+import random
+from pydoc_data import topics
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -381,3 +385,105 @@ class _Adapted(nn.Module):
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
+
+
+@functools.cache
+def _bytes():
+    """Return an English text, the documentation of Python, as bytes."""
+    return torch.tensor(list("".join(topics.topics.values()).encode()))
+
+
+def _text_batches(samples=16, length=32):
+    text = _bytes()
+    starts = torch.randint(0, len(text) - length - 1, (samples, 1))
+    windows = text[starts + torch.arange(length + 1)]
+    return windows[:, :-1], windows[:, 1:].flatten()
+
+
+def _language_model(seed, model, rate, watch, warmup=0, steps=300):
+    """Train a language model of bytes, which learns for up to 200 steps only how frequent each byte is."""
+    exporter = watch(model, loss := nn.CrossEntropyLoss())
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / (warmup + 1), 1.0, warmup)
+    for _ in range(steps):
+        x, y = _text_batches()
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+    exporter.close()
+    return exporter
+
+
+@other
+def transformer_on_text(seed, watch):
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    width, depth = draw.choice([(48, 2), (64, 4), (64, 8), (128, 2)])
+    model = networks.Transformer(256, width, depth)
+    if draw.random() < 0.5:
+        model.head.weight = model.tok.weight
+    return _language_model(seed, model, draw.choice([3e-4, 1e-3, 2e-3]), watch, draw.choice([0, 50]))
+
+
+class _RecurrentModel(nn.Module):
+    def __init__(self, cell, width, depth):
+        super().__init__()
+        self.tok = nn.Embedding(256, width)
+        self.rnn = cell(width, width, depth, batch_first=True)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, x):
+        return self.head(self.rnn(self.tok(x))[0]).flatten(0, 1)
+
+
+@other
+def recurrent_network_on_text(seed, watch):
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    model = _RecurrentModel(draw.choice([nn.LSTM, nn.GRU]), draw.choice([48, 96, 128]), draw.choice([1, 2, 3]))
+    return _language_model(seed, model, draw.choice([1e-3, 2e-3]), watch, draw.choice([0, 50]))
+
+
+class _Bottleneck(nn.Module):
+    def __init__(self, before, width, stride):
+        super().__init__()
+        after = 4 * width
+        self.conv1, self.bn1 = nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, after, 1, bias=False), nn.BatchNorm2d(after)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride > 1 or before != after:
+            self.downsample = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x):
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        return self.relu(self.bn3(self.conv3(x)) + shortcut)
+
+
+@other
+def resnet50_narrow(seed, watch, steps=60):
+    """The blocks and the initialisation of ResNet-50: its first gradients are far larger than the last ones."""
+    torch.manual_seed(seed)
+    blocks, before = [], 8
+    for stage, depth in enumerate((3, 4, 6, 3)):
+        for i in range(depth):
+            blocks.append(_Bottleneck(before, 8 << stage, 2 if stage and not i else 1))
+            before = 32 << stage
+    stem = (nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10))
+    if seed % 4 != 1:  # otherwise the initialisation of torch's layers
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    (x, y), _ = networks.digits()
+
+    def batches():
+        chosen = torch.randint(0, len(x), (16,))
+        return F.interpolate(x[chosen].expand(-1, 3, -1, -1), size=(32, 32), mode="bilinear"), y[chosen]
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-4)
+    return _loop(model, nn.CrossEntropyLoss(), optimizer, batches, watch, steps)

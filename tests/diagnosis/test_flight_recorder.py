@@ -100,6 +100,20 @@ def test_the_dump_of_a_spike_holds_the_steps_before_it_and_a_burst_follows(tmp_p
     assert {"activations", "layer_gradients", "weight_updates", "bias_gradients"} <= set(burst["kinds"])
 
 
+def test_steps_that_no_subscriber_samples_have_no_rows_and_their_number_is_known(tmp_path):
+    bus = MessageBus("rare")
+    loop = Loop(tmp_path, bus=bus)
+    bus.register_subscriber(NormSubscriber("weights", subsample=5, backend="null"))
+    loop.run(13)
+    assert loop.exporter._session.context.recorder.rows is None
+    path = loop.exporter.dump()
+    loop.close()
+    dump = read_dump(path)
+    assert dump.step == 12
+    assert dump.steps.tolist() == [0, 5, 10]
+    assert dump.rows["log_steps"].tolist() == [0, 5, 10]
+
+
 def test_the_histograms_of_a_burst_count_every_element(tmp_path):
     loop = Loop(tmp_path, burst=2).run(3)
     loop.exporter.dump()

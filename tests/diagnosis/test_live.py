@@ -55,7 +55,7 @@ def exporter_with(bus, model, rules, **options):
     exporter.add_modules(model)
     loss = nn.CrossEntropyLoss()
     exporter.set_loss(loss)
-    exporter.apply_rules(rules, **{"backend": "null", **options})
+    exporter.apply_rules(rules, **{"backend": "null", "loss_every": 1, **options})
     return exporter, loss
 
 
@@ -84,13 +84,22 @@ def test_tensorboard_shows_marks_and_a_table_of_all_findings(tmp_path):
     marks = {rule: accumulator.Scalars(f"findings/{rule}") for rule in ("not_in_optimizer", "from_step")}
     assert {rule: [(e.step, e.value) for e in events] for rule, events in marks.items()} == {
         "not_in_optimizer": [(0, 1.0)],
-        "from_step": [(3, 1.0)],
+        "from_step": [(4, 1.0)],
     }
     tables = accumulator.Tensors("Text/findings")
-    assert [event.step for event in tables] == [0, 3]
+    assert [event.step for event in tables] == [0, 4]
     table = tables[-1].tensor_proto.string_val[0].decode()
     assert "| error | not_in_optimizer | `last`, `last.bias` | 0 | No optimizer owns" in table
-    assert "| error | from_step |  | 3 | Step 3. |" in table
+    assert "| error | from_step |  | 4 | Step 4. |" in table
+
+
+@pytest.mark.parametrize(("every", "loss_every", "steps"), [(10, None, 2), (5, None, 1), (10, 5, 5), (1, None, 1)])
+def test_the_loss_is_sampled_every_second_step_if_modules_are_sampled_at_even_steps(bus, every, loss_every, steps):
+    exporter, loss = exporter_with(bus, small_model(), "loss_spike", every=every, loss_every=loss_every)
+    with exporter:
+        train(exporter.model, loss, steps=11)
+        curve = exporter._rules.judge.history.curve("loss")
+    assert list(curve.steps) == list(range(0, 11, steps))
 
 
 def test_a_callback_that_raises_does_not_reach_training(bus, caplog):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ikkuna.numerics.statistics.histogram import Buckets
@@ -149,6 +149,7 @@ def test_empty_histograms_are_ignored():
 
 
 @given(st.integers(0, 3 * CAPACITY))
+@example(2 * CAPACITY)
 def test_a_heat_map_holds_the_values_of_its_steps(length):
     heatmap = Heatmap()
     for step in range(length):
@@ -156,7 +157,8 @@ def test_a_heat_map_holds_the_values_of_its_steps(length):
             step, *((("b", "a"), np.array([step / 4, -1.0])) if step % 2 else (("a", "b"), np.array([-1.0, step / 4])))
         )
     view = heatmap.view()
-    assert len(view.steps) <= CAPACITY
+    assert len(view.steps) <= CAPACITY + 1
+    assert len(set(np.diff(view.steps[:-1]))) <= 1
     assert view.values.shape == view.known.shape == (len(view.names), len(view.steps))
     if length:
         assert view.values[view.names.index("b")].tolist() == [step / 4 for step in view.steps]

@@ -58,11 +58,6 @@ class BackwardHooks:
         self.ended: list[Callable[[], None]] = []
         self._running: dict[int, _Running] = {}
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether it matters which forwards count: something is measured, or a subscriber wants to know whether steps are skipped."""
-        return self.context.recorder.plan.takes_data or self.context.wants_steps
-
     def arm(self, outputs: Leaves, forward: Forward) -> None:
         """Register hooks on the outputs of a forward that report a backward."""
         hook = Hook(self, BackwardHooks.output_reached, forward)

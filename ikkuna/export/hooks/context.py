@@ -54,8 +54,6 @@ class HookContext:
     is_interrupted : bool
         Whether an exception that belongs to the user, such as `KeyboardInterrupt`, has left a hook.
         Nothing is recorded then until the next forward.
-    wants_steps : bool
-        Whether a subscriber wants to know when steps begin or end.
     observer : StepObserver, optional
         Observes steps as a whole.
     has_seen_capture : bool
@@ -76,7 +74,6 @@ class HookContext:
     replicas: int = 1
     _is_paused: bool = False
     is_interrupted: bool = False
-    wants_steps: bool = False
     observer: StepObserver | None = None
     has_seen_capture: bool = False
 

@@ -154,7 +154,7 @@ class ForwardHooks:
         if context.model.returns_output(module):
             self._record_all("network_output", output, forward)
             self._loss.root_ended(module, kwargs, output, forward)
-        if torch.is_grad_enabled() and self._backward.is_needed:
+        if context.recorder.plan.counts_forwards and torch.is_grad_enabled():
             self._backward.arm(leaves(output), forward)
 
     def _record_all(self, kind: str, value: Any, forward: Forward) -> None:
@@ -198,7 +198,7 @@ class ForwardHooks:
         forward, decisions = tracker.part_called(thread, training, gradients, self._running())
         if decisions:
             context.apply(decisions)
-        if forward is not None and gradients and self._backward.is_needed:
+        if forward is not None and gradients and self.context.recorder.plan.counts_forwards:
             self._backward.arm(leaves(output), forward)
         return forward
 

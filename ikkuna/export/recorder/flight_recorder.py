@@ -102,6 +102,10 @@ class FlightRecorder:
         except Exception as error:
             self._context.error_guard.report_internal("copying labels", error)
 
+    def step_passed(self, stamp: Stamp) -> None:
+        """Note the number of a step that no subscriber samples."""
+        self._steps.last = stamp
+
     def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:
         """Keep the rows of a step, and look for numbers that are not finite and for a loss that jumps."""
         try:

@@ -15,7 +15,8 @@ from ikkuna.numerics.statistics.native.tensor_reader import ListMemory
 
 __all__ = ["CopiedList", "HostList"]
 
-_CHUNK = 1 << 22  # bytes
+_CHUNK = 1 << 26  # bytes; numpy asks for huge pages for 4 MiB and more, and other pages cost more than the copy itself
+_KEPT = 1 << 22
 _ALIGNED = 64
 
 
@@ -49,8 +50,8 @@ class HostList:
 class CopiedList(HostList):
     """A list of tensors that are measured and copied in one pass, and their differences to the copies later.
 
-    The copies take as much memory as the tensors, in chunks of 4 MiB or of a larger tensor, until the differences are measured.
-    At most one chunk of 4 MiB is kept longer.
+    The copies take as much memory as the tensors, in chunks of 64 MiB or of a larger tensor, until the differences are measured.
+    A first chunk of at most 4 MiB is kept longer.
 
     Parameters
     ----------
@@ -114,7 +115,7 @@ class CopiedList(HostList):
 
     def drop(self) -> None:
         """Drop the copies, except a first small chunk, which the next step reuses."""
-        self._chunks = [chunk for chunk in self._chunks[:1] if chunk.nbytes <= _CHUNK]
+        self._chunks = [chunk for chunk in self._chunks[:1] if chunk.nbytes <= _KEPT]
         self._memory.done[:] = 0
 
 

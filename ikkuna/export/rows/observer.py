@@ -22,6 +22,9 @@ class StepObserver(Protocol):
     def loss_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle what the loss module is called with in a step, borrowed."""
 
+    def step_passed(self, stamp: Stamp) -> None:
+        """Handle the end of a step that no subscriber samples, so that it has no rows."""
+
     def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:
         """Handle the complete measurements of a training step, before they are delivered to subscribers."""
 

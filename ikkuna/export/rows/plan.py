@@ -65,6 +65,8 @@ class Plan:
     ----------
     takes_data : bool
         Whether any tensor is measured, rather than events and results alone.
+    counts_forwards : bool
+        Whether it matters which forwards belong to the step: something is measured, or a subscriber wants to know whether it is skipped.
     is_in_graph : bool
         Whether anything is measured inside the model, which a compiled graph has to do.
     """
@@ -89,6 +91,7 @@ class Plan:
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
         is_data = (is_built_in(kind) and kind not in (*EVENT_KINDS, LOGGED) for kind in kinds)
         self.takes_data = bool(self.together) or any(is_data)
+        self.counts_forwards = self.takes_data or not kinds.isdisjoint(EVENT_KINDS)
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
         self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
 

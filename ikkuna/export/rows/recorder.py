@@ -88,10 +88,10 @@ class Recorder:
         self._generator = torch.Generator("cpu").manual_seed(0)
         self._warned: set[Registered] = set()
 
-    def open(self, stamp: Stamp, plan: Plan, is_observed: bool = True) -> None:
-        """Begin the rows of a step; without an observer there are none if no subscriber samples the step."""
+    def open(self, stamp: Stamp, plan: Plan) -> None:
+        """Begin the rows of a step; there are none if no subscriber samples the step."""
         self.plan, self.rows = plan, None
-        if is_observed or plan.subscriptions:
+        if plan.subscriptions:
             self.rows = Rows(stamp, plan, self.index, self._pool, self._selections)
 
     def close(self, parts: Iterable[int] = (), carried: Collection[int] = ()) -> Rows | None:

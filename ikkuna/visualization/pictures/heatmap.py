@@ -12,7 +12,7 @@ from ikkuna.visualization.pictures.decimator import Decimator, keep_first
 __all__ = ["CAPACITY", "Heatmap", "HeatmapView"]
 
 CAPACITY = 256
-"""Largest number of columns."""
+"""Largest number of columns at even distances; the last step may be one more."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ import math
 from ikkuna.diagnosis import History, TimeSeries
 from ikkuna.diagnosis.time_series import middle
 
-__all__ = ["gradient_growth", "gradient_scales", "guessing_loss", "median_ratio", "scale_of_loss"]
+__all__ = ["gradient_growth", "gradient_scales", "guessing_loss", "median_ratio", "scale_of_loss", "stays_below"]
 
 _CARRIED_OVER = 1e6
 
@@ -51,3 +51,13 @@ def scale_of_loss(history: History) -> float:
         return math.nan
     first, guess = abs(middle(curve.first[:5])), guessing_loss(history)
     return max(first, guess) if guess == guess else first
+
+
+def stays_below(curve: TimeSeries, limit: float, number: int) -> bool:
+    """Return whether the last `number` values are below a limit, and the last one is not above their median.
+
+    A language model first learns how frequent each token is.  Its outputs then hardly depend on its inputs for up to 200 steps,
+    after which these values rise.
+    """
+    past = curve.tail(number)
+    return len(past) == number and max(past) < limit and curve.last <= middle(past)
