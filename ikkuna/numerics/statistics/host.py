@@ -112,6 +112,8 @@ class HostStatistics:
             kernels.add(x, fields, self.address(row))
         elif not has_numbers(x):
             return False
+        elif type(x) is Tensor and x.numel() == 1 and x.is_floating_point():  # a loss, which is a mean of many
+            self._merge(row, (row_of(x.item(), float(weight)),), 1)
         elif x.numel():
             few, times = without_repeats(x)
             for part in pieces(few):
