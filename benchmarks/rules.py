@@ -87,8 +87,8 @@ def warm(workload: Workload, steps: int) -> None:
 
 
 def kind_of(step: int) -> int:
-    """Return a number that is equal for steps of which the same is measured; 0 for a step that is not sampled."""
-    return 0 if step % 10 else math.gcd(step, PERIOD)
+    """Return a number that is equal for steps of which the same is measured: 2 for the loss alone, 1 for nothing."""
+    return 2 - step % 2 if step % 10 else math.gcd(step, PERIOD)
 
 
 if __name__ == "__main__":

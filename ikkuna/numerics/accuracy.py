@@ -42,7 +42,7 @@ def count_correct(
 
     Notes
     -----
-    Four passes over `logits` and two boolean copies of it, without waiting for the device.
+    One pass over `logits` for ``k = 1``; otherwise four, and two boolean copies of it.  No pass waits for the device.
 
     Examples
     --------
@@ -59,16 +59,21 @@ def count_correct(
     if labels.is_floating_point():
         labels = labels.movedim(axis, -1).argmax(-1)
     labels = labels.to(logits.device, torch.int64)
+    largest, first = logits.max(-1)  # the first of equal ones; NaN in a row with a NaN
+    broken = ~(largest < math.inf)
+    valid = labels != ignore_index
+    is_near = first == labels if k == 1 else _are_among(logits, labels, k)
+    return torch.stack([torch.count_nonzero(mask) for mask in (valid & is_near & ~broken, valid, valid & broken)])
+
+
+def _are_among(logits: Tensor, labels: Tensor, k: int) -> Tensor:
+    """Return whether each label is among the `k` largest logits of its row; of equal ones the first count."""
     classes = logits.shape[-1]
-    in_range = (labels >= 0) & (labels < classes)
     index = labels.clamp(0, classes - 1).unsqueeze(-1)
     own = logits.gather(-1, index)
     earlier = torch.arange(classes, device=logits.device) < index
     place = ((logits > own) | ((logits == own) & earlier)).sum(-1)
-    broken = ~(logits < math.inf).all(-1)
-    valid = labels != ignore_index
-    correct = valid & in_range & ~broken & (place < k)
-    return torch.stack([torch.count_nonzero(mask) for mask in (correct, valid, valid & broken)])
+    return (labels >= 0) & (labels < classes) & (place < k)
 
 
 def shifted(logits: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:

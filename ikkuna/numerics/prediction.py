@@ -92,7 +92,7 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
 def _dependence(rows: Tensor) -> Tensor:
     if len(rows) < 2:
         return rows.new_full((), torch.nan)
-    return 1 - rows.mean(0).square().sum() / rows.square().sum(1).mean()
+    return 1 - rows.mean(0).square().sum() / (torch.linalg.vector_norm(rows).square() / len(rows))
 
 
 def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
@@ -101,21 +101,23 @@ def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
     weight = valid.double()
     n = weight.sum()
     y = y.clamp(0, classes - 1)
-    log_normalizer = z.logsumexp(1)
+    largest, best = z.max(1)
+    lowest, highest = z.amin(), largest.amax()  # NaN if there is one
+    sums, log_normalizer = z.sum(1), z.logsumexp(1)
     cross_entropy = (weight * (log_normalizer - z.gather(1, y[:, None])[:, 0])).nan_to_num(posinf=torch.inf).sum() / n
-    cross_entropy = torch.where(z.isfinite().all(), cross_entropy, torch.nan)
-    is_probability = (z >= 0).all() & ((z.sum(1) - 1).abs() < 1e-3).all()
+    cross_entropy = torch.where(lowest.isfinite() & highest.isfinite(), cross_entropy, torch.nan)
+    is_probability = (lowest >= 0) & ((sums - 1).abs() < 1e-3).all()
     mean = (weight * y).sum() / n
     predicted = torch.zeros(classes, dtype=torch.float64, device=z.device)
-    predicted = predicted.index_add(0, z.argmax(1), torch.ones_like(weight))
+    predicted = predicted.index_add(0, best, torch.ones_like(weight))
     labelled = torch.zeros_like(predicted).index_add(0, y, weight)
     return torch.stack(
         [
-            _dependence(z - z.mean(1, keepdim=True)),
+            _dependence(z - sums[:, None] / classes),
             cross_entropy,
             n.new_full((), classes),
             is_probability.double(),
-            z.abs().amax(),
+            torch.maximum(-lowest, highest),
             log_normalizer.mean(),
             _entropy(predicted),
             _entropy(labelled),

@@ -122,14 +122,15 @@ def watch(
         if loss is not None:
             handle.set_loss(loss)
         metrics = [*_subscribers_of(source, handle, _sees_labels(model, loss)), *subscribers]
-        for subscriber in metrics:
-            if isinstance(subscriber, Subscriber):
-                _change(subscriber, changes, backend)
-            handle.message_bus.register_subscriber(subscriber)
-        if rules is not None:
-            handle.apply_rules(rules, stop=severity, **({} if source is None else source.rules))
-        if recorder is not False:
-            handle.record_steps(None if recorder is True else recorder)
+        with handle.message_bus.registering():
+            for subscriber in metrics:
+                if isinstance(subscriber, Subscriber):
+                    _change(subscriber, changes, backend)
+                handle.message_bus.register_subscriber(subscriber)
+            if rules is not None:
+                handle.apply_rules(rules, stop=severity, **({} if source is None else source.rules))
+            if recorder is not False:
+                handle.record_steps(None if recorder is True else recorder)
         handle.begin(len(metrics), chosen)
     except BaseException:
         handle.close()

@@ -355,6 +355,24 @@ def test_a_subscriber_registers_once(bus):
         bus.register_subscriber(s)
 
 
+def test_registrations_together_prepare_the_exporters_once_also_after_an_error(bus, monkeypatch):
+    calls = []
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(mlp())
+        changed = exporter._session.demand_changed
+        monkeypatch.setattr(exporter._session, "demand_changed", lambda: (calls.append(bus.registered), changed()))
+        with bus.registering(), bus.registering():
+            handles = [bus.register_subscriber(NormSubscriber(kind, backend="null")) for kind in ("weights", "biases")]
+            assert calls == []
+        assert calls == [bus.registered]
+        calls.clear()
+        with pytest.raises(RuntimeError, match="late"), bus.registering():
+            handles[0].remove()
+            raise RuntimeError("late")
+        assert calls == [bus.registered]
+        assert len(bus.registered) == 1
+
+
 def test_constructing_without_a_bus_touches_nothing(bus):
     NormSubscriber("weights")
     assert get_default_bus().registered == ()

@@ -3,7 +3,8 @@
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -124,6 +125,7 @@ class MessageBus:
         self.name = name
         self.log_dir = log_dir
         self.registered: tuple[Registered, ...] = ()
+        self._is_registering = False
         self._by_kind: dict[str, tuple[Registered, ...]] = {}
         self._places: dict[int, _Place] = {}  # by the ids of the sources, in the order of their attachment
         self.error_guard = ErrorGuard()
@@ -194,6 +196,16 @@ class MessageBus:
         self._set_registered((*self.registered, registered))
         return Handle(lambda: self._unregister(subscriber))
 
+    @contextmanager
+    def registering(self) -> Iterator[None]:
+        """Prepare the exporters once for all subscribers that are registered or unregistered inside, at the end."""
+        outer, self._is_registering = self._is_registering, True
+        try:
+            yield
+        finally:
+            self._is_registering = outer
+            self._demand_changed()
+
     def _check_registration(self, subscriber: Subscriber) -> None:
         names = frozenset(name for source in self.sources for name in source.module_names)
         registered = self.registered
@@ -237,7 +249,10 @@ class MessageBus:
         self.calls_model = any(r.subscriber.needs_model for r in registered)
         kinds = dict.fromkeys(kind for r in registered for kind in r.kinds)
         self._by_kind = {kind: tuple(r for r in registered if kind in r.kinds) for kind in kinds}
-        for source in self.sources:
+        self._demand_changed()
+
+    def _demand_changed(self) -> None:
+        for source in () if self._is_registering else self.sources:
             source.demand_changed()
 
     def subscriber_states(self) -> list[dict[str, Any]]:

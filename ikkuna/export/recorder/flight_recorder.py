@@ -103,7 +103,7 @@ class FlightRecorder:
             self._context.error_guard.report_internal("copying labels", error)
 
     def step_passed(self, stamp: Stamp) -> None:
-        """Note the number of a step that no subscriber samples."""
+        """Store the number of a step that no subscriber samples."""
         self._steps.last = stamp
 
     def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:

@@ -17,6 +17,8 @@ ModulePattern = str | re.Pattern[str] | Callable[[str], bool] | Sequence["str | 
 
 Schedule = Callable[[int], bool]
 
+_WILDCARDS = frozenset("*?[")
+
 
 def _matcher(modules: ModulePattern) -> Callable[[str], bool]:
     if modules is None:
@@ -26,8 +28,9 @@ def _matcher(modules: ModulePattern) -> Callable[[str], bool]:
     if isinstance(modules, re.Pattern):
         return lambda name: modules.fullmatch(name) is not None
     if isinstance(modules, Sequence) and modules:
-        matchers = [_matcher(pattern) for pattern in modules]
-        return lambda name: any(match(name) for match in matchers)
+        names = frozenset(name for name in modules if isinstance(name, str) and _WILDCARDS.isdisjoint(name))
+        matchers = [_matcher(pattern) for pattern in modules if pattern not in names]
+        return lambda name: name in names or any(match(name) for match in matchers)
     if callable(modules):
         return modules
     raise ConfigTypeError(
