@@ -211,7 +211,9 @@ def presets() -> Found:
                     sampled.append(cost_and_peak(work.step))
             work.step()
             plain.append(cost_and_peak(work.step))
-        (time_with, memory_with), (time_bare, memory_bare) = (map(statistics.median, zip(*x, strict=True)) for x in (sampled, plain))
+        (time_with, memory_with), (time_bare, memory_bare) = (
+            map(statistics.median, zip(*x, strict=True)) for x in (sampled, plain)
+        )
         found[f"default preset at every step, {name}, %"] = (time_with / time_bare - 1) * 100
         found[f"memory of the default preset, {name}, MB"] = (memory_with - memory_bare) / 1e6
     return found

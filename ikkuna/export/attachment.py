@@ -17,7 +17,7 @@ from ikkuna.export.health import Health, health_of
 from ikkuna.export.hooks.install import pause_after_fork
 from ikkuna.export.model.roots import Root, Roots
 from ikkuna.export.recorder.flight_recorder import FlightRecorder
-from ikkuna.export.session import Session
+from ikkuna.export.session.session import Session
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics.native import stop_workers
@@ -112,7 +112,7 @@ class Attachment:
 
     def demand_changed(self) -> None:
         """Prepare for subscribers that were added or removed."""
-        self.session.demand_changed()
+        self.session.plans.demand_changed()
 
     def evaluate(
         self,
@@ -185,7 +185,7 @@ class Attachment:
                 self.recorder.close()
             _OPEN.discard(self)
             session.exchange.close()
-            session.uninstall()
+            session.hooks.uninstall()
             self._last_run = run = bus.run
             registered = bus.registered
             bus.detach(self)

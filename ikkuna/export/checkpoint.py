@@ -10,7 +10,7 @@ from ikkuna.distributed.world import World
 from ikkuna.errors import ConfigError, LogDirError
 from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.model.signature import difference, signature
-from ikkuna.export.session import Session
+from ikkuna.export.session.session import Session
 from ikkuna.logger import log
 from ikkuna.visualization.files.run_directory import latest_run, log_path
 from ikkuna.visualization.files.run_file import find_run, read_run_file

@@ -239,7 +239,7 @@ class Exporter:
         options.setdefault("sees_loss", self._session.context.model.sees_arguments_of_loss)
         with self.message_bus.registering():
             self._rules = register_rules(self.message_bus, rules, **options)
-        self._session.optimizers.untrained.names_unowned = "unowned_parameters" not in self._rules.judge.kinds
+        self._session.hooks.optimizers.untrained.names_unowned = "unowned_parameters" not in self._rules.judge.kinds
         self._connect_recorder()
 
     def record_steps(self, options: RecorderOptions | None = None) -> None:
@@ -378,8 +378,8 @@ class Exporter:
 
         After :meth:`close` nothing is recorded, and nothing is raised.
         """
-        if self._session.observed.is_wanted:
-            self._session.observed.hook(name, tensor)
+        if self._session.hooks.observed.is_wanted:
+            self._session.hooks.observed.hook(name, tensor)
 
     def step(self) -> None:
         """Mark the end of a step that no optimizer of torch.optim makes."""
@@ -464,12 +464,12 @@ class Exporter:
         With several exporters on a bus, this applies to all of them.  On several ranks, call it on all of them after the same step.
         """
         self._attachment.require_open()
-        self._session.change_sampling(paused=True)
+        self._session.plans.change_sampling(paused=True)
 
     def resume(self) -> None:
         """Sample again from the next step on; without :meth:`pause` nothing changes."""
         self._attachment.require_open()
-        self._session.change_sampling(paused=False)
+        self._session.plans.change_sampling(paused=False)
 
     def sample_every(self, steps: int | None) -> None:
         """Let all subscribers sample each `steps`-th step from the next step on, such as each step after a spike.
@@ -487,7 +487,7 @@ class Exporter:
         self._attachment.require_open()
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ConfigError(f"sample_every() needs an int >= 1 or None, got {steps!r}")
-        self._session.change_sampling(every=steps)
+        self._session.plans.change_sampling(every=steps)
 
     def paused(self) -> AbstractContextManager[None]:
         """Suspend recording inside a ``with`` block."""
@@ -497,13 +497,13 @@ class Exporter:
     def detached(self) -> Iterator[None]:
         """Remove every hook inside a ``with`` block, to script a model or to save it whole."""
         self._session.finish()
-        self._session.uninstall()
+        self._session.hooks.uninstall()
         try:
             yield
         finally:
             if not self._attachment.is_closed:
                 self._session.install()
-                self._session.demand_changed()
+                self._session.plans.demand_changed()
 
     def health(self) -> Health:
         """Return the state of the monitor itself; after :meth:`close` that at the end."""

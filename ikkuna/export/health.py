@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ikkuna.export.recorder.flight_recorder import FlightRecorder
-from ikkuna.export.session import Session
+from ikkuna.export.session.session import Session
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.visualization.run import Run
 
@@ -71,7 +71,7 @@ def health_of(
         seconds[registered.label] = seconds.get(registered.label, 0.0) + registered.seconds
     return Health(
         acked_step=run.acked_step if run is not None else -1,
-        steps=session.steps,
+        steps=session.cycle.steps,
         errors=bus.error_guard.errors,
         dropped=(run.dropped if run is not None else 0)
         + sum(registered.dropped for registered in subscribers)

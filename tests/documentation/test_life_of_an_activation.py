@@ -35,8 +35,8 @@ def test_the_way_of_the_activation_is_short(calls):
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 64
-    assert len(calls) <= 325
+    assert len(files(calls)) <= 68
+    assert len(calls) <= 328
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

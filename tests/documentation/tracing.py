@@ -41,7 +41,7 @@ class Call(NamedTuple):
     thread : str
         ``"training"`` or ``"writer"``.
     file : str
-        Such as ``"ikkuna/export/session.py"``.
+        Such as ``"ikkuna/export/session/session.py"``.
     function : str
         Qualified name of the function within its file.
     depth : int

@@ -123,7 +123,7 @@ def test_a_compiled_step_that_is_not_sampled_calls_no_operator(monkeypatch):
     model, calls = Router(), []
     exporter, backend = watched(model, lambda backend: NormSubscriber("observed", every=2, backend=backend))
     was = observed.ObservedHooks.observed
-    exporter._session.observed.hook.function = lambda *args: calls.append(0) or was(*args)
+    exporter._session.hooks.observed.hook.function = lambda *args: calls.append(0) or was(*args)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     train(model, 5, call=compiled)
     exporter.close()

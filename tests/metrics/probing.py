@@ -36,7 +36,7 @@ def evaluated(make, model, *changes, batch=None, on_error="raise"):
         for change in changes:
             change(model)
             session = exporter._session
-            session.apply(session.context.tracker.forward_begins(0))
+            session.cycle.apply(session.context.tracker.forward_begins(0))
             session.context.tracker.forward_ends(0)
             exporter.step()
         assert on_error != "raise" or not exporter.health().errors

@@ -21,6 +21,14 @@ from ikkuna.logger import log
 __all__ = ["HookContext"]
 
 
+def _cannot_apply(decisions: tuple[Decision, ...]) -> None:
+    raise RuntimeError("no part of the session carries out decisions yet")
+
+
+def _cannot_abandon() -> None:
+    raise RuntimeError("no part of the session abandons steps yet")
+
+
 @dataclass(slots=True, weakref_slot=True)
 class HookContext:
     """The objects that adapters translate hooks into calls of.
@@ -31,14 +39,14 @@ class HookContext:
         Measures tensors; another one during another pass over data.
     error_guard : ErrorGuard
         Handles errors.
-    apply : callable
-        Carries out the decisions of the tracker.
-    abandon : callable
-        Abandons the open step, whatever state it is in.
     model : WatchedModel
         Roots, observed modules and loss.
     native : NativePath
         Permits native functions to do what hooks in Python have decided.
+    apply : callable
+        Carries out the decisions of the tracker; set when the parts that do so exist.
+    abandon : callable
+        Abandons the open step, whatever state it is in; set likewise.
     tracker : StepTracker
         The state of the training loop.
     parameters : TrackedParameters
@@ -62,10 +70,10 @@ class HookContext:
 
     recorder: Recorder
     error_guard: ErrorGuard
-    apply: Callable[[tuple[Decision, ...]], None]
-    abandon: Callable[[], None]
     model: WatchedModel
     native: NativePath
+    apply: Callable[[tuple[Decision, ...]], None] = _cannot_apply
+    abandon: Callable[[], None] = _cannot_abandon
     tracker: StepTracker = field(default_factory=StepTracker)
     parameters: TrackedParameters = field(default_factory=TrackedParameters)
     sites: Sites = field(default_factory=Sites)

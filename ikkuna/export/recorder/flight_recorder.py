@@ -30,6 +30,7 @@ from ikkuna.export.recorder.burst import Burst, BurstSubscriber
 from ikkuna.export.recorder.input_hashes import InputHashSubscriber
 from ikkuna.export.recorder.process_hooks import hook_process
 from ikkuna.export.recorder.recorded_steps import RecordedSteps
+from ikkuna.export.rows.observer import StepObserver
 from ikkuna.export.rows.plan import Plan
 from ikkuna.export.rows.rows import Rows
 from ikkuna.numerics.statistics.table import COLUMN
@@ -42,7 +43,7 @@ _OF_NUMBERS, _OF_RULE, _AT_END = range(3)
 _QUIET = frozenset(("activations", "layer_inputs", "input_data", "network_output"))  # may contain Inf on purpose
 
 
-class FlightRecorder:
+class FlightRecorder(StepObserver):
     """Keeps the last steps of an exporter, and writes them to a dump when something goes wrong.
 
     `RecordedSteps` keeps the steps, and `InputHashSubscriber` hashes of their inputs.  A thread writes dumps.

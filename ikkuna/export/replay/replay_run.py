@@ -16,8 +16,8 @@ from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.exporter import Exporter
 from ikkuna.export.messages.kinds import is_built_in, is_of_module
 from ikkuna.export.messages.message import Message
-from ikkuna.export.messages.stamp import Stamp
 from ikkuna.export.replay.result import Replay
+from ikkuna.export.rows.observer import StepObserver
 from ikkuna.export.rows.rows import Rows
 from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
@@ -42,30 +42,19 @@ class _RowsSubscriber(Subscriber):
         """Do nothing."""
 
 
-class _LastRows:
+class _LastRows(StepObserver):
     """Keeps the rows of the latest step, as an observer of steps."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, str, str], Any] = {}
 
     def rows_complete(self, rows: Rows, event: object) -> None:
+        """Keep the rows that have elements."""
         self.values = {
             (site.kind, site.module or "", path): rows.values[i].copy()
             for i, (site, path) in enumerate(rows.keys[: len(rows.values)])
             if rows.values[i, 0]
         }
-
-    def step_opened(self, stamp: Stamp, plan: object) -> None:
-        """Do nothing."""
-
-    def model_called(self, args: Any, kwargs: Any) -> None:
-        """Do nothing."""
-
-    def loss_called(self, args: Any, kwargs: Any) -> None:
-        """Do nothing."""
-
-    def step_delivered(self, stamp: Stamp) -> None:
-        """Do nothing."""
 
 
 class _Calls(list[Any]):

@@ -1,6 +1,6 @@
 """Observers of whole steps of an exporter, beside the subscribers."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from ikkuna.export.messages.message import NetworkMessage
 from ikkuna.export.messages.stamp import Stamp
@@ -10,8 +10,11 @@ from ikkuna.export.rows.rows import Rows
 __all__ = ["StepObserver"]
 
 
-class StepObserver(Protocol):
-    """Observes the steps of one exporter; its methods raise nothing but exceptions that belong to the user."""
+class StepObserver:
+    """Observes the steps of one exporter; its methods do nothing by default.
+
+    They raise nothing but exceptions that belong to the user.
+    """
 
     def step_opened(self, stamp: Stamp, plan: Plan) -> None:
         """Handle the beginning of a step, before the first forward."""

@@ -1,0 +1,1 @@
+"""The open state of an exporter, composed of its parts."""
