@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ikkuna.report.reduction import reduced_curve
 
-__all__ = ["ReportChart", "ReportCurve", "draw_chart", "sparkline", "ticks"]
+__all__ = ["ReportChart", "ReportCurve", "draw_chart", "sparkline", "tick_label", "ticks"]
 
 _WIDTH, _HEIGHT = 520, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 8, 8, 22
@@ -67,18 +67,36 @@ def ticks(low: float, high: float, is_log: bool = False, count: int = 4) -> list
 
     Examples
     --------
-    >>> ticks(0.0, 1.0), ticks(0.01, 50.0, is_log=True)
-    ([0.0, 0.25, 0.5, 0.75, 1.0], [0.01, 0.1, 1.0, 10.0])
+    >>> ticks(0.0, 1.0), ticks(0.01, 50.0, is_log=True), ticks(0.03, 0.9, is_log=True)
+    ([0.0, 0.25, 0.5, 0.75, 1.0], [0.01, 0.1, 1.0, 10.0], [0.05, 0.1, 0.2, 0.5])
     """
     if is_log:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
         every = max(1, math.ceil((last - first + 1) / (count + 1)))
         found = [10.0**power for power in range(first, last + 1, every)]
-        return found if len(found) > 1 else [value for value in ticks(low, high, count=count) if value > 0]
+        if len(found) > 2:
+            return found
+        finer = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
+        finer = [float(f"{value:.6g}") for value in finer if low <= value <= high]
+        return finer if len(finer) > 1 else [value for value in ticks(low, high, count=count) if value > 0]
     raw = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(raw))
     size = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw * 0.999)
     return [round(i * size, 12) for i in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]
+
+
+def tick_label(value: float) -> str:
+    """Return a number that fits beside an axis; large ones in thousands (k), millions (M) or thousands of millions (G).
+
+    Examples
+    --------
+    >>> tick_label(0.05), tick_label(2500.0), tick_label(413_500_000.0), tick_label(-2e13)
+    ('0.05', '2500', '413.5M', '-2e+13')
+    """
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if max(size, 1e4) <= abs(value) < 1000 * size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
 
 
 def _limits(curves: Sequence[ReportCurve], is_log: bool, unit: bool) -> tuple[float, float]:
@@ -171,7 +189,9 @@ def _value_grid(y: _Axis) -> list[str]:
     for value in ticks(y.low, y.high, y.is_log):
         place = float(y.places(np.array([value]))[0])
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{place + 3.5:.1f}" text-anchor="end">{value:.4g}</text>')
+        parts.append(
+            f'<text class="tick" x="{_LEFT - 5}" y="{place + 3.5:.1f}" text-anchor="end">{tick_label(value)}</text>'
+        )
     return parts
 
 
