@@ -80,8 +80,8 @@ class RuleSubscriber(Subscriber):
         return self.judge.findings
 
     def is_internal(self, kind: str) -> bool:
-        """Return whether values of a kind are no findings and no learning rates."""
-        return kind == "unowned_parameters"
+        """Return whether only rules need the values of a kind."""
+        return kind in ("optimizer_closure", "unowned_parameters")
 
     def receive(self, message: Any, kind: str, value: float) -> None:
         """Add a value to the history of the rules."""
@@ -133,6 +133,8 @@ class RuleSubscriber(Subscriber):
         data = message.data or {}
         rates = data.get("learning_rates", {})
         self._add_rates(message, rates)
+        if data.get("has_closure"):
+            self._add_and_show(message, "optimizer_closure", 1.0)
         if rates:  # without rates the user's loop makes the steps
             trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
             self._add_unowned(message, trainable)

@@ -17,7 +17,7 @@ from ikkuna.visualization.backend import Backend
 __all__ = ["RuleSelection", "register_rules"]
 
 _OF_LOSS = frozenset(("loss", "network_output", "input_labels"))
-_OWN = ("learning_rate", "step_skipped", "unowned_parameters")
+_OWN = ("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters")
 
 RuleSelection = str | Rule | Iterable[str | Rule]
 """Names of rules and `Rule` objects, see `ikkuna.diagnosis.get_rules`."""

@@ -417,3 +417,25 @@ def test_a_model_without_modules_of_a_known_class_is_judged_by_the_rules_that_ne
     assert {"dead_units", "rank_collapse", "running_statistics"} <= set(exporter.findings.skipped)
     assert [finding.rule for finding in exporter.findings] == ["repeated_batch"]  # which it is
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_an_optimizer_that_evaluates_the_model_may_move_it_far_in_a_step(bus, has_closure):
+    model = nn.Sequential(nn.Linear(4, 3))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.LBFGS(parameters, 1.0) if has_closure else torch.optim.SGD(parameters, 50.0)
+    exporter, loss = exporter_with(bus, model, "lr_too_high")
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(model(X), Y)
+        value.backward()
+        return value
+
+    with exporter:
+        before = model[0].weight.detach().clone()
+        if not has_closure:
+            closure()
+        optimizer.step(*([closure] if has_closure else []))
+        assert (model[0].weight - before).norm() > 0.3 * before.norm()
+    assert [finding.rule for finding in exporter.findings] == ([] if has_closure else ["lr_too_high"])

@@ -40,6 +40,8 @@ class OptimizerHooks:
     rates : dict
         Learning rates of the open step by the name or number of the parameter group; if two groups share a name,
         the second one is numbered: ``decay``, ``decay_1``.
+    has_closure : bool
+        Whether an optimizer of the open step evaluates the model itself.
     records : ParameterRecorder
         Records the tensors of parameters.
     untrained : UntrainedParameters
@@ -50,6 +52,7 @@ class OptimizerHooks:
         self.context = context
         self._loss = loss
         self.rates: dict[str, Any] = {}
+        self.has_closure = False
         self.untrained = UntrainedParameters()
         self.records = ParameterRecorder(context)
         self._by_hand = False
@@ -77,6 +80,7 @@ class OptimizerHooks:
             self._drop_scaled()
         if "batch_finished" in context.recorder.plan.kinds or context.observer is not None:
             add_rates(optimizer, self.rates)
+            self.has_closure = self.has_closure or closure
         unowned = parameters.known_owners().unowned
         if not closure and (unowned or self.untrained.settled is not parameters.all):
             self.untrained.note_gradients(parameters.all, unowned)
@@ -150,6 +154,7 @@ class OptimizerHooks:
         if self.records.is_used:
             self.records.forget()
         self.rates = {}
+        self.has_closure = False
 
     # -- measurements ---------------------------------------------------------------------------------------------
 

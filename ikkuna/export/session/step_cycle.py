@@ -126,13 +126,13 @@ class StepCycle:
             optimizers.before_close()
             self.steps += 1
         self._hooks.step_ended()
-        lap, rates = context.stopwatch.lap(), optimizers.rates
+        lap, rates, has_closure = context.stopwatch.lap(), optimizers.rates, optimizers.has_closure
         optimizers.step_ended()
         self._logged.step_ends(closed.stamp.global_step)
         step = None
         if context.recorder.rows is not None:
             self._missing_loss.step_ended(self.steps)
-            bus.queue.append(step := self._finished(closed, rates, lap))
+            bus.queue.append(step := self._finished(closed, rates, has_closure, lap))
         else:
             self._pass_over(closed)
         if not closed.carried:
@@ -143,11 +143,14 @@ class StepCycle:
         bus.drain(wait=self._exchange.must_wait(closed.stamp))
         context.stopwatch.step_ended(0.0 if bus.run is None else bus.run.drawing_seconds)
 
-    def _finished(self, closed: Closed, rates: dict[str, Any], lap: tuple[float, float] | None) -> Finished:
+    def _finished(
+        self, closed: Closed, rates: dict[str, Any], has_closure: bool, lap: tuple[float, float] | None
+    ) -> Finished:
         """Return the step with its measurements and its event."""
         recorder = self._context.recorder
         report: dict[str, Any] = {
             "learning_rates": rates,
+            "has_closure": has_closure,
             "unowned": self._context.parameters.known_owners().unowned,
         }
         if lap is not None:

@@ -31,6 +31,7 @@ _OTHERS = {
     "weights_ranks_norm2_min": 'RankSpreadSubscriber("weights", "norm2")',
     "weights_ranks_norm2_max": 'RankSpreadSubscriber("weights", "norm2")',
     "weight_state_step_mean": 'OptimizerStateSubscriber("step", "mean")',
+    "optimizer_closure": "rules while the model trains",
     "unowned_parameters": "rules while the model trains",
     "step_skipped": "rules while the model trains",
 }

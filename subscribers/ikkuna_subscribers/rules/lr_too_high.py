@@ -15,11 +15,14 @@ class LrTooHighRule(Rule):
     """One of the first steps moves the weights of half of the layers by a third of their size or more.
 
     Threshold: 0.3 within the first 30 steps; a healthy step moves about 1/1000, the largest healthy value was 0.09.
-    Cannot see: weights that are zero at first; a rate that is too high only by a factor of a few.
+    Cannot see: weights that are zero at first; a rate that is too high only by a factor of a few; optimizers that evaluate the model
+    themselves, such as LBFGS, one step of which may move a linear model to its minimum.
     """
 
     name = "lr_too_high"
     needs = sources("weight_updates_weights_ratio")
+    uses = sources("optimizer_closure")
+    judged_on = frozenset(needs)
     thresholds = ("ratio",)
     ratio: float = 0.3
     severity = "error"
@@ -49,7 +52,7 @@ class LrTooHighRule(Rule):
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score in the first 30 steps."""
-        if history.step > 30 or not history.is_complete:
+        if history.step > 30 or not history.is_complete or history.curve("optimizer_closure") is not None:
             return
         ratio = middle([curve.last for _, curve in history.matrices("weight_updates_weights_ratio")])
         if ratio == ratio:
