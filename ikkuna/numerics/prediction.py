@@ -92,7 +92,8 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
 def _dependence(rows: Tensor) -> Tensor:
     if len(rows) < 2:
         return rows.new_full((), torch.nan)
-    return 1 - rows.mean(0).square().sum() / (torch.linalg.vector_norm(rows).square() / len(rows))
+    energy: Tensor = torch.linalg.vector_norm(rows).square() / len(rows)
+    return 1 - rows.mean(0).square().sum() / energy
 
 
 def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:

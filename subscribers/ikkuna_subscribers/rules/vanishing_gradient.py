@@ -10,12 +10,15 @@ __all__ = ["VanishingGradientRule"]
 
 
 class VanishingGradientRule(Rule):
-    """The gradient of a weight matrix is far smaller than the largest of the network.
+    """The gradients of the first weight matrices are far smaller than the largest of the network.
 
     The figure is the root mean square of a gradient over the largest of all matrices.
-    Threshold: 1e-4, for 5 samples in a row; healthy runs stay above 1.6e-3.
+    Threshold: 1e-4 for all of the first matrices up to one, and for none behind it, for 5 samples in a row; healthy runs of classifiers
+    stay above 1.6e-3.  Small gradients behind larger ones are not made by depth: those of queries and keys, on which a nearly even
+    attention hardly depends, and those behind a layer scale of 1e-6.
     A deep LSTM that has learned only how frequent each token is, and does not use its state yet, falls to 1e-5.
-    Cannot see: a gradient that is exactly zero (that is the rule zero_gradient); weights of embeddings and of norms.
+    Cannot see: a gradient that is exactly zero (that is the rule zero_gradient); weights of embeddings and of norms;
+    gradients that vanish only in a part of the network.
     """
 
     name = "vanishing_gradient"
@@ -30,8 +33,9 @@ class VanishingGradientRule(Rule):
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each matrix but the last one."""
-        scales = gradient_scales(history)
+        scales = [(name, scale) for name, scale in gradient_scales(history) if scale > 0]
         largest = max((scale for _, scale in scales), default=0.0)
+        small = [scale <= self.share * largest for _, scale in scales]
+        is_by_depth = small == sorted(small, reverse=True)
         for name, scale in scales[:-1]:
-            figure = scale / largest if largest > 0 else 1.0
-            yield Score(self.share / figure if figure > 0 else 0.0, figure, name)
+            yield Score(self.share * largest / scale if is_by_depth else 0.0, scale / largest, name)
