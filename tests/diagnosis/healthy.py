@@ -393,10 +393,14 @@ def _bytes():
     return torch.tensor(list("".join(topics.topics.values()).encode()))
 
 
-def _text_batches(samples=16, length=32):
+def text_windows(samples, length):
+    """Return parts of the text at random places, (samples, length)."""
     text = _bytes()
-    starts = torch.randint(0, len(text) - length - 1, (samples, 1))
-    windows = text[starts + torch.arange(length + 1)]
+    return text[torch.randint(0, len(text) - length, (samples, 1)) + torch.arange(length)]
+
+
+def _text_batches(samples=16, length=32):
+    windows = text_windows(samples, length + 1)
     return windows[:, :-1], windows[:, 1:].flatten()
 
 
