@@ -258,6 +258,21 @@ def test_gradients_of_the_users_own_are_no_loss(caplog):
     assert caplog.text.count("a subscriber wants the loss, which cannot be seen") == 1
 
 
+def test_a_model_that_trains_in_evaluation_mode_is_not_said_to_have_no_loss(caplog):
+    """Its first step seems to be that of a model that is never called as a whole, so the loss is known from the second one on."""
+    model, loss = nn.Linear(3, 4).eval(), nn.CrossEntropyLoss()
+    watched = Watched(model, loss=loss)
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        value = loss(model(X), Y)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    assert watched.shown() == pytest.approx(dict(enumerate(losses[1:], 1)))
+    assert "cannot be seen" not in caplog.text
+
+
 def test_losses_with_weights_and_several_roots():
     """``torch.autograd.backward`` of several scalars, and with a gradient, is the weighted sum."""
     model, expected = network(), {}
