@@ -156,9 +156,10 @@ class StepCycle:
         if lap is not None:
             report["seconds"], report["own_seconds"] = lap
         event = NetworkMessage(closed.stamp, "batch_finished", report)
+        assert recorder.rows is not None
+        recorder.rows.rates = dict(rates)  # rates on an accelerator travel with the rows
         plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
         assert rows is not None
-        rows.rates = dict(rates)
         rows.skipped = event.skipped = rows.skipped or closed.skipped
         self._exchange.take(rows, plan)
         return Finished(rows, event, self._context.observer)
