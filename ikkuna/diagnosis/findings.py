@@ -119,7 +119,8 @@ def _table(findings: Iterable[Finding]) -> list[str]:
     lines = [line(header[:3], header[3]), line(["-" * size for size in widths], "-" * len(header[3]))]
     for severity, rule, module, finding in rows:
         advice = f"Try: {finding.advice.rstrip('.')}." if finding.advice else ""
-        texts = [part for text in (finding.message, advice) for part in textwrap.wrap(text, width)]
+        explained = f"It also explains: {', '.join(finding.consequences)}." if finding.consequences else ""
+        texts = [part for text in (finding.message, explained, advice) for part in textwrap.wrap(text, width)]
         lines.append(line((severity, rule, module), texts[0] if texts else ""))
         lines += [" " * indent + text for text in texts[1:]]
     return lines

@@ -29,7 +29,7 @@ class Health:
         The backends that cannot store values now, by name or class: the last attempt failed, or they are disabled.
         It is empty again when the disk has recovered and the waiting values are written.
     disabled : tuple of str
-        Class names of the disabled subscribers.
+        Names of the disabled subscribers: their classes, or what the function of a user publishes.
     skipped : int
         Number of series whose tensors cannot be read, such as packed weights that cannot be dequantised,
         and of updates for which memory was missing.

@@ -13,7 +13,7 @@ from ikkuna.visualization.module_order import ModuleOrder
 
 __all__ = ["Parting", "RunDifference", "compare_runs"]
 
-_NOT_COMPARED = re.compile("second|time|speed|memory|overhead")  # these differ between any two runs
+_NOT_COMPARED = re.compile("second|time|speed|memory|overhead|monitor_share")  # these differ between any two runs
 _FACTOR = 6.0
 _PERSISTENT = 3  # values
 _PHASES = ("learning_rate|input", "activation|output", "loss|accuracy", "gradient", "update", "weight|bias|param")

@@ -42,6 +42,8 @@ class FunctionMetric(Subscriber):
     ('activations_peak',)
     """
 
+    is_of_function = True
+
     def __init__(self, kind: str, function: Callable[[Tensor], Any], name: str, **options: Any) -> None:
         if not callable(function):
             raise ConfigTypeError(f"metric() needs a function of a tensor, got {type(function).__name__}")

@@ -206,7 +206,7 @@ class WatchHandle(Exporter):
             parts.append("paused")
         if self._rules is not None:
             parts.append(f"{len(self.findings)} findings")
-        parts.append(f"adds {health.overhead:.1%} to the time of a step")
+        parts.append(f"its own time is {health.overhead:.1%} of the rest of a step")
         lost = {"errors": health.errors, "values lost": health.dropped, "tensors not readable": health.skipped}
         parts += [f"{count} {what}" for what, count in lost.items() if count]
         parts += [f"{name} disabled" for name in health.disabled]

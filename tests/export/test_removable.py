@@ -1,4 +1,4 @@
-"""P6 and P7: idle is free, and what was put on a model comes off."""
+"""P6 and P7: idle is nearly free, and what was put on a model comes off."""
 
 import copy
 import io

@@ -130,7 +130,7 @@ def test_repr_says_what_is_watched_where_and_how_it_does(tmp_path):
         assert "paused" not in repr(watched)
         text = repr(watched)
     assert text.startswith("<ikkuna.watch: Sequential with 3 modules, ")
-    assert f"in '{tmp_path / 'first'}', 2 steps, 0 findings, adds " in text
+    assert f"in '{tmp_path / 'first'}', 2 steps, 0 findings, its own time is " in text
     assert "closed" in repr(watched)
 
 

@@ -56,7 +56,7 @@ class ErrorGuard:
     errors : int
         Number of errors caught.
     disabled : list of str
-        Class names of the disabled subscribers.
+        Names of the disabled subscribers, see `Registered.name`.
     thread : ThreadState
         State of the current thread.
     """
@@ -151,5 +151,5 @@ class ErrorGuard:
         if registered.disabled:
             return
         registered.disabled = True
-        self.disabled.append(type(registered.subscriber).__name__)
+        self.disabled.append(registered.name)
         log.error("subscriber %s disabled after %s", registered.label, reason)

@@ -23,7 +23,7 @@ from ikkuna.numerics.statistics.native.hook_functions import Function
 
 __all__ = ["ForwardHooks"]
 
-_MANY = 300  # forwards without a step: more than a step usually accumulates
+_MANY = 100  # forwards without a step: more than a step usually accumulates
 _FEW = 20  # a gradient scaler may skip as many steps before it has found its scale
 
 

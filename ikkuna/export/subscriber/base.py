@@ -151,6 +151,8 @@ class Subscriber(metaclass=_RegisteringType):
         Whether those statistics ignore NaN and Inf; otherwise they are NaN if an element is not finite.
     merge : {'sum', 'min', 'max', 'last'}
         How its rows are merged.
+    is_of_function : bool
+        Whether it calls a function of the user, so that what it publishes says more than its class.
     derived : bool
         Whether it accepts results of other subscribers, which are floats and skip ``measure``.
     sees_skipped : bool
@@ -196,6 +198,7 @@ class Subscriber(metaclass=_RegisteringType):
     fields: Collection[str] = ()
     finite_only: bool = False
     merge: str = "sum"
+    is_of_function: bool = False
     derived: bool = False
     sees_skipped: bool = False
     needs_model: bool = False

@@ -98,8 +98,14 @@ class Registered:
 
     @property
     def label(self) -> str:
-        """Class and kinds, such as ``NormSubscriber(weights)``; never the subscriber's own ``repr``, which can raise."""
-        return f"{type(self.subscriber).__name__}({', '.join(self.kinds)})"
+        """Name and kinds, such as ``NormSubscriber(weights)``; never the subscriber's own ``repr``, which can raise."""
+        return f"{self.name}({', '.join(self.kinds)})"
+
+    @property
+    def name(self) -> str:
+        """The name of the class; for the function of a user, the names of what it publishes."""
+        subscriber = self.subscriber
+        return " ".join(subscriber.publishes) if subscriber.is_of_function else type(subscriber).__name__
 
     def drop_late(self) -> None:
         """Count the results of a row that is not computed, because earlier ones still are; the first time, log it."""

@@ -14,7 +14,7 @@ _STATISTICS = {
 _OTHERS = {
     "loss": "LossSubscriber() after set_loss()",
     "weight_updates_weights_ratio": 'RatioSubscriber(["weight_updates", "weights"])',
-    "activations_dead": "DeadUnitsSubscriber() for the rectified layers",
+    "activations_dead": "DeadUnitsSubscriber() for modules such as nn.ReLU; functions such as torch.relu are not seen",
     "learning_rate": "LearningRateSubscriber()",
     "evaluation_mode": "ModuleStateSubscriber()",
     "weight_requires_grad": "ModuleStateSubscriber()",

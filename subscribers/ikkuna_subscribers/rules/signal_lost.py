@@ -27,8 +27,8 @@ class SignalLostRule(Rule):
             *("class_collapse", "rank_collapse", "plateau", "gradient_spike", "update_ratio"),
         )
     )
-    meaning = "Before the first update only {figure:.2g} of the energy of the outputs differs between samples."
-    advice = "use a larger initialisation, rectifiers or residual connections, or a normalisation"
+    meaning = "Before the first update the outputs are the same for every sample; the share of their energy that differs is {figure:.2g}."
+    advice = "look for a layer whose outputs are constant, as with a very negative bias; use a larger initialisation or a normalisation"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score at the first step."""
