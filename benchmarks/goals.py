@@ -5,7 +5,7 @@ and the processes of two versions take turns.  With ``--before`` the same is mea
 
     git worktree add --detach /tmp/before COMMIT
     python benchmarks/goals.py --before /tmp/before
-    python benchmarks/goals.py --parts chain set_up          # some parts only
+    python benchmarks/goals.py --parts chains set_up         # some parts only
 
 A floor is one ``sum()`` over each tensor, see ``overhead.py``.  Run it while the machine does nothing else; the load is printed.
 """

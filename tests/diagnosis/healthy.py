@@ -404,7 +404,7 @@ def _text_batches(samples=16, length=32):
     return windows[:, :-1], windows[:, 1:].flatten()
 
 
-def _language_model(seed, model, rate, watch, warmup=0, steps=300):
+def _language_model(model, rate, watch, warmup=0, steps=300):
     """Train a language model of bytes, which learns for up to 200 steps only how frequent each byte is."""
     exporter = watch(model, loss := nn.CrossEntropyLoss())
     optimizer = torch.optim.AdamW(model.parameters(), rate)
@@ -427,7 +427,7 @@ def transformer_on_text(seed, watch):
     model = networks.Transformer(256, width, depth)
     if draw.random() < 0.5:
         model.head.weight = model.tok.weight
-    return _language_model(seed, model, draw.choice([3e-4, 1e-3, 2e-3]), watch, draw.choice([0, 50]))
+    return _language_model(model, draw.choice([3e-4, 1e-3, 2e-3]), watch, draw.choice([0, 50]))
 
 
 class _RecurrentModel(nn.Module):
@@ -446,7 +446,7 @@ def recurrent_network_on_text(seed, watch):
     torch.manual_seed(seed)
     draw = random.Random(seed)
     model = _RecurrentModel(draw.choice([nn.LSTM, nn.GRU]), draw.choice([48, 96, 128]), draw.choice([1, 2, 3]))
-    return _language_model(seed, model, draw.choice([1e-3, 2e-3]), watch, draw.choice([0, 50]))
+    return _language_model(model, draw.choice([1e-3, 2e-3]), watch, draw.choice([0, 50]))
 
 
 class _Bottleneck(nn.Module):

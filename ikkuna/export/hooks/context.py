@@ -21,12 +21,8 @@ from ikkuna.logger import log
 __all__ = ["HookContext"]
 
 
-def _cannot_apply(decisions: tuple[Decision, ...]) -> None:
-    raise RuntimeError("no part of the session carries out decisions yet")
-
-
-def _cannot_abandon() -> None:
-    raise RuntimeError("no part of the session abandons steps yet")
+def _is_incomplete(*args: object) -> None:
+    raise RuntimeError("the session is not composed yet")
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -72,8 +68,8 @@ class HookContext:
     error_guard: ErrorGuard
     model: WatchedModel
     native: NativePath
-    apply: Callable[[tuple[Decision, ...]], None] = _cannot_apply
-    abandon: Callable[[], None] = _cannot_abandon
+    apply: Callable[[tuple[Decision, ...]], None] = _is_incomplete
+    abandon: Callable[[], None] = _is_incomplete
     tracker: StepTracker = field(default_factory=StepTracker)
     parameters: TrackedParameters = field(default_factory=TrackedParameters)
     sites: Sites = field(default_factory=Sites)
