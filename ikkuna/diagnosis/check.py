@@ -19,7 +19,7 @@ def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule]
     """Apply rules to the values of a finished run.
 
     The rules read the same series as while the model trained, in the order of steps.
-    ``findings.skipped`` states which rules could not judge, and which subscriber would let them.
+    ``findings.skipped`` states which rules could not judge, and ``findings.needed`` which subscriber would let them.
 
     Parameters
     ----------

@@ -21,6 +21,8 @@ class Findings(tuple[Finding, ...]):
         The names of the rules or checks that could judge.
     skipped : mapping of str to str
         The names of the rules or checks that could not judge, and why.
+    needed : mapping of str to str
+        What would let rules in `skipped` judge, such as a subscriber to register.
 
     Examples
     --------
@@ -43,15 +45,21 @@ class Findings(tuple[Finding, ...]):
 
     judged: tuple[str, ...]
     skipped: Mapping[str, str]
+    needed: Mapping[str, str]
 
     def __new__(
-        cls, findings: Iterable[Finding] = (), judged: Iterable[str] = (), skipped: Mapping[str, str] | None = None
+        cls,
+        findings: Iterable[Finding] = (),
+        judged: Iterable[str] = (),
+        skipped: Mapping[str, str] | None = None,
+        needed: Mapping[str, str] | None = None,
     ) -> "Findings":
         """Sort `findings` by their severity."""
         ordered = sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity))
         self = super().__new__(cls, ordered)
         self.judged = tuple(judged)
         self.skipped = dict(skipped or {})
+        self.needed = dict(needed or {})
         return self
 
     @property

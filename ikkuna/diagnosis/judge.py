@@ -45,6 +45,8 @@ class Judge:
     ----------
     disabled : dict of str to str
         The names of the disabled rules, and their last exceptions.
+    measured : frozenset of str
+        The kinds that are measured as far as the training has anything to measure; empty if only stored values are known.
 
     Examples
     --------
@@ -73,6 +75,7 @@ class Judge:
         self._deferred_kinds: set[str] = set()
         self._due_at = -1
         self.disabled: dict[str, str] = {}
+        self.measured: frozenset[str] = frozenset()
         self._alarms = {rule.name: Alarm(rule) for rule in self.rules}
         self._list = FindingList({rule.name: rule.explains for rule in self.rules})
         self._readers: dict[str, tuple[Rule, ...]] = {}
@@ -257,7 +260,8 @@ class Judge:
         """The findings so far, with the names of the rules that judged, and why the others could not."""
         unjudged = self.unjudged
         judged = [rule.name for rule in self.rules if rule.name not in unjudged]
-        return Findings(self._list, judged, unjudged)
+        needed = {rule.name: text for rule in self.rules if rule.name in unjudged and (text := self._needed(rule))}
+        return Findings(self._list, judged, unjudged, needed)
 
     @property
     def unjudged(self) -> Mapping[str, str]:
@@ -267,14 +271,19 @@ class Judge:
 
     def _reason(self, rule: Rule) -> str:
         if rule.name in self.disabled:
-            return f"it failed: {self.disabled[rule.name]}"
-        if missing := [kind for kind in rule.needs if kind not in self._seen]:
-            sources = dict.fromkeys(rule.needs[kind] for kind in missing if rule.needs[kind])
-            return f"it needs {', '.join(missing)}" + (f"; register {', '.join(sources)}" if sources else "")
+            return f"failed: {self.disabled[rule.name]}"
+        if self._unmeasured(rule):
+            return "what they read is not measured; findings.needed names it"
         if count := self._failures.counts.get(rule.name):
-            return f"it failed {count} times, see the log"
-        if rule.name not in self._judged:
-            return "the run is too short, or it has nothing that the rule judges"
-        if self._alarms[rule.name].judged < rule.patience:
-            return f"the run is too short: it needs {rule.patience} samples"
+            return f"failed {count} times, see the log"
+        if rule.name not in self._judged or self._alarms[rule.name].judged < rule.patience:
+            return "the training has nothing that they judge, or not yet enough of it"
         return ""
+
+    def _unmeasured(self, rule: Rule) -> list[str]:
+        return [kind for kind in rule.needs if kind not in self._seen and kind not in self.measured]
+
+    def _needed(self, rule: Rule) -> str:
+        missing = self._unmeasured(rule)
+        sources = dict.fromkeys(rule.needs[kind] for kind in missing if rule.needs[kind])
+        return f"{', '.join(missing)}" + (f" from {', '.join(sources)}" if sources else "") if missing else ""

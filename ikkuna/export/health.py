@@ -1,6 +1,6 @@
 """The state of the monitor itself: errors, lost values and overhead."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ikkuna.export.recorder.flight_recorder import FlightRecorder
 from ikkuna.export.session.session import Session
@@ -9,10 +9,13 @@ from ikkuna.visualization.run import Run
 
 __all__ = ["Health", "health_of"]
 
+_WIDTH = 15
+_LONGEST = 100
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Health:
-    """The state of the monitor itself.
+    """The state of the monitor itself; ``print()`` shows it as a table.
 
     Parameters
     ----------
@@ -36,12 +39,30 @@ class Health:
     overhead : float
         Time that ikkuna spent on the training thread, and CPU time of the threads that draw pictures while the model trains,
         divided by the rest of the time, from the second step on.
+        It does not contain the microseconds that torch takes on the way to each hook.
     dumps : int
         Number of dumps of the flight recorder that are on the disk.
     failed_dumps : int
         Number of dumps that could not be written.
     seconds : dict of str to float
         Time spent in the code of each subscriber, by class and kinds; includes the subscribers of its results.
+
+    Examples
+    --------
+    >>> Health(99, 100, 0, 0, (), (), 0, 0.0123, 0, 0, {"NormSubscriber(weights)": 0.25, "LossSubscriber(loss)": 0.5})
+    acked_step     99
+    steps          100
+    errors         0
+    dropped        0
+    unwritable     none
+    disabled       none
+    skipped        0
+    overhead       1.23%
+    dumps          0
+    failed_dumps   0
+    seconds
+      0.5          LossSubscriber(loss)
+      0.25         NormSubscriber(weights)
     """
 
     acked_step: int
@@ -55,6 +76,16 @@ class Health:
     dumps: int
     failed_dumps: int
     seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "seconds"}
+        facts["overhead"] = f"{self.overhead:.2%}"
+        lines = [f"{name:<{_WIDTH}}{_text(value)}" for name, value in facts.items()]
+        slowest = sorted(self.seconds.items(), key=lambda pair: -pair[1])
+        lines += ["seconds", *(f"  {spent:<{_WIDTH - 2}.3g}{_shortened(label)}" for label, spent in slowest)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def health_of(
@@ -85,3 +116,12 @@ def health_of(
         failed_dumps=recorder.failed if recorder is not None else 0,
         seconds=seconds,
     )
+
+
+def _text(value: object) -> str:
+    """Return a value of the table; names are separated by commas."""
+    return (", ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
+
+
+def _shortened(label: str) -> str:
+    return label if len(label) <= _LONGEST else f"{label[: _LONGEST - 1]}…"

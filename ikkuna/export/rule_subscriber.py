@@ -181,8 +181,10 @@ class RuleSubscriber(Subscriber):
                 raise StopTraining(finding)
 
     def _act(self, finding: Finding, stamp: Stamp) -> None:
+        self._show(
+            NetworkMessage(stamp, "findings", path=finding.rule), finding, "findings"
+        )  # names the run in the log
         log.warning("%s", finding)
-        self._show(NetworkMessage(stamp, "findings", path=finding.rule), finding, "findings")
         for action in self.actions:
             action(finding)
         if self._on_finding is not None:

@@ -87,7 +87,8 @@ def register_rules(
         kinds = ["batch_finished", *(("loss",) if sees_loss else ()), *sorted((judge.kinds & published) - set(_OWN))]
         subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, **options)
         subscriber.subscription = subscriber.subscription.sampled(subsample=loss_every)
-        for kind, statistics in shared_kinds(sorted(judge.kinds - published)).items():
+        shared = shared_kinds(sorted(judge.kinds - published))
+        for kind, statistics in shared.items():
             reader = StatisticsReader(
                 kind,
                 statistics,
@@ -99,6 +100,7 @@ def register_rules(
             reader.subscription = _thinned(reader.subscription, every, later)
             reader.serves_rules = True
             handles.append(bus.register_subscriber(reader))
+        judge.measured = frozenset((*kinds, *_OWN, *(f"{kind}_{end}" for kind, ends in shared.items() for end in ends)))
         bus.register_subscriber(subscriber)
     except BaseException:
         for handle in handles:

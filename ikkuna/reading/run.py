@@ -1,7 +1,7 @@
 """A stored run: its series as arrays."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,8 +191,7 @@ class StoredRun:
             known = self.kinds(pass_name)
             raise ConfigError(unknown_name("kind", kind, known) if known else f"the run has no pass {pass_name!r}")
         if module not in found:
-            what = f"series of {kind!r}"
-            raise ConfigError(unknown_name(what, str(module), [str(name) for name in self.names(kind, pass_name)]))
+            raise ConfigError(_no_series(kind, module, self.names(kind, pass_name)))
         return SeriesValues(*self._table.series(found[module]))
 
     def matrix(
@@ -280,3 +279,13 @@ class StoredRun:
         if self.lost:
             log.warning("'%s' is damaged: %d bytes or lines could not be read", self.path, self.lost)
         return self
+
+
+def _no_series(kind: str, module: str | None, names: Sequence[str | None]) -> str:
+    """Return the text of an error about a kind that has no series of a module, or none of the whole network."""
+    modules = [name for name in names if name is not None]
+    if not modules:
+        return f"{kind!r} belongs to the whole network, not to a module such as {module!r}"
+    if module is None:
+        return f"{kind!r} has one series for each module; pass one of them: {', '.join(map(repr, modules))}"
+    return unknown_name(f"module of {kind!r}", module, modules)

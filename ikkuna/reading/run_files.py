@@ -12,6 +12,7 @@ __all__ = ["RunFiles", "find_files", "find_runs"]
 
 _EVENTS = "*tfevents*"
 _LINES = "values.*.jsonl"
+_NAMED = 5  # runs that an error names
 _RUN = re.compile("run[0-9]{4,}")
 
 
@@ -51,10 +52,20 @@ def find_files(path: str | os.PathLike[str]) -> RunFiles:
     lines = sorted(file for file in root.glob(_LINES) if file.is_file())
     if not events and not lines:
         runs = find_runs(root)
-        hint = f"; it contains the runs {', '.join(run.name for run in runs[-3:])}" if runs else ""
-        raise ConfigError(f"'{root}' has neither an event file nor a file of JSON lines{hint}")
+        raise ConfigError(f"'{root}' has neither an event file nor a file of JSON lines{_listed(runs)}")
     damaged = {file.name.removesuffix(".recovered") for file in events if file.name.endswith(".recovered")}
     return RunFiles([file for file in events if file.name not in damaged], lines)
+
+
+def _listed(runs: list[Path]) -> str:
+    """Return what an error says of the runs below a directory; of many, the last ones are named."""
+    if not runs:
+        return ""
+    if len(runs) == 1:
+        return f"; it contains the run '{runs[0]}'"
+    names = ", ".join(run.name for run in runs[-_NAMED:])
+    last = f"{len(runs)} runs, the last of which are" if len(runs) > _NAMED else f"{len(runs)} runs:"
+    return f"; it contains {last} {names}; pass one, such as '{runs[-1]}'"
 
 
 def find_runs(directory: Path) -> list[Path]:

@@ -36,12 +36,13 @@ class ReportCurve(NamedTuple):
 
 
 class ReportChart(NamedTuple):
-    """A drawn chart: its title, its SVG, the legend, and the numbers for the hover."""
+    """A drawn chart: title, SVG, legend, the numbers for the hover, and whether values that are not finite are marked."""
 
     title: str
     svg: str
     legend: list[tuple[str, int]]
     data: dict[str, Any]
+    nonfinite: bool
 
 
 class _Axis(NamedTuple):
@@ -167,6 +168,7 @@ def draw_chart(
         ],
     }
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM + 1
+    has_values = any(np.isfinite(y.places(curve.values)).any() for curve in reduced)
     plot = (
         f'<svg class="plot" x="{_LEFT}" y="0" width="{width}" height="{height}" viewBox="{_LEFT} 0 {width} {height}" '
         f'preserveAspectRatio="none">{"".join(parts)}</svg>'
@@ -174,9 +176,10 @@ def draw_chart(
     cursor = f'<rect class="frame"/><line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
     svg = (
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'
-        f'{"".join(_value_grid(y))}<g class="steps">{"".join(_step_ticks(x))}</g>{plot}{cursor}</svg>'
+        f'{"".join(_value_grid(y)) if has_values else _empty(curves)}<g class="steps">{"".join(_step_ticks(x))}</g>{plot}{cursor}</svg>'
     )
-    return ReportChart(title, svg, [(curve.name, curve.colour % _COLOURS) for curve in curves], data)
+    legend = [(curve.name, curve.colour % _COLOURS) for curve in curves]
+    return ReportChart(title, svg, legend, data, any(not np.isfinite(curve.values).all() for curve in reduced))
 
 
 def _step_limits(curves: Sequence[ReportCurve]) -> tuple[int, int]:
@@ -193,6 +196,13 @@ def _value_grid(y: _Axis) -> list[str]:
             f'<text class="tick" x="{_LEFT - 5}" y="{place + 3.5:.1f}" text-anchor="end">{tick_label(value)}</text>'
         )
     return parts
+
+
+def _empty(curves: Sequence[ReportCurve]) -> str:
+    """Return what stands in a chart without points."""
+    values = np.concatenate([curve.values for curve in curves] or [np.empty(0)])
+    text = "no positive value" if np.isfinite(values).any() else "no finite value" if len(values) else "no value"
+    return f'<text class="tick" x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT / 2}" text-anchor="middle">{text}</text>'
 
 
 def _step_ticks(x: _Axis) -> list[str]:
@@ -228,11 +238,15 @@ def _line(curve: ReportCurve, x: _Axis, y: _Axis, is_faint: bool = False) -> str
         pen = "L" if drawn else "M"
     bad = across[~np.isfinite(curve.values)].tolist()
     marks = "".join(f'<line class="bad" x1="{px:.1f}" x2="{px:.1f}" y1="{_TOP}" y2="{_TOP + 8}"/>' for px in bad[:50])
-    is_single = len(across) == 1 and is_drawn[0]
+    apart = np.pad(~is_drawn, 1, constant_values=True)
+    is_alone = is_drawn & apart[:-2] & apart[2:]  # a line of one point would be invisible
     colour = f"c{curve.colour % _COLOURS}"
-    single = f'<circle class="{colour} dot" cx="{across[0]:.1f}" cy="{up[0]:.1f}" r="2.5"/>' if is_single else ""
+    dots = "".join(
+        f'<circle class="{colour} dot" cx="{px:.1f}" cy="{py:.1f}" r="2.5"/>'
+        for px, py in zip(across[is_alone].tolist(), up[is_alone].tolist(), strict=True)
+    )
     faint = " faint" if is_faint else ""
-    return f'<path class="line {colour}{faint}" d="{"".join(path)}"/>{marks}{single}'
+    return f'<path class="line {colour}{faint}" d="{"".join(path)}"/>{marks}{dots}'
 
 
 def _area(low: ReportCurve, high: ReportCurve, x: _Axis, y: _Axis) -> str:

@@ -11,7 +11,7 @@ from ikkuna.reading import read_run
 from ikkuna.report.content import RunContent, module_kinds, network_charts, presence, run_name
 from ikkuna.report.difference import RunDifference, compare_runs
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
-from ikkuna.report.page import render, separate_names
+from ikkuna.report.page import page_target, render, separate_names
 from ikkuna.visualization.pictures.colour_scale import ColourScale
 
 __all__ = ["compare_paths", "write_diff"]
@@ -78,7 +78,13 @@ def write_diff(
         The page.
     progress : callable
         Called with a text before each part of the work.
+
+    Raises
+    ------
+    ConfigError
+        If there is no directory for the page.
     """
+    target = page_target(path)
     progress("drawing")
     page = render(
         "diff.html",
@@ -90,7 +96,6 @@ def write_diff(
         charts=network_charts([first, second]),
         pairs_of_maps=_pairs(first, second),
     )
-    target = Path(path)
     with atomic_file(target) as file:
         file.write(page.encode("utf-8", "replace"))
     progress("")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ikkuna.report.curves import ticks
 from ikkuna.report.png import data_uri
 from ikkuna.report.reduction import reduced_matrix
 from ikkuna.visualization.pictures.colour_scale import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
@@ -133,12 +134,11 @@ def _step_labels(steps: NDArray[np.int64], height: float, layout: _Layout) -> st
     if not len(steps):
         return ""
     width = (layout.width - layout.labels) / len(steps)
-    places = sorted({round(i) for i in np.linspace(0, len(steps) - 1, min(layout.steps, len(steps)))})
+    first, last = int(steps[0]), int(steps[-1])
+    shown = [value for value in ticks(first, last, count=layout.steps) if value == int(value)] if last > first else []
     parts = []
-    for i in places:
-        x = layout.labels + (i + 0.5) * width
-        anchor = "start" if i == 0 and len(places) > 1 else "end" if x > layout.width - 30 else "middle"
-        parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{height + 14:.1f}" text-anchor="{anchor}">{int(steps[i])}</text>'
-        )
+    for value in shown or [first]:
+        x = layout.labels + (float(np.interp(value, steps, np.arange(len(steps)))) + 0.5) * width
+        anchor = "start" if x < layout.labels + 10 else "end" if x > layout.width - 30 else "middle"
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{height + 14:.1f}" text-anchor="{anchor}">{int(value)}</text>')
     return "".join(parts)

@@ -11,6 +11,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ikkuna.atomic_file import atomic_file
+from ikkuna.diagnosis.findings import Findings
+from ikkuna.errors import ConfigError
 from ikkuna.reading import StoredRun, read_run
 from ikkuna.report.content import (
     RunContent,
@@ -25,7 +27,7 @@ from ikkuna.report.distributions import distributions_of
 from ikkuna.report.judgement import judge_in_time
 from ikkuna.version import __version__
 
-__all__ = ["render", "report_page", "separate_names", "write_report"]
+__all__ = ["page_target", "render", "report_page", "separate_names", "write_report"]
 
 _FILES = Path(__file__).parent / "page"
 
@@ -54,7 +56,7 @@ def write_report(
     Raises
     ------
     ConfigError
-        If there is no run.
+        If there is no run, or if there is no directory for the page.
     OSError
         If the page cannot be written.
 
@@ -69,7 +71,7 @@ def write_report(
     True
     """
     paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
-    contents = []
+    target, contents = page_target(path), []
     for number, each in enumerate(paths):
         progress(f"reading {each}")
         run = read_run(each)
@@ -79,10 +81,26 @@ def write_report(
         content.read_settings()
         contents.append(content)
     progress("drawing")
-    page, target = report_page(contents), Path(path)
+    page = report_page(contents)
     with atomic_file(target) as file:
         file.write(page.encode("utf-8", "replace"))
     progress("")
+    return target
+
+
+def page_target(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a page, before the work for it begins.
+
+    Raises
+    ------
+    ConfigError
+        If its directory does not exist, or if it is a directory itself.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ConfigError(f"cannot write '{target}': the directory '{target.parent}' does not exist")
+    if target.is_dir():
+        raise ConfigError(f"cannot write '{target}': it is a directory")
     return target
 
 
@@ -115,6 +133,7 @@ def _run(content: RunContent) -> dict[str, Any]:
         "path": str(run.path),
         "findings": content.findings,
         "judged": content.judged,
+        "unjudged": _unjudged(content.findings),
         "facts": _facts(run),
         "heatmaps": heatmaps_of(run),
         "spreads": spread_charts(run),
@@ -126,6 +145,12 @@ def _run(content: RunContent) -> dict[str, Any]:
         "environment": content.environment,
         "texts": {title: text for title, text in run.texts.items() if title not in ("Modules", "Config")},
     }
+
+
+def _unjudged(findings: Findings) -> dict[str, str]:
+    """Return the names of the rules that could not judge, why, and what they need."""
+    needed = {name: f"not measured: {text}" for name, text in findings.needed.items()}
+    return {**findings.skipped, **needed}
 
 
 def _facts(run: StoredRun) -> list[str]:

@@ -3,12 +3,14 @@
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ikkuna.errors import ConfigError, IkkunaError
+from ikkuna.errors import ConfigError, IkkunaError, unknown_name
 from ikkuna.export.checkpoint import store_finished
 from ikkuna.export.exporter import Exporter
+from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.modules import class_name
 from ikkuna.reading import SeriesValues, StoredRun
 from ikkuna.watching.function_metric import FunctionMetric
@@ -22,6 +24,8 @@ __all__ = ["WatchHandle"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _HEATMAPS = 4
+_EVERY = 10  # as the presets
+_METRIC_OPTIONS = tuple(sorted(signature(Subscriber).parameters.keys() - {"kinds", "publishes", "join", "message_bus"}))
 
 
 class WatchHandle(Exporter):
@@ -51,6 +55,7 @@ class WatchHandle(Exporter):
         super().__init__(*arguments, **options)
         self._stored = StoredValues()
         self._label = "nothing"
+        self._every = _EVERY
 
     def read(self) -> StoredRun:
         """Return the stored run with the values of all finished steps.
@@ -156,17 +161,18 @@ class WatchHandle(Exporter):
             The metric publishes ``{kind}_{name}``; by default the name of the function.
         **options : Any
             ``every``, ``modules``, ``backend`` and others, see `ikkuna.export.subscriber.Subscriber`.
+            By default the steps are those of the other metrics: the ``every`` of `ikkuna.watch`, or every tenth step.
 
         Raises
         ------
         ConfigError
-            If an argument is invalid, if the kind is unknown, or if the name is taken.
+            If an argument or an option is unknown or invalid, or if the name is taken.
 
         Examples
         --------
         >>> import ikkuna, torch
         >>> watched = ikkuna.watch(torch.nn.Linear(2, 2))
-        >>> @watched.metric("activations", every=10)
+        >>> @watched.metric("activations")
         ... def near_zero(tensor):
         ...     return (tensor.abs() < 1e-3).double().mean()
         >>> "activations_near_zero" in watched.message_bus.kinds
@@ -174,6 +180,10 @@ class WatchHandle(Exporter):
         >>> watched.close()
         """
         self._attachment.require_open()
+        if unknown := [option for option in options if option not in _METRIC_OPTIONS]:
+            raise ConfigError(unknown_name("option", unknown[0], _METRIC_OPTIONS))
+        if options.keys().isdisjoint(("every", "subsample", "schedule")):
+            options["every"] = self._every
 
         def register(function: F) -> F:
             label = name if name is not None else getattr(function, "__name__", "metric")
@@ -184,8 +194,19 @@ class WatchHandle(Exporter):
 
     # -- what it shows of itself ----------------------------------------------------------------------------------
 
-    def begin(self, metrics: int, preset: str | None) -> None:
-        """Describe what is watched in the line about the directory of the run; called after everything is registered."""
+    def begin(self, metrics: int, preset: str | None, every: int | None) -> None:
+        """Describe what is watched in the line about the directory of the run; called after everything is registered.
+
+        Parameters
+        ----------
+        metrics : int
+            The number of metrics.
+        preset : str or None
+            The name of the preset.
+        every : int or None
+            The number of steps between two samples, if `ikkuna.watch` was given one.
+        """
+        self._every = every or _EVERY
         source = "" if preset is None else f" of preset {preset!r}"
         found = ((len(self.modules), "module"), (metrics, "metric"))
         counts = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in found)

@@ -101,13 +101,13 @@ def spread_table(run: StoredRun) -> SummaryTable:
         finite = np.flatnonzero(np.isfinite(last))
         bad = str(len(last) - len(finite) or "")
         if not len(finite):
-            rows.append((kind, str(len(names)), "", "", "", bad))
+            rows.append((kind, str(len(names)), *[""] * 5, bad))
             continue
         low, high = finite[last[finite].argmin()], finite[last[finite].argmax()]
         middle = _number(float(np.median(last[finite])))
-        least, most = (f"{_number(float(last[i]))}  {names[i]}" for i in (low, high))
-        rows.append((kind, str(len(names)), least, middle, most, bad))
-    header = ("last values of modules", "modules", "least", "median", "greatest", "not finite")
+        least, most = ((_number(float(last[i])), names[i]) for i in (low, high))
+        rows.append((kind, str(len(names)), *least, middle, *most, bad))
+    header = ("last values of modules", "modules", "least", "is in", "median", "greatest", "is in", "not finite")
     return SummaryTable("", header, rows)
 
 

@@ -131,7 +131,7 @@ def watch(
                 handle.apply_rules(rules, stop=severity, **({} if source is None else source.rules))
             if recorder is not False:
                 handle.record_steps(None if recorder is True else recorder)
-        handle.begin(len(metrics), chosen)
+        handle.begin(len(metrics), chosen, every)
     except BaseException:
         handle.close()
         raise

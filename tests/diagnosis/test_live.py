@@ -250,12 +250,13 @@ def test_without_a_loss_the_rules_that_need_it_name_it(bus):
         exporter.add_modules(model)
         exporter.apply_rules(backend="null", every=1)
         train(model, nn.CrossEntropyLoss())
-    skipped = exporter.findings.skipped
-    assert skipped["loss_spike"].endswith("register LossSubscriber() after set_loss()")
+    findings = exporter.findings
+    assert findings.skipped["loss_spike"].startswith("what they read is not measured")
+    assert findings.needed["loss_spike"] == "loss from LossSubscriber() after set_loss()"
     assert "weight_decay" in exporter.findings.judged
 
 
-def test_without_labels_the_rules_that_need_them_name_them(bus):
+def test_without_labels_of_classes_there_is_nothing_to_judge_and_nothing_to_register(bus):
     model = small_model()
     exporter = Exporter(message_bus=bus, on_error="raise")
     exporter.add_modules(model)
@@ -267,7 +268,8 @@ def test_without_labels_the_rules_that_need_them_name_them(bus):
         loss(model(X), torch.zeros(16, 3)).backward()
         optimizer.step()
     exporter.close()
-    assert "PredictionSubscriber()" in exporter.findings.skipped["no_learning"]
+    assert exporter.findings.skipped["no_learning"].startswith("the training has nothing that they judge")
+    assert "no_learning" not in exporter.findings.needed
 
 
 def test_watch_applies_the_rules_by_default_and_can_be_told_not_to(tmp_path):

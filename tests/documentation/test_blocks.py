@@ -52,7 +52,7 @@ def test_the_blocks_of_a_page_run_one_after_another(path, namespace):
 
 def test_all_blocks_are_found():
     """Without blocks, every test of blocks would pass."""
-    assert len(blocks(ROOT / "README.md")) == 6
+    assert len(blocks(ROOT / "README.md")) == 7
     assert len(blocks(SITE / "quick_start.rst")) == 6
     line, code = blocks(SITE / "quick_start.rst")[0]
     assert (SITE / "quick_start.rst").read_text().splitlines()[line].strip() == code.splitlines()[0] == "import torch"
@@ -68,9 +68,11 @@ def test_every_block_of_python_is_marked_as_python(path):
 def test_the_quick_start_of_the_readme_writes_a_curve_for_every_layer(tmp_path, namespace):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for _, code in blocks(ROOT / "README.md")[:3]:
+    for _, code in blocks(ROOT / "README.md")[:4]:
         exec(code, namespace)
-    _, run = sorted((tmp_path / "run").iterdir())  # of watch, and of the exporter
+    _, watched, run = sorted((tmp_path / "run").iterdir())  # of watch, twice, and of the exporter
+    own = EventAccumulator(str(watched)).Reload().Tags()["scalars"]
+    assert sum(tag.startswith("activations_near_zero/") for tag in own) == 5
     events = EventAccumulator(str(run)).Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("layer_gradients_norm2/")]
     assert sorted(tags) == [f"layer_gradients_norm2/{n}" for n in ("classifier", *(f"features.{i}" for i in range(4)))]

@@ -15,6 +15,7 @@ from torch import nn
 
 import ikkuna
 from ikkuna import cli
+from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
 from ikkuna.report import write_report
 from ikkuna.report.content import RunContent
@@ -162,9 +163,10 @@ def test_zero_nan_and_missing_have_their_own_colours():
 
 def test_the_scale_depends_on_the_name_of_the_kind():
     values = np.array([0.2, 0.3])
-    assert ColourScale.of("activations_sparsity", values) == ("share", 0.0, 1.0)
-    assert ColourScale.of("weights_mean", values) == ("signed", -0.3, 0.3)
-    assert ColourScale.of("weights_norm2", values) == ("log", 0.2, 0.3)
+    assert ColourScale.of("activations_sparsity", values) == ("share", 0.0, 1.0, False)
+    assert ColourScale.of("weights_mean", values) == ("signed", -0.3, 0.3, False)
+    assert ColourScale.of("weights_norm2", values) == ("log", 0.2, 0.3, False)
+    assert ColourScale.of("weights_norm2", np.array([1e-20, 1.0])) == ("log", 1e-12, 1.0, True)
 
 
 def test_reduction_keeps_extremes_and_values_that_are_not_finite():
@@ -241,3 +243,35 @@ def test_the_command_writes_a_page(run, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"wrote {page} (")
     assert cli.main(["report", str(run), "-o", str(page), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": str(page), "bytes": page.stat().st_size}
+
+
+def test_values_that_are_not_finite_have_a_legend_and_single_points_a_dot():
+    steps = np.arange(4)
+    lost = draw_chart("loss", [ReportCurve("a", steps, np.full(4, np.nan))])
+    assert lost.nonfinite
+    assert "no finite value" in lost.svg
+    assert "<circle" not in lost.svg
+    alone = draw_chart("loss", [ReportCurve("a", steps, np.array([np.nan, 2.0, np.nan, np.inf]))])
+    assert alone.nonfinite
+    assert alone.svg.count("<circle") == 1
+    whole = draw_chart("loss", [ReportCurve("a", steps, np.arange(1.0, 5.0))])
+    assert not whole.nonfinite
+    assert "<circle" not in whole.svg
+    assert "no positive value" in draw_chart("loss", [ReportCurve("a", steps, np.zeros(4))], is_log=True).svg
+
+
+def test_the_steps_of_a_heat_map_are_round_numbers_at_their_columns():
+    steps = np.arange(0, 2900, 7)
+    values = np.ones((2, len(steps)))
+    drawn = draw_heatmap("x", "weights_norm2", ["a", "b"], steps, values, np.ones_like(values, bool))
+    found = re.findall(r'<text class="tick" x="([\d.]+)"[^>]*>(\d+)</text>', drawn.svg)
+    assert [int(text) for _, text in found] == [0, 500, 1000, 1500, 2000, 2500]
+    distances = np.diff([float(x) for x, _ in found])
+    assert np.ptp(distances) < 6  # columns hold several steps
+
+
+def test_a_page_without_a_directory_is_refused_before_the_run_is_read(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere' does not exist"):
+        write_report(tmp_path / "no run", tmp_path / "nowhere" / "page.html")
+    with pytest.raises(ConfigError, match="is a directory"):
+        write_report(tmp_path / "no run", tmp_path)

@@ -103,7 +103,7 @@ def test_summary_has_the_network_and_the_extremes_of_the_modules(backend, tmp_pa
     assert re.search(rf"^loss +{losses[0]:.4g} +{losses[-1]:.4g}", text, re.MULTILINE)
     last = {name: watched.history("weights_norm2", name).values[-1] for name in ("fc1", "fc2")}
     least, greatest = sorted(last, key=last.get)
-    row = rf"^weights_norm2 +2 +{last[least]:.4g}  {least} .* {last[greatest]:.4g}  {greatest}"
+    row = rf"^weights_norm2 +2 +{last[least]:.4g} +{least} .* {last[greatest]:.4g} +{greatest}"
     assert re.search(row, text, re.MULTILINE)
     single = str(watched.summary("weights_norm2"))
     assert "fc1" in single
@@ -284,3 +284,28 @@ def test_one_line_names_model_metrics_directory_and_command(tmp_path, caplog):
         f"ikkuna: Sequential with 3 modules, 1 metric; the run is written to '{tmp_path / 'first'}'; "
         f"tensorboard --logdir {tmp_path}"
     ]
+
+
+def test_a_metric_of_the_user_samples_as_the_others_and_refuses_unknown_options(tmp_path):
+    model = network()
+    with watch(model, tmp_path, every=2) as watched:
+        with pytest.raises(ConfigError, match="unknown option 'evry'; did you mean 'every'"):
+            watched.metric("weights", evry=3)
+
+        @watched.metric("weights")
+        def peak(tensor):
+            return tensor.abs().max()
+
+        @watched.metric("weights", every=1)
+        def least(tensor):
+            return tensor.abs().min()
+
+        train(model, 5)
+    assert watched.history("weights_peak", "fc1").steps.tolist() == [0, 2, 4]
+    assert watched.history("weights_least", "fc1").steps.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="one series for each module; pass one of them: 'fc1', 'fc2'"):
+        watched.history("weights_peak")
+    with pytest.raises(ConfigError, match="belongs to the whole network, not to a module such as 'fc1'"):
+        watched.history("loss", "fc1")
+    with pytest.raises(ConfigError, match="unknown module of 'weights_peak' 'fc3'"):
+        watched.history("weights_peak", "fc3")

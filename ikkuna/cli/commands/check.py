@@ -26,6 +26,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
                 "findings": [finding.as_dict() for finding in found],
                 "judged": list(found.judged),
                 "skipped": dict(found.skipped),
+                "needed": dict(found.needed),
             }
         )
     else:

@@ -28,9 +28,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.errors import ConfigError
     from ikkuna.report.diff_page import compare_paths, write_diff
+    from ikkuna.report.page import page_target
 
     if not options.tolerance >= 0:
         raise ConfigError(f"--tolerance needs a number of at least 0, got {options.tolerance}")
+    if options.output:
+        page_target(options.output)
     terminal.progress("reading")
     found, first, second = compare_paths(options.first, options.second, options.repeat, options.tolerance)
     terminal.progress("")

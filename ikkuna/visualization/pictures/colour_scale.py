@@ -55,11 +55,14 @@ class ColourScale(NamedTuple):
         Shares are drawn on [0, 1], signed numbers symmetrically to 0, and all others by their logarithm.
     low, high : float
         The values of the first and of the last colour.
+    is_cut : bool
+        Whether there are smaller values, which have the first colour: a logarithmic scale has at most twelve decades.
     """
 
     type: str
     low: float
     high: float
+    is_cut: bool = False
 
     @classmethod
     def of(cls, kind: str, values: NDArray[np.float64]) -> "ColourScale":
@@ -68,7 +71,7 @@ class ColourScale(NamedTuple):
         Examples
         --------
         >>> ColourScale.of("weights_norm2", np.array([0.0, 0.1, 10.0, np.nan]))
-        ColourScale(type='log', low=0.1, high=10.0)
+        ColourScale(type='log', low=0.1, high=10.0, is_cut=False)
         """
         kind_type, size = scale_type(kind), np.abs(values[np.isfinite(values)])
         if kind_type == "share":
@@ -77,8 +80,9 @@ class ColourScale(NamedTuple):
         high = float(size.max(initial=0.0)) or 1.0
         if kind_type == "signed":
             return cls(kind_type, -high, high)
-        low = max(float(size.min(initial=high)), high * 10.0**-_DECADES)
-        return cls(kind_type, low if low < high else high / 10, high)
+        least = float(size.min(initial=high))
+        low = max(least, high * 10.0**-_DECADES)
+        return cls(kind_type, low if low < high else high / 10, high, least < low)
 
     def indices(self, values: NDArray[np.float64]) -> NDArray[np.uint8]:
         """Return the colour of each value; NaN and infinities get the colour of numbers that are not finite."""

@@ -72,7 +72,10 @@ def _add_legend(
 ) -> None:
     """Add a colour bar with its ends, and below it a square for each special colour that occurs."""
     x = 12.0
-    ends = f"{scale.low:.3g}", f"{scale.high:.3g}" + (" (log)" if scale.type == "log" else "")
+    ends = (
+        f"{'≤ ' if scale.is_cut else ''}{scale.low:.3g}",
+        f"{scale.high:.3g}" + (" (log)" if scale.type == "log" else ""),
+    )
     canvas.add_text(x, y, ends[0], va="top", fontsize=_FONT_SIZE)
     x += text_width(ends[0], _FONT_SIZE) + 6
     canvas.add_image(colours[np.arange(COLOURS)[None]], Bbox.from_bounds(x, y, _BAR, 12))
