@@ -276,7 +276,7 @@ class Run:
     @property
     def drawing_seconds(self) -> float:
         """CPU time of the threads that draw pictures."""
-        return sum(guarded.drawing_seconds for guarded in list(self._backends.values()))
+        return sum([guarded.drawing_seconds for guarded in list(self._backends.values())])
 
     @property
     def acked_step(self) -> int:

@@ -23,6 +23,7 @@ __all__ = [
     "running_steps",
 ]
 
+_OF_OPTIMIZERS = vars(torch_optimizer)
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 _STAGE = "torch.distributed.pipelining.stage"
 _DRY_RUNS = ("_forward_metadata_inference", "_shape_inference")  # their name depends on the version of torch
@@ -54,14 +55,16 @@ def running_steps() -> tuple[list[Optimizer], torch.amp.GradScaler | None]:
     """
     found: list[Optimizer] = []
     scaler: torch.amp.GradScaler | None = None
-    for frame in _frames():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # without a generator: this runs at every step
         code = frame.f_code
-        if "wrapper" in code.co_name and frame.f_globals is vars(torch_optimizer):
+        if "wrapper" in code.co_name and frame.f_globals is _OF_OPTIMIZERS:
             optimizer = frame.f_locals.get("self")
             if isinstance(optimizer, Optimizer):
                 found.append(optimizer)
         elif code is _SCALER_STEP:
             scaler = frame.f_locals["self"]
+        frame = frame.f_back
     return found, scaler if scaler is not None and scaler.is_enabled() else None
 
 

@@ -158,8 +158,8 @@ class ForwardHooks:
             self._backward.arm(leaves(output), forward)
 
     def _record_all(self, kind: str, value: Any, forward: Forward) -> None:
-        recorder, site = self.context.recorder, self.context.sites(kind)
-        if recorder.wants(site):
+        recorder = self.context.recorder
+        if recorder.rows is not None and recorder.wants(site := self.context.sites(kind)):
             for path, tensor in leaves(value):
                 recorder.receive(site, tensor, path, part=forward.part)
 

@@ -14,8 +14,8 @@ def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
     """Store the learning rates in `rates` before a scheduler changes them; a rate on an accelerator stays there."""
     for group in optimizer.param_groups:
         rate = group.get("lr")
-        name = _unused(str(group.get("name", len(rates))), rates)
-        rates[name] = rate.detach().clone() if isinstance(rate, Tensor) else rate
+        name = str(group.get("name", len(rates)))
+        rates[_unused(name, rates) if name in rates else name] = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
 
 def has_no_rate(optimizer: Optimizer) -> bool:
@@ -28,6 +28,6 @@ def _is_zero(rate: Any) -> bool:
 
 
 def _unused(name: str, taken: Iterable[str]) -> str:
-    """Return `name`, with the first number behind it that makes it differ from those `taken`."""
+    """Return `name` with the first number behind it that makes it differ from those `taken`."""
     numbered = (f"{name}_{i}" for i in count(1))
-    return name if name not in taken else next(free for free in numbered if free not in taken)
+    return next(free for free in numbered if free not in taken)

@@ -65,17 +65,21 @@ class LossHooks:
         if (forward := context.tracker.calls.last(get_ident())) is None:
             return
         self._was_called = self.has_loss = True
-        given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if context.recorder.rows is not None:
+            self._record_call(module, [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], output, forward)
+        if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
+            context.observer.loss_called(args, kwargs)
+
+    def _record_call(self, module: nn.Module, given: list[Tensor], output: Tensor, forward: Forward) -> None:
+        """Record what one call of the loss module receives and returns, in a step that is sampled."""
         seen = dict(zip(("network_output", "input_labels"), given, strict=False))
         seen = {kind: tensor.detach() for kind, tensor in {**seen, "loss": output}.items()}
         labels = seen.get("input_labels")
-        if context.recorder.wants(context.sites("loss")):
+        if self.context.recorder.wants(self.context.sites("loss")):
             is_readable = labels is None or has_numbers(labels)
             weight = loss_weight(module, output, seen.get("network_output"), labels) if is_readable else None
             self._record(output, weight, forward.part)
         self._record_arguments(seen, forward)
-        if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
-            context.observer.loss_called(args, kwargs)
 
     def _record(self, loss: Tensor, weight: Any, part: int, path: str = "") -> None:
         self.context.recorder.receive(self.context.sites("loss"), loss, path, weight, part=part)

@@ -182,7 +182,9 @@ class TrackedParameters:
 
     def owned_ids(self, optimizer: Optimizer) -> frozenset[int]:
         """Return the ids of the parameters of the model that an optimizer owns."""
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        size = 0
+        for group in optimizer.param_groups:
+            size += len(group["params"])
         known = self._owned.get(optimizer)
         if known is None or known[0] != size:
             self.refresh()

@@ -70,7 +70,7 @@ class Roots:
     @property
     def callable(self) -> tuple[nn.Module, ...]:
         """The modules whose calls are forwards of the model: the model itself if it was set, otherwise all added modules."""
-        return (self.model,) if self.model is not None else tuple(root.module for root in self.all)
+        return (self.model,) if self.model is not None else tuple([root.module for root in self.all])
 
     @property
     def whole(self) -> nn.Module | None:

@@ -1,5 +1,6 @@
 """Which tensors are measured at a step, and how."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from ikkuna.export.messages.kinds import (
     UNCLIPPED_KINDS,
     is_built_in,
 )
-from ikkuna.export.messages.stamp import Stamp
+from ikkuna.export.messages.stamp import TRAINING, Stamp
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, closure
 
@@ -165,6 +166,7 @@ class Demand:
         self._known: tuple[Registered, ...] = ()
         self._results: frozenset[str] = frozenset()
         self._last: tuple[Stamp, Plan] | None = None
+        self._distance = 0
 
     def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
         """Return the plan of the step `stamp`."""
@@ -172,11 +174,13 @@ class Demand:
         if subscriptions is not self._known and subscriptions != self._known:
             self._known, self._plans, self._last = subscriptions, {}, None
             self._results = frozenset(kind for s in subscriptions for kind in s.subscriber.publishes)
+            self._distance = math.gcd(*(s.distance for s in subscriptions))
         if (
             self._last is not None and self._last[0] == stamp
         ):  # a step is planned when the one before ends, and when it begins
             return self._last[1]
-        sampling = _sampling(subscriptions, stamp)
+        is_between = self._distance and stamp.global_step % self._distance and stamp.pass_name == TRAINING
+        sampling = () if is_between else _sampling(subscriptions, stamp)
         measuring = frozenset([s for s in sampling if s.varies and s.subscriber.measures])
         key = tuple(map(id, sampling)), measuring
         if key not in self._plans:

@@ -141,7 +141,8 @@ class StepCycle:
         if step is not None and bus.calls_model and not self._exchange.is_shared:
             step.evaluate(bus)
         bus.drain(wait=self._exchange.must_wait(closed.stamp))
-        context.stopwatch.step_ended(0.0 if bus.run is None else bus.run.drawing_seconds)
+        run = bus.run
+        context.stopwatch.step_ended(0.0 if run is None else run.drawing_seconds)
 
     def _finished(
         self, closed: Closed, rates: dict[str, Any], has_closure: bool, lap: tuple[float, float] | None

@@ -65,7 +65,7 @@ class PendingForwards:
 
     def add(self, decisions: list[Decision]) -> Forward:
         """Add a forward, and append to `decisions` which parts are merged before."""
-        for forward in [f for f in self._pending if f.reach is Reach.ACCUMULATED]:
+        for forward in [f for f in self._pending if f.reach is Reach.ACCUMULATED] if self._pending else ():
             decisions.append(Merged(forward.part, EARLIER_PART))
             self.has_earlier = True
             self._pending.remove(forward)
@@ -81,8 +81,10 @@ class PendingForwards:
 
     def _unused(self) -> Forward:
         """Return an object of the pool, with a part that no pending forward has."""
-        taken = {f.part for f in self._pending}
-        part = next(p for p in range(FIRST_PART, FIRST_PART + 2 * MAX_PENDING + 2, 2) if p not in taken)
+        part = FIRST_PART
+        if self._pending:
+            taken = {f.part for f in self._pending}
+            part = next(p for p in range(FIRST_PART, FIRST_PART + 2 * MAX_PENDING + 2, 2) if p not in taken)
         if self._used == len(self._pool):
             self._pool.append(Forward(part, self._used))
         forward = self._pool[self._used]

@@ -51,7 +51,7 @@ class RunningOptimizers:
 
     def any_of(self, optimizers: Collection[int]) -> bool:
         """Whether one of these optimizers is stepping."""
-        return any(optimizer in self._running for optimizer in optimizers)
+        return not self._running.keys().isdisjoint(optimizers)
 
     def begin(self, optimizer: int, owned: frozenset[int], has_closure: bool) -> None:
         """Add the step of an optimizer."""
@@ -72,7 +72,7 @@ class RunningOptimizers:
         if optimizer in self._running:
             self._running[optimizer].depth = sum(other == optimizer for other in around) + 1
             return True
-        return any(owned <= self._running[outer].owned for outer in around if outer in self._running)
+        return bool(around) and any(owned <= self._running[outer].owned for outer in around if outer in self._running)
 
     def end(self, optimizer: int) -> bool:
         """Return whether the step of an optimizer has ended, not only an inner call of itself."""
@@ -88,6 +88,8 @@ class RunningOptimizers:
 
     def forget_others(self, running: Collection[int]) -> bool:
         """Forget steps that are not among `running`, since they have raised; return whether there were some and none is left."""
+        if not self._running:
+            return False
         raised = [optimizer for optimizer in self._running if optimizer not in running]
         for optimizer in raised:
             del self._running[optimizer]

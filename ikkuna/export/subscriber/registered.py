@@ -118,6 +118,11 @@ class Registered:
             )
         self.dropped += max(1, len(self.subscriber.publishes))
 
+    @property
+    def distance(self) -> int:
+        """A number of which every sampled training step is a multiple."""
+        return 1 if self._sampling.is_changed else self.subscription.subsample
+
     def samples(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled."""
         if self.disabled:
