@@ -15,7 +15,9 @@ def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
     for group in optimizer.param_groups:
         rate = group.get("lr")
         name = str(group.get("name", len(rates)))
-        rates[_unused(name, rates) if name in rates else name] = rate.detach().clone() if isinstance(rate, Tensor) else rate
+        rates[_unused(name, rates) if name in rates else name] = (
+            rate.detach().clone() if isinstance(rate, Tensor) else rate
+        )
 
 
 def has_no_rate(optimizer: Optimizer) -> bool:

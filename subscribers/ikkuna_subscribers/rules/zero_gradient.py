@@ -11,7 +11,7 @@ __all__ = ["ZeroGradientRule"]
 class ZeroGradientRule(Rule):
     """The gradient of a weight matrix is exactly zero at every sample, while others are not.
 
-    The part of the network is dead: units behind it are off for every sample, or its output is multiplied by zero.
+    Either its inputs are zero, as those behind dead units are, or nothing reaches it from the loss, as behind a product with zero.
     Threshold: a fact, without a number, for 5 samples in a row.
     Cannot see: gradients that are tiny and not zero (that is the rule vanishing_gradient).
     """
@@ -34,7 +34,10 @@ class ZeroGradientRule(Rule):
         )
     )
     meaning = "Every gradient of the weight has been exactly zero, while other weights receive one."
-    advice = "look at the layer behind it: dead units, a product with zero, or a branch that the loss does not use"
+    advice = (
+        "look at its inputs, which are zero if the units of the layer before it are dead, "
+        "and at what uses its output: a product with zero, or a branch that the loss does not use"
+    )
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 for each matrix whose gradient is zero."""
