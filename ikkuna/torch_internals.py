@@ -38,6 +38,7 @@ __all__ = [
     "is_transformed",
     "kept_version",
     "native_functions",
+    "parallel_for",
     "pytree",
     "saves_tensors_elsewhere",
     "set_grad_enabled",
@@ -147,6 +148,17 @@ def native_functions() -> list[int | None]:
         raise RuntimeError(f"torch does not export its C interface: {error}") from error
     found = (*needed, *(getattr(library, name, None) for name in _STATE_FUNCTIONS))
     return [None if function is None else ctypes.cast(function, ctypes.c_void_p).value for function in found]
+
+
+def parallel_for() -> int | None:
+    """Return the address of ``torch_parallel_for``, which runs a native function in torch's threads.
+
+    Without it, ``None``: large tensors are measured in one thread.
+    """
+    try:
+        return ctypes.cast(ctypes.CDLL(_C.__file__).torch_parallel_for, ctypes.c_void_p).value
+    except (AttributeError, OSError):
+        return None
 
 
 def skip_in_compiler(function: Callable[..., Any]) -> None:

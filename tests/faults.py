@@ -447,9 +447,8 @@ MODELS = {
         "the copy has no hooks of ikkuna, can be scripted, and can be loaded where ikkuna is not installed",
     ),
     208: Fault(
-        "exporters that are dropped without ``close()``, and the threads of the kernels",
-        "the garbage collector closes them after their model is gone, and every new exporter calls it if there can be such; "
-        "the kernels' threads end with the last exporter",
+        "exporters that are dropped without ``close()``",
+        "the garbage collector closes them after their model is gone, and every new exporter calls it if there can be such",
     ),
     209: Fault(
         "two calls of one module in a compiled model return the same tensor, or receive the same gradient",

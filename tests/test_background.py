@@ -9,10 +9,6 @@ from ikkuna.background import BackgroundThread
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
-from ikkuna.numerics.statistics import closure, native
-from ikkuna.numerics.statistics.host import measure
-from ikkuna.numerics.statistics.native import worker_pool
-from ikkuna.numerics.statistics.native.worker_pool import WorkerPool
 from ikkuna.visualization.jsonl import read
 
 
@@ -25,20 +21,6 @@ def die(thread):
 
 
 FAULTS = {"refused": ("start", refuse), "dying": ("_bootstrap", die)}
-
-
-@pytest.fixture(autouse=True)
-def ends_all_pools(monkeypatch):
-    made, create = [], WorkerPool.__init__
-
-    def note(self, helpers):
-        create(self, helpers)
-        made.append(self)
-
-    monkeypatch.setattr(WorkerPool, "__init__", note)
-    yield
-    for pool in made:
-        pool.stop()
 
 
 @pytest.fixture(params=FAULTS)
@@ -84,32 +66,6 @@ def test_a_thread_that_the_system_refuses_is_no_error(monkeypatch):
     thread = BackgroundThread(lambda: None, "mine")
     assert not thread.start()
     assert not thread.has_begun(None)
-
-
-def test_a_pool_calls_the_job_once_for_each_argument_and_raises_its_error():
-    pool, seen = WorkerPool(3), []
-    assert all(helper.has_begun(30) for helper in pool._helpers)
-    pool.run(lambda a, b: seen.append((a, b)), [(i, -i) for i in range(100)])
-    assert sorted(seen) == [(i, -i) for i in range(100)]
-    with pytest.raises(ZeroDivisionError):
-        pool.run(lambda a: 1 / a, [(1,), (0,), (2,)])
-    pool.run(seen.append, [])
-
-
-def test_several_threads_of_a_pool_work_at_the_same_time():
-    pool, both = WorkerPool(1), threading.Barrier(2)
-    assert pool._helpers[0].has_begun(30)
-    pool.run(lambda i: both.wait(30), [(0,), (1,)])
-
-
-@pytest.mark.fault(309)
-def test_large_tensors_are_measured_if_no_thread_can_be_started(no_thread, monkeypatch):
-    if native.library() is None:
-        pytest.skip("needs a C++ compiler")
-    monkeypatch.setattr(worker_pool, "_POOLS", {})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    x = torch.ones(3_000_000)
-    assert measure(x, closure(["sumsq"])).sumsq == 3_000_000
 
 
 @pytest.mark.fault(309, 326)

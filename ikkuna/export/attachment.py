@@ -20,7 +20,6 @@ from ikkuna.export.recorder.flight_recorder import FlightRecorder
 from ikkuna.export.session.session import Session
 from ikkuna.logger import log
 from ikkuna.modules import NamedModule
-from ikkuna.numerics.statistics.native import stop_workers
 from ikkuna.visualization.run import Run
 from ikkuna.visualization.run_settings import RunSettings
 
@@ -190,8 +189,6 @@ class Attachment:
             registered = bus.registered
             bus.detach(self)
             self._health = health_of(session, run, registered, self.recorder)
-            if not _OPEN:
-                stop_workers()
 
     def __del__(self) -> None:
         """Close the session of an exporter and a model that are both gone."""

@@ -152,7 +152,7 @@ def test_a_rule_that_raises_does_not_hinder_others_and_is_disabled(caplog):
     with caplog.at_level(logging.ERROR, "ikkuna"):
         judge = judged([BrokenRule(), AboveRule()], [{"a": 2.0}] * 12)
     assert [finding.rule for finding in judge.findings] == ["above"]
-    assert judge.findings.skipped["broken"] == "it failed: ZeroDivisionError: no number"
+    assert judge.findings.skipped["broken"] == "failed: ZeroDivisionError: no number"
     assert sum("rule broken failed" in record.getMessage() for record in caplog.records) == 2  # the 1st and the 10th
     assert sum("disabled" in record.getMessage() for record in caplog.records) == 1
 
@@ -163,12 +163,22 @@ def test_a_rule_whose_text_cannot_be_formatted_still_finds():
 
 def test_a_rule_for_a_kind_that_is_never_published_names_what_it_lacks():
     judge = judged([AboveRule()], [{"a": 1.0}], kind="other")
-    assert judge.findings.skipped == {"above": "it needs figure; register SomeSubscriber()"}
+    assert judge.findings.skipped == {"above": "what they read is not measured; findings.needed names it"}
+    assert judge.findings.needed == {"above": "figure from SomeSubscriber()"}
     assert judge.findings.judged == ()
 
 
 def test_a_run_that_is_too_short_is_reported():
-    assert "too short" in judged([AboveRule(patience=5)], [{"a": 1.0}]).findings.skipped["above"]
+    findings = judged([AboveRule(patience=5)], [{"a": 1.0}]).findings
+    assert "not yet enough" in findings.skipped["above"]
+    assert not findings.needed
+
+
+def test_a_kind_that_is_measured_and_has_no_values_needs_nothing():
+    judge = Judge([AboveRule()])
+    judge.measured = frozenset({"figure"})
+    assert "nothing that they judge" in judge.findings.skipped["above"]
+    assert not judge.findings.needed
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,7 @@ def test_runs_that_are_forgotten_do_not_pile_up(shared, tmp_path, bus):
     assert len(stored(tmp_path)) == 2
 
 
-@pytest.mark.fault(208)
-def test_the_threads_of_the_kernels_end_with_the_last_exporter(bus):
+def test_large_tensors_are_measured_without_threads_of_our_own(bus):
     model = nn.Linear(1024, 1024)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -139,11 +138,9 @@ def test_the_threads_of_the_kernels_end_with_the_last_exporter(bus):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.randn(2, 1024)).sum().backward()
             optimizer.step()
-            during = becomes_true(own_threads)
+            assert not own_threads()
     finally:
         torch.set_num_threads(before)
-    assert becomes_true(lambda: not own_threads())
-    assert not exporter._session.context.recorder.kernels or during
 
 
 @pytest.mark.fault(222)

@@ -13,8 +13,10 @@ from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, closure, native
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native.library import flags_of
-from ikkuna.numerics.statistics.native.tensor_reader import UNLIMITED, ListMemory
+from ikkuna.numerics.statistics.native.tensor_reader import ListMemory
+from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.testing import RecordingBackend, special_tensors
+from ikkuna.torch_internals import parallel_for
 
 ALL = closure(set(FIELDS) - HISTOGRAMS)
 FLAGS = flags_of(ALL)
@@ -141,11 +143,51 @@ def test_a_known_tensor_is_checked_again_in_each_call(change):
         assert statistics.record(0, ALL).mean != 2.5
 
 
-def test_a_long_tensor_is_measured_as_in_several_threads():
-    x, statistics = torch.randn((1 << 20) + 7, generator=torch.Generator().manual_seed(0)), HostStatistics()
-    assert reader.add(x, flags_of(ALL), statistics.address(0), UNLIMITED)
-    kernels.add(x, ALL, statistics.address(1))
-    np.testing.assert_array_equal(statistics.values[0], statistics.values[1])
+@pytest.fixture
+def threads():
+    """Return the function that sets torch's number of threads, which is restored."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def rows_of_a_step(sizes, dtype):
+    """Return the rows of tensors of a list, of their differences, and of single tensors."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator, dtype=dtype, requires_grad=True) for size in sizes]
+    memory, statistics, room = copied(tensors)
+    assert memory.is_copied.all()
+    assert all(bytes(part)[: x.nbytes] == bytes(x.detach().numpy()) for x, part in zip(tensors, room, strict=True))
+    with torch.no_grad():
+        for x in tensors:
+            x.mul_(1.5)
+    count = len(tensors)
+    rows = statistics.addresses(np.arange(count, 2 * count))
+    assert not len(reader.add_differences(tensors, np.full(count, FLAGS, np.int32), rows, memory))
+    for i, x in enumerate(tensors):
+        assert reader.add(x.detach(), flags_of(ALL), statistics.address(2 * count + i))
+        kernels.add(x, ALL, statistics.address(3 * count + i))
+    return statistics.values[: 4 * count].copy(), tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_number_of_threads_changes_no_result(threads, dtype):
+    assert parallel_for() is not None
+    sizes = [3, (1 << 20) + 7, 1, 40_000, 1 << 19, (1 << 19) + 1, *[17] * 50]
+    found = []
+    for number in (1, 2, 3):
+        threads(number)
+        values, tensors = rows_of_a_step(sizes, dtype)
+        found.append(values)
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+    count = len(sizes)
+    np.testing.assert_array_equal(found[0][2 * count : 3 * count], found[0][3 * count :])
+    column = COLUMN["sumsq"]
+    for i, x in enumerate(tensors):
+        after = x.detach().double()
+        np.testing.assert_allclose(found[0][2 * count + i, column], float((after**2).sum()), rtol=1e-5)
+        np.testing.assert_allclose(found[0][count + i, column], float(((after / 3) ** 2).sum()), rtol=1e-5)
 
 
 def copied(tensors, flags=FLAGS):

@@ -49,7 +49,6 @@ class NativePath:
         self.seconds = self._permits.seconds
         self._plan = weakref.ref(NOTHING_PLANNED)
         self._wanted = self._wanted_rows.of(NOTHING_PLANNED)
-        self._threads = self._most = 0
 
     def permit_outputs(self, recorder: Recorder, forward: Forward) -> None:
         """Permit the measurement of what modules return on this thread, in a forward whose root is running."""
@@ -66,13 +65,12 @@ class NativePath:
             return
         if part < 0 or forward.number < 0 or (MAY_CAPTURE and torch.cuda.is_initialized()):
             return
-        threads, plan = torch.get_num_threads(), recorder.plan
-        if self._plan() is not plan or threads != self._threads or len(self._wanted) != len(recorder.index.keys):
+        plan = recorder.plan
+        if self._plan() is not plan or len(self._wanted) != len(recorder.index.keys):
             self._plan, self._wanted = weakref.ref(plan), self._wanted_rows.of(plan)
-            self._threads, self._most = threads, kernels.most
         host = rows.part(part).host
         host.reserve(len(self._wanted))
-        self._permits.open(get_ident(), host.location, self._wanted, self._most, forward.number, task)
+        self._permits.open(get_ident(), host.location, self._wanted, forward.number, task)
 
     def output_function(
         self, recorder: Recorder, sites: ObservedSites, forward_hooks: Mapping[int, Any] | None, dictionaries: list[Any]

@@ -44,7 +44,7 @@ class HostList:
         """Measure the tensors; return the positions of those that have to be measured one by one."""
         assert kernels.reader is not None
         addresses = statistics.addresses(self._rows)
-        return kernels.reader.add_all(list(tensors), self._flags, addresses, self._memory, kernels.most)
+        return kernels.reader.add_all(list(tensors), self._flags, addresses, self._memory)
 
 
 class CopiedList(HostList):

@@ -6,6 +6,5 @@ Without a compiler `ikkuna.numerics.statistics.eager` computes the same.
 
 from ikkuna.numerics.statistics.native.build import library
 from ikkuna.numerics.statistics.native.library import Library
-from ikkuna.numerics.statistics.native.worker_pool import stop_workers
 
-__all__ = ["Library", "library", "stop_workers"]
+__all__ = ["Library", "library"]

@@ -21,7 +21,7 @@ Function = Callable[[Any], int]
 NOTHING, PYTHON = -1, -2
 """Entries of the table of what is measured of a row: nothing, and something that is measured in Python."""
 
-_THREAD, _TABLE, _WANTED, _ROWS, _MOST, _TASK, _FORWARD, _NANOSECONDS = _CELLS = range(8)
+_THREAD, _TABLE, _WANTED, _ROWS, _TASK, _FORWARD, _NANOSECONDS = _CELLS = range(7)
 
 
 class Permits:
@@ -47,7 +47,6 @@ class Permits:
         thread: int,
         table: NDArray[np.int64],
         wanted: NDArray[np.int32],
-        most: int,
         forward: int,
         task: int | None = None,
     ) -> None:
@@ -61,8 +60,6 @@ class Permits:
             One number, the address of the table's first row.
         wanted : array of int32
             By row, what to measure, `NOTHING` or `PYTHON`.
-        most : int
-            The number of elements of the largest tensor.
         forward : int
             The number of the forward.
         task : int, optional
@@ -74,7 +71,7 @@ class Permits:
             cells[_THREAD] = 0
             self._kept[task is not None] = table, wanted
             cells[_TABLE], cells[_WANTED], cells[_ROWS] = table.ctypes.data, wanted.ctypes.data, len(wanted)
-        cells[_MOST], cells[_TASK], cells[_FORWARD] = most, task or 0, forward
+        cells[_TASK], cells[_FORWARD] = task or 0, forward
         cells[_THREAD] = thread
 
     def close(self) -> None:
@@ -156,8 +153,8 @@ class HookFunctions:
             hooks = OrderedDict({HOOK_KEY: lambda grad: seen.append(grad.sum().item())})
             record = self.output(permits, 0, 1, None, [hooks])
             is_closed = not record(x)
-            permits.open(get_ident(), table, wanted, 4, 0)
-            is_done = record(x) and not record(torch.ones(5, device="cpu"))
+            permits.open(get_ident(), table, wanted, 0)
+            is_done = record(x) and not record(torch.ones(6, device="cpu")[::2])
             permits.close()
             x.sum().backward()
         if not (is_closed and is_done and rows[0, 0] == 3 and seen == [3.0]):

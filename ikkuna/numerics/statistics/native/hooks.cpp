@@ -34,7 +34,6 @@ struct Permit {
     const int64_t *table;  // where the address of the first row is
     const int32_t *wanted; // by row, what to measure, or one of the values below
     int64_t rows;          // the number of rows in `wanted`
-    int64_t most;          // tensors with more elements are left to Python
     int64_t task;          // the number of the running backward, for gradients
     int64_t forward;       // the number of the forward
     int64_t nanoseconds;   // spent here
@@ -96,7 +95,7 @@ bool is_unhooked(PyObject *x) { return Reference(attribute(x, o->backward_hooks)
 // Whether a tensor has as many elements as another one.
 bool is_as_large(PyObject *x, int64_t n) {
     View view;
-    return view_of(x, view, INT64_MAX) && view.n == n;
+    return view_of(x, view) && view.n == n;
 }
 
 // Register the hook for the gradient of an output, if there is one.  An output of `nn.Linear` may be a view of a tensor that nothing else
@@ -122,7 +121,7 @@ bool record_output(const Permit &permit, PyObject *numbers, PyObject *x) {
     const int wanted = wanted_of(permit, row), wanted_gradient = wanted_of(permit, gradient);
     if (wanted == PYTHON || wanted_gradient == PYTHON || is_transformed() || is_traced()) return false;
     View view;
-    if (!view_of(x, view, wanted == NOTHING ? INT64_MAX : permit.most) || !is_plain(x)) return false;
+    if (!view_of(x, view) || !is_plain(x)) return false;
     if (wanted_gradient != NOTHING &&
         !watch(x, view.n, PyTuple_GetItem(numbers, 4), permit.forward, PyTuple_GetItem(numbers, 3))) return false;
     if (wanted != NOTHING) measure_view(view, wanted, address_of(permit, row));
@@ -136,7 +135,7 @@ bool record_gradient(const Permit &permit, PyObject *numbers, PyObject *x) {
     const int wanted = wanted_of(permit, row);
     if (wanted < 0 || is_transformed() || is_traced() || graph_task() != permit.task) return false;
     View view;
-    if (!view_of(x, view, permit.most) || !is_plain(x)) return false;
+    if (!view_of(x, view) || !is_plain(x)) return false;
     measure_view(view, wanted, address_of(permit, row));
     return true;
 }

@@ -5,6 +5,7 @@
 // can represent, is read again in double, and element by element if that does not help.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -304,9 +305,113 @@ extern "C" void merge_records(const void *more, int wanted, void *out) {
     if (known.nans > 0) known.min = known.max = std::numeric_limits<double>::quiet_NaN();
 }
 
-#define EXPORT(NAME, T)                                                                                               \
+// ---- several threads ---------------------------------------------------------------------------------------------------
+//
+// Large tensors are divided into parts, which are measured by themselves and merged in their order, so that the number of threads
+// changes no result.  The threads are those in which torch computes: others would compete with them for the processor.
+
+namespace {
+
+constexpr int64_t PART = 1 << 19;
+
+using Range = void (*)(int64_t, int64_t, void *);
+using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, Range, void *);
+ParallelFor parallel_for;  // of torch's stable interface; null for the calling thread alone
+
+// Call `work(i)` for each i below `count`; a thread takes the next one when it has finished one.
+template <class Work>
+void for_each(int64_t count, Work work) {
+    struct Shared {
+        Work &work;
+        int64_t count;
+        std::atomic<int64_t> next;
+    } shared{work, count, {0}};
+    const Range take = [](int64_t, int64_t, void *context) {
+        Shared &all = *static_cast<Shared *>(context);
+        for (int64_t i; (i = all.next++) < all.count;) all.work(i);
+    };
+    if (count < 2 || !parallel_for || parallel_for(0, count, 1, take, &shared)) take(0, count, &shared);
+}
+
+enum { FLOAT32, FLOAT64, BFLOAT16 };
+constexpr int64_t BYTES[] = {4, 8, 2};
+
+// Numbers to measure; `other` is where they are copied to, or what is subtracted from them; `wanted` is -1 for a copy alone.
+struct Job {
+    const void *numbers;
+    void *other;
+    int64_t n;
+    int dtype, wanted;
+    Record *row;
+};
+
+template <class T>
+void measure_as(const Job &job) {
+    const T *x = static_cast<const T *>(job.numbers);
+    T *y = static_cast<T *>(job.other);
+    if (job.wanted < 0) std::memcpy(y, x, job.n * sizeof(T));
+    else if (y) measure_and_copy(x, y, job.n, job.wanted, job.row);
+    else measure_one(x, job.n, job.wanted, job.row);
+}
+
+void measure_job(const Job &job) {
+    if (job.dtype == FLOAT32) measure_as<float>(job);
+    else if (job.dtype == FLOAT64) measure_as<double>(job);
+    else measure_as<uint16_t>(job);
+}
+
+template <class T>
+void subtract_as(const Job &job) {
+    measure_difference(static_cast<const T *>(job.numbers), static_cast<const T *>(job.other), job.n, job.wanted, job.row);
+}
+
+void subtract_job(const Job &job) {
+    if (job.dtype == FLOAT32) subtract_as<float>(job);
+    else subtract_as<double>(job);
+}
+
+int64_t parts_of(const Job &job) { return (job.n + PART - 1) / PART; }
+
+// Do jobs for different rows.
+template <class Do>
+void run(const std::vector<Job> &jobs, Do do_one) {
+    int64_t count = 0;
+    for (const Job &job : jobs) count += parts_of(job);
+    std::vector<Record> records(count);
+    std::vector<Job> parts;
+    parts.reserve(count);
+    for (const Job &job : jobs) {
+        for (int64_t first = 0; first < job.n; first += PART) {
+            Job part = job;
+            part.numbers = static_cast<const char *>(job.numbers) + first * BYTES[job.dtype];
+            if (job.other) part.other = static_cast<char *>(job.other) + first * BYTES[job.dtype];
+            part.n = job.n - first < PART ? job.n - first : PART;
+            if (job.n > PART) part.row = &records[parts.size()];
+            parts.push_back(part);
+        }
+    }
+    for_each(count, [&](int64_t i) { do_one(parts[i]); });
+    int64_t i = 0;
+    for (const Job &job : jobs) {
+        for (const int64_t end = i + parts_of(job); i < end; i++)
+            if (job.n > PART && job.wanted >= 0) merge_records(&records[i], job.wanted, job.row);
+    }
+}
+
+template <class Do>
+void run(const Job &job, Do do_one) {
+    if (job.n <= PART) do_one(job);
+    else run(std::vector<Job>{job}, do_one);
+}
+
+}  // namespace
+
+// Take the function of torch that runs another one in several threads, or null.
+extern "C" void set_parallel_for(void *function) { parallel_for = reinterpret_cast<ParallelFor>(function); }
+
+#define EXPORT(NAME, T, DTYPE)                                                                                        \
     extern "C" void measure_##NAME(const void *x, int64_t n, int wanted, void *out) {                                 \
-        measure_one(static_cast<const T *>(x), n, wanted, static_cast<Record *>(out));                                \
+        run(Job{x, nullptr, n, DTYPE, wanted, static_cast<Record *>(out)}, measure_job);                              \
     }                                                                                                                 \
     extern "C" void codes_##NAME(const void *x, int64_t n, int shift, void *counts, int64_t half) {                   \
         codes(static_cast<const T *>(x), n, shift, static_cast<int64_t *>(counts), half);                             \
@@ -316,15 +421,14 @@ extern "C" void merge_records(const void *more, int wanted, void *out) {
         sampled_codes(static_cast<const T *>(x), n, shift, static_cast<int64_t *>(counts), half, seed);               \
     }
 
-EXPORT(float32, float)
-EXPORT(float64, double)
-EXPORT(bfloat16, uint16_t)
+EXPORT(float32, float, FLOAT32)
+EXPORT(float64, double, FLOAT64)
+EXPORT(bfloat16, uint16_t, BFLOAT16)
 
-#define EXPORT_DIFFERENCE(NAME, T)                                                                                    \
-    extern "C" void measure_difference_##NAME(const void *x, const void *y, int64_t n, int wanted, void *out) {       \
-        measure_difference(static_cast<const T *>(x), static_cast<const T *>(y), n, wanted,                           \
-                           static_cast<Record *>(out));                                                               \
+#define EXPORT_DIFFERENCE(NAME, DTYPE)                                                                                \
+    extern "C" void measure_difference_##NAME(const void *x, void *y, int64_t n, int wanted, void *out) {             \
+        run(Job{x, y, n, DTYPE, wanted, static_cast<Record *>(out)}, subtract_job);                                   \
     }
 
-EXPORT_DIFFERENCE(float32, float)
-EXPORT_DIFFERENCE(float64, double)
+EXPORT_DIFFERENCE(float32, FLOAT32)
+EXPORT_DIFFERENCE(float64, FLOAT64)

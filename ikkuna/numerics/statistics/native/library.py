@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from ikkuna.logger import log
 from ikkuna.numerics.elements import in_memory_order
 from ikkuna.numerics.statistics.native.hook_functions import HookFunctions
-from ikkuna.numerics.statistics.native.tensor_reader import PART, UNLIMITED, TensorReader
-from ikkuna.numerics.statistics.native.worker_pool import worker_pool
+from ikkuna.numerics.statistics.native.tensor_reader import TensorReader
 from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
-from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, empty_rows
-from ikkuna.torch_internals import is_transformed
+from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values
+from ikkuna.torch_internals import is_transformed, parallel_for
 
 __all__ = ["DTYPES", "Library", "flags_of"]
 
@@ -65,17 +64,12 @@ class Library:
         }
         self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
         self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
-        self._merge = _typed(kernels, "merge_records", _MERGE)
+        _typed(kernels, "set_parallel_for", (ctypes.c_void_p,))(parallel_for())
         row = self.measure(torch.tensor([1.0, -3.0], device="cpu"), frozenset(("n", "l1", "m2")))
         if [row[COLUMN[name]] for name in ("n", "l1", "mean", "m2")] != [2, 4, -1, 8]:
             raise RuntimeError("the native kernels compute wrong results")
         self.reader = _made(TensorReader, kernels)
         self.hook_functions = _made(HookFunctions, kernels) if self.reader is not None else None
-
-    @property
-    def most(self) -> int:
-        """The number of elements of the largest tensor that is measured in the calling thread alone."""
-        return UNLIMITED if torch.get_num_threads() == 1 else PART
 
     @staticmethod
     def accepts(x: Tensor) -> bool:
@@ -103,26 +97,15 @@ class Library:
         return row
 
     def add(self, x: Tensor, fields: frozenset[str], row: int) -> None:
-        """Add the `fields` of `x` to the row at an address; parts of large tensors run in torch's number of threads.
+        """Add the `fields` of `x` to the row at an address; parts of large tensors run in torch's threads.
 
         The number of threads does not change the result.
         """
-        kernel, flags, begin, n = self._measure[x.dtype], flags_of(fields), x.data_ptr(), x.numel()
-        if n <= PART:
-            kernel(begin, n, flags, row)
-            return
-        size = x.element_size()
-        parts = empty_rows(-(-n // PART))
-        jobs = [(part.ctypes.data, i * PART) for i, part in enumerate(parts)]
-        worker_pool(torch.get_num_threads()).run(
-            lambda part, first: kernel(begin + first * size, min(n - first, PART), flags, part), jobs
-        )
-        for part, _ in jobs:
-            self._merge(part, flags, row)
+        self._measure[x.dtype](x.data_ptr(), x.numel(), flags_of(fields), row)
 
     def try_add(self, x: Tensor, fields: frozenset[str], row: int) -> bool:
         """Add the `fields` of `x` to the row at an address, if the library accepts `x`; return whether it does."""
-        if self.reader is not None and self.reader.add(x, flags_of(fields), row, self.most):
+        if self.reader is not None and self.reader.add(x, flags_of(fields), row):
             return True
         if not self.accepts(x):
             return False
@@ -147,7 +130,6 @@ class Library:
         self._sampled[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2, seed)
 
 
-_MERGE = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 _MEASURE = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
 _DIFFERENCE = (ctypes.c_void_p, *_MEASURE)
 _CODES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)

@@ -24,7 +24,7 @@ from ikkuna.torch_internals import (
     tracing_state,
 )
 
-__all__ = ["HOOK_KEY", "PART", "UNLIMITED", "ListMemory", "TensorReader"]
+__all__ = ["HOOK_KEY", "ListMemory", "TensorReader"]
 
 _NAMES = (TENSOR_ADDRESS, "is_neg", "requires_grad", "grad_fn", BASE, BACKWARD_HOOKS, REGISTER_HOOKS)
 _Flags = NDArray[np.int32]
@@ -34,12 +34,6 @@ _MEASURED, _COPIED = 1, 2
 
 HOOK_KEY = -1
 """The key of a hook of ikkuna in the hooks of a tensor; torch numbers its hooks from 0."""
-
-PART = 1 << 19
-"""The number of elements above which the parts of a tensor are measured one by one, possibly in several threads."""
-
-UNLIMITED = (1 << 63) - 1
-"""The largest number of elements, for tensors that are measured in one thread."""
 
 
 class TensorReader:
@@ -73,8 +67,8 @@ class TensorReader:
         except AttributeError as error:
             raise RuntimeError(f"the native library has no such function: {error}") from error
         set_up.argtypes, set_up.restype = (_ADDRESS, _ADDRESS), ctypes.c_int
-        self._one.argtypes, self._one.restype = (_OBJECT, _INTEGER, ctypes.c_int, _ADDRESS), ctypes.c_int
-        self._many.argtypes, self._many.restype = (_OBJECT, _INTEGER, _INTEGER, *[_ADDRESS] * 5), None
+        self._one.argtypes, self._one.restype = (_OBJECT, ctypes.c_int, _ADDRESS), ctypes.c_int
+        self._many.argtypes, self._many.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 5), None
         self._differences.argtypes, self._differences.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 5), None
         row, x = np.zeros(64), torch.arange(12.0, device="cpu").reshape(3, 4)
         if not set_up(ctypes.addressof(self._table), ctypes.addressof(self._functions)):
@@ -83,17 +77,15 @@ class TensorReader:
         if not is_read or row[COLUMN["n"]] != 8 or row[COLUMN["sumsq"]] != 492:
             raise RuntimeError("the native library cannot read tensors")
 
-    def add(self, x: Tensor, flags: int, row: int, most: int = PART) -> bool:
-        """Add the statistics of a tensor of at most `most` elements to the row at an address.
+    def add(self, x: Tensor, flags: int, row: int) -> bool:
+        """Add the statistics of a tensor to the row at an address.
 
         Returns ``False`` if the tensor cannot be read here.
         """
-        return bool(self._one(x, most, flags, row))
+        return bool(self._one(x, flags, row))
 
-    def add_all(
-        self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory", most: int = PART
-    ) -> NDArray[np.intp]:
-        """Add the statistics of tensors to rows; return the positions of those that cannot be read here.
+    def add_all(self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory") -> NDArray[np.intp]:
+        """Add the statistics of tensors to different rows; return the positions of those that cannot be read here.
 
         Parameters
         ----------
@@ -105,13 +97,11 @@ class TensorReader:
             The addresses of their rows.
         memory : ListMemory
             What is known of the list from earlier calls.  If it has places for copies, the tensors are copied as well.
-        most : int
-            The number of elements of the largest tensor that is read here.
         """
         copies = None if memory.copies is None else memory.copies.ctypes.data
         done = memory.done
         known = memory.known.ctypes.data
-        self._many(tensors, len(tensors), most, flags.ctypes.data, rows.ctypes.data, known, copies, done.ctypes.data)
+        self._many(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, known, copies, done.ctypes.data)
         is_left = ((done & _MEASURED) == 0) & (flags >= 0)
         return np.flatnonzero(is_left)
 

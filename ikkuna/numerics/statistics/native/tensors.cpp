@@ -53,8 +53,7 @@ struct Functions {
 };
 const Functions *torch;
 
-constexpr int64_t PART = 1 << 19;   // each part of a large tensor is measured by itself, as several threads do
-constexpr int64_t LONG = 1 << 15;   // other threads of Python may run meanwhile
+constexpr int64_t LONG = 1 << 15;  // other threads of Python may run meanwhile
 
 // A reference that is released at the end of its scope.
 struct Reference {
@@ -122,27 +121,26 @@ bool set_order(Handle x, View &view) {
 bool set_dtype(Handle x, View &view) {
     int32_t dtype;
     if (!gets(torch->dtype, x, &dtype)) return false;
-    view.dtype = dtype == torch->float32() ? 0 : dtype == torch->float64() ? 1 : dtype == torch->bfloat16() ? 2 : -1;
+    view.dtype = dtype == torch->float32() ? FLOAT32 : dtype == torch->float64() ? FLOAT64 : dtype == torch->bfloat16() ? BFLOAT16 : -1;
     return view.dtype >= 0;
 }
 
 // Whether the storage has the bytes of the tensor: it may have been shrunk or freed.
 bool is_stored(Handle x, const View &view) {
-    constexpr int64_t bytes[] = {4, 8, 2};
     int64_t offset, size;
-    return gets(torch->offset, x, &offset) && gets(torch->nbytes, x, &size) && (view.n + offset) * bytes[view.dtype] <= size;
+    return gets(torch->offset, x, &offset) && gets(torch->nbytes, x, &size) && (view.n + offset) * BYTES[view.dtype] <= size;
 }
 
-// The view of a tensor that is on the host, and of at most `most` elements.  All of this can change at any time: ``x.data = y``
-// replaces the memory, and a storage can be resized.
-bool view_of(PyObject *object, View &view, int64_t most) {
+// The view of a tensor that is on the host.  All of this can change at any time: ``x.data = y`` replaces the memory, and a storage
+// can be resized.
+bool view_of(PyObject *object, View &view) {
     const Reference type(PyObject_Type(object));
     if (!type.is(o->tensor) && !type.is(o->parameter)) return false;
     const int64_t address = Reference(attribute(object, o->cdata)).number();
     void *const tensor = reinterpret_cast<void *>(address);
     const Handle x = &tensor;
     return address > 0 && has(torch->device_type, x, torch->cpu) && has(torch->layout, x, torch->strided) && set_dtype(x, view) &&
-           gets(torch->numel, x, &view.n) && view.n > 0 && view.n <= most && set_order(x, view) &&
+           gets(torch->numel, x, &view.n) && view.n > 0 && set_order(x, view) &&
            gets(torch->data_ptr, x, &view.data) && view.data && is_stored(x, view);
 }
 
@@ -155,8 +153,8 @@ struct Known {
     void *data;
 };
 
-bool look(PyObject *x, View &view, Known *known, int64_t most) {
-    const bool is_readable = view_of(x, view, most);
+bool look(PyObject *x, View &view, Known *known) {
+    const bool is_readable = view_of(x, view);
     if (known && is_readable && known->x == x && known->data == view.data) return true;
     const bool found = is_readable && is_plain(x);
     if (known) *known = Known{found ? x : nullptr, found ? view.data : nullptr};
@@ -171,31 +169,19 @@ struct Unlocked {  // lets other threads of Python run, if it takes long enough
     }
 };
 
-// Measure a tensor, and copy it if `copy` is not null; `wanted` may be -1 for a copy alone.
-template <class T>
-void measure_as(const View &view, int wanted, Record *row, void *copy) {
-    const T *x = static_cast<const T *>(view.data);
-    T *y = static_cast<T *>(copy);
-    if (wanted < 0) {
-        std::memcpy(y, x, view.n * sizeof(T));
-        return;
-    }
-    for (int64_t i = 0; i < view.n; i += PART) {
-        const int64_t length = view.n - i < PART ? view.n - i : PART;
-        Record part;
-        Record *const out = view.n > PART ? &part : row;
-        if (y) measure_and_copy(x + i, y + i, length, wanted, out);
-        else measure_one(x + i, length, wanted, out);
-        if (view.n > PART) merge_records(&part, wanted, row);
-    }
+void measure_view(const View &view, int wanted, void *row) {
+    const Unlocked unlocked(view.n);
+    run(Job{view.data, nullptr, view.n, view.dtype, wanted, static_cast<Record *>(row)}, measure_job);
 }
 
-void measure_view(const View &view, int wanted, void *out, void *copy = nullptr) {
-    const Unlocked unlocked(view.n);
-    Record *const row = static_cast<Record *>(out);
-    if (view.dtype == 0) measure_as<float>(view, wanted, row, copy);
-    else if (view.dtype == 1) measure_as<double>(view, wanted, row, copy);
-    else measure_as<uint16_t>(view, wanted, row, copy);
+// Do jobs for the tensors of a list.
+template <class Do>
+void run_list(const std::vector<Job> &jobs, Do do_one) {
+    int64_t n = 0;
+    for (const Job &job : jobs) n += job.n;
+    const Unlocked unlocked(n);
+    if (n > LONG) run(jobs, do_one);
+    else for (const Job &job : jobs) do_one(job);
 }
 
 // A copy of a tensor, and what the tensor must still be for a difference.
@@ -215,55 +201,56 @@ extern "C" int set_up(const void *objects, const void *functions) {
            PyEval_RestoreThread;
 }
 
-// Add the statistics of a tensor of at most `most` elements to a row; return whether that was done.
-extern "C" int measure_tensor(PyObject *x, int64_t most, int wanted, void *row) {
+// Add the statistics of a tensor to a row; return whether that was done.
+extern "C" int measure_tensor(PyObject *x, int wanted, void *row) {
     View view;
-    if (!look(x, view, nullptr, most)) return 0;
+    if (!look(x, view, nullptr)) return 0;
     measure_view(view, wanted, row);
     return 1;
 }
 
 enum Done { MEASURED = 1, COPIED = 2 };
 
-// The same for a list of tensors and the rows at these addresses; what is None counts as measured.
+// The same for a list of tensors and the different rows at these addresses; what is None counts as measured.
 // `known` is the memory of this function for the next call with the same tensors, all zeros at first.
 // If `copies` is not null, tensors with a `data` of at least n elements there are copied if they require gradients and their
 // differences can be measured; `wanted` may then be -1.
-extern "C" void measure_tensors(PyObject *tensors, int64_t count, int64_t most, const int32_t *wanted, void *const *rows,
-                                void *known, void *copies, uint8_t *done) {
+extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t *wanted, void *const *rows, void *known,
+                                void *copies, uint8_t *done) {
     Known *const each = static_cast<Known *>(known);
+    std::vector<Job> jobs;
     for (int64_t i = 0; i < count; i++) {
         PyObject *const x = PyList_GetItem(tensors, i);
         View view;
         done[i] = x == o->none ? MEASURED : 0;
-        if (done[i] || !look(x, view, each + i, most)) continue;
+        if (done[i] || !look(x, view, each + i)) continue;
         Copied *const copy = copies ? static_cast<Copied *>(copies) + i : nullptr;
-        const bool is_copied = copy && copy->data && view.dtype < 2 && view.n == copy->n &&
+        const bool is_copied = copy && copy->data && view.dtype != BFLOAT16 && view.n == copy->n &&
                                Reference(attribute(x, o->requires_grad)).is_true();
         if (is_copied) {
             copy->dtype = view.dtype, copy->order = view.order, copy->shape = view.shape;
             done[i] |= COPIED;
         }
         if (wanted[i] >= 0) done[i] |= MEASURED;
-        if (done[i]) measure_view(view, wanted[i], rows[i], is_copied ? copy->data : nullptr);
+        if (done[i]) jobs.push_back(Job{view.data, is_copied ? copy->data : nullptr, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])});
     }
+    run_list(jobs, measure_job);
 }
 
 // The same for the differences of tensors and their copies; a tensor without a copy counts as measured.
 extern "C" void measure_differences(PyObject *tensors, int64_t count, const int32_t *wanted, void *const *rows, void *known,
                                     const void *copies, uint8_t *done) {
     Known *const each = static_cast<Known *>(known);
+    std::vector<Job> jobs;
     for (int64_t i = 0; i < count; i++) {
         if (!(done[i] & COPIED)) continue;
         const Copied &copy = static_cast<const Copied *>(copies)[i];
         PyObject *const x = PyList_GetItem(tensors, i);
         View view;
-        done[i] = look(x, view, each + i, INT64_MAX) && view.n == copy.n && view.dtype == copy.dtype &&
-                  view.order == copy.order && view.shape == copy.shape ? MEASURED : 0;
-        if (!done[i]) continue;
-        const Unlocked unlocked(view.n);
-        if (view.dtype == 0) measure_difference_float32(view.data, copy.data, view.n, wanted[i], rows[i]);
-        else measure_difference_float64(view.data, copy.data, view.n, wanted[i], rows[i]);
+        done[i] = look(x, view, each + i) && view.n == copy.n && view.dtype == copy.dtype && view.order == copy.order &&
+                  view.shape == copy.shape ? MEASURED : 0;
+        if (done[i]) jobs.push_back(Job{view.data, copy.data, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])});
     }
+    run_list(jobs, subtract_job);
 }
 #endif
