@@ -66,9 +66,11 @@ GOALS = {
     "five registrations, 10,000 modules, s": "0.1",
     "first sampled step in addition to the bare one, 10,000 modules, s": "0.3",
     "later sampled steps in addition to the bare one, 10,000 modules, s": "",
-    "default preset at every step, GPT-2 shape, %": "2",
+    "default preset at every step, GPT-2 shape on 128 tokens, %": "2",
+    "default preset at every step, GPT-2 shape on 1,024 tokens, %": "2",
     "default preset at every step, ResNet-50, %": "5",
-    "memory of the default preset, GPT-2 shape, MB": "60 to 90",
+    "memory of the default preset, GPT-2 shape on 128 tokens, MB": "60 to 90",
+    "memory of the default preset, GPT-2 shape on 1,024 tokens, MB": "60 to 90",
     "memory of the default preset, ResNet-50, MB": "65 to 72",
     "norms, mlp, wall time, one thread, %": "",
     "norms, mlp, wall time, all threads, %": "as with one",
@@ -172,9 +174,9 @@ def set_up() -> Found:
     return dict(zip(names, seconds, strict=True)) | {"norms, chain of 10,000, µs a module": seconds[-1] / count * 1e6}
 
 
-def gpt2_shape() -> Workload:
-    """Return a GPT-2 of 4 blocks on 128 tokens."""
-    tokens = torch.randint(0, 50_257, (1, 129))
+def gpt2_shape(length: int) -> Workload:
+    """Return a GPT-2 of 4 blocks on a number of tokens."""
+    tokens = torch.randint(0, 50_257, (1, length + 1))
     return Workload(gpu_models.GPT2(blocks=4), tokens[:, :-1], tokens[:, 1:])
 
 
@@ -197,13 +199,18 @@ def cost_and_peak(step: Callable[[], object]) -> tuple[float, int]:
 def presets() -> Found:
     """Measure the default preset with rules and flight recorder at every step, and how much more memory a step takes at most."""
     found: Found = {}
-    for name, make in {"GPT-2 shape": gpt2_shape, "ResNet-50": resnet50}.items():
+    makes: dict[str, tuple[Callable[[], Workload], int]] = {
+        "GPT-2 shape on 128 tokens": (lambda: gpt2_shape(128), 5),
+        "GPT-2 shape on 1,024 tokens": (lambda: gpt2_shape(1024), 3),
+        "ResNet-50": (resnet50, 5),
+    }
+    for name, (make, rounds) in makes.items():
         torch.manual_seed(0)
         work = make()
         for _ in range(2):
             work.step()
         plain, sampled = [], []
-        for _ in range(5):  # the same model, so that its memory is not doubled
+        for _ in range(rounds):  # the same model, so that its memory is not doubled
             with tempfile.TemporaryDirectory() as directory:
                 options = {"log_dir": directory, "verbosity": 0, "backend": "null"}
                 with ikkuna.watch(work.model, loss=work.loss, every=1, **options):

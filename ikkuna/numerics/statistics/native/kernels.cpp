@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <vector>
 
@@ -372,36 +373,69 @@ void subtract_job(const Job &job) {
 
 int64_t parts_of(const Job &job) { return (job.n + PART - 1) / PART; }
 
+// The part of a job that begins at an element; that of a job with several parts is measured into `record`.
+Job part_of(const Job &job, int64_t first, Record *record) {
+    Job part = job;
+    part.numbers = static_cast<const char *>(job.numbers) + first * BYTES[job.dtype];
+    if (job.other) part.other = static_cast<char *>(job.other) + first * BYTES[job.dtype];
+    part.n = job.n - first < PART ? job.n - first : PART;
+    if (job.n > PART) part.row = record;
+    return part;
+}
+
+void merge_part(const Job &job, const Record *record) {
+    if (job.n > PART && job.wanted >= 0) merge_records(record, job.wanted, job.row);
+}
+
+// Whether there is memory for so many elements; nothing may be thrown out of this library.
+template <class T>
+bool reserve(std::vector<T> &list, int64_t count) {
+    try {
+        list.reserve(count);
+    } catch (const std::exception &) {
+        return false;
+    }
+    return true;
+}
+
+template <class Do>
+void run_alone(const Job &job, Do do_one) {
+    for (int64_t first = 0; first < job.n; first += PART) {
+        Record record;
+        do_one(part_of(job, first, &record));
+        merge_part(job, &record);
+    }
+}
+
 // Do jobs for different rows.
 template <class Do>
 void run(const std::vector<Job> &jobs, Do do_one) {
     int64_t count = 0;
     for (const Job &job : jobs) count += parts_of(job);
-    std::vector<Record> records(count);
+    std::vector<Record> records;
     std::vector<Job> parts;
-    parts.reserve(count);
-    for (const Job &job : jobs) {
-        for (int64_t first = 0; first < job.n; first += PART) {
-            Job part = job;
-            part.numbers = static_cast<const char *>(job.numbers) + first * BYTES[job.dtype];
-            if (job.other) part.other = static_cast<char *>(job.other) + first * BYTES[job.dtype];
-            part.n = job.n - first < PART ? job.n - first : PART;
-            if (job.n > PART) part.row = &records[parts.size()];
-            parts.push_back(part);
-        }
+    if (!reserve(records, count) || !reserve(parts, count)) {
+        for (const Job &job : jobs) run_alone(job, do_one);
+        return;
     }
+    records.resize(count);
+    for (const Job &job : jobs)
+        for (int64_t first = 0; first < job.n; first += PART) parts.push_back(part_of(job, first, &records[parts.size()]));
     for_each(count, [&](int64_t i) { do_one(parts[i]); });
-    int64_t i = 0;
-    for (const Job &job : jobs) {
-        for (const int64_t end = i + parts_of(job); i < end; i++)
-            if (job.n > PART && job.wanted >= 0) merge_records(&records[i], job.wanted, job.row);
-    }
+    const Record *next = records.data();
+    for (const Job &job : jobs)
+        for (const Record *end = next + parts_of(job); next < end; next++) merge_part(job, next);
 }
 
 template <class Do>
 void run(const Job &job, Do do_one) {
-    if (job.n <= PART) do_one(job);
-    else run(std::vector<Job>{job}, do_one);
+    std::vector<Job> jobs;
+    if (job.n <= PART || !reserve(jobs, 1)) {
+        run_alone(job, do_one);
+        return;
+    }
+    jobs.push_back(job);
+    run(jobs, do_one);
 }
 
 }  // namespace

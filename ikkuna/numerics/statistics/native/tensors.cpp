@@ -181,7 +181,7 @@ void run_list(const std::vector<Job> &jobs, Do do_one) {
     for (const Job &job : jobs) n += job.n;
     const Unlocked unlocked(n);
     if (n > LONG) run(jobs, do_one);
-    else for (const Job &job : jobs) do_one(job);
+    else for (const Job &job : jobs) run_alone(job, do_one);
 }
 
 // A copy of a tensor, and what the tensor must still be for a difference.
@@ -219,6 +219,7 @@ extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t 
                                 void *copies, uint8_t *done) {
     Known *const each = static_cast<Known *>(known);
     std::vector<Job> jobs;
+    const bool has_room = reserve(jobs, count);
     for (int64_t i = 0; i < count; i++) {
         PyObject *const x = PyList_GetItem(tensors, i);
         View view;
@@ -232,7 +233,10 @@ extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t 
             done[i] |= COPIED;
         }
         if (wanted[i] >= 0) done[i] |= MEASURED;
-        if (done[i]) jobs.push_back(Job{view.data, is_copied ? copy->data : nullptr, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])});
+        if (!done[i]) continue;
+        const Job job{view.data, is_copied ? copy->data : nullptr, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])};
+        if (has_room) jobs.push_back(job);
+        else run_alone(job, measure_job);
     }
     run_list(jobs, measure_job);
 }
@@ -242,6 +246,7 @@ extern "C" void measure_differences(PyObject *tensors, int64_t count, const int3
                                     const void *copies, uint8_t *done) {
     Known *const each = static_cast<Known *>(known);
     std::vector<Job> jobs;
+    const bool has_room = reserve(jobs, count);
     for (int64_t i = 0; i < count; i++) {
         if (!(done[i] & COPIED)) continue;
         const Copied &copy = static_cast<const Copied *>(copies)[i];
@@ -249,7 +254,10 @@ extern "C" void measure_differences(PyObject *tensors, int64_t count, const int3
         View view;
         done[i] = look(x, view, each + i) && view.n == copy.n && view.dtype == copy.dtype && view.order == copy.order &&
                   view.shape == copy.shape ? MEASURED : 0;
-        if (done[i]) jobs.push_back(Job{view.data, copy.data, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])});
+        if (!done[i]) continue;
+        const Job job{view.data, copy.data, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])};
+        if (has_room) jobs.push_back(job);
+        else run_alone(job, subtract_job);
     }
     run_list(jobs, subtract_job);
 }
