@@ -1,4 +1,4 @@
-// Statistics of many numbers in one pass.
+// Statistics of many numbers, which are read from memory once.
 //
 // A run of 1,024 numbers stays in the innermost cache for a second pass and is short enough for sums in its own precision.
 // Runs merge in double (Chan, Golub & LeVeque 1979; Pebay 2008).  A run whose sums are not finite, or exceed what float
@@ -11,14 +11,15 @@
 #include <cstring>
 #include <exception>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
 
 constexpr int RUN = 1024;
 
-// The statistics to compute, besides the sum of squares and the number of elements.
-enum Wanted { LINEAR = 1, SECOND = 2, HIGHER = 4, EXTREMES = 8 };
+// The statistics to compute, besides the sum of squares and the number of elements; LINEAR includes the second moment and extremes.
+enum Wanted { LINEAR = 1, HIGHER = 2, EXTREMES = 4 };
 
 // A row of the table; `table.py` has the same order of columns.
 struct Record {
@@ -29,6 +30,10 @@ struct Record {
     double finite() const { return n - nans - infs; }
 
     void merge(const Record &b, int wanted) {
+        if (!wanted) {
+            n += b.n, nans += b.nans, infs += b.infs, sumsq += b.sumsq;
+            return;
+        }
         if (wanted & LINEAR) merge_moments(b, wanted);
         n += b.n, nans += b.nans, infs += b.infs, zeros += b.zeros, l1 += b.l1, sumsq += b.sumsq;
         min = b.min < min ? b.min : min;
@@ -55,78 +60,104 @@ struct Record {
     }
 };
 
-// Add the moments of a run about its mean.
+#define INLINE inline __attribute__((always_inline))  // loops are faster when the compiler knows their length
+
+constexpr int SUMS = 32;  // independent sums: an addition waits for the one before it
+
+// The sum of squares of a run, the most frequent statistic.  The numbers are read in the order of memory, in which the processor
+// fetches them ahead.
 template <class A, class T>
-void read_again(const T *x, int n, int wanted, Record &row) {
+INLINE A sum_of_squares(const T *x, int n) {
+    A sums[SUMS] = {}, all = 0;
+    int i = 0;
+    for (; i + SUMS <= n; i += SUMS)
+#pragma omp simd
+        for (int j = 0; j < SUMS; j++) sums[j] += A(x[i + j]) * A(x[i + j]);
+    for (; i < n; i++) all += A(x[i]) * A(x[i]);
+#pragma omp simd reduction(+ : all)
+    for (int j = 0; j < SUMS; j++) all += sums[j];
+    return all;
+}
+
+template <class T>
+INLINE double sum(const T *x, int n) {
+    double sums[SUMS / 2] = {}, all = 0;
+    int i = 0;
+    for (; i + SUMS / 2 <= n; i += SUMS / 2)
+#pragma omp simd
+        for (int j = 0; j < SUMS / 2; j++) sums[j] += x[i + j];
+    for (; i < n; i++) all += x[i];
+#pragma omp simd reduction(+ : all)
+    for (int j = 0; j < SUMS / 2; j++) all += sums[j];
+    return all;
+}
+
+template <class A, class T>
+void set_extremes(const T *x, int n, Record &row) {
+    A low = std::numeric_limits<A>::infinity(), high = -low;
+#pragma omp simd reduction(min : low) reduction(max : high)
+    for (int i = 0; i < n; i++) {
+        const A v = x[i];
+        low = v < low ? v : low;
+        high = v > high ? v : high;
+    }
+    row.min = row.finite_min = low, row.max = row.finite_max = high;
+}
+
+// Set everything but the higher moments.  Deviations are from the mean, rounded to A, and corrected for that.  Meanwhile the next run
+// is fetched from memory.
+template <class A, class T>
+INLINE void set_linear(const T *x, int n, Record &row) {
+    constexpr int BLOCK = 128, LINE = 64 / sizeof(T);
+    row.mean = sum(x, n) / n;
     const A mean = static_cast<A>(row.mean);
-    A s2 = 0, s3 = 0, s4 = 0;
-    if (wanted & HIGHER) {
-#pragma omp simd reduction(+ : s2, s3, s4)
-        for (int i = 0; i < n; i++) {
-            const A d = x[i] - mean, dd = d * d;
-            s2 += dd, s3 += dd * d, s4 += dd * dd;
-        }
-    } else {
-#pragma omp simd reduction(+ : s2)
-        for (int i = 0; i < n; i++) {
-            const A d = x[i] - mean;
-            s2 += d * d;
+    A squares = 0, l1 = 0, s2 = 0, low = std::numeric_limits<A>::infinity(), high = -low;
+    std::conditional_t<sizeof(A) == 4, int32_t, int64_t> zeros = 0;  // as wide as A, for the same vector registers
+    for (int first = 0; first < n; first += BLOCK) {
+        const T *block = x + first;
+        const int length = n - first < BLOCK ? n - first : BLOCK;
+        for (int i = 0; i < length; i += LINE) __builtin_prefetch(block + n + i);
+#pragma omp simd reduction(+ : squares, l1, s2, zeros) reduction(min : low) reduction(max : high)
+        for (int i = 0; i < length; i++) {
+            const A v = block[i], d = v - mean;
+            squares += v * v, l1 += std::fabs(v), s2 += d * d;
+            zeros += v == 0;
+            low = v < low ? v : low;
+            high = v > high ? v : high;
         }
     }
-    const double e = row.mean - mean, ee = e * e;
-    row.m2 = s2 - n * ee < 0 ? 0 : s2 - n * ee;
+    const double e = row.mean - mean, m2 = s2 - n * e * e;
+    row.sumsq = squares, row.l1 = l1, row.zeros = zeros, row.m2 = m2 < 0 ? 0 : m2;
+    row.min = row.finite_min = low, row.max = row.finite_max = high;
+}
+
+// Set the third and the fourth moment of a run whose mean and second moment are known.
+template <class A, class T>
+void set_higher(const T *x, int n, Record &row) {
+    const A mean = static_cast<A>(row.mean);
+    A s3 = 0, s4 = 0;
+#pragma omp simd reduction(+ : s3, s4)
+    for (int i = 0; i < n; i++) {
+        const A d = x[i] - mean, dd = d * d;
+        s3 += dd * d, s4 += dd * dd;
+    }
+    const double e = row.mean - mean, ee = e * e, s2 = row.m2 + n * ee;
     row.m3 = s3 - 3 * e * s2 + 2 * n * ee * e;
     row.m4 = s4 - 4 * e * s3 + 6 * ee * s2 - 3 * n * ee * ee;
 }
 
-// The sum of squares of a run, the most frequent statistic, in four independent sums: an addition waits for the one before it.
+// Read a run in the precision of A, with a mean in double.
 template <class A, class T>
-A sum_of_squares(const T *x, int n) {
-    const int quarter = n / 4;
-    const T *second = x + quarter, *third = second + quarter, *fourth = third + quarter;
-    A a = 0, b = 0, c = 0, d = 0;
-#pragma omp simd reduction(+ : a, b, c, d)
-    for (int i = 0; i < quarter; i++) {
-        const A p = x[i], q = second[i], r = third[i], s = fourth[i];
-        a += p * p, b += q * q, c += r * r, d += s * s;
-    }
-    for (int i = 4 * quarter; i < n; i++) a += A(x[i]) * A(x[i]);
-    return (a + b) + (c + d);
-}
-
-// Read a run in the precision of A, with a mean in double; the second pass is about this mean rounded to A, and corrected for that.
-template <class A, class T>
-Record read_as(const T *x, int n, int wanted) {
+INLINE Record read_as(const T *x, int n, int wanted) {
     Record row;
     row.n = n;
-    A low = std::numeric_limits<A>::infinity(), high = -low;
     if (wanted & LINEAR) {
-        double sum = 0;
-        A squares = 0, l1 = 0, zeros = 0;
-#pragma omp simd reduction(+ : sum, squares, l1, zeros) reduction(min : low) reduction(max : high)
-        for (int i = 0; i < n; i++) {
-            const A v = x[i];
-            sum += v;
-            squares += v * v;
-            l1 += std::fabs(v);
-            zeros += v == 0 ? A(1) : A(0);
-            low = v < low ? v : low;
-            high = v > high ? v : high;
-        }
-        row.mean = sum / n, row.sumsq = squares, row.l1 = l1, row.zeros = zeros;
+        set_linear<A>(x, n, row);
+        if (wanted & HIGHER) set_higher<A>(x, n, row);
     } else {
         row.sumsq = sum_of_squares<A>(x, n);
+        if (wanted & EXTREMES) set_extremes<A>(x, n, row);
     }
-    if (wanted & EXTREMES) {
-#pragma omp simd reduction(min : low) reduction(max : high)
-        for (int i = 0; i < n; i++) {
-            const A v = x[i];
-            low = v < low ? v : low;
-            high = v > high ? v : high;
-        }
-    }
-    row.min = row.finite_min = low, row.max = row.finite_max = high;
-    if (wanted & (SECOND | HIGHER)) read_again<A>(x, n, wanted, row);
     return row;
 }
 
@@ -180,7 +211,9 @@ Record read(const uint16_t *x, int n, int wanted) {
 template <class ReadRun>
 void measure(int64_t n, int wanted, Record *out, ReadRun read_run) {
     if (out->n == 0) *out = Record();
-    for (int64_t i = 0; i < n; i += RUN) out->merge(read_run(i, n - i < RUN ? static_cast<int>(n - i) : RUN), wanted);
+    int64_t i = 0;
+    for (; n - i >= RUN; i += RUN) out->merge(read_run(i, RUN), wanted);
+    if (i < n) out->merge(read_run(i, static_cast<int>(n - i)), wanted);
     if (out->nans > 0) out->min = out->max = std::numeric_limits<double>::quiet_NaN();
 }
 

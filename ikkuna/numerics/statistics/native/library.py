@@ -23,7 +23,7 @@ DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "b
 
 _SUBTRACTED = (torch.float32, torch.float64)
 
-_LINEAR, _SECOND, _HIGHER, _EXTREMES = 1, 2, 4, 8
+_LINEAR, _HIGHER, _EXTREMES = 1, 2, 4
 _SQUARES = closure(("sumsq",))
 _SUMMED = frozenset(("mean", "m2", "m3", "m4", "l1", "zeros"))
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -153,9 +153,7 @@ def flags_of(fields: frozenset[str]) -> int:
         return 0
     if fields.isdisjoint(_SUMMED):
         return _EXTREMES
-    if "m3" in fields or "m4" in fields:
-        return _LINEAR | _HIGHER
-    return _LINEAR | _SECOND if "m2" in fields else _LINEAR
+    return _LINEAR | _HIGHER if "m3" in fields or "m4" in fields else _LINEAR
 
 
 def _made(part: Callable[[ctypes.CDLL], T], kernels: ctypes.CDLL) -> T | None:
