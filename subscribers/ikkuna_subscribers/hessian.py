@@ -15,7 +15,7 @@ from ikkuna.numerics.curvature import HessianProduct
 from ikkuna.numerics.curvature.hessian_product import quadratic_forms, trace_of
 from ikkuna.numerics.curvature.lanczos import Coefficients, Density, Ritz, density_of, lanczos_coefficients, ritz_of
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
-from ikkuna.numerics.statistics.histogram import Buckets
+from ikkuna.numerics.statistics.histograms import Buckets
 from ikkuna_subscribers._helpers.arguments import require_integers
 from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 

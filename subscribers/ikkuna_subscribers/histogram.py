@@ -4,8 +4,10 @@ from typing import Any
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
+from ikkuna.export.messages.batch import MessageBatch
 from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.statistics.histogram import Histogram
+from ikkuna.numerics.statistics.histograms import Histograms
 
 __all__ = ["HistogramSubscriber"]
 
@@ -61,3 +63,8 @@ class HistogramSubscriber(PlotSubscriber):
         buckets = Histogram.of_record(message.record, self.exact).tensorboard_buckets(self.bins)
         if buckets.num:
             self.show(message, buckets)
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Show the histograms of all modules."""
+        found = Histograms.of_records(batch.records, self.exact).tensorboard_buckets(self.bins)
+        self.show_batch(batch, [buckets if buckets.num else None for buckets in found])

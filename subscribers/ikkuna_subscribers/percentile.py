@@ -7,6 +7,8 @@ from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import SharedStatisticSubscriber
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.histogram import Histogram
+from ikkuna.numerics.statistics.histograms import Histograms
+from ikkuna.numerics.statistics.records import Records
 
 __all__ = ["SIGMA_PERCENTILES", "PercentileSubscriber"]
 
@@ -68,9 +70,13 @@ class PercentileSubscriber(SharedStatisticSubscriber):
         self.exact = exact
         self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max")
 
-    def values(self, record: Record) -> list[float]:
+    def values(self, record: Record | Records) -> list[Any]:
         """Return the percentiles."""
-        histogram = Histogram.of_record(record, self.exact)
+        histogram: Any
+        if isinstance(record, Records):
+            histogram = Histograms.of_records(record, self.exact)
+        else:
+            histogram = Histogram.of_record(record, self.exact)
         return list(histogram.quantile([q / 100 for q in self.percentiles], self.finite_only))
 
 

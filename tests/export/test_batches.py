@@ -1,6 +1,7 @@
 """The messages of a kind are delivered at once where a subscriber takes them so, and nothing else changes."""
 
 import math
+from dataclasses import astuple, is_dataclass
 
 import numpy as np
 import pytest
@@ -53,6 +54,11 @@ MAKES = {
     "sparsity": lambda make, **o: make("SparsitySubscriber")("activations", **o),
     "moments": lambda make, **o: make("MomentsSubscriber")("weights", **o),
     "non-finite": lambda make, **o: make("NonFiniteSubscriber")("activations", **o),
+    "percentiles": lambda make, **o: make("PercentileSubscriber")("activations", **o),
+    "percentiles of finite elements": lambda make, **o: make("PercentileSubscriber")(
+        "activations", exact=True, finite_only=True, **o
+    ),
+    "histogram": lambda make, **o: make("HistogramSubscriber")("weights", subsample=1, **o),
     "ratio": lambda make, **o: make("RatioSubscriber")(["weight_updates", "weights"], **o),
     "global norm": lambda make, **o: make("GlobalNormSubscriber")(**o),
     "message mean": lambda make, **o: make("MessageMeanSubscriber")("weights", **o),
@@ -82,7 +88,10 @@ def test_batches_give_the_same_values_as_single_messages(name, poison):
     if len(made.publishes) > 1:  # of single messages the results of one module come together
         values, singles = (sorted(found, key=lambda item: (item[2], str(item[0]))) for found in (values, singles))
     assert [(series, step) for series, _, step in values] == [(series, step) for series, _, step in singles]
-    np.testing.assert_equal([value for _, value, _ in values], [float(value) for _, value, _ in singles])
+    values, singles = (
+        [astuple(v) if is_dataclass(v) else float(v) for _, v, _ in found] for found in (values, singles)
+    )
+    np.testing.assert_equal(values, singles)
 
 
 class Branching(SharedStatisticSubscriber):

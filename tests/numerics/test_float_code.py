@@ -1,6 +1,7 @@
 """The float-code histogram against numpy in float64."""
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ikkuna.errors import ConfigError
+from ikkuna.numerics.statistics import histograms
 from ikkuna.numerics.statistics.float_code import bin_edges, codes, sample
 from ikkuna.numerics.statistics.histogram import Histogram
+from ikkuna.numerics.statistics.histograms import Histograms
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.record import closure, merge
 
@@ -277,6 +280,23 @@ def test_buckets_of_no_elements_and_of_constants():
     assert (nothing.num, nothing.bucket_limits, math.isnan(nothing.min)) == (0, [], True)
     constant = Histogram.of(torch.full((4,), 2.5)).tensorboard_buckets()
     assert (constant.bucket_limits, constant.bucket_counts, constant.sum) == ([2.5], [4.0], 10.0)
+
+
+@given(st.lists(st.tuples(ANY, st.booleans()), min_size=1, max_size=7), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_several_histograms_together_give_what_each_gives_alone(sets, finite_only):
+    alone = [Histogram.of(torch.from_numpy(x)) for x, _ in sets]
+    alone = [h if is_known else Histogram(h.counts) for h, (_, is_known) in zip(alone, sets, strict=True)]
+    least, most = (
+        [math.nan if v is None else v for v in found] for found in zip(*((h.min, h.max) for h in alone), strict=True)
+    )
+    together = Histograms([h.counts for h in alone], np.array(least), np.array(most))
+    q = [0.0, 0.3, 0.5, 1.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(histograms, "_BLOCK", 3)
+        found, buckets = together.quantile(q, finite_only), together.tensorboard_buckets(5)
+    np.testing.assert_equal(found.T, [h.quantile(q, finite_only) for h in alone])
+    np.testing.assert_equal(list(map(astuple, buckets)), [astuple(h.tensorboard_buckets(5)) for h in alone])
 
 
 def test_infinite_extrema_do_not_change_the_buckets():

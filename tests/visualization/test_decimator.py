@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ikkuna.numerics.statistics.histogram import Buckets
+from ikkuna.numerics.statistics.histograms import Buckets
 from ikkuna.visualization.pictures.curve import Curve
 from ikkuna.visualization.pictures.decimator import Decimator, keep_first
 from ikkuna.visualization.pictures.heatmap import CAPACITY, Heatmap

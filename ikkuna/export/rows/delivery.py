@@ -12,6 +12,7 @@ from ikkuna.export.rows.observer import StepObserver
 from ikkuna.export.rows.rows import Rows
 from ikkuna.export.rows.selection import Selection
 from ikkuna.export.subscriber.registered import Registered
+from ikkuna.numerics.statistics import HISTOGRAMS
 from ikkuna.numerics.statistics.records import Records
 from ikkuna.numerics.statistics.table import Values
 
@@ -215,7 +216,8 @@ class _Delivery:
         if key not in self._records:
             if selection not in self._values:
                 self._values[selection] = self._rows.values[selection.rows]
-            self._records[key] = Records(self._values[selection], registered.fields, finite_only)
+            counts = {name: self._rows.counts(selection.rows, name) for name in registered.fields & HISTOGRAMS}
+            self._records[key] = Records(self._values[selection], registered.fields, finite_only, counts)
         return MessageBatch(self._rows.stamp, selection.kind, selection.names, self._records[key])
 
     def _deliver_rows(self, registered: Registered) -> None:

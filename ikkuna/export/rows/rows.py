@@ -343,6 +343,10 @@ class Rows:
             record.ranks = tuple(None if values is None else record_of(values, fields) for values in ranks)
         return record
 
+    def counts(self, numbers: NDArray[np.int64], name: str) -> list[NDArray[np.int64]]:
+        """Return the histograms of some rows that have elements."""
+        return [np.asarray(self.codes[row][name]) for row in numbers.tolist()]
+
     def message(self, row: int, data: Any = None, record: Record | None = None) -> Message:
         """Return the message of a row."""
         site, path = self.keys[row]

@@ -478,6 +478,14 @@ class Subscriber(metaclass=_RegisteringType):
         """
         self._show(message, value, message.first.kind if isinstance(message, MessageBundle) else message.kind)
 
+    def show_batch(self, batch: MessageBatch, values: Iterable[Any]) -> None:
+        """Show a value for each message of `batch`, as :meth:`show` does for one message; nothing for ``None``."""
+        if self._host is None:
+            return
+        for series, value in zip(self._series_group(batch, batch.kind).series, values, strict=True):
+            if value is not None:
+                self._host.show(series, value, batch.stamp.global_step, self.backends, self._sender)
+
     def _show(self, message: Message | MessageBundle, value: Any, kind: str) -> None:
         if self._host is None:
             return

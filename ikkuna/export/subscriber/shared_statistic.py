@@ -11,7 +11,6 @@ from ikkuna.export.messages.batch import MessageBatch, NotVectorizedError
 from ikkuna.export.messages.message import Message
 from ikkuna.export.subscriber.plot import PlotSubscriber
 from ikkuna.export.subscriber.result_names import name_results
-from ikkuna.numerics.statistics import HISTOGRAMS
 from ikkuna.signal_handlers import raise_users_exception
 
 __all__ = ["SharedStatisticSubscriber"]
@@ -88,9 +87,8 @@ class SharedStatisticSubscriber(PlotSubscriber):
 
     @property
     def takes_batches(self) -> bool:
-        """Whether the values of all modules are computed in one call; histograms and the records of ranks are no arrays."""
-        is_array = bool(self.fields) and HISTOGRAMS.isdisjoint(self.fields) and not self.per_rank
-        return is_array and not self.measures and super().takes_batches
+        """Whether the values of all modules are computed in one call; the records of ranks are no arrays."""
+        return bool(self.fields) and not self.per_rank and not self.measures and super().takes_batches
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Emit the values of all modules.

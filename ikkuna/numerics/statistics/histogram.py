@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,38 +13,12 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import all_finite, readable
 from ikkuna.numerics.statistics.float_code import bin_edges, codes, half_size
+from ikkuna.numerics.statistics.histograms import Buckets, Histograms
 from ikkuna.numerics.statistics.record import Record
 
-__all__ = ["Buckets", "Histogram"]
+__all__ = ["Histogram"]
 
 _SIZES = tuple(512 << m for m in range(1, 8))
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """A histogram as TensorBoard stores it.
-
-    Parameters
-    ----------
-    min, max : float
-        Extrema.
-    num : int
-        Number of elements.
-    sum, sum_squares : float
-        Sums of the elements and of their squares.
-    bucket_limits : list of float
-        Right edges.
-    bucket_counts : list of float
-        Numbers of elements, possibly fractions.
-    """
-
-    min: float
-    max: float
-    num: int
-    sum: float
-    sum_squares: float
-    bucket_limits: list[float]
-    bucket_counts: list[float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,17 +142,9 @@ class Histogram:
         >>> Histogram.of(torch.arange(101.0)).quantile([0.0, 0.5, 1.0]).round(1).tolist()
         [0.0, 50.5, 100.0]
         """
-        asked = np.asarray(q, dtype=np.float64)
-        held = self._occupied(finite_only)
-        if not len(held) or not self._are_numbers(held):
-            result = np.full(asked.shape, np.nan)
-        else:
-            cumulative = self.counts[held].cumsum()
-            rank = (cumulative[-1] - 1) * asked
-            below, above = self._order_statistic(held, cumulative, np.array([np.floor(rank), np.ceil(rank)]))
-            with np.errstate(invalid="ignore"):  # NaN between an infinity and its neighbour, as in numpy
-                result = below + np.where(above == below, 0.0, (above - below) * (rank - np.floor(rank)))
-        return result.item() if result.ndim == 0 else result
+        asked = np.asarray(q, np.float64)
+        found = self._alone().quantile(asked.reshape(-1).tolist(), finite_only).reshape(asked.shape)
+        return found.item() if found.ndim == 0 else found
 
     def share_below(self, threshold: float) -> float:
         r"""Return the share of finite elements with :math:`|x| <` `threshold`, zeros included.
@@ -208,95 +173,12 @@ class Histogram:
         >>> b.bucket_limits, b.bucket_counts
         ([1.0, 2.0, 3.0], [2.0, 1.0, 1.0])
         """
-        held = self._occupied(finite_only=True)
-        if not len(held):
-            return Buckets(float("nan"), float("nan"), 0, 0.0, 0.0, [], [])
-        counts = self.counts[held]
-        low, high = self._bounds(held)
-        # the innermost bins count as 0, but known extrema are exact
-        known_least, known_most = self._extrema()
-        least = float(low[0]) if known_least is None else known_least
-        most = float(high[-1]) if known_most is None else known_most
-        limits = least + _fractions(n) * (most - least) if most > least else np.array([most])
-        limits[-1] = most
-        shares = _counted_up_to(limits, low, high, counts)
-        shares[1:] -= shares[:-1].copy()
-        middle = (low + high) / 2
-        weighted = counts * middle
-        total, squares = float(weighted.sum()), float(weighted @ middle)
-        return Buckets(least, most, int(counts.sum()), total, squares, limits.tolist(), shares.tolist())
+        return self._alone().tensorboard_buckets(n)[0]
 
-    def _occupied(self, finite_only: bool) -> NDArray[np.intp]:
-        """Return the rising indices of the bins that are not empty: a few hundred of thousands."""
-        half = half_size(self.m)
-        end = 255 << self.m if finite_only else half
-        occupied = self.counts[half - end : half + end] != 0  # ``nonzero`` of booleans is four times as fast
-        held: NDArray[np.intp] = occupied.nonzero()[0]
-        held += half - end
-        return held
-
-    def _are_numbers(self, held: NDArray[np.intp]) -> bool:
-        """Return whether the outermost of these bins, and so all of them, are not bins of NaN."""
-        half, infinite = half_size(self.m), 255 << self.m
-        return bool(half - 1 - infinite <= held[0] and held[-1] <= half + infinite)
-
-    def _bounds(self, held: NDArray[np.intp]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the smallest and the largest number that each of these bins, which are not of NaN, can hold."""
-        low, high = (bound[held] for bound in _bin_bounds(self.m))
-        finite = slice(int(low[0] == -np.inf), len(held) - int(high[-1] == np.inf))
-        least, most = self._extrema()
-        for bound in (low[finite], high[finite]):
-            if least is not None:
-                np.maximum(bound, least, out=bound)
-            if most is not None:
-                np.minimum(bound, most, out=bound)
-        return low, high
-
-    def _extrema(self) -> tuple[float | None, float | None]:
-        """Return the smallest and the largest number, each ``None`` if it is unknown or not finite."""
-        least, most = (known if known is not None and math.isfinite(known) else None for known in (self.min, self.max))
-        return least, most
-
-    def _order_statistic(
-        self, held: NDArray[np.intp], cumulative: NDArray[np.int64], rank: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        low, high = self._bounds(held)
-        outermost = low[0], high[-1]
-        index = cumulative.searchsorted(rank, side="right")
-        low, high, count = low[index], high[index], self.counts[held[index]]
-        inside = (rank - cumulative[index] + count + 0.5) / count
-        with np.errstate(invalid="ignore"):
-            value: NDArray[np.float64] = np.where(low == high, low, low + inside * (high - low))
-        for known, end, bound in zip(self._extrema(), (0, cumulative[-1] - 1), outermost, strict=True):
-            if known is not None and math.isfinite(bound):
-                value[rank == end] = known
-        return value
-
-
-@cache
-def _bin_bounds(m: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the smallest and the largest number that each bin can hold; magnitudes of the innermost bins count as 0."""
-    edges, half, infinite = bin_edges(m), half_size(m), 255 << m
-    low, high = edges[:-1].copy(), edges[1:].copy()
-    low[half - 1 : half + 1] = high[half - 1 : half + 1] = 0.0
-    low[half + infinite], high[half - 1 - infinite] = np.inf, -np.inf
-    return low, high
-
-
-@cache
-def _fractions(n: int) -> NDArray[np.float64]:
-    return np.arange(1, n + 1) / n
-
-
-def _counted_up_to(
-    limits: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64], counts: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return the number of elements up to each limit, spread evenly over their bins; bins of a single number are steps."""
-    above, ends, counted = counts.cumsum(), np.empty(2 * len(low)), np.empty(2 * len(low))
-    ends[::2], ends[1::2] = low, high
-    counted[::2], counted[1::2] = above - counts, above
-    found: NDArray[np.float64] = np.interp(limits, ends, counted)
-    return found
+    def _alone(self) -> Histograms:
+        """Return this histogram as one of several."""
+        least, most = (np.array([math.nan if known is None else known]) for known in (self.min, self.max))
+        return Histograms([self.counts], least, most)
 
 
 def _extremum(pick: Any, a: float | None, b: float | None) -> float | None:

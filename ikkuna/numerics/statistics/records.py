@@ -1,8 +1,10 @@
 """The statistics of several tensors as arrays, with the properties of a record."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics.record import Record, record_of
@@ -10,6 +12,7 @@ from ikkuna.numerics.statistics.table import COLUMN, Values, rows_of
 
 __all__ = ["Records"]
 
+_Counts = Mapping[str, Sequence[NDArray[np.int64]]]
 _N, _NANS, _INFS = (COLUMN[name] for name in ("n", "nans", "infs"))
 _MOMENTS = frozenset(("mean", "m2", "m3", "m4"))
 _OF_FINITE = frozenset(("mean", "finite_min", "finite_max"))
@@ -38,6 +41,8 @@ class Records:
         The statistics that were measured; a property that needs another one raises `ConfigError`.
     finite_only : bool
         See `Record`.
+    counts : mapping of str to sequence of array, optional
+        The float codes of each tensor: ``codes`` or ``sampled_codes`` of the fields.
 
     Attributes
     ----------
@@ -51,16 +56,19 @@ class Records:
     ([3.0, -4.0], [3.0, 4.0])
     """
 
-    def __init__(self, values: Values, fields: frozenset[str], finite_only: bool = False) -> None:
+    def __init__(
+        self, values: Values, fields: frozenset[str], finite_only: bool = False, counts: _Counts | None = None
+    ) -> None:
         self.table = values
+        self.counts = counts or {}
         self.fields = fields
         self.finite_only = finite_only
         self.n: Values = values[:, _N]
         self._is_counted = fields.issuperset(("nans", "infs"))
         self._nonfinite: Values | None = None  # if there are no such elements, or if they were not counted
         if self._is_counted:
-            counts = values[:, _NANS] + values[:, _INFS]
-            self._nonfinite = counts if counts.any() else None
+            nonfinite = values[:, _NANS] + values[:, _INFS]
+            self._nonfinite = nonfinite if nonfinite.any() else None
 
     m2, m3, m4 = _Column(), _Column(), _Column()
     min, max, finite_min, finite_max = _Column(), _Column(), _Column(), _Column()
@@ -78,15 +86,18 @@ class Records:
         """Return the record of one tensor."""
         record = record_of(self.table[i], self.fields)
         record.finite_only = self.finite_only
+        for name, counts in self.counts.items():
+            setattr(record, name, counts[i])
         return record
 
     def select(self, positions: Any) -> "Records":
         """Return the records of some of the tensors."""
-        return Records(self.table[positions], self.fields, self.finite_only)
+        counts = {name: [each[i] for i in np.arange(len(self))[positions]] for name, each in self.counts.items()}
+        return Records(self.table[positions], self.fields, self.finite_only, counts)
 
     def only_finite(self) -> "Records":
         """Return the records with `finite_only` set."""
-        return self if self.finite_only else Records(self.table, self.fields, True)
+        return self if self.finite_only else Records(self.table, self.fields, True, self.counts)
 
     def _column(self, name: str) -> Values:
         """Return a column as a record has it; raise `ConfigError` if it was not measured."""
@@ -97,6 +108,21 @@ class Records:
             values = np.where(np.isnan(values), np.inf, values)
         empty = self.count if name in _OF_FINITE else self.n if name in ("min", "max") else None
         return values if empty is None or empty.all() else np.where(empty == 0, np.nan, values)
+
+    @property
+    def codes(self) -> Sequence[NDArray[np.int64]]:
+        """The float codes of all elements of each tensor."""
+        return self._counts_of("codes")
+
+    @property
+    def sampled_codes(self) -> Sequence[NDArray[np.int64]]:
+        """The float codes of a sample of each tensor."""
+        return self._counts_of("sampled_codes")
+
+    def _counts_of(self, name: str) -> Sequence[NDArray[np.int64]]:
+        if name not in self.counts:
+            raise ConfigError(f"the field {name!r} was not measured; name it in the subscriber's `fields`")
+        return self.counts[name]
 
     def _known(self, name: str) -> Values:
         """Return a column that is NaN where elements are not finite, unless `finite_only` is set."""

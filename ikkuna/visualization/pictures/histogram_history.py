@@ -36,7 +36,7 @@ class HistogramHistory:
 
     Examples
     --------
-    >>> from ikkuna.numerics.statistics.histogram import Buckets
+    >>> from ikkuna.numerics.statistics.histograms import Buckets
     >>> history = HistogramHistory()
     >>> for step in range(100):
     ...     history.add(step, Buckets(0.0, 2.0, 3, 0.0, 0.0, [1.0, 2.0], [2.0, 1.0]))
