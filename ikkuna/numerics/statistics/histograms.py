@@ -71,153 +71,123 @@ class Histograms:
         """Return the histograms of records with ``codes`` if `exact`, otherwise of those with ``sampled_codes``."""
         return cls(records.codes if exact else records.sampled_codes, records.finite_min, records.finite_max)
 
-    def _blocks(self) -> "Iterator[_Block]":
-        for first in range(0, len(self._counts), _BLOCK):
-            part = slice(first, first + _BLOCK)
-            yield _Block(np.stack(self._counts[part]), self._min[part], self._max[part])
-
     def quantile(self, q: Sequence[float], finite_only: bool = False) -> _Floats:
         """Return the quantiles ``(quantiles, sets)``, see `Histogram.quantile`."""
-        return np.concatenate([block.quantiles(q, finite_only) for block in self._blocks()]).T
+        return np.concatenate([bins.quantiles(q) for bins in self._blocks(finite_only)]).T
 
     def tensorboard_buckets(self, n: int = 30) -> list[Buckets]:
         """Return the buckets of each set, see `Histogram.tensorboard_buckets`."""
-        return [buckets for block in self._blocks() for buckets in block.tensorboard_buckets(n)]
+        return [buckets for bins in self._blocks(finite_only=True) for buckets in bins.tensorboard_buckets(n)]
+
+    def _blocks(self, finite_only: bool) -> "Iterator[_Bins]":
+        for first in range(0, len(self._counts), _BLOCK):
+            part = slice(first, first + _BLOCK)
+            yield _Bins(np.stack(self._counts[part]), self._min[part], self._max[part], finite_only)
 
 
-class _Block:
-    """Some of the histograms, with their counts in one array ``(sets, 2K)``."""
+class _Bins:
+    """The bins of some of the histograms that are not empty in all of them: a few hundred of thousands.
 
-    def __init__(self, counts: NDArray[np.int64], min: _Floats, max: _Floats) -> None:
-        self.counts = counts
+    Parameters
+    ----------
+    counts : array of int64
+        ``(sets, 2K)``.
+    min, max : array
+        ``(sets,)``, see `Histograms`.
+    finite_only : bool
+        Whether the bins of infinite elements and NaN are left out.
+    """
+
+    def __init__(self, counts: NDArray[np.int64], min: _Floats, max: _Floats, finite_only: bool) -> None:
         m = counts.shape[1].bit_length() - 10
-        self._half, self._infinite = half_size(m), 255 << m
-        self._low, self._high = _bin_bounds(m)
+        half, infinite = half_size(m), 255 << m
+        end = infinite if finite_only else half
+        held = (counts[:, half - end : half + end] != 0).any(axis=0).nonzero()[0] + (half - end)
+        if not len(held):
+            held = np.array([half])
+        is_nan = (held < half - 1 - infinite) | (held > half + infinite)
+        self._low, self._high = (bound[held] for bound in _bin_bounds(m))
         self._least = np.where(np.isfinite(min), min, -np.inf)[:, None]
         self._most = np.where(np.isfinite(max), max, np.inf)[:, None]
+        self._counts = counts[:, held]
+        self._has_nans: NDArray[np.bool_] = (self._counts[:, is_nan] != 0).any(axis=1)
+        self._offset = len(held) * np.arange(len(counts))[:, None]
+        self._flat = self._counts.ravel()
+        self._upto = self._flat.cumsum()  # over all sets, so that one search finds the ranks of all
+        self._before = self._upto[self._offset] - self._flat[self._offset]
+        self._total: NDArray[np.int64] = self._counts.sum(axis=1)
 
-    def quantiles(self, q: Sequence[float], finite_only: bool) -> _Floats:
+    def quantiles(self, q: Sequence[float]) -> _Floats:
         """Return the quantiles ``(sets, quantiles)``."""
-        held = _Ranks(self._part(finite_only))
-        rank = (held.total - 1)[:, None] * np.asarray(q, np.float64)
-        below, above = (self._order_statistics(held, which, finite_only) for which in (np.floor(rank), np.ceil(rank)))
-        with np.errstate(invalid="ignore"):  # NaN between an infinity and its neighbour, as in numpy
-            found: _Floats = below + np.where(above == below, 0.0, (above - below) * (rank - np.floor(rank)))
-        found[held.total == 0] = np.nan
-        if not finite_only:
-            found[self._has_nans()] = np.nan
+        rank = (self._total - 1)[:, None] * np.asarray(q, np.float64)
+        whole = np.floor(rank)
+        with np.errstate(invalid="ignore", divide="ignore"):  # NaN between an infinity and its neighbour, as in numpy
+            below, above = np.split(self._order_statistics(np.hstack([whole, np.ceil(rank)])), 2, axis=1)
+            found: _Floats = below + np.where(above == below, 0.0, (above - below) * (rank - whole))
+        found[self._has_nans | (self._total == 0)] = np.nan
         return found
 
-    def _part(self, finite_only: bool) -> NDArray[np.int64]:
-        """Return the bins of all elements or those of the finite ones."""
-        end = self._infinite if finite_only else self._half
-        return self.counts[:, self._half - end : self._half + end]
-
-    def _has_nans(self) -> NDArray[np.bool_]:
-        first = self._infinite + 1
-        beyond = self.counts[:, : self._half - first], self.counts[:, self._half + first :]
-        found: NDArray[np.bool_] = sum(part.sum(axis=1) for part in beyond) > 0
-        return found
-
-    def _order_statistics(self, held: "_Ranks", rank: _Floats, finite_only: bool) -> _Floats:
+    def _order_statistics(self, rank: _Floats) -> _Floats:
         """Return the numbers at these ranks ``(sets, ranks)``; the elements of a bin are spread evenly over it."""
-        bin_, within, count = held.find(rank)
-        low, high = self._bounds(bin_ + (self._half - self._infinite if finite_only else 0))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            value: _Floats = np.where(low == high, low, low + (within + 0.5) / count * (high - low))
-        for known, end in ((self._least, 0), (self._most, held.total[:, None] - 1)):
-            known_here = np.isfinite(known) & (rank == end) & np.isfinite(value)
-            value = np.where(known_here, known, value)
+        at = self._find(rank)
+        low, high = self._bounds(at - self._offset)
+        count = self._flat[at]
+        inside = (rank - (self._upto[at] - count - self._before) + 0.5) / count
+        value: _Floats = np.where(low == high, low, low + inside * (high - low))
+        for known, end in ((self._least, 0), (self._most, self._total[:, None] - 1)):
+            value = np.where(np.isfinite(known) & (rank == end) & np.isfinite(value), known, value)
         return value
+
+    def _find(self, rank: _Floats) -> _Indices:
+        """Return the places of the bins of these ranks ``(sets, ranks)``; a set without elements has the first bin."""
+        found: _Indices = self._upto.searchsorted(self._before + rank, side="right")
+        return np.where(self._total[:, None] > 0, found, self._offset)
 
     def _bounds(self, bin_: _Indices) -> tuple[_Floats, _Floats]:
         """Return the smallest and the largest number that each of these bins ``(sets, bins)`` can hold."""
-        shape = np.broadcast_shapes(bin_.shape, self._least.shape)
-        low, high = (np.broadcast_to(bound[bin_], shape).copy() for bound in (self._low, self._high))
-        is_finite = np.isfinite(low) & np.isfinite(high)
-        for bound in (low, high):
-            np.copyto(bound, np.minimum(np.maximum(bound, self._least), self._most), where=is_finite)
+        bounds = self._low[bin_], self._high[bin_]
+        is_finite = np.isfinite(bounds[0]) & np.isfinite(bounds[1])
+        low, high = (np.where(is_finite, np.minimum(np.maximum(x, self._least), self._most), x) for x in bounds)
         return low, high
 
     def tensorboard_buckets(self, n: int) -> list[Buckets]:
-        """Return the finite elements of each set in buckets."""
-        held = _Ranks(self._part(finite_only=True))
-        first = self._half - self._infinite
-        outermost = held.find(np.stack([np.zeros(len(held.total)), held.total - 1.0], axis=1))[0] + first
-        low, high = self._bounds(outermost)
+        """Return the elements of each set, which are finite, in buckets."""
+        outermost = self._find(np.stack([np.zeros(len(self._total)), self._total - 1.0], axis=1))
+        low, high = self._bounds(outermost - self._offset)
         least = np.where(np.isfinite(self._least), self._least, low[:, :1])
         most = np.where(np.isfinite(self._most), self._most, high[:, 1:])
         limits = least + _fractions(n) * (most - least)
         limits[:, -1:] = most
-        shares = np.diff(self._counted_up_to(limits, held), axis=1, prepend=0.0)
-        sums, squares = self._sums(held)
-        found = []
-        for i, total in enumerate(held.total.tolist()):
+        shares = self._counted_up_to(limits)
+        shares[:, 1:] -= shares[:, :-1].copy()
+        found, (sums, squares) = [], self._sums()
+        for i, total in enumerate(self._total.tolist()):
             if not total:
                 found.append(Buckets(np.nan, np.nan, 0, 0.0, 0.0, [], []))
                 continue
             edges, counts = limits[i].tolist(), shares[i].tolist()
             if not most[i] > least[i]:
                 edges, counts = edges[-1:], [float(total)]
-            found.append(
-                Buckets(float(least[i, 0]), edges[-1], total, float(sums[i]), float(squares[i]), edges, counts)
-            )
+            found.append(Buckets(float(least[i, 0]), edges[-1], total, sums[i], squares[i], edges, counts))
         return found
 
-    def _counted_up_to(self, limits: _Floats, held: "_Ranks") -> _Floats:
-        """Return the number of finite elements up to each limit ``(sets, limits)``; bins of a single number are steps."""
-        first = self._half - self._infinite
-        part = self._low[first : self._half + self._infinite]
-        bin_ = part.searchsorted(limits, side="right") - 1
-        low, high = self._bounds(bin_ + first)
+    def _counted_up_to(self, limits: _Floats) -> _Floats:
+        """Return the number of elements up to each limit ``(sets, limits)``; bins of a single number are steps."""
+        bin_ = np.maximum(self._low.searchsorted(limits, side="right") - 1, 0)
+        low, high = self._bounds(bin_)
         with np.errstate(invalid="ignore", divide="ignore"):
-            share = np.where(high > low, np.clip((limits - low) / (high - low), 0.0, 1.0), 1.0)
-        count, before = held.counts_of(bin_)
-        return before + share * count
+            share = np.where(high > low, np.minimum((limits - low) / (high - low), 1.0), 1.0)
+        at = bin_ + self._offset
+        count = self._flat[at]
+        counted: _Floats = self._upto[at] - count - self._before + np.where(limits < low, 0.0, share) * count
+        return counted
 
-    def _sums(self, held: "_Ranks") -> tuple[_Floats, _Floats]:
-        """Return the sums of the finite elements and of their squares, all in the middle of their bins."""
-        first = self._half - self._infinite
-        low, high = self._bounds(np.arange(first, self._half + self._infinite)[None])
+    def _sums(self) -> tuple[list[float], list[float]]:
+        """Return the sums of the elements and those of their squares, all in the middle of their bins."""
+        low, high = self._bounds(np.arange(len(self._low))[None])
         middle = (low + high) / 2
-        weighted = held.counts * middle
-        return weighted.sum(axis=1), np.einsum("ij,ij->i", weighted, middle)
-
-
-class _Ranks:
-    """Finds the elements of several sets by their rank.
-
-    Parameters
-    ----------
-    counts : array of int64
-        ``(sets, bins)``.
-    """
-
-    def __init__(self, counts: NDArray[np.int64]) -> None:
-        self.counts = counts
-        self._upto = counts.cumsum()  # over all sets, so that one search finds the ranks of all
-        self._width = counts.shape[1]
-        ends = self._upto[self._width - 1 :: self._width]
-        self._before = np.concatenate([[0], ends[:-1]])[:, None]
-        self.total: NDArray[np.int64] = ends - self._before[:, 0]
-
-    def find(self, rank: _Floats) -> tuple[_Indices, _Floats, NDArray[np.int64]]:
-        """Return the bins of these ranks ``(sets, ranks)``, the ranks within the bins, and the counts of the bins.
-
-        A set without elements gives any bin.
-        """
-        found = self._upto.searchsorted(self._before + rank, side="right").clip(max=self._upto.size - 1)
-        count = (
-            self.counts.ravel()[found] if self.counts.flags.c_contiguous else self.counts[np.divmod(found, self._width)]
-        )
-        within = rank - (self._upto[found] - count - self._before)
-        return found % self._width, within, count
-
-    def counts_of(self, bin_: _Indices) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the counts of these bins ``(sets, bins)``, and of all bins of the set before each."""
-        count = np.take_along_axis(self.counts, bin_, axis=1)
-        upto = self._upto[bin_ + self._width * np.arange(len(bin_))[:, None]]
-        return count, upto - count - self._before
+        weighted = self._counts * middle
+        return weighted.sum(axis=1).tolist(), (weighted * middle).sum(axis=1).tolist()
 
 
 @cache
