@@ -308,6 +308,13 @@ def test_several_histograms_together_give_what_each_gives_alone(sets, finite_onl
         )
 
 
+def test_no_element_lies_between_an_extremum_and_the_first_bin_of_a_sample():
+    """A sample may lack the extrema, which are known of all elements."""
+    b = Histogram(codes(torch.tensor([1.0, 1.5, 2.0])).numpy(), min=-6.0, max=10.0).tensorboard_buckets(4)
+    assert b.bucket_limits == [-2.0, 2.0, 6.0, 10.0]
+    assert b.bucket_counts == [0.0, 2.0, 1.0, 0.0]
+
+
 def test_infinite_extrema_do_not_change_the_buckets():
     b = Histogram.of(torch.tensor([-math.inf, 1.0, 1.5, math.nan])).tensorboard_buckets(2)
     assert b.num == 2

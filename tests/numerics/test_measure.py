@@ -267,6 +267,18 @@ def test_constants(value, n):
     assert record.zeros == (n if value == 0 else 0)
 
 
+@pytest.mark.parametrize("n", [4, 1023, 5000])
+def test_a_mean_between_two_neighbouring_numbers_costs_no_moment(n):
+    """Deviations are taken from the mean that was rounded to float32, which is a quarter of their distance away."""
+    x = torch.full((n,), 10_000.0)
+    x[::4] += 2.0**-10  # the next number
+    record, exact = measure(x, ALL), x.double().numpy() - x.double().mean().item()
+    assert x.unique().numel() == 2
+    for name, power in (("m2", 2), ("m3", 3), ("m4", 4)):
+        assert getattr(record, name) == pytest.approx((exact**power).sum(), rel=1e-5)
+    assert measure(x, closure(["m2"])).m2 == pytest.approx((exact**2).sum(), rel=1e-5)
+
+
 def test_a_mean_far_from_zero_costs_no_variance():
     """The difference of mean square and squared mean is wrong by 17 % here."""
     x = 1 + 1e-3 * random(1_000_000)
