@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.modules import is_bias
 from ikkuna.numerics.statistics import Record, merge
-from ikkuna.numerics.statistics.histogram import Histogram
+from ikkuna.numerics.statistics.histogram import Histogram, together
 from ikkuna.numerics.statistics.percentile import SIGMA
 from ikkuna.visualization.module_table import ModuleEntry
 
@@ -111,37 +113,45 @@ class StatisticsSubscriber(PlotSubscriber):
         """Emit the statistics of each layer and of all layers, and report them."""
         records, self._records = self._records, {}
         layers = [entry for entry in self.network if entry.parameters and self.subscription.matches(entry.name)]
-        entry: dict[str, float] = {}
+        found: list[tuple[ModuleMessage | NetworkMessage, str, Record]] = []
         for kind in self.kinds:
             counted = [layer.name for layer in layers if self.include_norm or "Norm" not in layer.class_name]
             pooled = merge(*(records[kind, name] for name in counted if (kind, name) in records))
-            self._add(entry, NetworkMessage(stamp, kind), "*", pooled)
+            found.append((NetworkMessage(stamp, kind), "*", pooled))
             for layer in layers:
                 if _owns(layer, kind):
-                    message = ModuleMessage(stamp, kind, module=layer.name, name=layer.name)
-                    self._add(entry, message, layer.name, records.get((kind, layer.name), Record()))
+                    of_layer = ModuleMessage(stamp, kind, module=layer.name, name=layer.name)
+                    found.append((of_layer, layer.name, records.get((kind, layer.name), Record())))
+        entry: dict[str, float] = {}
+        for (message, name, record), cuts in zip(found, self._cuts([record for *_, record in found]), strict=True):
+            for key, value in _statistics(message.kind, record, cuts).items():
+                entry[f"{self.model}/{name}/{key}"] = value
+                if record.n:
+                    self.emit(message, value, self._kind_of_key[key])
         self.entry = entry
         if self.report is not None and entry:
             self.report(entry)
 
-    def _add(
-        self, entry: dict[str, float], message: ModuleMessage | NetworkMessage, layer: str, record: Record
-    ) -> None:
-        for key, value in self._statistics(message.kind, record).items():
-            entry[f"{self.model}/{layer}/{key}"] = value
-            if record.n:
-                self.emit(message, value, self._kind_of_key[key])
+    def _cuts(self, records: list[Record]) -> list[list[float]]:
+        """Return the percentiles of each record, computed together; NaN for no elements."""
+        percentiles = np.full((len(records), len(SIGMA)), math.nan)
+        filled = [i for i, record in enumerate(records) if record.n]
+        if filled:
+            histograms = together([Histogram.of_record(records[i], self.exact) for i in filled])
+            percentiles[filled] = histograms.quantile([q / 100 for q in SIGMA]).T
+        found: list[list[float]] = percentiles.tolist()
+        return found
 
-    def _statistics(self, kind: str, record: Record) -> dict[str, float]:
-        if not record.n:
-            return dict.fromkeys(_keys(kind), math.nan)
-        zeros = math.nan if record.zeros is None else float(record.zeros)
-        if record.nonfinite or record.min is None or record.max is None:
-            values = [math.nan] * len(_STATISTICS)
-        else:
-            cuts = Histogram.of_record(record, self.exact).quantile([q / 100 for q in SIGMA])
-            values = [record.min, record.max, record.mean, math.sqrt(record.variance()), *map(float, cuts)]
-        return dict(zip(_keys(kind), [*values, zeros], strict=False))  # only weights and biases have zeros
+
+def _statistics(kind: str, record: Record, cuts: list[float]) -> dict[str, float]:
+    if not record.n:
+        return dict.fromkeys(_keys(kind), math.nan)
+    zeros = math.nan if record.zeros is None else float(record.zeros)
+    if record.nonfinite or record.min is None or record.max is None:
+        values = [math.nan] * len(_STATISTICS)
+    else:
+        values = [record.min, record.max, record.mean, math.sqrt(record.variance()), *cuts]
+    return dict(zip(_keys(kind), [*values, zeros], strict=False))  # only weights and biases have zeros
 
 
 def _keys(kind: str) -> list[str]:

@@ -13,8 +13,7 @@ from hypothesis.extra import numpy as hnp
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics import histograms
 from ikkuna.numerics.statistics.float_code import bin_edges, codes, sample
-from ikkuna.numerics.statistics.histogram import Histogram
-from ikkuna.numerics.statistics.histograms import Histograms
+from ikkuna.numerics.statistics.histogram import Histogram, together
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.record import closure, merge
 
@@ -287,14 +286,10 @@ def test_buckets_of_no_elements_and_of_constants():
 def test_several_histograms_together_give_what_each_gives_alone(sets, finite_only):
     alone = [Histogram.of(torch.from_numpy(x)) for x, _ in sets]
     alone = [h if is_known else Histogram(h.counts) for h, (_, is_known) in zip(alone, sets, strict=True)]
-    least, most = (
-        [math.nan if v is None else v for v in found] for found in zip(*((h.min, h.max) for h in alone), strict=True)
-    )
-    together = Histograms([h.counts for h in alone], np.array(least), np.array(most))
     q = [0.0, 0.3, 0.5, 1.0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(histograms, "_BLOCK", 3)
-        found, buckets = together.quantile(q, finite_only), together.tensorboard_buckets(5)
+        found, buckets = together(alone).quantile(q, finite_only), together(alone).tensorboard_buckets(5)
     np.testing.assert_equal(found.T, [h.quantile(q, finite_only) for h in alone])
     for several, h in zip(buckets, alone, strict=True):
         one = h.tensorboard_buckets(5)

@@ -16,7 +16,7 @@ from ikkuna.numerics.statistics.float_code import bin_edges, codes, half_size
 from ikkuna.numerics.statistics.histograms import Buckets, Histograms
 from ikkuna.numerics.statistics.record import Record
 
-__all__ = ["Histogram"]
+__all__ = ["Histogram", "together"]
 
 _SIZES = tuple(512 << m for m in range(1, 8))
 
@@ -143,7 +143,7 @@ class Histogram:
         [0.0, 50.5, 100.0]
         """
         asked = np.asarray(q, np.float64)
-        found = self._alone().quantile(asked.reshape(-1).tolist(), finite_only).reshape(asked.shape)
+        found = together([self]).quantile(asked.reshape(-1).tolist(), finite_only).reshape(asked.shape)
         return found.item() if found.ndim == 0 else found
 
     def share_below(self, threshold: float) -> float:
@@ -173,12 +173,13 @@ class Histogram:
         >>> b.bucket_limits, b.bucket_counts
         ([1.0, 2.0, 3.0], [2.0, 1.0, 1.0])
         """
-        return self._alone().tensorboard_buckets(n)[0]
+        return together([self]).tensorboard_buckets(n)[0]
 
-    def _alone(self) -> Histograms:
-        """Return this histogram as one of several."""
-        least, most = (np.array([math.nan if known is None else known]) for known in (self.min, self.max))
-        return Histograms([self.counts], least, most)
+
+def together(histograms: Sequence[Histogram]) -> Histograms:
+    """Return several histograms with the same number of mantissa bits as one object, which computes for all of them at once."""
+    least, most = (np.array([getattr(h, name) for h in histograms], np.float64) for name in ("min", "max"))
+    return Histograms([h.counts for h in histograms], least, most)
 
 
 def _extremum(pick: Any, a: float | None, b: float | None) -> float | None:
