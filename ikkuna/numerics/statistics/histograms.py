@@ -56,6 +56,7 @@ class Histograms:
 
     Examples
     --------
+    >>> import torch
     >>> from ikkuna.numerics.statistics.float_code import codes
     >>> x = torch.arange(5.0)
     >>> histograms = Histograms([codes(x).numpy(), codes(-x).numpy()], np.array([0.0, -4.0]), np.array([4.0, 0.0]))
