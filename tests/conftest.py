@@ -1,6 +1,7 @@
 """Fixtures of all tests: a new bus, a seed, a device, and a check that no exporter is left open."""
 
 import gc
+import logging
 import signal
 
 import pytest
@@ -82,3 +83,17 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if runs(item)]
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = chosen
+
+
+@pytest.fixture(autouse=True)
+def locks_of_logging():
+    """Release the locks of `logging` after each test.
+
+    An interrupt between the acquisition of a lock and the ``try`` behind it, in Python itself, leaves it to this thread for ever;
+    then each other thread that logs waits in all later tests.
+    """
+    yield
+    handlers = [handler for reference in logging._handlerList if (handler := reference()) is not None]
+    for lock in (logging._lock, *(handler.lock for handler in handlers)):
+        while lock is not None and lock._is_owned():
+            lock.release()
