@@ -70,7 +70,7 @@ def check_histogram(kind: str, histogram: HistogramLike) -> None:
     """
     for name in _NUMBERS:
         value = getattr(histogram, name)
-        if type(value) not in (float, int) and _array(kind, f"{name} of a histogram", value).shape != ():
+        if type(value) is not float and _array(kind, f"{name} of a histogram", value).shape != ():
             raise ConfigTypeError(f"{kind!r} shows a histogram whose {name} is not a single number")
     limits = _array(kind, "bucket_limits of a histogram", histogram.bucket_limits)
     counts = _array(kind, "bucket_counts of a histogram", histogram.bucket_counts)

@@ -94,6 +94,21 @@ def test_batches_give_the_same_values_as_single_messages(name, poison):
     np.testing.assert_equal(values, singles)
 
 
+def test_a_tensor_without_counts_has_no_percentile_and_stops_no_other_metric(monkeypatch):
+    monkeypatch.setattr("ikkuna.numerics.statistics.host.add_codes", lambda *arguments, **options: None)
+    percentiles, norms, histograms = RecordingBackend(), RecordingBackend(), RecordingBackend()
+    health = run(
+        subscriber.PercentileSubscriber("weights", percentiles=50, backend=percentiles),
+        subscriber.HistogramSubscriber("weights", subsample=1, backend=histograms),
+        NormSubscriber("weights", backend=norms),
+        on_error="log",
+    )
+    assert health.errors == 0
+    assert [math.isnan(value) for _, value, _ in percentiles.values] == [True] * 9
+    assert histograms.values == []
+    assert len(norms.values) == 9
+
+
 class Branching(SharedStatisticSubscriber):
     """Has values that cannot be computed for several modules at once."""
 

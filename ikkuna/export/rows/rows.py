@@ -24,7 +24,7 @@ from ikkuna.export.subscriber.deferred_row import DeferredRow
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.device import Taken
-from ikkuna.numerics.statistics.float_code import merge_codes
+from ikkuna.numerics.statistics.float_code import half_size, merge_codes
 from ikkuna.numerics.statistics.record import record_of
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
 from ikkuna.signal_handlers import raise_users_exception
@@ -34,6 +34,7 @@ __all__ = ["RankMerge", "Rows"]
 _NO_FIELDS = frozenset[str]()
 _NO_ROWS = empty_rows(0)
 _EMPTY = empty_rows(1)[0]
+_NO_COUNTS = np.zeros(2 * half_size(3), np.int64)  # of histograms with three bits of the mantissa, as they are measured
 _N, _NANS, _INFS, _MEAN = (COLUMN[name] for name in ("n", "nans", "infs", "mean"))
 
 _Place = tuple[dict[Any, Any], Any, Any]
@@ -344,8 +345,8 @@ class Rows:
         return record
 
     def counts(self, numbers: NDArray[np.int64], name: str) -> list[NDArray[np.int64]]:
-        """Return the histograms of some rows that have elements."""
-        return [np.asarray(self.codes[row][name]) for row in numbers.tolist()]
+        """Return the histograms of some rows, each ``(2K,)``; all zero where none was measured."""
+        return [np.asarray(self.codes.get(row, {}).get(name, _NO_COUNTS)) for row in numbers.tolist()]
 
     def message(self, row: int, data: Any = None, record: Record | None = None) -> Message:
         """Return the message of a row."""
