@@ -23,8 +23,8 @@ from torch import nn
 
 from ikkuna.numerics.statistics import closure
 from ikkuna.numerics.statistics.host import measure
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.run import Run
+from ikkuna.visualization.series import Series
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 CURVES = Path(__file__).with_name("scaling.json")

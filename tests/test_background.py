@@ -9,7 +9,7 @@ from ikkuna.background import BackgroundThread
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
-from ikkuna.visualization.jsonl import read
+from ikkuna.visualization.files.json_lines import read
 
 
 def refuse(thread):

@@ -13,7 +13,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.logger import log
-from ikkuna.visualization.jsonl import read
+from ikkuna.visualization.files.json_lines import read
 
 
 class Raising(logging.Handler):

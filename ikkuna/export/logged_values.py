@@ -20,11 +20,12 @@ from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.histogram import is_histogram
 from ikkuna.visualization.image import Image, is_pixels
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.sender import Sender
+from ikkuna.visualization.series import Series
 
 __all__ = ["LoggedValues"]
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ikkuna.visualization import jsonl
+from ikkuna.visualization.files.json_lines import parse_line
 
 __all__ = ["LineFile", "read_lines"]
 
@@ -80,7 +80,7 @@ class _Builder:
         self.times.append(time)
 
     def _parse(self, line: bytes, head: bytes) -> None:
-        entry = jsonl.parse_line(line)
+        entry = parse_line(line)
         if entry is None:
             self.lost += 1
             return
@@ -100,7 +100,7 @@ class _Builder:
             self.lost += 1
             return
         series = self.heads.setdefault(key, len(self.heads))
-        if head.startswith(b'{"kind": ') and jsonl.parse_line(head + b"}") is not None:
+        if head.startswith(b'{"kind": ') and parse_line(head + b"}") is not None:
             self.known[head] = series
         self._append(series, *numbers)
 
@@ -129,7 +129,7 @@ def read_lines(path: Path, size: int | None = None) -> LineFile:
     for line in data[:end].split(b"\n"):
         if line.strip():
             builder.add(line.strip())
-    if rest and jsonl.parse_line(rest) is not None:  # other programs may write no end of the last line
+    if rest and parse_line(rest) is not None:  # other programs may write no end of the last line
         builder.add(rest.strip())
         rest = b""
     lists = builder.series, builder.steps, builder.values, builder.times, builder.restarts, builder.others

@@ -19,7 +19,7 @@ def read_run(path: str | os.PathLike[str]) -> StoredRun:
     --------
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from ikkuna.visualization.backend import Series
+    >>> from ikkuna.visualization.series import Series
     >>> from ikkuna.visualization.tensorboard import TensorBoardBackend
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     backend = TensorBoardBackend()

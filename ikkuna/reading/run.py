@@ -12,9 +12,9 @@ from ikkuna.errors import ConfigError, unknown_name
 from ikkuna.logger import log
 from ikkuna.reading.run_contents import RunFilesReader
 from ikkuna.reading.stored_value import StoredHistogram
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.visualization.series import Series
 
 __all__ = ["Point", "SeriesValues", "StoredRun"]
 

@@ -21,10 +21,10 @@ from ikkuna.reading.stored_value import (
     plugin_name,
 )
 from ikkuna.reading.value_table import ValuePart, ValueTable, joined
-from ikkuna.visualization import jsonl
-from ikkuna.visualization.backend import Series
+from ikkuna.visualization.files.json_lines import replaced_ends
 from ikkuna.visualization.module_table import ModuleEntry, read_module_table
 from ikkuna.visualization.names import decode, series_of_tag
+from ikkuna.visualization.series import Series
 
 __all__ = ["RunContents", "RunFilesReader"]
 
@@ -205,7 +205,7 @@ def _add_text(contents: RunContents, tag: str, text: str | None) -> None:
 def _add_lines(contents: RunContents, paths: list[Path]) -> None:
     """Add the values of files of JSON lines that the event files lack, as one part."""
     heads = {path.name: _first_line(path) for path in paths}
-    sizes = dict(jsonl.replaced_ends(heads))
+    sizes = dict(replaced_ends(heads))
     known = set(contents.series)
     columns: list[tuple[int, int, float, float]] = []
     restarts: list[tuple[int, int]] = []

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ikkuna.visualization.backend import Backend, Series, SeriesGroup
+from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.series import Series, SeriesGroup
 
 __all__ = ["check_backend"]
 

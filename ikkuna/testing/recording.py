@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.series import Series
 
 __all__ = ["RecordingBackend"]
 

@@ -24,9 +24,9 @@ from ikkuna.export.subscriber.callback import CallbackSubscriber
 from ikkuna.numerics.elements import host_array
 from ikkuna.testing.recording import RecordingBackend
 from ikkuna.testing.training import small_model, train
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.histogram import is_histogram
 from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.series import Series
 
 __all__ = ["check_subscriber", "special_tensors"]
 

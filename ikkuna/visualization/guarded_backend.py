@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.backend import Backend, SeriesGroup
+from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run_config import ConfigValue
 from ikkuna.visualization.sender import Sender
+from ikkuna.visualization.series import SeriesGroup
 
 __all__ = ["GuardedBackend"]
 

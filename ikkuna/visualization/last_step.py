@@ -22,7 +22,7 @@ def last_step(directory: Path) -> int:
     Examples
     --------
     >>> import tempfile
-    >>> from ikkuna.visualization.backend import Series
+    >>> from ikkuna.visualization.series import Series
     >>> from ikkuna.visualization.jsonl import JSONLinesBackend
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     backend = JSONLinesBackend()

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.files.event_file import float32, scalar_prefix
 from ikkuna.visualization.names import overview_tag
 from ikkuna.visualization.pictures.event_images import HeatmapImage
+from ikkuna.visualization.series import Series
 
 __all__ = ["STATISTICS", "ModuleGroup", "PackedSeries", "overview"]
 

@@ -11,7 +11,7 @@ from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.plot.figure import NotebookFigure
 from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
@@ -22,6 +22,7 @@ from ikkuna.visualization.pictures.matrix_picture import draw_matrix
 from ikkuna.visualization.pictures.notebook import NotebookDisplay, PNGPicture, in_notebook
 from ikkuna.visualization.pictures.png import encode_png
 from ikkuna.visualization.pictures.redraw_thread import RedrawThread
+from ikkuna.visualization.series import Series
 
 __all__ = ["MPLBackend"]
 

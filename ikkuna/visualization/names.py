@@ -3,7 +3,7 @@
 import re
 from hashlib import blake2b
 
-from ikkuna.visualization.backend import Series
+from ikkuna.visualization.series import Series
 
 __all__ = [
     "dashboard_tag",

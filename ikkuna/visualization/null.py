@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.visualization.backend import Backend, Series, SeriesGroup
+from ikkuna.visualization.backend import Backend
+from ikkuna.visualization.series import Series, SeriesGroup
 
 __all__ = ["NullBackend"]
 

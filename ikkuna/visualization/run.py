@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
 from ikkuna.logger import announce
 from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.backend import Backend, Series, SeriesGroup, get_backend
+from ikkuna.visualization.backend import Backend, get_backend
 from ikkuna.visualization.files.append_file import make_directories, reason
 from ikkuna.visualization.files.control_file import ControlFile
 from ikkuna.visualization.files.file_backend import FileBackend
@@ -32,6 +32,7 @@ from ikkuna.visualization.null import NullBackend
 from ikkuna.visualization.run_config import json_config
 from ikkuna.visualization.run_settings import Continued, RunSettings
 from ikkuna.visualization.sender import Sender
+from ikkuna.visualization.series import Series, SeriesGroup
 from ikkuna.visualization.shown_value import check_histogram, checked_matrix
 
 __all__ = ["Run"]

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.logger import log
-from ikkuna.visualization.backend import Series, SeriesGroup
 from ikkuna.visualization.files.event_file import (
     EventFormat,
     float32,
@@ -35,6 +34,7 @@ from ikkuna.visualization.names import dashboard_tag, heatmap_tag, matrix_tag, s
 from ikkuna.visualization.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue, import_renderer
 from ikkuna.visualization.pictures.redraw_thread import Drawable, RedrawThread
 from ikkuna.visualization.run_config import ConfigValue
+from ikkuna.visualization.series import Series, SeriesGroup
 
 __all__ = ["TensorBoardBackend"]
 

@@ -7,11 +7,11 @@ from matplotlib.figure import Figure
 
 from ikkuna.errors import ConfigError
 from ikkuna.reading import StoredRun
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.pictures.chart import ChartView, Line, heading
 from ikkuna.visualization.pictures.chart_picture import draw_chart
 from ikkuna.visualization.pictures.quantile_bands import QuantileView
+from ikkuna.visualization.series import Series
 
 __all__ = ["draw_kind"]
 

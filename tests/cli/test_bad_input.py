@@ -9,8 +9,8 @@ from tensorboardX import SummaryWriter
 
 from ikkuna import cli
 from ikkuna.cli.command import command_names
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.visualization.series import Series
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 NAMES = ("stem", "relu", "head")

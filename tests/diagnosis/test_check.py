@@ -14,8 +14,8 @@ from ikkuna.diagnosis.check import check
 from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
 from ikkuna.testing import small_model
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.jsonl import JSONLinesBackend
+from ikkuna.visualization.series import Series
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 DRAW = torch.Generator().manual_seed(1)

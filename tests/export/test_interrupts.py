@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ikkuna.testing import RecordingBackend
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.run import Run
+from ikkuna.visualization.series import Series
 from tests.export.storm import Signals, Storm, Training, interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -12,7 +12,8 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber, Subscriber
 from ikkuna.testing import RecordingBackend
-from ikkuna.visualization.jsonl import JSONLinesBackend, read
+from ikkuna.visualization.files.json_lines import read
+from ikkuna.visualization.jsonl import JSONLinesBackend
 from ikkuna.visualization.matrix import Matrix
 from tests.zoo import CASES, Loop
 

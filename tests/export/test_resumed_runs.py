@@ -18,8 +18,8 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscriber
 from ikkuna.reading import read_run
+from ikkuna.visualization.files.json_lines import read
 from ikkuna.visualization.files.run_file import read_run_file
-from ikkuna.visualization.jsonl import read
 from tests.export.resumed import Training
 
 ROOT = Path(__file__).parents[2]

@@ -19,9 +19,10 @@ if __name__ == "__main__":
     logging.disable()
     sys.modules["torch"] = None  # tensorboardX would import it, for longer than a round takes
 
-from ikkuna.visualization.backend import Series
-from ikkuna.visualization.jsonl import JSONLinesBackend, read
+from ikkuna.visualization.files.json_lines import read
+from ikkuna.visualization.jsonl import JSONLinesBackend
 from ikkuna.visualization.run import Run
+from ikkuna.visualization.series import Series
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 from tests.fault_injection import Fault
 

@@ -14,9 +14,9 @@ import ikkuna.plot as plot
 from ikkuna import monitor
 from ikkuna.errors import ConfigError
 from ikkuna.plot.grid import grid_shape
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.pictures.chart import Chart
 from ikkuna.visualization.pictures.chart_picture import draw_chart
+from ikkuna.visualization.series import Series
 
 RNG = np.random.default_rng(0)
 DATA = RNG.normal(size=(16, 100, 6))

@@ -16,7 +16,7 @@ from ikkuna.export.subscriber import (
     NormSubscriber,
     RatioSubscriber,
 )
-from ikkuna.visualization.jsonl import read
+from ikkuna.visualization.files.json_lines import read
 
 ACCUMULATION, CLIP, RATE, EPOCHS, VALIDATIONS = 2, 0.1, 0.05, 2, 4
 

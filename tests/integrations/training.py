@@ -9,8 +9,8 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.series import Series
 
 
 def train(backend, log_dir, steps=3, state=None, **options):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ikkuna.report import write_report
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.visualization.series import Series
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 pytestmark = [

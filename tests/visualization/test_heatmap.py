@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from ikkuna.visualization import mpl, tensorboard
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry, module_table
 from ikkuna.visualization.pictures import heatmap_picture
@@ -20,6 +19,7 @@ from ikkuna.visualization.pictures.heatmap_picture import draw_heatmap, grouped
 from ikkuna.visualization.pictures.matrix_picture import scaled
 from ikkuna.visualization.pictures.png import encode_png
 from ikkuna.visualization.run import Run
+from ikkuna.visualization.series import Series
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 from tests.plugins.children import answer_of
 
@@ -357,7 +357,7 @@ def test_matplotlib_is_imported_by_the_drawing_thread_before_it_is_needed(tmp_pa
         import json, sys, threading, time
         from pathlib import Path
         from ikkuna.visualization import get_backend
-        from ikkuna.visualization.backend import Series
+        from ikkuna.visualization.series import Series
         backend = get_backend("tb")
         backend.open(Path("run"))
         for step in range(2):

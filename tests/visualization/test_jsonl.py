@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.files.append_file import ReplacedEnd
-from ikkuna.visualization.jsonl import JSONLinesBackend, read
+from ikkuna.visualization.files.json_lines import read
+from ikkuna.visualization.jsonl import JSONLinesBackend
+from ikkuna.visualization.series import Series
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from ikkuna.integrations.remote import import_extra
 from ikkuna.testing import check_backend
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.loggers.adapters import FunctionBackend, LightningLoggerBackend, SummaryWriterBackend
 from ikkuna.visualization.loggers.logger_backend import LoggerBackend
 from ikkuna.visualization.matrix import Matrix
+from ikkuna.visualization.series import Series
 
 
 class Recording(LoggerBackend):

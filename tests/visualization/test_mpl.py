@@ -19,7 +19,6 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.visualization import mpl
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_order import ModuleOrder
 from ikkuna.visualization.module_table import ModuleEntry
@@ -28,6 +27,7 @@ from ikkuna.visualization.pictures.chart import Chart, HistogramChart
 from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_histograms
 from ikkuna.visualization.pictures.curve import CAPACITY, Curve
 from ikkuna.visualization.pictures.quantile_bands import QuantileBands
+from ikkuna.visualization.series import Series
 from tests.plugins.children import answer_of
 
 FC, OUT = Series("weights_norm2", "fc"), Series("weights_norm2", "out")
@@ -202,7 +202,7 @@ def test_no_display_is_needed_and_pyplot_is_never_imported(tmp_path, monkeypatch
         import json, sys
         from pathlib import Path
         from ikkuna.visualization import get_backend
-        from ikkuna.visualization.backend import Series
+        from ikkuna.visualization.series import Series
         backend = get_backend("mpl")
         backend.open(Path("run"))
         backend.add_scalar(Series("loss"), 0.5, 0)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ikkuna.visualization.jsonl import read
+from ikkuna.visualization.files.json_lines import read
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals a
 MAKE = """
 import json, os, sys
 sys.modules["torch"] = None  # tensorboardX would import it, for longer than a test takes
-from ikkuna.visualization.backend import Series
+from ikkuna.visualization.series import Series
 from ikkuna.visualization.jsonl import JSONLinesBackend
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 from ikkuna.visualization.run import Run

@@ -6,11 +6,11 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from ikkuna.errors import ConfigError
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.files import recovery
 from ikkuna.visualization.files.checksum import masked_crc32c
 from ikkuna.visualization.files.event_file import record
 from ikkuna.visualization.files.recovery import recover, whole_records
+from ikkuna.visualization.series import Series
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

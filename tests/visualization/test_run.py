@@ -15,14 +15,16 @@ from ikkuna import errors, plugins
 from ikkuna.testing import RecordingBackend
 from ikkuna.visualization import backend as backend_module
 from ikkuna.visualization import run as run_module
-from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.backend import Backend
+from ikkuna.visualization.files.json_lines import read
 from ikkuna.visualization.files.run_directory import check_log_dir, make_run_directory
-from ikkuna.visualization.jsonl import JSONLinesBackend, read
+from ikkuna.visualization.jsonl import JSONLinesBackend
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.mpl import MPLBackend
 from ikkuna.visualization.null import NullBackend
 from ikkuna.visualization.run import Run
 from ikkuna.visualization.sender import Sender
+from ikkuna.visualization.series import Series
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 LOSS = Series("loss")

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.module_group import STATISTICS
 from ikkuna.visualization.names import encode, heatmap_tag, overview_tag, series_tag, text_tag
+from ikkuna.visualization.series import Series
 
 NAMES = st.text(max_size=40) | st.text("./%~: -ab01", max_size=8)
 LONG = st.text("ab/.\u00e4\ud800", min_size=200, max_size=400)

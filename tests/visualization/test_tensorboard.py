@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from ikkuna.reading import read_run
-from ikkuna.visualization.backend import Series, SeriesGroup
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.module_group import overview
 from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.visualization.series import Series, SeriesGroup
 from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

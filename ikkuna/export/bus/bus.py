@@ -32,12 +32,13 @@ from ikkuna.export.subscriber.base import Subscriber
 from ikkuna.export.subscriber.registered import Registered
 from ikkuna.export.subscriber.sampling import Sampling
 from ikkuna.modules import NamedModule
-from ikkuna.visualization.backend import Backend, Series, SeriesGroup
+from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.files.run_directory import check_log_dir
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.run import Run
 from ikkuna.visualization.run_settings import Continued, RunSettings
 from ikkuna.visualization.sender import Sender
+from ikkuna.visualization.series import Series, SeriesGroup
 
 __all__ = ["Handle", "MessageBus", "get_default_bus"]
 

@@ -24,10 +24,11 @@ from ikkuna.export.subscriber.subscription import ModulePattern, Schedule, Subsc
 from ikkuna.modules import NamedModule
 from ikkuna.numerics.statistics import closure
 from ikkuna.overriding import overrides_both
-from ikkuna.visualization.backend import Backend, Series, SeriesGroup
+from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.loggers.adapters import is_target
 from ikkuna.visualization.module_table import ModuleEntry
 from ikkuna.visualization.sender import Sender
+from ikkuna.visualization.series import Series, SeriesGroup
 
 __all__ = ["MERGES", "Host", "Subscriber"]
 

@@ -8,8 +8,8 @@ from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.names import overview_tag, series_tag
+from ikkuna.visualization.series import Series
 
 __all__ = ["MOST_LINES", "layout_value"]
 

@@ -13,11 +13,12 @@ from ikkuna.background import BackgroundThread
 from ikkuna.failures import FailureCounter
 from ikkuna.logger import log
 from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.backend import Backend, Series
+from ikkuna.visualization.backend import Backend
 from ikkuna.visualization.loggers.step_values import StepValues
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.names import matrix_tag, series_tag
 from ikkuna.visualization.run_config import ConfigValue
+from ikkuna.visualization.series import Series
 
 __all__ = ["LoggerBackend"]
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.visualization.backend import Series
 from ikkuna.visualization.matrix import Matrix
 from ikkuna.visualization.pictures.curve import Curve
 from ikkuna.visualization.pictures.histogram_history import HistogramAtStep, HistogramHistory
 from ikkuna.visualization.pictures.quantile_bands import QuantileBands, QuantileView
+from ikkuna.visualization.series import Series
 
 __all__ = ["Chart", "ChartView", "HistogramChart", "HistogramsView", "Line", "MatrixChart", "MatrixView", "heading"]
 
