@@ -18,15 +18,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, Subscriber, VarianceSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.rows import recorder
-from ikkuna.export.rows.part import Part
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, Subscriber, VarianceSubscriber
 from ikkuna.numerics.statistics.device import statistics as device_statistics
 from ikkuna.numerics.statistics.device import triton_launcher
+from ikkuna.observation.rows import recorder
+from ikkuna.observation.rows.part import Part
 
 METRICS: dict[str, tuple[Callable[..., Subscriber], ...]] = {
     "norms": (NormSubscriber,),

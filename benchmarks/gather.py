@@ -20,11 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ikkuna.distributed.alignment import Alignments
-from ikkuna.distributed.block import RankBlock, RankRows, build
-from ikkuna.distributed.gather import Gather
-from ikkuna.distributed.layout import OWN, Layouts
-from ikkuna.distributed.merge import merge_blocks
+from ikkuna.distributed.block import OWN, Gather, Layouts, RankBlock, RankRows, build
+from ikkuna.distributed.merge import Alignments, merge_blocks
 from ikkuna.numerics.statistics import closure
 from ikkuna.numerics.statistics.table import COLUMN, empty_rows
 

@@ -25,11 +25,6 @@ from pathlib import Path
 
 import gpu_models
 import torch
-from overhead import FULL, KINDS, MODELS, Workload, bare, fields, floor, histograms, norms, watched
-from scaling import chain
-
-import ikkuna
-from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     MeanSubscriber,
@@ -39,7 +34,12 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
-from ikkuna.visualization.null import NullBackend
+from overhead import FULL, KINDS, MODELS, Workload, bare, fields, floor, histograms, norms, watched
+from scaling import chain
+
+import ikkuna
+from ikkuna.backends.backend import NullBackend
+from ikkuna.export import Exporter
 
 Found = dict[str, float]
 Attach = Callable[[Workload], object]

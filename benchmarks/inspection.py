@@ -11,10 +11,10 @@ import sys
 import time
 
 import torch
+from ikkuna.netdict import get_weight
 from torch import nn
 
-from ikkuna.netdict import get_weight
-from ikkuna.numerics.statistics.percentile import percentiles
+from ikkuna.numerics.statistics.histogram import percentiles
 
 REPETITIONS = 7
 

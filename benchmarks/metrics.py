@@ -19,15 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from ikkuna_subscribers.speed import resident_peak
+from ikkuna.export.messages import MessageBus
+from ikkuna_subscribers.training import resident_peak
 from torch import nn
 
 from ikkuna import observe
+from ikkuna.backends.backend import NullBackend
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
-from ikkuna.export.messages import MessageBus
-from ikkuna.plugins import plugin_names
-from ikkuna.visualization.null import NullBackend
+from ikkuna.support.plugins import plugin_names
 
 TABLE = Path(__file__).with_name("metrics.md")
 MiB = 1024 * 1024

@@ -23,15 +23,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from ikkuna.export.subscriber import Subscriber
 from overhead import MODELS, Workload
 
 import ikkuna
 from ikkuna.diagnosis import RecorderOptions
-from ikkuna.export.preset import GROUP, Preset
-from ikkuna.export.steps import stopwatch
-from ikkuna.export.subscriber import Subscriber
-from ikkuna.plugins import load_plugin
-from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.metrics.preset import GROUP, Preset
+from ikkuna.observation.steps import counters
+from ikkuna.store.values import ModuleEntry
+from ikkuna.support.plugins import load_plugin
 
 PERIOD = 400
 BLOCK = 10
@@ -87,7 +87,7 @@ def variants_of(arguments: argparse.Namespace, directory: str) -> dict[str, Call
 
 def measure(make: Callable[[], Workload], attach: dict[str, Callable[[Workload], None]], periods: int) -> Any:
     """Return the mean CPU seconds of a step of each variant, and how many of them were spent inside of ikkuna."""
-    stopwatch.time = SimpleNamespace(perf_counter=time.thread_time)
+    counters.time = SimpleNamespace(perf_counter=time.thread_time)
     works = {"none": make()}
     for name, function in attach.items():
         torch.manual_seed(0)

@@ -11,10 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from ikkuna.reading import StoredRun
 from synthetic_run import values_of_step, write_run
 
-from ikkuna.reading import StoredRun
-from ikkuna.visualization.files.event_file import float32, scalar_prefix, step_record
+from ikkuna.store.event_format import float32, scalar_prefix, step_record
 
 
 def write_single(directory, values: int) -> Path:

@@ -15,14 +15,14 @@ from collections import defaultdict
 
 import overhead
 import torch
+from ikkuna.export.messages import MessageBus
 from interleaved import main
 from overhead import Workload
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.preset import GROUP, Preset
-from ikkuna.plugins import load_plugin
+from ikkuna.metrics.preset import GROUP, Preset
+from ikkuna.support.plugins import load_plugin
 
 PERIOD = 40
 """The number of steps after which the same statistics are measured again."""

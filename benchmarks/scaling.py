@@ -21,11 +21,11 @@ import torch
 from overhead import FULL, MODELS, Workload, fields, norms
 from torch import nn
 
+from ikkuna.backends.run import Run
+from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.numerics.statistics import closure
 from ikkuna.numerics.statistics.host import measure
-from ikkuna.visualization.run import Run
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.store.names import Series
 
 CURVES = Path(__file__).with_name("scaling.json")
 MODULES = (10, 100, 1_000, 10_000)

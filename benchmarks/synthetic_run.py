@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-
 from ikkuna.reading import StoredHistogram
-from ikkuna.visualization.files.event_file import float32, histogram_value, scalar_prefix, step_record, text_value
-from ikkuna.visualization.module_table import ModuleEntry, module_table
-from ikkuna.visualization.names import series_tag
-from ikkuna.visualization.series import Series
+
+from ikkuna.store.event_format import float32, histogram_value, scalar_prefix, step_record, text_value
+from ikkuna.store.names import Series, series_tag
+from ikkuna.store.values import ModuleEntry, module_table
 
 KINDS = (
     *("weights_norm2", "layer_gradients_norm2", "activations_variance", "weight_updates_weights_ratio"),

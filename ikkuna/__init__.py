@@ -9,7 +9,7 @@ __all__ = ["observe", "preflight", "replay", "schedules", "watch"]
 
 def __getattr__(name: str) -> Any:
     if name == "watch":  # these are imported when asked for, since they import torch
-        from ikkuna.watching.watch import watch
+        from ikkuna.export.watch import watch
 
         return watch
     if name == "preflight":
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return replay
     if name == "observe":
-        from ikkuna.export.hooks.observed import observe
+        from ikkuna.observation.hooks.observed import observe
 
         return observe
     if name == "schedules":

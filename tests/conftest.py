@@ -6,10 +6,10 @@ import signal
 
 import pytest
 import torch
+from ikkuna.export.messages import MessageBus
 from torch.optim import optimizer as torch_optimizer
 
-from ikkuna.export.hooks import optimizer_steps
-from ikkuna.export.messages import MessageBus
+from ikkuna.observation.hooks import optimizers
 from tests import simulated_device
 
 
@@ -29,7 +29,7 @@ def imported_objects_are_not_searched():
 def leaves_no_exporter_open():
     torch.manual_seed(0)
     yield
-    left, optimizer_steps._called = optimizer_steps._called, ()
+    left, optimizers._called = optimizers._called, ()
     assert not left, "a test left an exporter open"
     assert len(torch_optimizer._global_optimizer_pre_hooks) <= 1
     assert len(torch_optimizer._global_optimizer_post_hooks) <= 1

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ikkuna.export import subscriber as installed
-from ikkuna.export.messages.kinds import MODULE_KINDS
+from ikkuna.metrics.messages.kinds import MODULE_KINDS
 
 EVERY_SUBSCRIBER = {}
 

@@ -6,10 +6,10 @@ import stat
 import pytest
 import torch
 
-from ikkuna.atomic_file import atomic_file
+from ikkuna.backends import mpl
 from ikkuna.errors import SnapshotError
-from ikkuna.netdict.files import load, save
-from ikkuna.visualization import mpl
+from ikkuna.inspect.netdict.net_dict import load, save
+from ikkuna.support.files import atomic_file
 
 
 def test_a_file_replaces_another_one_at_the_end(tmp_path):

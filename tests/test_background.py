@@ -4,12 +4,12 @@ import threading
 
 import pytest
 import torch
-
-from ikkuna.background import BackgroundThread
-from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
-from ikkuna.visualization.files.json_lines import read
+
+from ikkuna.export import Exporter
+from ikkuna.store.json_lines import read
+from ikkuna.support.threads import BackgroundThread
 
 
 def refuse(thread):

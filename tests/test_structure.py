@@ -111,11 +111,11 @@ DOORS = (
     "ikkuna.diagnosis",
     "ikkuna.errors",
     "ikkuna.export.messages",
-    "ikkuna.export.preset",
+    "ikkuna.metrics.preset",
     "ikkuna.export.subscriber",
-    "ikkuna.modules",
+    "ikkuna.support.modules",
     "ikkuna.numerics",
-    "ikkuna.undisturbed",
+    "ikkuna.support.undisturbed",
     "ikkuna.visualization",
 )
 
@@ -517,7 +517,7 @@ def wide_handlers(path):
                 yield node.lineno, [part for statement in node.body for part in ast.walk(statement)]
 
 
-NOT_IN_TRAINING = ("ikkuna/visualization/jsonl.py",)  # it reads files
+NOT_IN_TRAINING = ("ikkuna/backends/jsonl.py",)  # it reads files
 TRAINING = [path for path in PACKAGED if {"export", "visualization", "logger.py"} & set(path.parts)]
 
 
@@ -528,7 +528,7 @@ def test_code_on_the_training_thread_catches_no_exception_of_a_signal_handler(pa
         raises = any(isinstance(part, ast.Raise) and part.exc is None for part in body)
         assert raises or called & RAISING, f"{relative(path)}:{line} may catch an exception of a signal handler"
     for name, line in imports(path):
-        assert name != "contextlib.suppress", f"{relative(path)}:{line}: use ikkuna.signal_handlers.suppressed"
+        assert name != "contextlib.suppress", f"{relative(path)}:{line}: use ikkuna.support.failures.suppressed"
 
 
 def internals_of_torch(path):

@@ -7,11 +7,10 @@ The lower half of the channels reads the sequence backwards.
 from pathlib import Path
 
 import torch
-from networks import Recurrent, train
-from torch import nn
-
 from ikkuna.plot import features_2D
 from ikkuna.probe import get_gradients
+from networks import Recurrent, train
+from torch import nn
 
 
 def main(directory="."):

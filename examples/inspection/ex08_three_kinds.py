@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import torch
-from networks import Recurrent, train
-from torch import nn
-
 from ikkuna.plot import features_2D
 from ikkuna.probe import get_gradients
+from networks import Recurrent, train
+from torch import nn
 
 
 def main(directory="."):

@@ -6,8 +6,7 @@ from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 
-from ikkuna.cli.command import Command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["GROUPS", "describe_plugin", "list_command"]
 
@@ -25,7 +24,7 @@ def describe_plugin(point: EntryPoint) -> str:
 
     Examples
     --------
-    >>> describe_plugin(EntryPoint("null", "ikkuna.visualization.null:NullBackend", "ikkuna.backends"))
+    >>> describe_plugin(EntryPoint("null", "ikkuna.backends.backend:NullBackend", "ikkuna.backends"))
     'Discard every value; for subscribers that only publish.'
     """
     try:
@@ -48,7 +47,7 @@ def list_command(type_name: str, plural: str) -> Command:
 
     def run(options: argparse.Namespace, terminal: Terminal) -> int:
         from ikkuna.errors import PluginError, unknown_name
-        from ikkuna.plugins import plugins
+        from ikkuna.support.plugins import plugins
 
         found = plugins(GROUPS[type_name])
         if options.name is not None and options.name not in found:

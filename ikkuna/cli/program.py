@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ikkuna.cli.command import command_names, load_command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Terminal, command_names, load_command
 from ikkuna.errors import ConfigError, IkkunaError, unknown_name
 from ikkuna.version import __version__
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ikkuna.watching.watch import watch
+from ikkuna.export.watch import watch
 
 __all__ = ["train_sample"]
 

@@ -1,14 +1,21 @@
-"""Output of a command: text, tables and JSON, with colours only where they can be shown."""
+"""The contract of a command, and its output: text, tables and JSON."""
 
+import argparse
+import importlib
 import json
 import math
 import os
+import pkgutil
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
-__all__ = ["Terminal", "finite"]
+from ikkuna.cli import commands
+
+__all__ = ["Command", "Terminal", "command_names", "finite", "load_command"]
+
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _LEAST_WIDTH = 20
@@ -142,3 +149,51 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command such as ``ikkuna check``.
+
+    Parameters
+    ----------
+    help : str
+        What the command does, in a few words, for ``ikkuna --help``.
+    run : callable
+        Runs the command with the parsed arguments and a terminal.
+        It returns the exit status: 0, or 1 if the command has found something.
+        It raises `ikkuna.errors.IkkunaError` or `OSError` for bad input; the exit status is then 2.
+    add_arguments : callable, optional
+        Adds the arguments to an `argparse.ArgumentParser`.
+    description : str
+        What the command does, in sentences, for ``ikkuna COMMAND --help``.
+    """
+
+    help: str
+    run: Callable[[argparse.Namespace, Terminal], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    description: str = ""
+
+
+def command_names() -> tuple[str, ...]:
+    """Return the names of all commands.
+
+    Examples
+    --------
+    >>> "check" in command_names()
+    True
+    """
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(commands.__path__)))
+
+
+def load_command(name: str) -> Command:
+    """Return a command by its name.
+
+    Examples
+    --------
+    >>> load_command("check").help
+    'apply rules to a finished run'
+    """
+    found = importlib.import_module(f"{commands.__name__}.{name}").command
+    assert isinstance(found, Command)
+    return found

@@ -1,15 +1,11 @@
 """Findings about mistakes in a training run: checks before the first step, and rules over metrics."""
 
-from ikkuna.diagnosis.finding import Finding
-from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.findings import Finding, Findings
 from ikkuna.diagnosis.flight_recorder.dump import Dump, read_dump
 from ikkuna.diagnosis.flight_recorder.options import RecorderOptions
-from ikkuna.diagnosis.history import History
-from ikkuna.diagnosis.installed import get_rules
+from ikkuna.diagnosis.history import History, Network, TimeSeries
 from ikkuna.diagnosis.judge import Judge
-from ikkuna.diagnosis.network import Network
-from ikkuna.diagnosis.rule import GROUP, Rule, Score
-from ikkuna.diagnosis.time_series import TimeSeries
+from ikkuna.diagnosis.rule import GROUP, Rule, Score, get_rules
 
 __all__ = [
     "GROUP",

@@ -1,13 +1,84 @@
-"""The result of a diagnosis, which prints as a table."""
+"""Findings, their table, and the folding of findings that have one cause."""
 
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from ikkuna.diagnosis.finding import SEVERITIES, Finding
+from ikkuna.errors import ConfigError, unknown_name
 
-__all__ = ["Findings"]
+__all__ = ["SEVERITIES", "Finding", "FindingList", "Findings"]
+
+
+SEVERITIES = ("info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One mistake: where it is, since when, the figure that shows it, and what to try.
+
+    Parameters
+    ----------
+    rule : str
+        Name of the rule or check.
+    severity : {'info', 'warning', 'error'}
+        ``error``: training cannot work as intended; ``warning``: it probably does not; ``info``: a fact.
+    message : str
+        What is wrong, in a sentence.
+    module : str, optional
+        Name of the module; ``None`` if the finding is about the network.
+    kind : str, optional
+        The kind of the figure, such as ``weights_norm2``.
+    step : int, optional
+        The first step at which it was seen; ``None`` before the first step.
+    value : float, optional
+        The figure that exceeds its threshold.
+    advice : str
+        What to try.
+    evidence : tuple of (object, float)
+        The series behind the figure: pairs of a step or a module name, and a value.
+    modules : tuple of str
+        Every module in which the rule found the mistake, if there are several.
+    consequences : tuple of str
+        Other rules whose findings this one explains.
+
+    Raises
+    ------
+    ConfigError
+        If the severity is unknown.
+
+    Examples
+    --------
+    >>> print(Finding("dead_units", "warning", "97% of the units are dead.", "fc1", step=30, value=0.97))
+    warning: dead_units in fc1 at step 30: 97% of the units are dead.
+    """
+
+    rule: str
+    severity: str
+    message: str
+    module: str | None = None
+    kind: str | None = None
+    step: int | None = None
+    value: float | None = None
+    advice: str = ""
+    evidence: tuple[tuple[int | str, float], ...] = ()
+    modules: tuple[str, ...] = ()
+    consequences: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.severity not in SEVERITIES:
+            raise ConfigError(unknown_name("severity", self.severity, SEVERITIES))
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        since = "" if self.step is None else f" at step {self.step}"
+        return f"{self.severity}: {self.rule}{place}{since}: {self.message}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict of plain values."""
+        return asdict(self)
 
 
 class Findings(tuple[Finding, ...]):
@@ -132,3 +203,88 @@ def _table(findings: Iterable[Finding]) -> list[str]:
         lines.append(line((severity, rule, module), texts[0] if texts else ""))
         lines += [" " * indent + text for text in texts[1:]]
     return lines
+
+
+class FindingList:
+    """The findings so far, one for each cause.
+
+    A further finding of a rule adds its module to the finding of that rule.
+    A finding of a rule that another finding explains becomes a consequence of that finding.
+    A mistake that shows at step 0, before the first update, is not a consequence of one that begins later.
+
+    Parameters
+    ----------
+    explains : mapping of str to frozenset
+        For each rule the rules whose findings it explains.
+
+    Examples
+    --------
+    >>> found = FindingList({"dead_units": frozenset({"no_learning"})})
+    >>> found.add(Finding("no_learning", "warning", "The loss does not fall."))
+    True
+    >>> found.add(Finding("dead_units", "warning", "All units are dead.", "fc1"))
+    True
+    >>> found.add(Finding("dead_units", "warning", "All units are dead.", "fc2"))
+    False
+    >>> [(finding.rule, finding.modules, finding.consequences) for finding in found]
+    [('dead_units', ('fc1', 'fc2'), ('no_learning',))]
+    """
+
+    def __init__(self, explains: Mapping[str, frozenset[str]]) -> None:
+        self._explains = explains
+        self._causes: dict[str, Finding] = {}
+        self._folded: dict[str, str] = {}  # rule → the rule that explains it
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._causes.values())
+
+    def __len__(self) -> int:
+        return len(self._causes)
+
+    def add(self, finding: Finding) -> bool:
+        """Add a finding; return whether it is a new cause."""
+        rule = finding.rule
+        if rule in self._causes:
+            self._join(finding)
+            return False
+        if rule in self._folded:
+            return False
+        if (cause := self._cause_of(finding)) is not None:
+            self._fold(rule, cause)
+            return False
+        self._causes[rule] = finding
+        explained = self._explains.get(rule, frozenset())
+        for other, known in [*self._causes.items()]:
+            if other != rule and other in explained and _can_cause(finding, known):
+                self._demote(other, rule)
+        return True
+
+    def _cause_of(self, finding: Finding) -> str | None:
+        """Return the rule of the cause that explains a finding, directly or through one of its consequences."""
+        direct = ((cause, cause) for cause in self._causes)
+        for rule, cause in (*direct, *self._folded.items()):
+            if finding.rule in self._explains.get(rule, ()) and _can_cause(self._causes[cause], finding):
+                return cause
+        return None
+
+    def _join(self, finding: Finding) -> None:
+        known = self._causes[finding.rule]
+        modules = known.modules or ((known.module,) if known.module else ())
+        if finding.module and finding.module not in modules:
+            self._causes[finding.rule] = replace(known, modules=(*modules, finding.module))
+
+    def _fold(self, rule: str, cause: str) -> None:
+        self._folded[rule] = cause
+        known = self._causes[cause]
+        self._causes[cause] = replace(known, consequences=(*known.consequences, rule))
+
+    def _demote(self, rule: str, cause: str) -> None:
+        """Make a cause a consequence of another one, with all of its own consequences."""
+        demoted = self._causes.pop(rule)
+        for name in (rule, *demoted.consequences):
+            self._fold(name, cause)
+
+
+def _can_cause(cause: Finding, finding: Finding) -> bool:
+    """Return whether a mistake could have caused another one, by the steps at which they begin."""
+    return finding.step != 0 or not cause.step

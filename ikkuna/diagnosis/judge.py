@@ -1,21 +1,113 @@
 """Applies rules to the series of a run, one step after another."""
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ikkuna.diagnosis.alarm import Alarm, Raised
-from ikkuna.diagnosis.finding import Finding
-from ikkuna.diagnosis.findings import Findings
-from ikkuna.diagnosis.folding import FindingList
-from ikkuna.diagnosis.history import TRAINING, History
-from ikkuna.diagnosis.network import Network
-from ikkuna.diagnosis.rule import Rule, Score
-from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.failures import FailureCounter
-from ikkuna.logger import log
+import numpy as np
 
-__all__ = ["Judge"]
+from ikkuna.diagnosis.findings import Finding, FindingList, Findings
+from ikkuna.diagnosis.history import TRAINING, History, Network
+from ikkuna.diagnosis.rule import Rule, Score, get_rules
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.store import StoredRun, read_run
+from ikkuna.support.failures import FailureCounter, log
+
+__all__ = ["Alarm", "Judge", "Raised", "check", "judge_run"]
+
+
+class _Place:
+    """The state of one module."""
+
+    __slots__ = ("active", "bad", "good", "since")
+
+    def __init__(self) -> None:
+        self.active = False
+        self.bad = self.good = 0
+        self.since = 0
+
+
+class Raised:
+    """A score that has been bad for long enough.
+
+    Parameters
+    ----------
+    score : Score
+        The latest score.
+    since : int
+        The step of the first bad score in a row.
+    """
+
+    __slots__ = ("score", "since")
+
+    def __init__(self, score: Score, since: int) -> None:
+        self.score = score
+        self.since = since
+
+
+class Alarm:
+    """Counts the bad scores in a row of each module.
+
+    Parameters
+    ----------
+    rule : Rule
+        The rule, with its patience and release.
+
+    Attributes
+    ----------
+    judged : int
+        Number of judgements with a score.
+
+    Examples
+    --------
+    >>> from ikkuna.diagnosis.rule import Rule
+    >>> class AnyRule(Rule):
+    ...     name, needs, patience = "any", {"loss": ""}, 2
+    ...     def scores(self, history): ...
+    >>> alarm = Alarm(AnyRule())
+    >>> [len(alarm.update(step, [Score(value, value)])) for step, value in enumerate([2.0, 2.0, 2.0, 0.9, 2.0, 0.1, 0.1, 2.0, 2.0])]
+    [0, 1, 0, 0, 0, 0, 0, 0, 1]
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every module."""
+        self._places: dict[str | None, _Place] = {}
+        self.judged = 0
+
+    def update(self, step: int, scores: Iterable[Score]) -> list[Raised]:
+        """Return the modules whose scores have just been bad for long enough."""
+        raised, is_judged = [], False
+        for score in scores:
+            place = self._places.get(score.module)
+            if place is None:
+                place = self._places[score.module] = _Place()
+            if self._is_raised(place, step if score.step is None else score.step, score.value):
+                raised.append(Raised(score, place.since))
+            is_judged = True
+        self.judged += is_judged
+        return raised
+
+    def _is_raised(self, place: _Place, step: int, value: float) -> bool:
+        patience = self._rule.patience
+        if value >= 1:
+            if not place.bad:
+                place.since = step
+            place.bad += 1
+            place.good = 0
+        else:
+            place.bad = 0
+            place.good = place.good + 1 if not value >= self._rule.release else 0
+        if place.active:
+            place.active = place.good < patience
+            return False
+        place.active = place.bad >= patience
+        return place.active
+
 
 _MOST_DEFERRED = 1000
 
@@ -287,3 +379,63 @@ class Judge:
         missing = self._unmeasured(rule)
         sources = dict.fromkeys(rule.needs[kind] for kind in missing if rule.needs[kind])
         return f"{', '.join(missing)}" + (f" from {', '.join(sources)}" if sources else "") if missing else ""
+
+
+def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule] = "default") -> Findings:
+    """Apply rules to the values of a finished run.
+
+    The rules read the same series as while the model trained, in the order of steps.
+    ``findings.skipped`` states which rules could not judge, and ``findings.needed`` which subscriber would let them.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The directory of a run, an event file, or a file of JSON lines.
+    rules : str, Rule, or iterable of them
+        See `get_rules`.
+
+    Raises
+    ------
+    ConfigError
+        If there is no run, or if a rule is invalid.
+    PluginError
+        If a rule is unknown.
+    """
+    judge = Judge(get_rules(rules))
+    run = read_run(path)
+    judge.history.network = Network(run.modules)
+    judge_run(judge, run)
+    return judge.findings
+
+
+def judge_run(judge: Judge, run: StoredRun, every: int = 1) -> tuple[int, int]:
+    """Pass the values of a run to a judge, one step after another, and return the numbers of judged and of stored steps.
+
+    Several files of one run, such as those of two backends, are merged by steps; a resumed run begins again at an earlier step.
+
+    Parameters
+    ----------
+    judge : Judge
+        The rules.
+    run : StoredRun
+        The run.
+    every : int
+        Judge every n-th stored step only.
+    """
+    names = [series.name for series in run.all_series]
+    groups = {(series.kind, series.pass_name): i for i, series in enumerate(run.all_series)}
+    group_of = np.array([groups[series.kind, series.pass_name] for series in run.all_series], np.int64)
+    judged = stored = 0
+    for numbers, steps, values in run.session_columns(judge.kinds):
+        unique, begins = np.unique(steps, return_index=True)
+        ends = np.append(begins, len(steps))[1:]
+        chosen = zip(unique[::every].tolist(), begins[::every].tolist(), ends[::every].tolist(), strict=True)
+        for step, begin, end in chosen:
+            found = group_of[numbers[begin:end]]
+            for group in np.unique(found).tolist():
+                mask, head = found == group, run.all_series[group]
+                own = [names[number] for number in numbers[begin:end][mask].tolist()]
+                judge.add_all(head.kind, own, step, values[begin:end][mask].tolist(), head.pass_name)
+            judge.finish_step(step)
+        judged, stored = judged + len(unique[::every]), stored + len(unique)
+    return judged, stored

@@ -1,23 +1,86 @@
-"""Find mistakes before the first training step."""
+"""Finds mistakes before the first training step."""
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ikkuna.diagnosis.finding import Finding
-from ikkuna.diagnosis.findings import Findings
-from ikkuna.diagnosis.preflight_checks.batch import split_batch
-from ikkuna.diagnosis.preflight_checks.causes import without_consequences
-from ikkuna.diagnosis.preflight_checks.check import Check
-from ikkuna.diagnosis.preflight_checks.checks import CHECKS
-from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
-from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.diagnosis.findings import SEVERITIES, Finding, Findings
+from ikkuna.diagnosis.preflight_checks.dependence import batch_leak, ignores_input, random_output, time_leak
+from ikkuna.diagnosis.preflight_checks.loss import input_scale, loss_at_init, loss_scale, softmax_twice
+from ikkuna.diagnosis.preflight_checks.model import (
+    eval_mode,
+    frozen_in_optimizer,
+    learning_rate_zero,
+    not_in_optimizer,
+    parameter_in_two_groups,
+    untied_weights,
+)
+from ikkuna.diagnosis.preflight_checks.runs import first_step_runs, label_dtype, label_range, label_shape, no_gradient
+from ikkuna.diagnosis.preflight_checks.signal import (
+    dead_units,
+    gradient_scale,
+    identical_units,
+    nonfinite,
+    signal_lost,
+    signal_scale,
+)
+from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, split_batch
+from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.errors import ConfigTypeError
 
-__all__ = ["preflight"]
+__all__ = ["CHECKS", "preflight", "without_consequences"]
+
+
+_SIGNAL = ("signal_scale", "signal_lost", "gradient_scale", "dead_units", "loss_at_init")
+
+# Which findings a finding explains; the earlier entry explains the later one.
+_EXPLAINS = {
+    "nonfinite": (*_SIGNAL, "input_scale", "loss_scale", "ignores_input", "batch_leak", "time_leak", "softmax_twice"),
+    "input_scale": ("signal_scale", "loss_at_init", "gradient_scale"),
+    "identical_units": ("signal_lost", "gradient_scale"),
+    "dead_units": ("signal_lost", "gradient_scale", "ignores_input"),
+    "signal_scale": ("loss_at_init", "gradient_scale"),
+    "signal_lost": ("ignores_input", "gradient_scale"),
+    "ignores_input": ("gradient_scale",),
+}
+
+
+def without_consequences(findings: Iterable[Finding]) -> list[Finding]:
+    """Return `findings` without those that another one explains.
+
+    The finding that remains lists the others as ``consequences``, and has the highest of their severities.
+
+    Examples
+    --------
+    >>> a, b = Finding("input_scale", "info", "large inputs"), Finding("loss_at_init", "warning", "large loss")
+    >>> [(f.rule, f.severity, f.consequences) for f in without_consequences([a, b])]
+    [('input_scale', 'warning', ('loss_at_init',))]
+    """
+    left = list(findings)
+    for cause, explained in _EXPLAINS.items():
+        causes = [finding for finding in left if finding.rule == cause]
+        consequences = [finding for finding in left if finding.rule in explained]
+        if not causes or not consequences:
+            continue
+        severity = max((f.severity for f in (causes[0], *consequences)), key=SEVERITIES.index)
+        rules = (*causes[0].consequences, *(r for f in consequences for r in (f.rule, *f.consequences)))
+        first = replace(causes[0], severity=severity, consequences=tuple(dict.fromkeys(rules)))
+        left = [first if finding is causes[0] else finding for finding in left if finding not in consequences]
+    return left
+
+
+CHECKS: tuple[Check, ...] = (
+    *(not_in_optimizer, frozen_in_optimizer, parameter_in_two_groups, learning_rate_zero),
+    *(eval_mode, untied_weights, identical_units, input_scale, nonfinite),
+    *(first_step_runs, label_range, label_dtype, label_shape, loss_at_init, loss_scale, softmax_twice),
+    *(no_gradient, signal_scale, signal_lost, gradient_scale, dead_units),
+    *(ignores_input, batch_leak, time_leak, random_output),
+)
+
 
 _log = logging.getLogger(__name__)
 

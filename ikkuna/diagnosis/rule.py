@@ -1,16 +1,18 @@
-"""The base class of rules."""
+"""The base class of rules, and how rules are found by their names."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ikkuna.diagnosis.finding import SEVERITIES
-from ikkuna.diagnosis.history import History
-from ikkuna.diagnosis.network import Network
-from ikkuna.errors import ConfigError, unknown_name
+from ikkuna.diagnosis.findings import SEVERITIES
+from ikkuna.diagnosis.history import History, Network
+from ikkuna.errors import ConfigError, ConfigTypeError, PluginError, unknown_name
+from ikkuna.support.failures import log
+from ikkuna.support.plugins import load_plugin, plugin_names
 
-__all__ = ["GROUP", "Rule", "Score"]
+__all__ = ["GROUP", "Rule", "Score", "get_rules"]
+
 
 GROUP = "ikkuna.rules"
 
@@ -179,3 +181,53 @@ class Rule(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def get_rules(rules: "str | Rule | Iterable[str | Rule]" = "default") -> tuple[Rule, ...]:
+    """Return rules by their entry-point names.
+
+    Parameters
+    ----------
+    rules : str, Rule, or iterable of them
+        ``"default"`` for every installed rule with `is_default`, ``"all"`` for every installed rule;
+        or names of rules and `Rule` objects.  A list can contain ``"default"`` and further rules, which replace those of the same name.
+
+    Raises
+    ------
+    ConfigTypeError
+        If an item is neither a name nor a `Rule`.
+    PluginError
+        If no rule of this name is installed, or if it cannot be imported.
+    ConfigError
+        If a rule is invalid.
+
+    Examples
+    --------
+    >>> get_rules("loss_spike")
+    (LossSpikeRule(),)
+    """
+    items = [rules] if isinstance(rules, str | Rule) else list(rules)
+    found: dict[str, Rule] = {}
+    for item in items:
+        if not isinstance(item, str | Rule):
+            raise ConfigTypeError(f"rules needs names and Rule objects, got {type(item).__name__} {item!r}")
+        for rule in [item] if isinstance(item, Rule) else _by_name(item):
+            found[rule.name] = rule
+    return tuple(found.values())
+
+
+def _by_name(name: str) -> list[Rule]:
+    if name not in ("default", "all"):
+        return [load_plugin(GROUP, name, Rule)()]
+    made = (_load(each) for each in sorted(plugin_names(GROUP)))
+    return [rule for rule in made if rule is not None and (rule.is_default or name == "all")]
+
+
+def _load(name: str) -> Rule | None:
+    """Return an installed rule; one that is broken is logged and left out, so that it does not prevent all others."""
+    try:
+        rule: Rule = load_plugin(GROUP, name, Rule)()
+    except PluginError as error:
+        log.warning("a rule is left out: %s", error)
+        return None
+    return rule

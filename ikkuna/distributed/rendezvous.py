@@ -1,4 +1,4 @@
-"""The agreement of all ranks to share measurements."""
+"""The processes of a training, and their agreement to share measurements."""
 
 import json
 import time
@@ -11,10 +11,50 @@ from typing import Any
 
 import torch.distributed
 
-from ikkuna.distributed.pipeline import same_names
-from ikkuna.distributed.world import World
+from ikkuna.distributed.dtensor import same_names
+from ikkuna.errors import LogDirError
+from ikkuna.support.failures import log
+from ikkuna.support.torch_internals import default_store
 
-__all__ = ["PATIENCE", "Agreement", "agree", "missing_ranks", "poll"]
+__all__ = ["PATIENCE", "Agreement", "World", "agree", "from_first_rank", "missing_ranks", "poll"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes that train together.
+
+    Parameters
+    ----------
+    rank : int
+        Rank of this process.
+    size : int
+        Number of processes.
+    """
+
+    rank: int
+    size: int
+
+    @classmethod
+    def here(cls) -> "World":
+        """Return the world of the default process group; without one, a world of this process.
+
+        Examples
+        --------
+        >>> World.here()
+        World(rank=0, size=1)
+        """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return cls(torch.distributed.get_rank(), torch.distributed.get_world_size())
+        return _ALONE
+
+    @property
+    def store(self) -> Any:
+        """The store of the default process group."""
+        return default_store()
+
+
+_ALONE = World(0, 1)
+
 
 PATIENCE = 10.0
 """Seconds to wait for the other ranks."""
@@ -161,3 +201,58 @@ def missing_ranks(store: Any, world: World, patience: float = 1.0) -> list[int]:
     others = [rank for rank in range(world.size) if rank != world.rank]
     poll(lambda: store.check([f"alive/{rank}" for rank in others]), patience)
     return [rank for rank in others if not store.check([f"alive/{rank}"])]
+
+
+_calls: Counter[str] = Counter()
+
+
+def from_first_rank(world: World, name: str, find: Callable[[], Any], patience: float = PATIENCE) -> Any:
+    """Return the result of `find` on rank 0, on every rank.
+
+    Rank 0 does not wait.  A rank that waits for `patience` seconds in vain, because rank 0 does not call this function,
+    logs a warning and uses its own result.
+
+    Parameters
+    ----------
+    world : World
+        The ranks.
+    name : str
+        Distinguishes the value from others; the n-th calls of all ranks with one name belong together.
+    find : callable
+        Returns data that JSON can represent.
+    patience : float
+        Seconds to wait.
+
+    Raises
+    ------
+    LogDirError
+        If `find` raises it on rank 0, on every rank.
+
+    Examples
+    --------
+    >>> from_first_rank(World.here(), "answer", lambda: 42)
+    42
+    """
+    if world.size == 1:
+        return find()
+    _calls[name] += 1
+    store, key = _torch.PrefixStore("ikkuna/first rank", world.store), f"{name}/{_calls[name]}"
+    if world.rank == 0:
+        return _publish(store, key, find)
+    if not poll(lambda: store.check([key]), patience):
+        log.warning("rank 0 has not named its %s within %g s; rank %d uses its own", name, patience, world.rank)
+        return find()
+    found = json.loads(store.get(key))
+    if "error" in found:
+        raise LogDirError(f"rank 0: {found['error']}")
+    return found["value"]
+
+
+def _publish(store: Any, key: str, find: Callable[[], Any]) -> Any:
+    try:
+        value = find()
+    except LogDirError as error:
+        store.set(key, json.dumps({"error": str(error)}))
+        raise
+    store.set(key, json.dumps({"value": value}))
+    return value

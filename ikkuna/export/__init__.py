@@ -1,6 +1,6 @@
 """The live half: hooks, messages, subscribers."""
 
+from ikkuna.export.attachment import Health
 from ikkuna.export.exporter import Exporter
-from ikkuna.export.health import Health
 
 __all__ = ["Exporter", "Health"]

@@ -10,19 +10,17 @@ from torch import Tensor, nn
 
 from ikkuna.diagnosis import Findings, RecorderOptions
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export import checkpoint
-from ikkuna.export.attachment import Attachment, release_unreachable
-from ikkuna.export.bus.bus import MessageBus, get_default_bus
-from ikkuna.export.health import Health
-from ikkuna.export.messages.stamp import TRAINING
-from ikkuna.export.model.loss_function import observable_loss
-from ikkuna.export.model.roots import Root, Roots
-from ikkuna.export.recorder.flight_recorder import FlightRecorder
-from ikkuna.export.rule_subscriber import RuleSubscriber
-from ikkuna.export.rules import RuleSelection, register_rules
-from ikkuna.export.worker_exporter import WorkerExporter
-from ikkuna.modules import ModuleFilter, NamedModule
-from ikkuna.visualization.run_settings import RunSettings
+from ikkuna.export.attachment import Attachment, Health, release_unreachable
+from ikkuna.flight_recorder.flight_recorder import FlightRecorder
+from ikkuna.metrics.bus.bus import MessageBus, get_default_bus
+from ikkuna.metrics.live_rules import RuleSelection, RuleSubscriber, register_rules
+from ikkuna.metrics.messages.stamp import TRAINING
+from ikkuna.observation import checkpoint
+from ikkuna.observation.model.roots import Root, Roots
+from ikkuna.observation.model.watched_model import observable_loss
+from ikkuna.observation.session import WorkerExporter
+from ikkuna.store.run_directory import RunSettings
+from ikkuna.support.modules import ModuleFilter, NamedModule
 
 __all__ = ["Exporter"]
 
@@ -226,7 +224,7 @@ class Exporter:
         rules : str, Rule, or iterable of them
             ``"default"``, ``"all"``, names of rules, or `ikkuna.diagnosis.Rule` objects.
         **options : Any
-            ``every``, ``later``, ``loss_every``, ``on_finding``, ``stop`` and ``backend``, see `ikkuna.export.rules.register_rules`.
+            ``every``, ``later``, ``loss_every``, ``on_finding``, ``stop`` and ``backend``, see `ikkuna.metrics.live_rules.register_rules`.
 
         Raises
         ------

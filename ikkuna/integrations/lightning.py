@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.subscriber import Subscriber
 from ikkuna.integrations.monitored_training import MonitoredTraining
 from ikkuna.integrations.remote import import_extra
-from ikkuna.logger import log
+from ikkuna.metrics.subscriber import Subscriber
+from ikkuna.support.failures import log
 
 __all__ = ["IkkunaCallback"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from ikkuna.backends.run import Run
 from ikkuna.export.exporter import Exporter
-from ikkuna.export.subscriber import Subscriber
-from ikkuna.visualization.run import Run
-from ikkuna.watching.watch import watch
+from ikkuna.export.watch import watch
+from ikkuna.metrics.subscriber import Subscriber
 
 __all__ = ["MonitoredTraining"]
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ikkuna.backends.loggers import LoggerBackend
 from ikkuna.errors import PluginError
-from ikkuna.visualization.files.run_file import read_run_file
-from ikkuna.visualization.loggers.logger_backend import LoggerBackend
+from ikkuna.store.run_directory import read_run_file
 
 __all__ = ["RemoteBackend", "import_extra"]
 

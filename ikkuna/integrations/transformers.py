@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from ikkuna.atomic_file import atomic_path
-from ikkuna.export.subscriber import Subscriber
 from ikkuna.integrations.monitored_training import MonitoredTraining
 from ikkuna.integrations.remote import import_extra
-from ikkuna.logger import log
+from ikkuna.metrics.subscriber import Subscriber
+from ikkuna.support.failures import log
+from ikkuna.support.files import atomic_path
 
 __all__ = ["IkkunaCallback"]
 

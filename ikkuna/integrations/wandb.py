@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ikkuna.backends.loggers import StepValues, matrix_picture
 from ikkuna.integrations.remote import RemoteBackend, import_extra
-from ikkuna.logger import announce, log
-from ikkuna.signal_handlers import raise_users_exception
-from ikkuna.visualization.loggers.matrix_image import matrix_picture
-from ikkuna.visualization.loggers.step_values import StepValues
+from ikkuna.support.failures import announce, log, raise_users_exception
 
 __all__ = ["WandbBackend"]
 

@@ -1,34 +1,149 @@
-"""Access to the numbers of tensors of every dtype and layout."""
+"""Access to the numbers of tensors of every dtype and layout.
+
+Which devices compute in float64.
+
+The numbers that quantised and other special tensors stand for.
+
+A number that tells whether two tensors are equal, from a few of their elements.
+
+Conversion of data of any kind to numpy arrays.
+"""
 
 import ctypes
 import math
-from collections.abc import Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from ikkuna.numerics.float64 import widest_float
-from ikkuna.numerics.quantized import dequantized, is_special
-from ikkuna.torch_internals import holds_other_tensors, is_transformed
+from ikkuna.errors import ConfigTypeError
+from ikkuna.support.torch_internals import holds_other_tensors, is_transformed
 
 __all__ = [
     "CHUNK",
+    "SIZE",
     "all_finite",
+    "as_float64",
+    "dequantized",
+    "fingerprint",
     "flatten",
+    "has_float64",
     "has_numbers",
     "has_storage",
     "host_array",
     "in_memory_order",
     "is_plain",
+    "is_special",
     "on_device",
     "pieces",
     "readable",
     "stored",
+    "to_array",
+    "widest_float",
     "without_repeats",
 ]
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64; ``mps`` and some GPUs of Intel do not.
+
+    The first call for a device multiplies a number there, without waiting for the result.
+
+    Examples
+    --------
+    >>> has_float64(torch.device("cpu"))
+    True
+    """
+    if device.type in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        torch.ones((), dtype=torch.float64, device=device).mul_(2)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def widest_float(x: Tensor) -> torch.dtype:
+    """Return float64, or float32 on a device without float64.
+
+    Examples
+    --------
+    >>> widest_float(torch.ones(2))
+    torch.float64
+    """
+    return torch.float64 if has_float64(x.device) else torch.float32
+
+
+def as_float64(values: Any) -> Tensor:
+    """Return data as a detached float64 tensor, on its own device if that has float64, else on the host.
+
+    Examples
+    --------
+    >>> as_float64(torch.ones(2)).dtype, as_float64([1, 2]).tolist()
+    (torch.float64, [1.0, 2.0])
+    """
+    if isinstance(values, Tensor):
+        x = values.detach()
+        return (x if has_float64(x.device) else x.cpu()).double()
+    return torch.from_numpy(np.array(values, dtype=np.float64))
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_special(x: Tensor) -> bool:
+    """Return whether the stored elements of `x` may be other numbers than those that it stands for.
+
+    Examples
+    --------
+    >>> codes = torch.ones(2, dtype=torch.uint8)
+    >>> is_special(codes), is_special(nn.Parameter(codes, requires_grad=False))
+    (False, True)
+    """
+    return type(x) is not Tensor and (type(x) is not nn.Parameter or not _has_fractions(x))
+
+
+def _has_fractions(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def dequantized(x: Tensor) -> Tensor | None:
+    """Return the numbers that `x` stands for as a plain tensor; ``None`` if `x` does not offer them.
+
+    A subclass offers them by a method ``dequantize`` of its own, as those of torchao do; weights of bitsandbytes in 4 bits are
+    unpacked by bitsandbytes.  Elements of other integer parameters are codes of an unknown format.
+
+    Examples
+    --------
+    >>> dequantized(torch.ones(2, dtype=torch.uint8))
+    tensor([1, 1], dtype=torch.uint8)
+    >>> dequantized(nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)) is None
+    True
+    """
+    offered = x.dequantize if x.is_quantized or type(x).dequantize is not Tensor.dequantize else _unpacking(x)
+    if offered is None:
+        return x if _has_fractions(x) or type(x) is Tensor else None
+    with torch.no_grad():
+        found = offered()
+    return found if type(found) in _PLAIN and _has_fractions(found) else None
+
+
+def _unpacking(x: Tensor) -> Callable[[], Tensor] | None:
+    """Return the function that unpacks a weight of bitsandbytes."""
+    state = getattr(x, "quant_state", None) if type(x).__name__ == "Params4bit" else None
+    functional: Any = sys.modules.get("bitsandbytes.functional")
+    if state is None or functional is None:
+        return None
+    return lambda: cast(Tensor, functional.dequantize_4bit(x.data, state))
+
 
 CHUNK = 131_072
 """The number of elements that stay in the cache during several reductions."""
@@ -283,3 +398,107 @@ def flatten(x: Tensor) -> Tensor:
         return x.view(-1)
     ordered = in_memory_order(x)
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
+
+
+SIZE = 4096
+"""The largest number of elements that are read."""
+
+_BITS = 40  # sums of 8192 fingerprints are exact in float64
+_GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed number
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    r"""Return :math:`\sum_i w_i b_i \bmod 2^{40}`, with :math:`b_i` the bits of evenly spaced elements of `x`.
+
+    The odd weights :math:`w_i` are fixed, so that the order of elements counts.
+    Equal tensors have equal fingerprints.  Different tensors have different ones unless they agree in all elements that are read,
+    or with a probability of about :math:`2^{-40}`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape and dtype, strided; of more than 4096 elements at most 4096 are read.
+
+    Returns
+    -------
+    Tensor
+        ``()``, float64, on the device of `x`; nothing waits for the device.  0 for no elements.
+
+    Examples
+    --------
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    >>> bool(fingerprint(a) == fingerprint(a.clone())), bool(fingerprint(a) == fingerprint(b))
+    (True, False)
+    """
+    x = x.detach()
+    flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
+    if flat.dtype.is_floating_point:
+        flat = flat.view(_INTEGERS[flat.itemsize]) if flat.itemsize in _INTEGERS else flat.float().view(torch.int32)
+    stride = -(-flat.numel() // SIZE) | 1
+    size = flat.numel() * 0x9E3779B1 % (1 << 62)
+    if flat.is_cpu:  # numpy takes a third of the time of torch for so few elements
+        array = flat.resolve_neg().numpy()[::stride].astype(np.int64)
+        number = int(np.multiply(array, _host_weights()[: len(array)], out=array).sum()) + size
+        return torch.tensor(_mixed(number), dtype=torch.float64, device="cpu")
+    bits = flat[::stride].to(torch.int64)
+    total = (bits * _weights(bits.device)[: bits.numel()]).sum() + size
+    return torch.bitwise_and(total ^ (total >> (64 - _BITS)), (1 << _BITS) - 1).to(torch.float64)
+
+
+def _mixed(number: int) -> int:
+    """Return the low bits of a signed 64-bit number, with its high bits added to them."""
+    number = (number + (1 << 63)) % (1 << 64) - (1 << 63)  # as torch's integers overflow
+    return (number ^ (number >> (64 - _BITS))) & ((1 << _BITS) - 1)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    return (torch.arange(1, SIZE + 1, device=device, dtype=torch.int64) * _GOLDEN) | 1
+
+
+@cache
+def _host_weights() -> NDArray[np.int64]:
+    found: NDArray[np.int64] = _weights(torch.device("cpu")).numpy()
+    return found
+
+
+def to_array(data: Any) -> NDArray[np.float64]:
+    """Return a float64 copy of a tensor (of any device and dtype), an array or nested lists of them.
+
+    Complex numbers are replaced by their magnitudes.
+
+    Raises
+    ------
+    ConfigTypeError
+        If the data contains other objects than numbers, or parts of different shapes.
+
+    Examples
+    --------
+    >>> to_array([torch.tensor([1, 2]), [3, 4]])
+    array([[1., 2.],
+           [3., 4.]])
+    """
+    if isinstance(data, Tensor):
+        return _tensor_to_array(data)
+    if isinstance(data, list | tuple) and any(isinstance(item, Tensor | list | tuple) for item in data):
+        parts = [to_array(item) for item in data]
+        if len({part.shape for part in parts}) > 1:
+            shapes = sorted({str(part.shape) for part in parts})
+            raise ConfigTypeError(f"expected parts of one shape, got {', '.join(shapes)}")
+        return np.stack(parts)
+    try:
+        array = np.asarray(data)
+        return np.array(np.abs(array) if np.iscomplexobj(array) else array, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigTypeError(f"expected numbers, got {type(data).__name__}: {error}") from error
+
+
+def _tensor_to_array(tensor: Tensor) -> NDArray[np.float64]:
+    tensor = tensor.detach()
+    tensor = tensor.abs() if tensor.is_complex() else tensor
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return host_array(tensor.cpu().double().contiguous()).copy()

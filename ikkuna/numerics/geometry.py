@@ -1,16 +1,160 @@
-r"""Ratios, angles and distances between tensors, and updates that are lost by rounding.
+"""Inner products, norms, angles and distances of tensors, and what an update consists of.
 
 All are NaN if a divisor is 0, an element is not finite, or two shapes differ; none waits for the device.
+
+A single float32 reduction over a CPU tensor of 50 M elements has an error of 0.4 %.
+Therefore tensors are split into chunks of 131,072 elements, whose sums are added in float64.
+
+An update is :math:`u = d + r`, with the part *d* of weight decay and the part *r* of the gradients of the loss.
 """
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.elements import CHUNK, readable
-from ikkuna.numerics.float64 import widest_float
-from ikkuna.numerics.inner import norm, squared_distance
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.elements import CHUNK, flatten, has_float64, readable, widest_float, without_repeats
 
-__all__ = ["angle", "cosine", "count_moved", "distance", "effective_update_fraction", "update_ratio"]
+__all__ = [
+    "ROW_STATISTICS",
+    "adam_decay",
+    "angle",
+    "cosine",
+    "count_moved",
+    "decay_row",
+    "decoupled_decay",
+    "distance",
+    "dot",
+    "effective_update_fraction",
+    "norm",
+    "row_means",
+    "row_sums",
+    "sgd_decay",
+    "squared_distance",
+    "squared_norm",
+    "update_ratio",
+]
+
+
+_DEVICE_CHUNK = 1 << 22
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    r"""Return :math:`\sum_i a_i b_i` in float64.
+
+    Parameters
+    ----------
+    a, b : Tensor
+        Of the same shape, of any layout and floating dtype.  Narrow dtypes are converted to float32 first.
+
+    Returns
+    -------
+    Tensor
+        0-d, float64 (float32 on a device without float64), on the device of `a`.  0 without elements; NaN if an element
+        is NaN, if a tensor has no numbers (meta, fake), or if the shapes differ.
+
+    Notes
+    -----
+    On a CPU it costs about two sums of the larger tensor.  Float32 products that overflow or underflow are repeated in
+    float64.
+
+    Examples
+    --------
+    >>> dot(torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])).item()
+    1.0
+    """
+    if a is b:
+        return squared_norm(a)
+    if a.shape != b.shape or a.is_meta or b.is_meta:
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
+    return _sum_of_products(a, b, subtract=False)
+
+
+def squared_norm(a: Tensor) -> Tensor:
+    """Return the sum of squares of `a` in float64; see :func:`dot`.
+
+    Examples
+    --------
+    >>> squared_norm(torch.tensor([3.0, 4.0])).item()
+    25.0
+    """
+    a, times = without_repeats(a.detach())
+    if times > 1:
+        return squared_norm(a) * times
+    if (read := readable(a)) is None:
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
+    flat = flatten(read[0])
+    return _add((_product(chunk, chunk) for chunk in _chunks(flat)), flat)
+
+
+def norm(a: Tensor) -> Tensor:
+    """Return the Euclidean norm of `a` in float64; see :func:`dot`.
+
+    Examples
+    --------
+    >>> norm(torch.tensor([3.0, 4.0])).item()
+    5.0
+    """
+    return squared_norm(a).sqrt()
+
+
+def squared_distance(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum of squares of ``a - b`` in float64, without a difference of full size; see :func:`dot`.
+
+    Examples
+    --------
+    >>> squared_distance(torch.tensor([1.0, 2.0]), torch.tensor([4.0, 6.0])).item()
+    25.0
+    """
+    if a.shape != b.shape or a.is_meta or b.is_meta:
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
+    return _sum_of_products(a, b, subtract=True)
+
+
+def _sum_of_products(a: Tensor, b: Tensor, subtract: bool) -> Tensor:
+    left, right = _aligned(a, b)
+    pairs = zip(_chunks(left), _chunks(right), strict=True)
+    if subtract:
+        differences = (_wide(x) - _wide(y) for x, y in pairs)
+        return _add((_product(d, d) for d in differences), left)
+    return _add((_product(x, y) for x, y in pairs), left)
+
+
+def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as flat tensors with equal order of elements."""
+    reads = [readable(t.detach().to_dense() if t.layout is not torch.strided else t.detach()) for t in (a, b)]
+    left, right = (read[0] if read else torch.empty(0, device="cpu") for read in reads)
+    right = right.to(left.device)
+    if left.stride() == right.stride():
+        return flatten(left), flatten(right)
+    return left.reshape(-1), right.reshape(-1)
+
+
+def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
+    size = CHUNK if flat.device.type == "cpu" else _DEVICE_CHUNK
+    return torch.split(flat, size) if flat.numel() > size else (flat,)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    x, y = _wide(x), _wide(y)
+    if not has_float64(x.device):
+        return torch.dot(x, y)
+    if x.device.type != "cpu":
+        return torch.dot(x.double(), y.double())
+    value = torch.dot(x, y) if x.dtype is y.dtype else torch.dot(x.double(), y.double())
+    in_range = 1e-30 * x.numel() < value.abs() < 1e38
+    return value if in_range or value.dtype is torch.float64 else torch.dot(x.double(), y.double())
+
+
+def _add(parts: Iterable[Tensor], like: Tensor) -> Tensor:
+    stacked = torch.stack(list(parts))
+    return stacked.sum(dtype=torch.float64 if has_float64(like.device) else torch.float32)
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -198,3 +342,186 @@ def effective_update_fraction(weight: Tensor, update: Tensor, dtype: torch.dtype
     """
     moved, asked = count_moved(weight, update, dtype).double()
     return _ratio(moved, asked)
+
+
+def decoupled_decay(weight: Tensor, rate: Any, decay: Any) -> Tensor:
+    r"""Return :math:`d = -\eta \lambda w`, as AdamW computes it.
+
+    Parameters
+    ----------
+    weight : Tensor
+        :math:`w`, before the step, of any shape.
+    rate, decay : float or Tensor
+        The learning rate :math:`\eta` and the weight decay :math:`\lambda`.
+
+    Examples
+    --------
+    >>> decoupled_decay(torch.tensor([2.0]), rate=0.1, decay=0.5)
+    tensor([-0.1000])
+    """
+    part: Tensor = weight.detach() * (-rate * decay)
+    return part
+
+
+def sgd_decay(
+    weight: Tensor, rate: Any, decay: Any, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False
+) -> Tensor:
+    r"""Return :math:`d = -\eta \lambda c\, w` of SGD, whose momentum sums the decay of earlier steps.
+
+    With momentum :math:`\mu` and dampening :math:`\tau`, :math:`c = (1 - \tau) / (1 - \mu)`; with Nesterov's,
+    :math:`c = 1 + \mu / (1 - \mu)`; without momentum, :math:`c = 1`.
+    This is exact for weights that do not change over the last :math:`1 / (1 - \mu)` steps, and too large in the first of them.
+
+    Parameters
+    ----------
+    weight : Tensor
+        :math:`w`, before the step, of any shape.
+    rate, decay : float or Tensor
+        :math:`\eta` and :math:`\lambda`.
+    momentum, dampening : float
+        :math:`\mu` and :math:`\tau`.
+    nesterov : bool
+        Whether the momentum is Nesterov's.
+
+    Examples
+    --------
+    >>> sgd_decay(torch.tensor([2.0]), rate=0.1, decay=0.5, momentum=0.5)
+    tensor([-0.2000])
+    """
+    if not momentum or momentum >= 1:
+        return decoupled_decay(weight, rate, decay)
+    factor = 1 + momentum / (1 - momentum) if nesterov else (1 - dampening) / (1 - momentum)
+    return decoupled_decay(weight, rate, decay) * factor
+
+
+def adam_decay(weight: Tensor, rate: Any, decay: Any, exp_avg_sq: Tensor, step: Any, beta2: Any, eps: float) -> Tensor:
+    r"""Return the part of weight decay in an update of Adam, which adds :math:`\lambda w` to the gradient.
+
+    It is :math:`d = -\eta \lambda w / (\sqrt{v / (1 - \beta_2^t)} + \epsilon)`.
+    This is exact for weights that do not change over the steps that its first moment averages.
+
+    Parameters
+    ----------
+    weight : Tensor
+        :math:`w`, before the step, of any shape.
+    rate, decay : float or Tensor
+        :math:`\eta` and :math:`\lambda`.
+    exp_avg_sq : Tensor
+        The second moment :math:`v` after the step, of the same shape.
+    step : int or Tensor
+        The number of steps *t*.
+    beta2 : float or Tensor
+        :math:`\beta_2`.
+    eps : float
+        :math:`\epsilon`.
+
+    Examples
+    --------
+    >>> adam_decay(torch.tensor([2.0]), 0.1, 0.5, torch.tensor([0.75]), step=1, beta2=0.25, eps=0.0)
+    tensor([-0.1000])
+    """
+    denominator: Tensor = (exp_avg_sq.detach() / (1 - beta2**step)).sqrt() + eps
+    return decoupled_decay(weight, rate, decay) / denominator
+
+
+def decay_row(update: Tensor, decay: Tensor) -> Tensor:
+    r"""Return :math:`\lVert d \rVert^2` and :math:`\lVert u - d \rVert^2`, which can be summed over the parts of a tensor.
+
+    Parameters
+    ----------
+    update, decay : Tensor
+        *u* and *d*, of the same shape.
+
+    Returns
+    -------
+    Tensor
+        ``(2,)``, float64.
+
+    Examples
+    --------
+    >>> decay_row(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])).tolist()
+    [16.0, 25.0]
+    """
+    return torch.stack([squared_norm(decay), squared_norm(update.detach() - decay)])
+
+
+ROW_STATISTICS = ("l2_norm", "mean", "max", "skewness", "kurtosis")
+"""The statistics of a row, in the order of the results."""
+
+
+def row_sums(x: Tensor) -> Tensor:
+    r"""Sum statistics of the rows of `x`, its vectors along the last axis, without waiting for the device.
+
+    With the mean :math:`\mu` of a row of *d* elements and :math:`m_k = \frac 1 d \sum_i (x_i - \mu)^k`, they are
+    :math:`\lVert x \rVert_2`, :math:`\mu`, :math:`\max_i x_i`, the skewness :math:`m_3 / m_2^{3/2}`
+    and the kurtosis :math:`m_4 / m_2^2`, which is 3 for a normal distribution.
+
+    Parameters
+    ----------
+    x : Tensor
+        ``(…, d)``, real.
+
+    Returns
+    -------
+    Tensor
+        ``(2, 5)``, float64: the sums in the order of :data:`ROW_STATISTICS`, and the number of rows in each.
+        Rows whose elements are equal have no skewness and no kurtosis; rows of no element are left out.
+        Results can be summed; see :func:`row_means`.  A NaN or Inf makes the sums NaN.
+
+    Raises
+    ------
+    ConfigError
+        If `x` has no axis.
+
+    Examples
+    --------
+    >>> sums, rows = row_sums(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    >>> sums[:3].tolist(), rows.tolist()
+    ([5.0, 3.5, 4.0], [2.0, 2.0, 2.0, 1.0, 1.0])
+    """
+    if not x.ndim:
+        raise ConfigError("row_sums needs a tensor with an axis, got a number")
+    total = torch.zeros(2, len(ROW_STATISTICS), dtype=torch.float64, device=x.device)
+    if not x.numel():
+        return total
+    rows = x.detach().reshape(-1, x.shape[-1])
+    # parts that stay in the cache also bound the size of the copies
+    parts = rows.split(max(1, CHUNK // rows.shape[1])) if rows.device.type == "cpu" else (rows,)
+    for part in parts:
+        total += _sums(part if part.dtype is torch.float64 else part.float())
+    return total
+
+
+def _sums(rows: Tensor) -> Tensor:
+    low, high = torch.aminmax(rows, dim=1)
+    mean = rows.mean(1, dtype=torch.float64)
+    centred = rows - mean[:, None].to(rows)
+    centred = centred - centred.mean(
+        1, keepdim=True
+    )  # the first mean was rounded, by much if it is far above the spread
+    # a power of two scales each row exactly, so that no fourth power overflows or vanishes
+    spread = torch.linalg.vector_norm(centred, torch.inf, dim=1, keepdim=True)
+    scaled = centred / torch.ldexp(torch.ones_like(spread), torch.frexp(spread).exponent)
+    squares = scaled * scaled
+    m2, m3, m4 = (v.mean(1, dtype=torch.float64) for v in (squares, squares * scaled, squares * squares))
+    varies = low != high
+    # torch would sum in float32 otherwise, which is wrong by up to a percent for long rows
+    norm = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    undefined = torch.where(low.isfinite() & high.isfinite(), 0.0, torch.nan)
+    shape = [torch.where(varies, value, 0.0) for value in (m3 / m2**1.5, m4 / m2**2)]
+    values = [norm, mean, high.double(), *shape]
+    numbers = [torch.ones_like(mean)] * 3 + [varies.double()] * 2
+    return torch.stack([torch.stack([(v + undefined).sum() for v in values]), torch.stack([n.sum() for n in numbers])])
+
+
+def row_means(sums: Tensor) -> Tensor:
+    """Return the statistics averaged over rows, ``(5,)``, from a result of :func:`row_sums` or a sum of such results.
+
+    The value is NaN if no row has the statistic.
+
+    Examples
+    --------
+    >>> row_means(row_sums(torch.tensor([[3.0, 4.0, 5.0], [1.0, 1.0, 4.0]]))).round(decimals=3).tolist()
+    [5.657, 3.0, 4.5, 0.354, 1.5]
+    """
+    return sums[0] / torch.where(sums[1] > 0, sums[1], torch.nan)

@@ -1,15 +1,167 @@
-r"""Figures of a network's outputs and labels together, from which mistakes of a training loop can be seen."""
+"""Figures of a network's outputs and labels: accuracy, perplexity, the loss of a guess, mistakes of a training loop."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ikkuna.numerics.accuracy import find_class_axis
 from ikkuna.numerics.elements import readable
 
-__all__ = ["PREDICTION_FIGURES", "prediction_figures"]
+__all__ = [
+    "PREDICTION_FIGURES",
+    "count_correct",
+    "find_class_axis",
+    "initial_cross_entropy",
+    "initial_logit_deviation",
+    "perplexity",
+    "prediction_figures",
+    "shifted",
+    "wilson_interval",
+    "z_loss_row",
+]
+
+
+def count_correct(
+    logits: Tensor, labels: Tensor, k: int = 1, ignore_index: int = -100, class_axis: int | None = None
+) -> Tensor:
+    r"""Count the labels that are among the `k` largest logits.
+
+    A label is correct if fewer than `k` classes come before it in descending order of logits; classes with equal logits
+    keep their order.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``(batch, class)``, ``(batch, class, d...)`` as for ``torch.nn.CrossEntropyLoss``, ``(batch, time, class)``, or
+        ``(class,)``.
+    labels : Tensor
+        Class indices, of the shape of `logits` without the class axis; or probabilities of the shape of `logits`, whose
+        largest is the label.
+    k : int
+        At least 1. If it exceeds the number of classes, every valid label is correct.
+    ignore_index : int
+        The label of items that are left out.
+    class_axis : int, optional
+        By default derived from the shapes; if both layouts fit, that of ``CrossEntropyLoss``.
+
+    Returns
+    -------
+    Tensor
+        ``(3,)``, int64: correct labels, valid labels, and valid labels whose logits contain a NaN or :math:`+\infty`;
+        these are wrong. (:math:`-\infty` is a masked class.)  Results can be summed over data; accuracy is the first
+        element over the second.
+        Labels outside of the classes are valid and wrong.  All are zero for shapes that do not fit, without a label,
+        and for meta and complex tensors.
+
+    Notes
+    -----
+    One pass over `logits` for ``k = 1``; otherwise four, and two boolean copies of it.  No pass waits for the device.
+
+    Examples
+    --------
+    >>> logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    >>> count_correct(logits, torch.tensor([1, 1, -100])).tolist()
+    [1, 2, 0]
+    """
+    logits, labels = logits.detach().to_dense(), labels.detach()
+    logits = logits if logits.dtype.itemsize > 1 else logits.float()
+    axis = find_class_axis(logits, labels) if class_axis is None else class_axis
+    if axis is None or logits.is_meta or logits.is_complex() or not logits.numel() or k < 1:
+        return torch.zeros(3, dtype=torch.int64, device="cpu" if logits.is_meta else logits.device)
+    logits = logits.movedim(axis, -1)
+    if labels.is_floating_point():
+        labels = labels.movedim(axis, -1).argmax(-1)
+    labels = labels.to(logits.device, torch.int64)
+    largest, first = logits.max(-1)  # the first of equal ones; NaN in a row with a NaN
+    broken = ~(largest < math.inf)
+    valid = labels != ignore_index
+    is_near = first == labels if k == 1 else _are_among(logits, labels, k)
+    return torch.stack([torch.count_nonzero(mask) for mask in (valid & is_near & ~broken, valid, valid & broken)])
+
+
+def _are_among(logits: Tensor, labels: Tensor, k: int) -> Tensor:
+    """Return whether each label is among the `k` largest logits of its row; of equal ones the first count."""
+    classes = logits.shape[-1]
+    index = labels.clamp(0, classes - 1).unsqueeze(-1)
+    own = logits.gather(-1, index)
+    earlier = torch.arange(classes, device=logits.device) < index
+    place = ((logits > own) | ((logits == own) & earlier)).sum(-1)
+    return (labels >= 0) & (labels < classes) & (place < k)
+
+
+def shifted(logits: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """Return views in which position t of the logits meets position ``t + shift`` of the labels.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``(batch, time, class)``.
+    labels : Tensor
+        ``(batch, time)``.
+    shift : int
+        At least 0.  Tensors of other shapes are returned unchanged.
+
+    Examples
+    --------
+    >>> logits, labels = shifted(torch.zeros(1, 4, 9), torch.tensor([[5, 6, 7, 8]]), 1)
+    >>> tuple(logits.shape), labels
+    ((1, 3, 9), tensor([[6, 7, 8]]))
+    """
+    if not shift or labels.ndim < 2 or logits.ndim != labels.ndim + 1 or logits.shape[1] != labels.shape[1]:
+        return logits, labels
+    return logits[:, : max(labels.shape[1] - shift, 0)], labels[:, shift:]
+
+
+def find_class_axis(logits: Tensor, labels: Tensor) -> int | None:
+    """Return the axis of classes for which the shapes fit, or ``None``."""
+    if not logits.ndim:
+        return None
+    if labels.is_floating_point():
+        return (1 if logits.ndim > 1 else 0) if labels.shape == logits.shape else None
+    if logits.ndim > 1 and labels.shape == logits.shape[:1] + logits.shape[2:]:
+        return 1
+    return logits.ndim - 1 if labels.shape == logits.shape[:-1] else None
+
+
+def wilson_interval(correct: float, valid: float, z: float = 1.96) -> tuple[float, float]:
+    r"""Return the Wilson score interval of an accuracy, which contains its true value with 95 % probability for `z` = 1.96.
+
+    .. math::
+        \frac{p + z^2 / 2n \pm z \sqrt{p (1 - p) / n + z^2 / 4 n^2}}{1 + z^2 / n}, \qquad p = correct / n
+
+    Returns
+    -------
+    tuple of two floats
+        In [0, 1]; NaN for ``valid = 0``.
+
+    Examples
+    --------
+    >>> [round(bound, 4) for bound in wilson_interval(90, 100)]
+    [0.8256, 0.9448]
+    """
+    if not valid > 0:
+        return math.nan, math.nan
+    p, spread = correct / valid, z * z / valid
+    half = math.sqrt(spread * p * (1 - p) + spread * spread / 4)
+    low, high = ((p + spread / 2 + sign * half) / (1 + spread) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
+
+
+def perplexity(mean_loss: float) -> float:
+    """Return the exponential of a mean cross-entropy in nats, at least 1; infinite if it overflows, NaN for NaN.
+
+    Examples
+    --------
+    >>> round(perplexity(math.log(50.0)), 6)      # a uniform guess among 50 tokens
+    50.0
+    """
+    try:
+        return math.exp(mean_loss)
+    except OverflowError:
+        return math.inf
+
 
 PREDICTION_FIGURES = (
     "output_dependence",
@@ -52,7 +204,7 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
     Parameters
     ----------
     outputs : Tensor
-        ``(batch, ...)``; for a classification with an axis of classes, see `ikkuna.numerics.accuracy.count_correct`.
+        ``(batch, ...)``; for a classification with an axis of classes, see `ikkuna.numerics.prediction.count_correct`.
     labels : Tensor, optional
         Class indices, or numbers between 0 and 1.  Without them, or if the shapes do not fit, there is only the first figure.
     ignore_index : int
@@ -157,3 +309,99 @@ def _entropy(counts: Tensor) -> Tensor:
     share = counts / counts.sum()
     total: Tensor = torch.special.xlogy(share, share).sum()
     return -total
+
+
+_BLOCK = 1 << 22  # logits converted at a time: 16 MiB of float32
+
+
+def z_loss_row(logits: Tensor) -> Tensor:
+    r"""Return the sum of :math:`\ln^2 Z_n` over the items *n*, and their number, with :math:`Z_n = \sum_c e^{z_{nc}}`.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``(…, classes)``, floating; minus infinity excludes a class.
+
+    Returns
+    -------
+    Tensor
+        ``(2,)``, float64; the rows of several calls can be summed.
+        The sum is NaN if an item has a NaN, plus infinity, or no class.
+
+    Notes
+    -----
+    One pass over the logits, with at most 16 MiB for their copies in float32.
+
+    References
+    ----------
+    A. Chowdhery et al., PaLM: scaling language modeling with pathways, 2022, section 5.
+
+    Examples
+    --------
+    >>> total, items = z_loss_row(torch.zeros(3, 4))
+    >>> round(total.item() / items.item(), 4)      # the square of ln 4
+    1.9218
+    """
+    rows = logits.detach().reshape(-1, logits.shape[-1])
+    total = torch.zeros((), dtype=torch.float64, device=rows.device)
+    for block in rows.split(max(1, _BLOCK // max(1, rows.shape[1]))):
+        normalizer = (block if block.dtype is torch.float64 else block.float()).logsumexp(1)
+        total = total + torch.where(normalizer.isfinite(), normalizer, torch.nan).square().sum(dtype=torch.float64)
+    return torch.stack([total, torch.full_like(total, len(rows))])
+
+
+_MARGIN = 1.25  # of the scale of random weights
+
+
+def initial_logit_deviation(shape: Sequence[int], weight_rms: float) -> float:
+    r"""Return the standard deviation of logits that the last layer gives to features with a mean square of 1.
+
+    .. math:: s = w \sqrt{n_\text{in}}
+
+    with the root mean square :math:`w` of the weights; 0 if these are above the largest scale of a usual initialisation,
+    :math:`w > 1.25 \sqrt{2 / \min(n_\text{in}, n_\text{out})}`, which is that of He et al. (2015) with the smaller number of units.
+    An initialisation by the number of outputs, which EfficientNet and MobileNet have, gives large logits if there are few classes.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        The shape (out, in, …) of the weight.
+    weight_rms : float
+        The root mean square of the weights.
+
+    Examples
+    --------
+    >>> round(initial_logit_deviation((10, 1000), 1 / 3000**0.5), 3)  # torch.nn.Linear
+    0.577
+    >>> round(initial_logit_deviation((10, 1000), 1 / 30**0.5), 3)  # uniform by the number of outputs
+    5.774
+    >>> initial_logit_deviation((10, 1000), 3.0)
+    0.0
+    """
+    fan_in, fan_out = math.prod(shape[1:]), shape[0]
+    usual = math.sqrt(2 / max(min(fan_in, fan_out), 1))
+    return math.sqrt(fan_in) * weight_rms if weight_rms <= _MARGIN * usual else 0.0
+
+
+def initial_cross_entropy(classes: int, deviation: float) -> float:
+    r"""Return an upper bound of the expected cross-entropy of normally distributed logits that do not depend on the labels.
+
+    .. math:: \log C + \min\left(s^2 / 2, s \sqrt{2 \log C}\right)
+
+    The first bound is Jensen's inequality for the mean of the exponentials,
+    the second is the expected maximum of :math:`C` normal variables.
+
+    Parameters
+    ----------
+    classes : int
+        The number :math:`C` of classes.
+    deviation : float
+        The standard deviation :math:`s` of the logits.
+
+    Examples
+    --------
+    >>> round(initial_cross_entropy(10, 0.0), 3), round(initial_cross_entropy(10, 10.0), 3)
+    (2.303, 23.762)
+    """
+    guess = math.log(classes)
+    return guess + min(deviation**2 / 2, deviation * math.sqrt(2 * guess))

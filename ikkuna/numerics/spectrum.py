@@ -1,8 +1,10 @@
-r"""Condition number, ranks and the tail of the spectrum of a matrix, computed from its singular values.
+r"""Singular values of matrices: norms, condition numbers, ranks and the tail of the spectrum.
 
 Singular values are written :math:`\sigma_1 \ge \sigma_2 \ge \dots`, with :math:`\lambda = \sigma^2`,
 :math:`p = \lambda / \sum \lambda` and :math:`q = \sigma / \sum \sigma`.  For every nonzero matrix, :math:`1 \le` stable
 rank :math:`\le` participation ratio :math:`\le` entropy rank :math:`\le` effective rank :math:`\le` rank.
+
+No function waits for the device unless its documentation says so.
 """
 
 import math
@@ -14,12 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.float64 import as_float64
-from ikkuna.numerics.spectral import as_matrix
+from ikkuna.numerics.elements import as_float64, widest_float
 
 __all__ = [
     "PowerLaw",
+    "as_matrix",
     "condition_number",
+    "conv_operator_norm",
     "effective_rank",
     "entropy_rank",
     "numerical_rank",
@@ -28,8 +31,236 @@ __all__ = [
     "rank_tolerance",
     "singular_values",
     "singular_values_of_each",
+    "spectral_norm",
     "stable_rank",
 ]
+
+
+_EXACT_STEPS = 64
+_COLD_STEPS = 32
+_TINY = 1.2e-38  # the smallest divisor with full precision in float32
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """Return `weight` as a real matrix ``(out, in * kernel)`` of float32 or float64; a vector becomes one column.
+
+    Examples
+    --------
+    >>> as_matrix(torch.ones(8, 3, 5, 5)).shape
+    torch.Size([8, 75])
+    """
+    weight = weight.detach()
+    weight = weight.to_dense() if weight.layout is not torch.strided else weight
+    weight = weight.abs() if weight.is_complex() else weight
+    wide = weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
+    return wide.flatten(1) if wide.ndim > 1 else wide.reshape(-1, 1)
+
+
+def spectral_norm(weight: Tensor, u: Tensor | None = None, iterations: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Estimate the largest singular value :math:`\sigma_1` of a matrix, its error, and a start for the next call.
+
+    One iteration is :math:`s = |W^\top u|,\; v = W^\top u / s,\; \sigma = |W v|,\; u \leftarrow W v / \sigma`.
+    It reduces the error by :math:`(\sigma_2 / \sigma_1)^2`.  Without `u`, Golub-Kahan bidiagonalisation computes the
+    start.
+
+    Parameters
+    ----------
+    weight : Tensor
+        ``(out, in, ...)``, read as a matrix ``(out, in * ...)``; for the operator norm of a convolution see
+        :func:`conv_operator_norm`.  Of any floating dtype and layout; for a vector the result is its Euclidean norm.
+    u : Tensor, optional
+        ``(out,)``, from the previous call for this weight.  A vector of another size or device is ignored.
+    iterations : int
+        The number of iterations, at least 1; each costs two products of the matrix with a vector.
+
+    Returns
+    -------
+    sigma : Tensor
+        0-d, in units of `weight`; never above :math:`\sigma_1`, except by rounding.  NaN if an element is not finite or
+        `weight` is empty.
+    residual : Tensor
+        0-d, :math:`r = |W v - s u| / s` of the last iteration.  The distance of `sigma` to a singular value is at most
+        :math:`r (1 + r / 2) \sigma`; below 1e-3 the iteration has converged. 0 for the zero matrix.
+    u : Tensor
+        ``(out,)``, a unit vector, always finite.
+
+    Raises
+    ------
+    ConfigError
+        If `iterations` is not positive.
+
+    Notes
+    -----
+    The first call does 32 steps of Golub-Kahan with full re-orthogonalisation from a fixed start; the error for a
+    random 1024 x 1024 matrix is then 1e-3.  For a matrix with at most 64 rows or columns it does all steps and is
+    exact.
+    It costs that many products of the matrix with a vector, and 33 vectors of either size.
+
+    References
+    ----------
+    G. Golub and W. Kahan, Calculating the singular values and pseudo-inverse of a matrix, 1965.
+    T. Miyato et al., Spectral normalization for generative adversarial networks, 2018 (the warm start).
+
+    Examples
+    --------
+    >>> sigma, residual, u = spectral_norm(torch.diag(torch.tensor([3.0, 1.0, 2.0])))
+    >>> round(sigma.item(), 5), round(residual.item(), 3)
+    (3.0, 0.0)
+    """
+    if iterations < 1:
+        raise ConfigError(f"spectral_norm needs at least 1 iteration, got {iterations!r}")
+    w = as_matrix(weight)
+    if not w.numel() or w.is_meta:
+        nan = torch.tensor(torch.nan, dtype=w.dtype, device="cpu")
+        return (
+            nan,
+            nan.clone(),
+            torch.full((w.shape[0],), w.shape[0] ** -0.5 if w.shape[0] else 0.0, dtype=w.dtype, device="cpu"),
+        )
+    if u is None or u.shape != w.shape[:1] or u.device != w.device:
+        u = _golub_kahan(w)
+    u = before = u.to(w.dtype)
+    for _ in range(iterations - 1):
+        u = _step(w, u)[-1]
+    s, sigma, y, after = _step(w, u)
+    residual = _length(y - s * u) / s.clamp_min(_TINY)
+    # The start of later calls must not become zero or NaN.
+    usable = (sigma > 0) & (sigma < torch.inf)
+    return sigma.to(w.dtype), residual.to(w.dtype), torch.where(usable, after, before)
+
+
+def _step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    s, v = _normalize(w.mT @ u)
+    y = w @ v
+    sigma, after = _normalize(y)
+    return s, sigma, y, after
+
+
+def _length(x: Tensor) -> Tensor:
+    """Return the Euclidean norm along the last axis, in float64 so that no square overflows or underflows."""
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=widest_float(x))
+    return length
+
+
+def _normalize(x: Tensor) -> tuple[Tensor, Tensor]:
+    length = _length(x)
+    return length, x / length.clamp_min(_TINY)
+
+
+def _flat_unit(n: int, like: Tensor) -> Tensor:
+    """Return a fixed unit vector without structure, so that a weight is unlikely to be orthogonal to it."""
+    angles = torch.arange(n, device=like.device, dtype=like.dtype).square()
+    return _normalize(angles.cos())[1]
+
+
+def _golub_kahan(w: Tensor) -> Tensor:
+    """Return the leading left singular vector of `w` in the Krylov space of a fixed start."""
+    steps = min(w.shape) if min(w.shape) <= _EXACT_STEPS else _COLD_STEPS
+    w = w / torch.where(w.abs().amax() > 0, w.abs().amax(), 1.0)
+    left, right = w.new_zeros(steps, w.shape[0]), w.new_zeros(steps, w.shape[1])
+    start = _flat_unit(w.shape[0], w)
+    right[0] = _normalize(w.mT @ start)[1]  # in the row space, so that as many steps as the rank are enough
+    for j in range(steps):
+        left[j] = _next_direction(w @ right[j], left[:j])
+        if j + 1 < steps:
+            right[j + 1] = _next_direction(w.mT @ left[j], right[: j + 1])
+    projected = left @ w @ right.mT
+    found = _leading_vector(projected @ projected.mT) @ left
+    square = found.square().sum()
+    # Any unit vector will do for a matrix that is zero or not finite.
+    return torch.where((square > 0.25) & (square < 4), found, start)
+
+
+def _next_direction(x: Tensor, basis: Tensor) -> Tensor:
+    """Return the normalised component of `x` orthogonal to `basis`; zero if it is rounding noise."""
+    before = _length(x)
+    for _ in range(2):  # one pass leaves errors as large as the subtracted part
+        x = x - (basis @ x) @ basis
+    length, direction = _normalize(x)
+    noise = 10 * torch.finfo(x.dtype).eps * before
+    return torch.where(length > noise, direction, torch.zeros_like(direction))
+
+
+def _leading_vector(gram: Tensor) -> Tensor:
+    """Return a unit vector in the leading eigenspace of a small positive matrix, computed by squaring it sixteen times."""
+    for _ in range(16):
+        gram = gram / torch.where(gram.abs().amax() > 0, gram.abs().amax(), 1.0)
+        gram = gram @ gram
+    columns = gram.mT
+    best = _length(columns).argmax()
+    return _normalize(columns.index_select(0, best.reshape(1)).squeeze(0))[1]
+
+
+def conv_operator_norm(weight: Tensor, size: int | tuple[int, ...], groups: int = 1) -> Tensor:
+    r"""Return the exact operator norm of a convolution with stride 1 and circular padding on an input of `size`.
+
+    Such a convolution is a matrix for each frequency :math:`f` of the discrete Fourier transform,
+    :math:`\|K\| = \max_f \sigma_1(\hat K_f)`, with :math:`\hat K_f` of shape ``(out, in)``.
+
+    Parameters
+    ----------
+    weight : Tensor
+        ``(out, in / groups, k...)`` with one to three kernel axes; a transposed convolution has the same norm.
+    size : int or tuple of int
+        The width of the input along each of the kernel axes.
+    groups : int
+        The number of groups of channels.
+
+    Returns
+    -------
+    Tensor
+        0-d, in units of `weight`.  NaN if an element is not finite or `weight` is empty.  It is a close upper bound for
+        zero padding, and between 1 and :math:`\sqrt{\prod k}` times the norm of the reshaped matrix.
+
+    Raises
+    ------
+    ConfigError
+        If there is no kernel axis, or `size` does not fit them.
+
+    Notes
+    -----
+    It costs ``prod(size) / 2`` singular value decompositions of ``(out, in)``: half a second for a weight of
+    64 x 64 x 3 x 3 and an input of 32 x 32.  It waits for the device.
+
+    References
+    ----------
+    H. Sedghi, V. Gupta and P. Long, The singular values of convolutional layers, 2018.
+
+    Examples
+    --------
+    >>> conv_operator_norm(torch.ones(1, 1, 3, 3), 8).item()      # a constant image is multiplied by 9
+    9.0
+    """
+    axes = weight.ndim - 2
+    sizes = (size,) * axes if isinstance(size, int) else tuple(size)
+    if not 1 <= axes <= 3 or len(sizes) != axes or min(sizes) < 1 or groups < 1:
+        raise ConfigError(
+            f"conv_operator_norm needs a weight (out, in, kernel...) and as many positive sizes as it has kernel axes, "
+            f"got the shape {tuple(weight.shape)}, size={size!r}, groups={groups!r}"
+        )
+    kernel = weight.detach().double()
+    if not kernel.numel() or kernel.is_meta:
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
+    is_finite = kernel.isfinite().all()
+    kernel = torch.where(is_finite, kernel, 0.0)  # a factorisation raises an error for a NaN
+    for axis, n in enumerate(sizes, start=2):
+        kernel = _wrap(kernel, axis, n)
+    transformed = torch.fft.rfftn(kernel, s=sizes, dim=tuple(range(2, kernel.ndim)))
+    by_group = transformed.reshape(groups, -1, *transformed.shape[1:])
+    per_frequency = by_group.movedim((1, 2), (-2, -1))
+    values: Tensor = torch.linalg.svdvals(per_frequency)
+    return torch.where(is_finite, values.amax(), torch.nan)
+
+
+def _wrap(kernel: Tensor, axis: int, n: int) -> Tensor:
+    """Sum the elements of a kernel longer than the input that are multiplied with the same element of it."""
+    if kernel.shape[axis] <= n:
+        return kernel
+    parts = torch.split(kernel, n, dim=axis)
+    whole = torch.zeros_like(parts[0])
+    for part in parts:
+        whole.narrow(axis, 0, part.shape[axis]).add_(part)
+    return whole
 
 
 def singular_values(weight: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Collects what a report shows of a run."""
+"""Collects what a report shows of a run.
+
+Applies the rules to a run in limited time.
+"""
 
 import json
 import math
@@ -11,17 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.reading import StoredRun
+from ikkuna.backends.pictures.canvas import scale_type
+from ikkuna.backends.pictures.heatmap import with_missing_rows
+from ikkuna.diagnosis import Findings, Judge, Network, get_rules
+from ikkuna.diagnosis.judge import judge_run
 from ikkuna.report.curves import ReportChart, ReportCurve, draw_chart, sparkline
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
-from ikkuna.visualization.pictures.colour_scale import scale_type
-from ikkuna.visualization.pictures.expected_rows import with_missing_rows
+from ikkuna.store import StoredRun
 
 __all__ = [
     "ModuleRow",
     "RunContent",
     "fan_charts",
     "heatmaps_of",
+    "judge_in_time",
     "module_kinds",
     "module_rows",
     "network_charts",
@@ -29,6 +35,24 @@ __all__ = [
     "run_name",
     "spread_charts",
 ]
+
+
+_VALUES, _STEPS = 150_000, 1000
+
+
+def judge_in_time(run: StoredRun, limit: int = _VALUES) -> tuple[Findings, str]:
+    """Return the findings of the default rules, and a sentence about the steps that they judged.
+
+    If a run has more than 1,000 steps, or `limit` values that the rules read, they judge evenly spaced steps only.
+    """
+    judge = Judge(get_rules("default"), Network(run.modules))
+    sizes = [run.size(series) for series in run.all_series if series.kind in judge.kinds]
+    count, most = sum(sizes), max(sizes, default=0)
+    every = max(1, -(-count // limit), -(-most // _STEPS))
+    judged, stored = judge_run(judge, run, every)
+    text = f"The rules judged {judged:,} of {stored:,} steps; `ikkuna check` judges all of them." if every > 1 else ""
+    return judge.findings, text
+
 
 _FIRST_KINDS = (
     *("loss", "train_accuracy", "test_accuracy", "perplexity", "learning_rate", "global_norm", "clip"),

@@ -1,19 +1,61 @@
 """Heat maps layer × step as SVG, with a picture of one pixel for each value."""
 
+import base64
 import html
 import math
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.report.curves import ticks
-from ikkuna.report.png import data_uri
-from ikkuna.report.reduction import reduced_matrix
-from ikkuna.visualization.pictures.colour_scale import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
+from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
+from ikkuna.report.curves import reduced_matrix, ticks
+from ikkuna.store import StoredHistogram, StoredRun
 
-__all__ = ["ReportHeatmap", "draw_heatmap"]
+__all__ = ["ReportHeatmap", "data_uri", "distributions_of", "draw_heatmap", "rebinned"]
+
+
+def data_uri(indices: NDArray[np.uint8], colours: NDArray[np.uint8], clear: int | None = None) -> str:
+    """Return a picture with one pixel for each number, as an address that contains it.
+
+    Parameters
+    ----------
+    indices : ndarray (rows, columns)
+        The number of each pixel's colour.
+    colours : ndarray (colours, 3)
+        Red, green and blue of each colour.
+    clear : int, optional
+        The number of a colour that is transparent.
+
+    Examples
+    --------
+    >>> data_uri(np.zeros((1, 1), np.uint8), np.zeros((1, 3), np.uint8))[:32]
+    'data:image/png;base64,iVBORw0KGg'
+    """
+    rows, columns = indices.shape
+    lines = np.zeros((rows, columns + 1), np.uint8)  # each line begins with the number of its filter
+    lines[:, 1:] = indices
+    header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
+    alpha = b"" if clear is None else bytes([255] * clear + [0])
+    chunks = (
+        (b"IHDR", header),
+        (b"PLTE", colours.tobytes()),
+        (b"tRNS", alpha),
+        (b"IDAT", zlib.compress(lines.tobytes(), 9)),
+        (b"IEND", b""),
+    )
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(
+        _chunk(name, content) for name, content in chunks if content or name == b"IEND"
+    )
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def _chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
 
 _BOTTOM = 20
 _PIXELS = 60_000  # values of a picture
@@ -142,3 +184,53 @@ def _step_labels(steps: NDArray[np.int64], height: float, layout: _Layout) -> st
         anchor = "start" if x < layout.labels + 10 else "end" if x > layout.width - 30 else "middle"
         parts.append(f'<text class="tick" x="{x:.1f}" y="{height + 14:.1f}" text-anchor="{anchor}">{int(value)}</text>')
     return "".join(parts)
+
+
+_MODULES, _TIMES, _BINS = 8, 60, 32
+
+
+def rebinned(histogram: StoredHistogram, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the share of the values of a histogram in each bin; values are spread evenly over their bucket.
+
+    Examples
+    --------
+    >>> histogram = StoredHistogram(0.0, 2.0, 4.0, 4.0, 5.0, np.array([1.0, 2.0]), np.array([1.0, 3.0]))
+    >>> rebinned(histogram, np.array([0.0, 1.0, 2.0])).tolist()
+    [0.25, 0.75]
+    """
+    limits = np.clip(np.concatenate([[histogram.min], histogram.bucket_limits]), histogram.min, histogram.max)
+    total = float(histogram.bucket_counts.sum())
+    if not total or not np.isfinite(limits).all():
+        return np.zeros(len(edges) - 1)
+    below = np.concatenate([[0.0], np.cumsum(histogram.bucket_counts)]) / total
+    if limits[-1] <= limits[0]:  # all values are equal
+        return np.histogram([limits[0]], edges)[0].astype(float)
+    kept = np.concatenate([[True], np.diff(limits) > 0])
+    return np.diff(np.interp(edges, limits[kept], below[kept], left=0.0, right=1.0))
+
+
+def distributions_of(run: StoredRun) -> list[ReportHeatmap]:
+    """Return a heat map for each kind with histograms and each of at most 8 modules; the largest values are at the top."""
+    found = []
+    for kind in run.histogram_kinds():
+        names = run.histogram_names(kind)
+        for name in [names[round(i)] for i in np.linspace(0, len(names) - 1, min(len(names), _MODULES))]:
+            if (drawn := _distribution(kind, name, list(run.histograms(kind, name)))) is not None:
+                found.append(drawn)
+    return found
+
+
+def _distribution(kind: str, name: str | None, stored: list[tuple[int, Any]]) -> ReportHeatmap | None:
+    stored = [pair for pair in stored if np.isfinite([pair[1].min, pair[1].max]).all()]
+    if not stored:
+        return None
+    chosen = [stored[round(i)] for i in np.linspace(0, len(stored) - 1, min(len(stored), _TIMES))]
+    low, high = min(h.min for _, h in chosen), max(h.max for _, h in chosen)
+    edges = np.linspace(low, high if high > low else low + 1.0, _BINS + 1)
+    shares = np.stack([rebinned(histogram, edges) for _, histogram in chosen], axis=1)[::-1]
+    labels = [f"{edge:.3g}" for edge in edges[1:][::-1]]
+    steps = np.array([step for step, _ in chosen], np.int64)
+    scale = ColourScale.of("count", shares)
+    return draw_heatmap(
+        f"{kind} · {name or 'network'}", "count", labels, steps, shares, shares > 0, scale, is_clear=True
+    )

@@ -10,21 +10,21 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ikkuna.atomic_file import atomic_file
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.errors import ConfigError
-from ikkuna.reading import StoredRun, read_run
 from ikkuna.report.content import (
     RunContent,
     fan_charts,
     heatmaps_of,
+    judge_in_time,
     module_rows,
     network_charts,
     run_name,
     spread_charts,
 )
-from ikkuna.report.distributions import distributions_of
-from ikkuna.report.judgement import judge_in_time
+from ikkuna.report.heatmaps import distributions_of
+from ikkuna.store import StoredRun, read_run
+from ikkuna.support.files import atomic_file
 from ikkuna.version import __version__
 
 __all__ = ["page_target", "render", "report_page", "separate_names", "write_report"]

@@ -3,10 +3,8 @@
 No other part of ikkuna imports this package.
 """
 
-from ikkuna.testing.backends import check_backend
-from ikkuna.testing.recording import RecordingBackend
-from ikkuna.testing.subscribers import check_subscriber, special_tensors
-from ikkuna.testing.training import Value, run, small_model, train
+from ikkuna.testing.backends import RecordingBackend, check_backend
+from ikkuna.testing.subscribers import Value, check_subscriber, run, small_model, special_tensors, train
 
 __all__ = [
     "RecordingBackend",

@@ -1,20 +1,252 @@
 """The entropy and the largest logit of attention heads."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
+from ikkuna.export.messages import ModuleMessage, NetworkMessage
+from ikkuna.export.subscriber import PlotSubscriber, name_results
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import NetworkMessage
-from ikkuna.export.subscriber import name_results
-from ikkuna.numerics.attention import AttentionRow, attention_means, attention_row
+from ikkuna.numerics.elements import has_numbers
+from ikkuna.numerics.layers import AttentionRow, attention_means, attention_row, scores_row
+from ikkuna.support.modules import class_name, named_modules
 from ikkuna_subscribers._helpers.arguments import require_integers
-from ikkuna_subscribers._helpers.attention_calls import NamedProjections, capture_attention
-from ikkuna_subscribers._helpers.multihead_attention import AttentionCall
 from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
-__all__ = ["AttentionSubscriber"]
+__all__ = [
+    "AttentionCall",
+    "AttentionScoresSubscriber",
+    "AttentionSubscriber",
+    "NamedProjections",
+    "capture_attention",
+    "queries_and_keys",
+    "split_heads",
+]
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of `ikkuna.numerics.layers.attention_row` for one call of an attention."""
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Return ``(batch, length, heads * dim)`` as ``(batch, heads, length, dim)``.
+
+    Examples
+    --------
+    >>> split_heads(torch.zeros(2, 5, 12), 3).shape
+    torch.Size([2, 3, 5, 4])
+    """
+    parts: Tensor = x.unflatten(-1, (heads, -1))
+    return parts.transpose(-3, -2)
+
+
+def queries_and_keys(module: nn.MultiheadAttention, args: Any, kwargs: Any) -> AttentionCall:
+    """Return the queries and keys of each head, with the union of both kinds of masks.
+
+    Examples
+    --------
+    >>> x = torch.ones(2, 5, 12)
+    >>> queries_and_keys(nn.MultiheadAttention(12, 3, batch_first=True), (x, x, x), {}).query.shape
+    torch.Size([2, 3, 5, 4])
+    """
+    given = signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs)
+    given.apply_defaults()
+    query, key, padding, mask = (given.arguments[name] for name in ("query", "key", "key_padding_mask", "attn_mask"))
+    with torch.no_grad():
+        q, k = (_batch_first(module, x) @ w.mT for x, w in zip((query, key), _weights(module), strict=True))
+        if module.in_proj_bias is not None:
+            q_bias, k_bias, _ = module.in_proj_bias.chunk(3)
+            q, k = q + q_bias, k + k_bias
+        k = _extended(module, k)
+    heads = module.num_heads
+    allowed = _allowed(mask, padding, (len(q), heads, q.shape[1], k.shape[1]))
+    return AttentionCall(split_heads(q, heads), split_heads(k, heads), allowed)
+
+
+def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    x = x.detach()
+    if x.ndim == 2:
+        return x.unsqueeze(0)
+    return x if module.batch_first else x.transpose(0, 1)
+
+
+def _weights(module: nn.MultiheadAttention) -> tuple[Tensor, Tensor]:
+    if not module._qkv_same_embed_dim:
+        return module.q_proj_weight, module.k_proj_weight
+    q, k, _ = module.in_proj_weight.chunk(3)
+    return q, k
+
+
+def _extended(module: nn.MultiheadAttention, k: Tensor) -> Tensor:
+    """Append the keys that the module adds with ``add_bias_kv`` and ``add_zero_attn``."""
+    if module.bias_k is not None:
+        k = torch.cat([k, module.bias_k.expand(len(k), 1, -1)], dim=1)
+    return torch.cat([k, k.new_zeros(len(k), 1, k.shape[2])], dim=1) if module.add_zero_attn else k
+
+
+def _allowed(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """Merge both masks into one bias, or into one boolean mask in which True allows attention.
+
+    In the masks of the module, True or minus infinity forbids attention.
+    """
+    batch, heads, _, keys = shape
+    parts = []
+    if mask is not None:
+        parts.append(mask.detach().unflatten(0, (batch, heads)) if mask.ndim == 3 else mask.detach())
+    if padding is not None:
+        padding = padding.detach() if padding.ndim == 2 else padding.detach().unsqueeze(0)
+        parts.append(padding[:, None, None, :])
+    if not parts:
+        return None
+    parts = [_padded(part, keys) for part in parts]
+    if all(part.dtype is torch.bool for part in parts):
+        return ~parts[0] if len(parts) == 1 else ~(parts[0] | parts[1])
+    bias = [
+        torch.zeros_like(p, dtype=torch.float32).masked_fill(p, -torch.inf) if p.dtype is torch.bool else p
+        for p in parts
+    ]
+    return bias[0] if len(bias) == 1 else bias[0] + bias[1]
+
+
+def _padded(part: Tensor, keys: int) -> Tensor:
+    """Extend a mask so that the keys that the module appends are allowed."""
+    return nn.functional.pad(part, (0, keys - part.shape[-1]))
+
+
+Visit = Callable[[str, AttentionCall], object]
+
+
+@dataclass(frozen=True)
+class NamedProjections:
+    """The modules that compute queries and keys, for attention that does not use the functions of torch.
+
+    Parameters
+    ----------
+    query, key : str
+        Globs of module names; the matches are paired in order.
+    heads, key_heads : int
+        The numbers of heads that their outputs ``(batch, length, heads * dim)`` are split into.
+    is_causal : bool
+        Whether a query attends only to keys at its own position and before.
+    """
+
+    query: str
+    key: str
+    heads: int
+    key_heads: int
+    is_causal: bool = False
+
+    def pairs(self, model: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
+        """Return the name of the parent module, the query module and the key module of each pair."""
+        queries, keys = (
+            [(name, module) for name, module in named_modules(model) if fnmatchcase(name, pattern)]
+            for pattern in (self.query, self.key)
+        )
+        if not queries or len(queries) != len(keys):
+            raise ConfigError(
+                f"query={self.query!r} matches {len(queries)} modules and key={self.key!r} matches {len(keys)}; "
+                f"the numbers must be equal and at least 1"
+            )
+        return [(name.rpartition(".")[0] or name, q, k) for (name, q), (_, k) in zip(queries, keys, strict=True)]
+
+
+@contextmanager
+def capture_attention(model: nn.Module, visit: Visit, named: NamedProjections | None = None) -> Iterator[None]:
+    """Call `visit` with the module name and the queries and keys of every attention that runs inside a ``with`` block.
+
+    This covers `torch.nn.MultiheadAttention` and calls of ``scaled_dot_product_attention``; with `named`, its modules instead.
+    """
+    with ExitStack() as stack:
+        if named is not None:
+            for name, q, k in named.pairs(model):
+                _hook_projections(stack, name, q, k, named, visit)
+            yield
+            return
+        running = [(class_name(model).lower(), nn.Module())]  # a function that calls the model may attend by itself
+        for name, module in named_modules(model):
+            _hook_module(stack, name or class_name(module).lower(), module, running, visit)
+        stack.enter_context(_CapturedCalls(running, visit))  # this also disables the fast path of nn.Transformer
+        yield
+
+
+def _hook_module(
+    stack: ExitStack, name: str, module: nn.Module, running: list[tuple[str, nn.Module]], visit: Visit
+) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        running.append((name, module))
+        if isinstance(module, nn.MultiheadAttention):
+            visit(name, queries_and_keys(module, args, kwargs))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    stack.callback(module.register_forward_hook(leave).remove)
+
+
+def _hook_projections(
+    stack: ExitStack, name: str, query: nn.Module, key: nn.Module, named: NamedProjections, visit: Visit
+) -> None:
+    outputs: dict[str, Tensor] = {}
+
+    def store(which: str, heads: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            if output.shape[-1] % heads:
+                raise ConfigError(f"{name}: {output.shape[-1]} features cannot be split into {heads} heads")
+            outputs[which] = split_heads(output.detach().clone(), heads)
+            if len(outputs) == 2:
+                visit(name, AttentionCall(outputs.pop("query"), outputs.pop("key"), is_causal=named.is_causal))
+
+        return hook
+
+    stack.callback(query.register_forward_hook(store("query", named.heads)).remove)
+    stack.callback(key.register_forward_hook(store("key", named.key_heads)).remove)
+
+
+class _CapturedCalls(TorchFunctionMode):
+    """Visits the calls of ``scaled_dot_product_attention``, except those inside a `MultiheadAttention`."""
+
+    def __init__(self, running: list[tuple[str, nn.Module]], visit: Visit) -> None:
+        super().__init__()
+        self._running = running
+        self._visit = visit
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            name, module = self._running[-1]
+            if not isinstance(module, nn.MultiheadAttention):
+                self._visit(name, _attention_call(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _attention_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    """Return the queries and keys of a call with the signature of ``scaled_dot_product_attention``."""
+    return AttentionCall(query, key, attn_mask, is_causal, scale)
 
 
 class AttentionSubscriber(ProbeSubscriber):
@@ -134,3 +366,61 @@ def _named(
     if heads % key_heads:
         raise ConfigError(f"AttentionSubscriber needs key_heads that divide heads, got {key_heads} and {heads}")
     return NamedProjections(query, key, heads, key_heads, is_causal)
+
+
+class AttentionScoresSubscriber(PlotSubscriber):
+    r"""The largest attention score of each head, :math:`\max_{ij} s_{ij}`, and the mean entropy of its attention weights.
+
+    The entropy of a query is :math:`H_i = -\sum_j p_{ij} \ln p_{ij}` with :math:`p_i = \operatorname{softmax} s_i`, in nats.
+    The model passes its scores to ``ikkuna.observe(name, scores)`` before the softmax; kernels such as those of
+    ``scaled_dot_product_attention`` compute none, and `AttentionSubscriber` measures them on a probe set.
+
+    Takes ``observed``, tensors (…, heads, queries, keys) whose names contain ``scores``, or match ``modules=``;
+    scores at or below half of the least number of their dtype, such as minus infinity, are masked.
+    Publishes ``scores_max`` in the unit of the scores and ``scores_entropy`` in nats, between 0 and ln(keys), for each head
+    as ``{name}:head_{number}``.
+    Over several calls, micro-batches and ranks the largest score and the smallest mean entropy count.
+    A head with a NaN has NaN; a head without an unmasked score publishes NaN.  Tensors with fewer axes publish nothing.
+    It costs about ten passes over the scores, and memory for the scores of one sample.
+
+    Look for: a ``scores_max`` beyond 50 that grows, while ``scores_entropy`` falls towards 0: attention collapses on single keys,
+    and training becomes unstable.
+
+    Parameters
+    ----------
+    **options : Any
+        See `Subscriber`.
+
+    References
+    ----------
+    S. Zhai et al., Stabilizing transformer training by preventing attention entropy collapse, 2023.
+    M. Dehghani et al., Scaling vision transformers to 22 billion parameters, 2023 (growth of attention logits).
+
+    Examples
+    --------
+    >>> AttentionScoresSubscriber(every=10).publishes
+    ('scores_max', 'scores_entropy')
+    """
+
+    merge = "max"
+
+    def __init__(self, **options: Any) -> None:
+        name_results(options, "scores_max", "scores_entropy")
+        options.setdefault("modules", "*scores*")
+        super().__init__("observed", **options)
+
+    def measure(self, message: ModuleMessage) -> Tensor | None:
+        """Return the largest score and the negative mean entropy of each head."""
+        x: Tensor = message.data
+        if x.ndim < 3 or not x.numel() or not x.is_floating_point() or x.element_size() == 1 or not has_numbers(x):
+            return None
+        return scores_row(x)
+
+    def compute(self, message: ModuleMessage) -> None:
+        """Emit both values of each head."""
+        for head, (largest, negative_entropy) in enumerate(message.data.tolist()):
+            path = f"head_{head}"
+            name = f"{message.series_name}:{path}"
+            source = ModuleMessage(message.stamp, message.kind, module=message.module, path=path, name=name)
+            self.emit(source, largest if largest > -math.inf else math.nan, self.publishes[0])
+            self.emit(source, -negative_entropy, self.publishes[1])

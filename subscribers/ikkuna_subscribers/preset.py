@@ -2,27 +2,24 @@
 
 from types import MappingProxyType
 
-from ikkuna.export.preset import Preset
 from ikkuna.export.subscriber import Subscriber
-from ikkuna_subscribers.clipping import ClippingSubscriber
-from ikkuna_subscribers.cosine import CosineSubscriber
-from ikkuna_subscribers.dead_units import DeadUnitsSubscriber
-from ikkuna_subscribers.distance_from_init import DistanceFromInitSubscriber
-from ikkuna_subscribers.global_norm import GlobalNormSubscriber
-from ikkuna_subscribers.histogram import HistogramSubscriber
-from ikkuna_subscribers.learning_rate import LearningRateSubscriber
-from ikkuna_subscribers.loss import LossSubscriber
-from ikkuna_subscribers.mean import MeanSubscriber
+
+from ikkuna.metrics.preset import Preset
+from ikkuna_subscribers.activations import DeadUnitsSubscriber
+from ikkuna_subscribers.distribution import HistogramSubscriber, PercentileSubscriber
+from ikkuna_subscribers.gradients import ClippingSubscriber
+from ikkuna_subscribers.moments import (
+    GlobalNormSubscriber,
+    MeanSubscriber,
+    NormSubscriber,
+    SparsitySubscriber,
+    VarianceSubscriber,
+)
 from ikkuna_subscribers.non_finite import NonFiniteSubscriber
-from ikkuna_subscribers.norm import NormSubscriber
-from ikkuna_subscribers.percentile import PercentileSubscriber
-from ikkuna_subscribers.prediction import PredictionSubscriber
-from ikkuna_subscribers.ratio import RatioSubscriber
-from ikkuna_subscribers.sparsity import SparsitySubscriber
-from ikkuna_subscribers.spectral_norm import SpectralNormSubscriber
-from ikkuna_subscribers.speed import SpeedSubscriber
-from ikkuna_subscribers.train_accuracy import TrainAccuracySubscriber
-from ikkuna_subscribers.variance import VarianceSubscriber
+from ikkuna_subscribers.predictions import LossSubscriber, PredictionSubscriber, TrainAccuracySubscriber
+from ikkuna_subscribers.spectrum import SpectralNormSubscriber
+from ikkuna_subscribers.training import LearningRateSubscriber, SpeedSubscriber
+from ikkuna_subscribers.updates import CosineSubscriber, DistanceFromInitSubscriber, RatioSubscriber
 
 __all__ = ["DefaultPreset", "EconomyPreset", "FullPreset"]
 

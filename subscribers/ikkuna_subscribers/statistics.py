@@ -5,15 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
-from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, name_results
-from ikkuna.modules import is_bias
+
+from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.numerics.statistics import Record, merge
-from ikkuna.numerics.statistics.histogram import Histogram, together
-from ikkuna.numerics.statistics.percentile import SIGMA
-from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.numerics.statistics.histogram import SIGMA, Histogram, together
+from ikkuna.store.values import ModuleEntry
+from ikkuna.support.modules import is_bias
 
 __all__ = ["StatisticsSubscriber"]
 

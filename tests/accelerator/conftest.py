@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ikkuna.numerics.float64 import has_float64
+from ikkuna.numerics.elements import has_float64
 from tests.simulated_device import features
 
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from ikkuna.export.subscriber import HistogramSubscriber, PercentileSubscriber
 
 from ikkuna.export import Exporter
-from ikkuna.export.subscriber import HistogramSubscriber, PercentileSubscriber
 from ikkuna.numerics.statistics import closure
-from ikkuna.numerics.statistics.device import DeviceStatistics, code_counts, statistics, triton_launcher
+from ikkuna.numerics.statistics.device import DeviceStatistics, buffers, statistics, triton_launcher
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING, codes, draw_seed, sampled_codes
 from ikkuna.numerics.statistics.native import library
 from ikkuna.testing import RecordingBackend
@@ -90,7 +90,7 @@ def test_a_list_counts_small_tensors_completely_and_draws_from_large_ones(are_di
 @pytest.mark.usefixtures("kernels")
 def test_parts_are_merged_and_dropped(monkeypatch):
     monkeypatch.setattr(statistics, "_MOST_COUNTS", 4)
-    monkeypatch.setattr(code_counts, "_FIRST_CAPACITY", 2)
+    monkeypatch.setattr(buffers, "_FIRST_CAPACITY", 2)
     x, small = special(LARGE), special(50)
     whole, part, dropped = new(), new(), new()
     for found in (whole, part, dropped):
@@ -114,7 +114,7 @@ def test_parts_are_merged_and_dropped(monkeypatch):
 
 @pytest.mark.usefixtures("kernels")
 def test_counts_that_might_not_fit_into_32_bits_go_to_another_histogram(monkeypatch):
-    monkeypatch.setattr(code_counts, "_LIMIT", 100)
+    monkeypatch.setattr(buffers, "_LIMIT", 100)
     found, x = new(), torch.ones(60)
     for _ in range(3):
         found.add(0, x, BOTH)

@@ -5,9 +5,6 @@ from functools import cache, partial
 
 import pytest
 import torch
-from torch import nn
-
-from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -19,6 +16,9 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
+from torch import nn
+
+from ikkuna.export import Exporter
 from ikkuna.numerics.statistics import closure
 from ikkuna.numerics.statistics.device import operators
 from tests.accelerator.models import MODELS, train

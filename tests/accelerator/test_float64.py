@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from ikkuna.export.subscriber import PlotSubscriber
 
 from ikkuna.export import Exporter
-from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.statistics import FIELDS, closure
-from ikkuna.numerics.statistics.device import DeviceStatistics, exact_rows
-from ikkuna.numerics.statistics.device.exact_float32 import exact_sums, sum_of
+from ikkuna.numerics.statistics.device import DeviceStatistics, exact
+from ikkuna.numerics.statistics.device.exact import exact_sums, sum_of
 from tests.accelerator.test_waiting import Run, always, close, values_on_host
 from tests.numerics.test_measure import reference
 from tests.simulated_device import memory, recorded
@@ -159,7 +159,7 @@ def test_a_metric_gets_a_copy_on_the_host_if_it_needs_float64(bus, needs_float64
 
 @pytest.mark.parametrize("has_float64", [True, False])
 def test_rows_of_many_calls_are_merged(request, monkeypatch, has_float64):
-    monkeypatch.setattr(exact_rows, "_MOST", 6)
+    monkeypatch.setattr(exact, "_MOST", 6)
     if not has_float64:
         request.getfixturevalue("without_float64")
     statistics, n, fields = DeviceStatistics(torch.device("sim", 0)), 20, closure(["m2", "max"])

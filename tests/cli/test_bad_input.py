@@ -8,10 +8,10 @@ import pytest
 from tensorboardX import SummaryWriter
 
 from ikkuna import cli
-from ikkuna.cli.command import command_names
-from ikkuna.visualization.module_table import ModuleEntry
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.cli.terminal import command_names
+from ikkuna.store.names import Series
+from ikkuna.store.values import ModuleEntry
 
 NAMES = ("stem", "relu", "head")
 STEPS = 12

@@ -10,10 +10,10 @@ import sys
 import time
 
 import pytest
+from ikkuna.reading import read_run
 
 from ikkuna import cli
 from ikkuna.cli.sample_training import train_sample
-from ikkuna.reading import read_run
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_plugins_of_every_type_are_listed_and_imported(capsys):
 def test_a_broken_plugin_is_named(capsys, monkeypatch):
     from importlib.metadata import EntryPoint
 
-    from ikkuna import plugins
+    from ikkuna.support import plugins
 
     monkeypatch.setattr(plugins, "plugins", lambda group: {"bad": (EntryPoint("bad", "no_such_module:X", group),)})
     rows = json.loads(output(capsys, "plugins", "--load", "--json", status=1))

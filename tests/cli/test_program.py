@@ -9,8 +9,7 @@ import pytest
 
 from ikkuna import cli
 from ikkuna.cli import commands
-from ikkuna.cli.command import command_names, load_command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Terminal, command_names, load_command
 
 NAMES = command_names()
 
@@ -65,9 +64,9 @@ def added(tmp_path, monkeypatch):
 
     def add(name, body):
         code = f"""
-from ikkuna.cli.command import Command
+from ikkuna.cli.terminal import Command
 from ikkuna.errors import ConfigError
-from ikkuna.logger import log
+from ikkuna.support.failures import log
 def run(options, terminal):
     {body}
 command = Command(help="a command of the test", run=run)
@@ -149,5 +148,5 @@ def test_colours_follow_the_environment(environment, expected, monkeypatch):
 def test_the_installed_command_is_the_same_program_and_imports_no_compiler():
     error = run("check", "/nowhere", PYTHONPROFILEIMPORTTIME="1").stderr
     assert error.endswith("\nikkuna: '/nowhere' does not exist\n")
-    assert "ikkuna.export.hooks.graph_operators" in error
+    assert "ikkuna.observation.hooks.context" in error
     assert "torch._dynamo" not in error  # it would take two seconds

@@ -4,7 +4,7 @@ import math
 import random
 
 from ikkuna.diagnosis import Network
-from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.store.values import ModuleEntry
 
 NETWORK = Network(
     [

@@ -6,17 +6,17 @@ import sys
 
 import pytest
 import torch
+from ikkuna.reading import read_run
 from torch import nn
 
 import ikkuna
 from ikkuna import cli
-from ikkuna.diagnosis.check import check
+from ikkuna.backends.jsonl import JSONLinesBackend
+from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.diagnosis.judge import check
 from ikkuna.errors import ConfigError
-from ikkuna.reading import read_run
+from ikkuna.store.names import Series
 from ikkuna.testing import small_model
-from ikkuna.visualization.jsonl import JSONLinesBackend
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 DRAW = torch.Generator().manual_seed(1)
 X = torch.randn(64, 4, generator=DRAW)
@@ -138,8 +138,8 @@ def test_every_stored_value_is_read_back(backend, tmp_path):
 
 
 def test_the_modules_are_read_back(tmp_path):
-    from ikkuna.export.model.module_entries import described
-    from ikkuna.modules import walk
+    from ikkuna.metrics.bus.module_entries import described
+    from ikkuna.support.modules import walk
 
     modules = described(walk(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))))
     made = TensorBoardBackend()

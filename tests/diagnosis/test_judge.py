@@ -6,9 +6,9 @@ import math
 import pytest
 
 from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
-from ikkuna.diagnosis.folding import FindingList
+from ikkuna.diagnosis.findings import FindingList
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError
-from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.store.values import ModuleEntry
 
 NETWORK = Network([ModuleEntry(name, "Linear", (("weight", (4, 4)),)) for name in ("a", "b", "c")])
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ikkuna.diagnosis import Judge, Network, get_rules
-from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.store.values import ModuleEntry
 from tests.diagnosis.rows import HELD_OUT, NETWORK, ROWS, classification, falling, layers, sampled
 
 

@@ -8,16 +8,16 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ikkuna.distributed import rendezvous
-from ikkuna.distributed.world import World
+from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import LogDirError
 from ikkuna.export import subscriber as installed
-from ikkuna.export.ranks import exchange
-from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
+from ikkuna.observation import ranks
 from tests.distributed import loops
 from tests.distributed.loops import data, local, network
 from tests.distributed.special import held_out
@@ -130,11 +130,11 @@ def late(rank, size):
 
 def far_behind(rank, size):
     """Rank 1 pauses while rank 0 makes more steps than may wait."""
-    exchange.WAITING = 5
+    ranks.WAITING = 5
     try:
         return _train_ahead(rank, "far behind")
     finally:
-        exchange.WAITING = 64
+        ranks.WAITING = 64
 
 
 def closed_early(rank, size):

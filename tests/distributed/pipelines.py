@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from ikkuna.export.messages import MessageBus
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
@@ -11,7 +12,6 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
-from ikkuna.export.messages import MessageBus
 from tests.distributed import loops
 
 MICRO_BATCHES = 4

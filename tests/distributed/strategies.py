@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ikkuna.export.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
+from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from tests.distributed import loops
 from tests.distributed.loops import data, local, network, published_of
 

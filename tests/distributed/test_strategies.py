@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ikkuna.export.messages.kinds import FORWARD_KINDS
+from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from tests.distributed import loops
 from tests.distributed.launch import launch
 

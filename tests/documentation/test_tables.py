@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
+from ikkuna.backends.backend import GROUP as BACKENDS
 from ikkuna.export import subscriber
-from ikkuna.export.messages.kinds import BUILT_IN
-from ikkuna.export.preset import GROUP as PRESETS
-from ikkuna.plugins import plugin_names
-from ikkuna.visualization.backend import GROUP as BACKENDS
+from ikkuna.metrics.messages.kinds import BUILT_IN
+from ikkuna.metrics.preset import GROUP as PRESETS
+from ikkuna.support.plugins import plugin_names
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS
 from tests.plugins.children import ROOT
 

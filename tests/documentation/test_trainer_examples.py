@@ -10,7 +10,7 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ikkuna.visualization.files.json_lines import read
+from ikkuna.store.json_lines import read
 from tests.plugins.children import ROOT
 
 EXAMPLES = ROOT / "examples" / "trainers"

@@ -5,13 +5,13 @@ import math
 
 import numpy as np
 import torch
+from ikkuna.export.messages import MessageBus
 from torch import nn
 
 import ikkuna
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
+from ikkuna.store.values import Matrix
 from ikkuna.testing import RecordingBackend
-from ikkuna.visualization.matrix import Matrix
 
 K = 5
 """The step of the checkpoint: windows of two and of three steps are open then."""

@@ -6,11 +6,7 @@ from dataclasses import astuple, is_dataclass
 import numpy as np
 import pytest
 import torch
-
-from ikkuna.export import Exporter, subscriber
-from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.messages import MessageBatch, ModuleMessage, Stamp
-from ikkuna.export.messages.batch import BatchNames
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
     MeanSubscriber,
@@ -19,7 +15,11 @@ from ikkuna.export.subscriber import (
     SharedStatisticSubscriber,
     Subscriber,
 )
-from ikkuna.export.subscriber.registered import Registered
+
+from ikkuna.export import Exporter, subscriber
+from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.messages.batch import BatchNames
+from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop
 

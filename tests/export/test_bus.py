@@ -7,12 +7,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from torch import nn
-
-from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, LogDirError, PluginError, UnknownKindError
-from ikkuna.export import Exporter, subscriber
 from ikkuna.export.messages import MessageBus, ModuleMessage, NetworkMessage, Stamp, get_default_bus
-from ikkuna.export.messages.kinds import BUILT_IN
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
     LossSubscriber,
@@ -24,7 +19,12 @@ from ikkuna.export.subscriber import (
     TrainAccuracySubscriber,
     VarianceSubscriber,
 )
-from ikkuna.export.subscriber.registered import Registered
+from torch import nn
+
+from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, LogDirError, PluginError, UnknownKindError
+from ikkuna.export import Exporter, subscriber
+from ikkuna.metrics.messages.kinds import BUILT_IN
+from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop, mlp
 

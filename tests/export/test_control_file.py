@@ -8,13 +8,13 @@ import time
 
 import pytest
 import torch
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
-from ikkuna.visualization.files import writer
-from ikkuna.visualization.files.control_file import ControlFile, SamplingRequest
+from ikkuna.store import writer
+from ikkuna.store.run_directory import ControlFile, SamplingRequest
 
 pytestmark = pytest.mark.host("the thread of the writer reads the file")
 

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 import torch
+from ikkuna.export.subscriber import CallbackSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.hooks.hook import Hook
-from ikkuna.export.messages.kinds import MODULE_KINDS
-from ikkuna.export.subscriber import CallbackSubscriber
+from ikkuna.metrics.messages.kinds import MODULE_KINDS
+from ikkuna.observation.hooks.hook import Hook
 
 
 class Stateful(nn.Linear):

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus, Stamp
-from ikkuna.export.rows.delivery import Finished
-from ikkuna.export.rows.plan import Demand
-from ikkuna.export.rows.recorder import Recorder
-from ikkuna.export.rows.site import Site
 from ikkuna.export.subscriber import (
     MinMaxSubscriber,
     NormSubscriber,
@@ -21,7 +14,14 @@ from ikkuna.export.subscriber import (
     Subscriber,
     TrainAccuracySubscriber,
 )
-from ikkuna.visualization.pictures.redraw_thread import RedrawThread
+from torch import nn
+
+from ikkuna.backends.pictures.redraw import RedrawThread
+from ikkuna.export import Exporter
+from ikkuna.observation.rows.delivery import Finished
+from ikkuna.observation.rows.plan import Demand
+from ikkuna.observation.rows.recorder import Recorder
+from ikkuna.observation.rows.site import Site
 
 KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
 LAYERS, STEPS, THRESHOLD = 50, 20, 100

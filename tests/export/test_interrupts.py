@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from ikkuna.backends.run import Run
+from ikkuna.store.names import Series
 from ikkuna.testing import RecordingBackend
-from ikkuna.visualization.run import Run
-from ikkuna.visualization.series import Series
 from tests.export.storm import Signals, Storm, Training, interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -9,15 +9,15 @@ import weakref
 
 import pytest
 import torch
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
+from ikkuna.visualization import get_backend
 from torch import nn
 
 import ikkuna
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
-from ikkuna.export.hooks import optimizer_steps
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
-from ikkuna.visualization import get_backend
+from ikkuna.observation.hooks import optimizers
 
 
 def mlp():
@@ -93,7 +93,7 @@ def test_a_model_that_is_dropped_releases_the_exporter_its_thread_and_its_file_a
     assert [reference() for reference in gone] == [None] * 3
     assert becomes_true(lambda: not own_threads())
     assert descriptors() == before
-    assert not optimizer_steps._called
+    assert not optimizers._called
     assert {step for _, _, step in stored(tmp_path)} == {0, 1, 2}
 
 
@@ -115,7 +115,7 @@ def test_runs_that_are_forgotten_do_not_pile_up(shared, tmp_path, bus):
         exporter.add_modules(model)
         exporter.message_bus.register_subscriber(NormSubscriber("weights", backend="jsonl"))
         train(model)
-        hooks = len(optimizer_steps._called)
+        hooks = len(optimizers._called)
         counts.append((len(own_threads()), descriptors(), hooks))
     exporter.close()
     del exporter, model

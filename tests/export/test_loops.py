@@ -9,15 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.func import functional_call
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
-
-from ikkuna.errors import ConfigError
-from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
-from ikkuna.export.messages.kinds import MODULE_KINDS
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
     GradientNoiseScaleSubscriber,
@@ -26,6 +18,14 @@ from ikkuna.export.subscriber import (
     Subscriber,
     TrainAccuracySubscriber,
 )
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.func import functional_call
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from ikkuna.errors import ConfigError
+from ikkuna.export import Exporter
+from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.numerics.statistics import native
 from ikkuna.testing import RecordingBackend
 from tests.export.test_invisible import same

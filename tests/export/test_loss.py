@@ -4,12 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-
-import ikkuna
-from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     LossSubscriber,
@@ -18,6 +12,12 @@ from ikkuna.export.subscriber import (
     PredictionSubscriber,
     TrainAccuracySubscriber,
 )
+from torch import nn
+from torch.nn import functional as F
+
+import ikkuna
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export import Exporter
 from ikkuna.testing import RecordingBackend
 
 X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
@@ -379,7 +379,7 @@ def test_evaluation_computes_a_functional_loss():
 def test_no_hook_is_registered_on_steps_that_are_not_sampled(monkeypatch):
     model, looked = network(), []
     watched = Watched(model, subscribers=(lambda backend: LossSubscriber(subsample=3, backend=backend),))
-    from ikkuna.export.hooks import loss
+    from ikkuna.observation.hooks import loss
 
     monkeypatch.setattr(loss, "backward_roots", lambda was=loss.backward_roots: looked.append(0) or was())
     hooks = []

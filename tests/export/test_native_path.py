@@ -6,12 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from ikkuna.export import Exporter
-from ikkuna.export.hooks.forward import ForwardHooks
-from ikkuna.export.hooks.layer_gradients import LayerGradientHooks
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -20,7 +14,13 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ikkuna.export import Exporter
 from ikkuna.numerics.statistics import native
+from ikkuna.observation.hooks.forward import ForwardHooks
+from ikkuna.observation.hooks.gradients import LayerGradientHooks
 from ikkuna.testing import RecordingBackend
 
 kernels = native.library()

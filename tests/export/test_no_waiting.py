@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from ikkuna.export.messages import MessageBundle, ModuleMessage
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ikkuna.export.messages import MessageBundle, ModuleMessage
-from ikkuna.export.messages.message import NetworkMessage
-from ikkuna.export.messages.stamp import Stamp
-from ikkuna.export.subscriber.registered import Registered
-from ikkuna.numerics import inner
+from ikkuna.metrics.messages.message import NetworkMessage
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.numerics import geometry
 from ikkuna.numerics.statistics import FIELDS, closure, float_code
 from ikkuna.numerics.statistics.device import DeviceStatistics
 from ikkuna.numerics.statistics.host import HostStatistics
@@ -38,7 +38,7 @@ def as_on_a_device(monkeypatch):
     """Use the code paths of device tensors with host tensors."""
     monkeypatch.setattr(float_code, "_count_on_host", float_code._count_on_device)
     monkeypatch.setattr(float_code, "library", lambda: None)
-    monkeypatch.setattr(inner, "_product", lambda x, y: torch.dot(x.double(), y.double()))
+    monkeypatch.setattr(geometry, "_product", lambda x, y: torch.dot(x.double(), y.double()))
 
 
 def random(*shape):
@@ -83,8 +83,9 @@ def test_no_measure_of_a_subscriber_waits(name, monkeypatch):
 
 def test_a_model_is_watched_on_its_device_without_waiting(bus, monkeypatch):
     """The whole way from hook to row, with tensors that say they are elsewhere."""
-    from ikkuna.export import Exporter
     from ikkuna.export.subscriber import MomentsSubscriber, NormSubscriber
+
+    from ikkuna.export import Exporter
 
     def on_host(tensor, *arguments, **options):
         raise AssertionError("the host's kernel was used")

@@ -7,14 +7,14 @@ import time
 import numpy as np
 import pytest
 import torch
-
-from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber, Subscriber
+
+from ikkuna.backends.jsonl import JSONLinesBackend
+from ikkuna.export import Exporter
+from ikkuna.store.json_lines import read
+from ikkuna.store.values import Matrix
 from ikkuna.testing import RecordingBackend
-from ikkuna.visualization.files.json_lines import read
-from ikkuna.visualization.jsonl import JSONLinesBackend
-from ikkuna.visualization.matrix import Matrix
 from tests.zoo import CASES, Loop
 
 pytestmark = pytest.mark.devices(slow=True)

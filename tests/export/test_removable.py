@@ -6,13 +6,13 @@ import pickle
 
 import pytest
 import torch
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.hooks import optimizer_steps, parameter_recorder
-from ikkuna.export.messages.kinds import MODULE_KINDS
-from ikkuna.export.rows.host_list import CopiedList
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
+from ikkuna.metrics.messages.kinds import MODULE_KINDS
+from ikkuna.observation.hooks import optimizers, parameter_recorder
+from ikkuna.observation.rows.host_list import CopiedList
 from tests.zoo import CASES, Loop
 
 
@@ -76,7 +76,7 @@ def test_nothing_is_left_after_close(watched):
     exporter.close()
     assert hooks(loop.model) == {}
     assert hooks(loop.loss) == {}
-    assert not optimizer_steps._called
+    assert not optimizers._called
     assert all(not p._backward_hooks for p in loop.model.parameters())
 
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, PercentileSubscriber, PrecisionSubscriber
 from torch import nn
 
-from ikkuna.arrays import to_array
 from ikkuna.export import Exporter
-from ikkuna.export.messages.kinds import MODULE_KINDS
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, PercentileSubscriber, PrecisionSubscriber
-from ikkuna.numerics.elements import host_array
-from ikkuna.numerics.statistics.percentile import percentiles
+from ikkuna.metrics.messages.kinds import MODULE_KINDS
+from ikkuna.numerics.elements import host_array, to_array
+from ikkuna.numerics.statistics.histogram import percentiles
 
 
 @pytest.mark.fault(205)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscriber
+from ikkuna.reading import read_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import ikkuna
 from ikkuna.errors import ConfigError, LogDirError
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscriber
-from ikkuna.reading import read_run
-from ikkuna.visualization.files.json_lines import read
-from ikkuna.visualization.files.run_file import read_run_file
+from ikkuna.store.json_lines import read
+from ikkuna.store.run_directory import read_run_file
 from tests.export.resumed import Training
 
 ROOT = Path(__file__).parents[2]
@@ -371,7 +371,7 @@ def test_verbosity_silences_the_line(tmp_path, caplog):
 
 SCRIPT = """
 import logging
-from ikkuna.logger import announce
+from ikkuna.support.failures import announce
 announce("without configuration")
 logging.getLogger("ikkuna").setLevel(logging.WARNING)
 announce("with a level")

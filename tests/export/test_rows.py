@@ -5,18 +5,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ikkuna.export.messages import Message, ModuleMessage
+from ikkuna.export.subscriber import Subscriber
 from torch import Tensor
 
-from ikkuna.export.bus.bus import MessageBus
-from ikkuna.export.messages import Message, ModuleMessage
-from ikkuna.export.messages.stamp import Stamp
-from ikkuna.export.rows.delivery import Finished
-from ikkuna.export.rows.host_copy import HostCopy
-from ikkuna.export.rows.plan import Demand
-from ikkuna.export.rows.recorder import Recorder
-from ikkuna.export.rows.rows import Rows
-from ikkuna.export.rows.site import Site
-from ikkuna.export.subscriber import Subscriber
+from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.observation.rows.delivery import Finished
+from ikkuna.observation.rows.host_copy import HostCopy
+from ikkuna.observation.rows.plan import Demand
+from ikkuna.observation.rows.recorder import Recorder
+from ikkuna.observation.rows.rows import Rows
+from ikkuna.observation.rows.site import Site
 
 STAMP = Stamp(3, 1, 0)
 ACTIVATIONS, WEIGHTS, LOSS = Site("activations", "fc"), Site("weights", "fc"), Site("loss")

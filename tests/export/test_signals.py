@@ -10,12 +10,12 @@ import time
 
 import pytest
 import torch
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from torch import nn
 
+from ikkuna.backends.backend import Backend
 from ikkuna.export import Exporter
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.testing import RecordingBackend
-from ikkuna.visualization.backend import Backend
 
 
 class Interrupted(Exception):

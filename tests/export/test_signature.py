@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from ikkuna.export import subscriber
-from ikkuna.plugins import plugin_names
+from ikkuna.support.plugins import plugin_names
 
 
 @pytest.mark.parametrize("name", [*sorted(plugin_names(subscriber.GROUP)), "Subscriber", "CallbackSubscriber"])

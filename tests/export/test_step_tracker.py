@@ -26,13 +26,20 @@ The expected text has a word for each decision: ``open0``, ``0=ab`` (step 0 is c
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ikkuna.export.messages import Stamp
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import Stamp
-from ikkuna.export.steps.decisions import Abandoned, Closed, EpochFinished, Merged, Opened, Restarted
-from ikkuna.export.steps.forward import FIRST_PART
-from ikkuna.export.steps.pending_forwards import MAX_PENDING
-from ikkuna.export.steps.step_tracker import State, StepTracker
+from ikkuna.observation.steps.forwards import (
+    FIRST_PART,
+    MAX_PENDING,
+    Abandoned,
+    Closed,
+    EpochFinished,
+    Merged,
+    Opened,
+    Restarted,
+)
+from ikkuna.observation.steps.step_tracker import State, StepTracker
 
 ALL = {7, 8}  # the parameters of the model
 

@@ -91,7 +91,7 @@ def build_shim(directory: Path) -> Shim:
         If that is impossible on this system, with the reason.
     """
     # it imports torch, which processes under the shim may lack
-    from ikkuna.native.compiler import Compiler
+    from ikkuna.support.native import Compiler
 
     if not sys.platform.startswith("linux"):
         raise RuntimeError("only Linux has LD_PRELOAD")

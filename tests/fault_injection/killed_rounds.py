@@ -19,11 +19,11 @@ if __name__ == "__main__":
     logging.disable()
     sys.modules["torch"] = None  # tensorboardX would import it, for longer than a round takes
 
-from ikkuna.visualization.files.json_lines import read
-from ikkuna.visualization.jsonl import JSONLinesBackend
-from ikkuna.visualization.run import Run
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.backends.jsonl import JSONLinesBackend
+from ikkuna.backends.run import Run
+from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.store.json_lines import read
+from ikkuna.store.names import Series
 from tests.fault_injection import Fault
 
 SERIES = [Series("loss"), Series("accuracy")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ikkuna.visualization.files.json_lines import read
+from ikkuna.store.json_lines import read
 from tests.fault_injection import Fault, build_shim
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +28,10 @@ SCRIPT = """
 import json, logging, os, sys, threading, time
 sys.modules["torch"] = None  # tensorboardX would import it, for longer than a test takes
 logging.basicConfig(filename=sys.argv[2])
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.jsonl import JSONLinesBackend
-from ikkuna.visualization.run import Run
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.store.names import Series
+from ikkuna.backends.jsonl import JSONLinesBackend
+from ikkuna.backends.run import Run
+from ikkuna.backends.tensorboard import TensorBoardBackend
 
 options = {"retry_seconds": 0.02, "sync_seconds": 0.02}
 run = Run(sys.argv[1])

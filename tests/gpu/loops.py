@@ -2,9 +2,7 @@
 
 from contextlib import nullcontext
 
-from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
-from ikkuna.export.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
 from ikkuna.export.subscriber import (
     HistogramSubscriber,
     MeanSubscriber,
@@ -14,6 +12,9 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
+
+from ikkuna.export import Exporter
+from ikkuna.metrics.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop
 

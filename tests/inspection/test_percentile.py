@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.statistics.percentile import percentiles
+from ikkuna.numerics.statistics.histogram import percentiles
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,7 @@
 import gc
 import math
 
+import ikkuna.plot as plot
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -10,13 +11,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-import ikkuna.plot as plot
 from ikkuna import monitor
+from ikkuna.backends.pictures.chart import Chart
+from ikkuna.backends.pictures.drawing import draw_chart
 from ikkuna.errors import ConfigError
-from ikkuna.plot.grid import grid_shape
-from ikkuna.visualization.pictures.chart import Chart
-from ikkuna.visualization.pictures.chart_picture import draw_chart
-from ikkuna.visualization.series import Series
+from ikkuna.figures.style import grid_shape
+from ikkuna.store.names import Series
 
 RNG = np.random.default_rng(0)
 DATA = RNG.normal(size=(16, 100, 6))

@@ -5,9 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
-from ikkuna.errors import ConfigError
 from ikkuna.probe import (
     channel_correlation,
     channel_health,
@@ -21,6 +18,9 @@ from ikkuna.probe import (
     weight_penalties,
     weights_norm,
 )
+from torch import nn
+
+from ikkuna.errors import ConfigError
 from tests.inspection.networks import ONES, by_hand, reference
 
 

@@ -4,11 +4,6 @@ import logging
 from functools import cache
 
 import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-import ikkuna
 from ikkuna.export.subscriber import (
     DistanceFromInitSubscriber,
     LearningRateSubscriber,
@@ -16,7 +11,12 @@ from ikkuna.export.subscriber import (
     NormSubscriber,
     RatioSubscriber,
 )
-from ikkuna.visualization.files.json_lines import read
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import ikkuna
+from ikkuna.store.json_lines import read
 
 ACCUMULATION, CLIP, RATE, EPOCHS, VALIDATIONS = 2, 0.1, 0.05, 2, 4
 

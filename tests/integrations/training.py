@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 import torch
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
-from ikkuna.visualization.matrix import Matrix
-from ikkuna.visualization.series import Series
+from ikkuna.store.names import Series
+from ikkuna.store.values import Matrix
 
 
 def train(backend, log_dir, steps=3, state=None, **options):

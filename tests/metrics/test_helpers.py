@@ -3,18 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from ikkuna_subscribers._helpers.arguments import require_integers
-from ikkuna_subscribers._helpers.earlier_results import EarlierResults
-from ikkuna_subscribers._helpers.nonfinite_producer import find_producer
-from ikkuna_subscribers._helpers.recurrent_layers import RecurrentLayers
-from ikkuna_subscribers._helpers.sample_count import SampleCount
-from ikkuna_subscribers._helpers.tensor_copies import TensorCopies
-
-from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import GradientSNRSubscriber, RankSpreadSubscriber
+from ikkuna_subscribers._helpers.arguments import SampleCount, TensorCopies, require_integers
+from ikkuna_subscribers._helpers.probe_subscriber import EarlierResults
+from ikkuna_subscribers.non_finite import find_producer
+from ikkuna_subscribers.recurrent import RecurrentLayers
+
+from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics import Record
-from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.store.values import ModuleEntry
 
 
 def weight(x, kind="weights", module="fc"):

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from ikkuna.export.subscriber import SpectralNormSubscriber
 from torch import nn
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.subscriber import SpectralNormSubscriber
-from ikkuna.numerics import spectral
+from ikkuna.numerics import spectrum
 from tests.metrics.running import trained, watched
 
 
@@ -117,8 +117,8 @@ def test_bad_arguments_are_refused(options, message):
 
 def test_the_search_from_scratch_is_made_once_and_old_starts_are_dropped(monkeypatch):
     searches = []
-    search = spectral._golub_kahan
-    monkeypatch.setattr(spectral, "_golub_kahan", lambda w: searches.append(w.shape) or search(w))
+    search = spectrum._golub_kahan
+    monkeypatch.setattr(spectrum, "_golub_kahan", lambda w: searches.append(w.shape) or search(w))
     made = []
     big, small = torch.randn(9, 8), torch.randn(5, 4)
     watched(lambda **o: made.append(SpectralNormSubscriber("activations", **o)) or made[0], big, big, big, small, small)

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, SpeedSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.steps.stopwatch import Stopwatch
-from ikkuna.export.subscriber import CallbackSubscriber, SpeedSubscriber
+from ikkuna.observation.steps.counters import Stopwatch
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves
 
@@ -82,7 +82,7 @@ def test_peak_memory_is_that_of_the_process(clock):
 
 def test_peak_memory_is_not_that_of_the_process_that_started_it():
     ballast = b"\1" * (1 << 30)
-    asked = "from ikkuna_subscribers.speed import resident_peak; print(resident_peak())"
+    asked = "from ikkuna_subscribers.training import resident_peak; print(resident_peak())"
     answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
     assert 1 << 26 < float(answer) < len(ballast)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ikkuna.numerics.accuracy import count_correct, perplexity, wilson_interval
+from ikkuna.numerics.prediction import count_correct, perplexity, wilson_interval
 
 
 def reference(logits, labels, k, ignore=-100):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.activation import (
+from ikkuna.numerics.layers import (
     count_saturated,
     dead_share,
     dormant_scores,

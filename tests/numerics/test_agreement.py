@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.agreement import adam_snr, gradient_diversity, gradient_snr, sign_agreement, signs_of
+from ikkuna.numerics.noise import adam_snr, gradient_diversity, gradient_snr, sign_agreement, signs_of
 
 GRADIENTS = hnp.arrays(np.float64, st.tuples(st.integers(2, 6), st.integers(1, 8)), elements=st.floats(-10, 10))
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.representation.canonical import canonical_correlations, chance_level, pwcca, svcca
+from ikkuna.numerics.representation import canonical_correlations, chance_level, pwcca, svcca
 
 
 def random(*shape, seed=0):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ikkuna.numerics.decay import adam_decay, decay_row, decoupled_decay, sgd_decay
+from ikkuna.numerics.geometry import adam_decay, decay_row, decoupled_decay, sgd_decay
 
 RATE, DECAY, STEPS = 1e-9, 0.3, 400
 

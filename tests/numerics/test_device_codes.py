@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ikkuna.numerics.statistics import closure
-from ikkuna.numerics.statistics.device.kernel_tables import TensorList
+from ikkuna.numerics.statistics.device.triton_launcher import TensorList
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING, codes, sampled_codes
 from tests.numerics.test_measure import with_triton
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna.numerics.representation.dimension import dimension
+from ikkuna.numerics.representation import dimension
 
 
 def reference(rows):

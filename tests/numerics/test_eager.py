@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna.numerics.statistics import FIELDS, closure, eager
+from ikkuna.numerics.statistics import FIELDS, closure, host
 from ikkuna.numerics.statistics.record import record_of
 from tests.numerics.test_measure import check, random
 
 
 def measure_eagerly(x, fields):
-    return record_of(eager.measure_eagerly(x, fields), fields)
+    return record_of(host.measure_eagerly(x, fields), fields)
 
 
 ALL = closure(field for field in FIELDS if "codes" not in field)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.statistics import histograms
+from ikkuna.numerics.statistics import histogram
 from ikkuna.numerics.statistics.float_code import bin_edges, codes, sample
 from ikkuna.numerics.statistics.histogram import Histogram, together
 from ikkuna.numerics.statistics.host import measure
@@ -288,7 +288,7 @@ def test_several_histograms_together_give_what_each_gives_alone(sets, finite_onl
     alone = [h if is_known else Histogram(h.counts) for h, (_, is_known) in zip(alone, sets, strict=True)]
     q = [0.0, 0.3, 0.5, 1.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(histograms, "_BLOCK", 3)
+        patch.setattr(histogram, "_BLOCK", 3)
         found, buckets = together(alone).quantile(q, finite_only), together(alone).tensorboard_buckets(5)
     np.testing.assert_equal(found.T, [h.quantile(q, finite_only) for h in alone])
     for several, h in zip(buckets, alone, strict=True):

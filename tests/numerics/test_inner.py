@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ikkuna.numerics.inner import dot, norm, squared_distance, squared_norm
+from ikkuna.numerics.geometry import dot, norm, squared_distance, squared_norm
 
 PAIR = st.integers(0, 50).flatmap(
     lambda n: st.tuples(*[hnp.arrays(np.float32, n, elements=st.floats(-(2.0**100), 2.0**100, width=32))] * 2)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.representation.layer_saturation import Scatter, intrinsic_dimension, layer_saturation
+from ikkuna.numerics.representation import Scatter, intrinsic_dimension, layer_saturation
 
 
 def random(*shape, seed=0):

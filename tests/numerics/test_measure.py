@@ -13,7 +13,7 @@ from scipy import stats
 from ikkuna.numerics.elements import CHUNK, flatten, readable
 from ikkuna.numerics.statistics import FIELDS, closure, native
 from ikkuna.numerics.statistics.device import DeviceStatistics, operators
-from ikkuna.numerics.statistics.device.code_counts import CodeCounts
+from ikkuna.numerics.statistics.device.buffers import CodeCounts
 from ikkuna.numerics.statistics.device.kernel_statistics import KernelStatistics
 from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
 from ikkuna.numerics.statistics.host import HostStatistics

@@ -18,13 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ikkuna.native import loading
-from ikkuna.native.cache import LibraryCache
-from ikkuna.native.compiler import Compiler
 from ikkuna.numerics.statistics import closure, native
 from ikkuna.numerics.statistics.host import measure
-from ikkuna.numerics.statistics.native import build
-from ikkuna.numerics.statistics.native.library import Library
+from ikkuna.numerics.statistics.native import kernels
+from ikkuna.numerics.statistics.native.kernels import Library
+from ikkuna.support import native as loading
+from ikkuna.support.native import Compiler, LibraryCache
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 STRANGER = 12_345  # the id of another user
@@ -52,7 +51,7 @@ def libraries(tmp_path_factory):
     subprocess.run([COMPILER, "-shared", "-fPIC", "-x", "c++", "-", "-o", foreign], input=FOREIGN.encode(), check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CXX", raising=False)
-        (directory / "kernels.so").write_bytes(Compiler().build(build.source(), directory))
+        (directory / "kernels.so").write_bytes(Compiler().build(kernels.source(), directory))
     return directory
 
 
@@ -515,7 +514,7 @@ def test_the_library_is_stored_for_this_process_alone_if_the_disk_is_full(world,
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ikkuna.native.cache.write_private_file", full)
+    monkeypatch.setattr("ikkuna.support.native.write_private_file", full)
     assert world.library() is not None
     assert list(world.cache.iterdir()) == []
 
@@ -604,10 +603,10 @@ def test_without_a_compiler_numpy_measures_and_the_log_says_so_once(world, monke
 )
 def test_the_real_compiler_builds_what_is_used_only_if_its_results_are_right(world, monkeypatch, old, new, is_right):
     monkeypatch.delenv("CXX")
-    source = build.source().decode()
+    source = kernels.source().decode()
     assert old in source
     changed = source.replace(old, new) if old else source
-    monkeypatch.setattr(build, "source", changed.encode)
+    monkeypatch.setattr(kernels, "source", changed.encode)
     assert (world.library() is not None) == is_right
 
 

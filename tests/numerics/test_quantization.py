@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from ikkuna.export.subscriber import QuantizationSubscriber
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.subscriber import QuantizationSubscriber
-from ikkuna.numerics.quantization import quantization_errors, quantize
+from ikkuna.numerics.precision import quantization_errors, quantize
 from tests.metrics.running import watched
 
 DTYPES = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}

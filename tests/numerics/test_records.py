@@ -9,7 +9,7 @@ import torch
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, Record, closure
 from ikkuna.numerics.statistics.host import HostStatistics
-from ikkuna.numerics.statistics.records import Records
+from ikkuna.numerics.statistics.record import Records
 from ikkuna.numerics.statistics.table import row_of, rows_of
 
 PROPERTIES = (

@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics import rows
-from ikkuna.numerics.rows import row_means, row_sums
+from ikkuna.numerics import geometry
+from ikkuna.numerics.geometry import row_means, row_sums
 
 
 def random(*shape, seed=0):
@@ -43,7 +43,7 @@ def test_averages_are_those_of_the_definition(dtype, shape):
 def test_parts_give_the_same_sums(monkeypatch):
     x = random(50, 6)
     whole = row_sums(x)
-    monkeypatch.setattr(rows, "CHUNK", 20)
+    monkeypatch.setattr(geometry, "CHUNK", 20)
     torch.testing.assert_close(row_sums(x), whole)
     torch.testing.assert_close(row_sums(x[:20]) + row_sums(x[20:]), whole)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna.numerics.running_statistics import running_statistics_distance
+from ikkuna.numerics.layers import running_statistics_distance
 
 
 def drawn(*shape):

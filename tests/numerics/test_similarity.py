@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.representation.cka import centred_kernels, cka_of_hsic, hsic_matrix, linear_cka, to_rows
+from ikkuna.numerics.representation import centred_kernels, cka_of_hsic, hsic_matrix, linear_cka, to_rows
 
 
 def random(*shape, seed=0):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.spectral import as_matrix, conv_operator_norm, spectral_norm
+from ikkuna.numerics.spectrum import as_matrix, conv_operator_norm, spectral_norm
 
 # Squares of what is smaller vanish in float32, and the direction with them.
 ENTRY = st.floats(-100, 100, width=32).map(lambda value: value if abs(value) > 1e-15 else 0.0)
@@ -174,10 +174,9 @@ def test_products_with_the_matrix_are_counted():
 
 def test_the_metric_takes_two_pairs_of_products_of_a_warm_matrix():
     """A pair is one product with the matrix and one with its transpose; four are what a step may cost."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from ikkuna.export.messages import ModuleMessage, Stamp
     from ikkuna.export.subscriber import SpectralNormSubscriber
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     w, products = random(1024, 1024), []
 

@@ -5,18 +5,17 @@ import gc
 import numpy as np
 import pytest
 import torch
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, closure, native
 from ikkuna.numerics.statistics.host import HostStatistics
-from ikkuna.numerics.statistics.native.library import flags_of
-from ikkuna.numerics.statistics.native.tensor_reader import ListMemory
+from ikkuna.numerics.statistics.native.kernels import ListMemory, flags_of
 from ikkuna.numerics.statistics.table import COLUMN
+from ikkuna.support.torch_internals import parallel_for
 from ikkuna.testing import RecordingBackend, special_tensors
-from ikkuna.torch_internals import parallel_for
 
 ALL = closure(set(FIELDS) - HISTOGRAMS)
 FLAGS = flags_of(ALL)

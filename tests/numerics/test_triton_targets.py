@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ikkuna.numerics.statistics.device import kernels
 from ikkuna.numerics.statistics.device import triton_launcher as launcher
-from ikkuna.numerics.statistics.device.kernel_tables import BLOCK
+from ikkuna.numerics.statistics.device.triton_launcher import BLOCK
 
 warnings.simplefilter("ignore")
 POINTERS = {"rows_ptr": "*fp64", "merged_ptr": "*fp64", "counts_ptr": "*i32", "scales_ptr": "*fp64"}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna.numerics import z_loss
-from ikkuna.numerics.z_loss import z_loss_row
+from ikkuna.numerics import prediction
+from ikkuna.numerics.prediction import z_loss_row
 
 
 def reference(logits):
@@ -19,7 +19,7 @@ def reference(logits):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 7, 11), (1, 1)])
 def test_it_is_that_of_numpy(shape, dtype, monkeypatch):
-    monkeypatch.setattr(z_loss, "_BLOCK", 20)  # several blocks
+    monkeypatch.setattr(prediction, "_BLOCK", 20)  # several blocks
     logits = (30 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
     assert z_loss_row(logits).tolist() == pytest.approx(reference(logits), rel=1e-5)
 

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import NearZeroSubscriber
-from ikkuna.visualization.files.json_lines import read
+from ikkuna.store.json_lines import read
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -63,7 +63,7 @@ import json
 import torch
 from torch import nn
 import ikkuna
-from ikkuna.diagnosis.check import check
+from ikkuna.diagnosis.judge import check
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

@@ -212,7 +212,7 @@ def test_two_distributions_with_one_name_are_refused_by_name(crowded):
 def test_the_name_of_a_built_in_plugin_cannot_be_taken(crowded):
     message = crowded["answers"]["MeanSubscriber"]
     assert "thief 1.0 (thief:MeanSubscriber)" in message
-    assert re.search(r"ikkuna \S+ \(ikkuna_subscribers.mean:MeanSubscriber\)", message)
+    assert re.search(r"ikkuna \S+ \(ikkuna_subscribers.moments:MeanSubscriber\)", message)
     assert crowded["works"] == ["weights_norm2"]
 
 

@@ -6,6 +6,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from ikkuna.reading import StoredRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb as tensor_scalar
 from tensorboardX import SummaryWriter as XWriter
@@ -14,10 +15,10 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter as TorchWriter
 
 import ikkuna
-from ikkuna.reading import StoredRun, event_file
-from ikkuna.reading.event_file import EventFile
+from ikkuna.store import event_reader
+from ikkuna.store.event_format import float32, record, scalar_prefix, step_record
+from ikkuna.store.event_reader import EventFile
 from ikkuna.testing import small_model
-from ikkuna.visualization.files.event_file import float32, record, scalar_prefix, step_record
 
 EVERY = {"size_guidance": {"scalars": 0, "histograms": 0}}
 BOTH = pytest.mark.parametrize("is_native", [True, False], ids=["native", "python"])
@@ -198,7 +199,7 @@ def damaged(data, rng):
 
 @pytest.mark.parametrize("chunk", [1 << 25, 512])
 def test_both_scanners_read_the_same_from_damaged_files(run_directory, tmp_path, chunk, monkeypatch):
-    monkeypatch.setattr(event_file, "_CHUNK", chunk)
+    monkeypatch.setattr(event_reader, "_CHUNK", chunk)
     rng, path = random.Random(1), tmp_path / "events.out.tfevents.1"
     original = b"".join(file.read_bytes() for file in sorted(run_directory.glob("*tfevents*")))[:20_000]
     for _ in range(25):
@@ -221,7 +222,7 @@ def test_everything_behind_a_damaged_record_is_read(is_native, tmp_path):
 @BOTH
 @pytest.mark.parametrize("chunk", [1 << 25, 300])
 def test_a_file_that_grows_is_read_on(is_native, chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(event_file, "_CHUNK", chunk)
+    monkeypatch.setattr(event_reader, "_CHUNK", chunk)
     data, path = packed(range(12)), tmp_path / "events.out.tfevents.1"
     path.write_bytes(b"")
     run, rng = StoredRun(tmp_path, is_native=is_native), random.Random(2)

@@ -8,10 +8,10 @@ import subprocess
 import numpy as np
 import pytest
 
+from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.report import write_report
-from ikkuna.visualization.module_table import ModuleEntry
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.store.names import Series
+from ikkuna.store.values import ModuleEntry
 
 pytestmark = [
     pytest.mark.slow,

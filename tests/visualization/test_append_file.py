@@ -6,7 +6,7 @@ import time
 import pytest
 
 from ikkuna.errors import LogDirError
-from ikkuna.visualization.files.append_file import AppendFile
+from ikkuna.store.append_file import AppendFile
 
 
 @pytest.mark.fault(72, 78)
@@ -32,7 +32,7 @@ def test_the_file_is_for_all_to_read_and_closed_on_exec(tmp_path):
 def test_a_symbolic_link_is_not_followed(tmp_path, monkeypatch):
     target = tmp_path / "target"
     stems = iter("ab")
-    monkeypatch.setattr("ikkuna.visualization.files.append_file.unique_stem", lambda second, counter: next(stems))
+    monkeypatch.setattr("ikkuna.store.append_file.unique_stem", lambda second, counter: next(stems))
     (tmp_path / "a").symlink_to(target)
     file = AppendFile(tmp_path, str)
     file.close()

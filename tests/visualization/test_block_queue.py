@@ -1,4 +1,4 @@
-from ikkuna.visualization.files.block_queue import BlockQueue, QueuedBlock
+from ikkuna.store.writer import BlockQueue, QueuedBlock
 
 
 def describe(values, first, last):

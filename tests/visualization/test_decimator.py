@@ -7,12 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ikkuna.numerics.statistics.histograms import Buckets
-from ikkuna.visualization.pictures.curve import Curve
-from ikkuna.visualization.pictures.decimator import Decimator, keep_first
-from ikkuna.visualization.pictures.heatmap import CAPACITY, Heatmap
-from ikkuna.visualization.pictures.histogram_history import HistogramHistory
-from ikkuna.visualization.pictures.quantile_bands import QuantileBands
+from ikkuna.backends.pictures.chart import Curve, Decimator, HistogramHistory, QuantileBands, keep_first
+from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap
+from ikkuna.numerics.statistics.histogram import Buckets
 
 capacities = st.sampled_from([2, 4, 6, 16])
 lengths = st.integers(0, 300)

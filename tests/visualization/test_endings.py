@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from ikkuna.visualization.files.json_lines import read
+from ikkuna.store.json_lines import read
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals")
 

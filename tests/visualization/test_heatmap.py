@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ikkuna.visualization import mpl, tensorboard
-from ikkuna.visualization.module_order import ModuleOrder
-from ikkuna.visualization.module_table import ModuleEntry, module_table
-from ikkuna.visualization.pictures import heatmap_picture
-from ikkuna.visualization.pictures.chart_picture import draw_chart
-from ikkuna.visualization.pictures.event_images import HeatmapImage
-from ikkuna.visualization.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
-from ikkuna.visualization.pictures.heatmap_picture import draw_heatmap, grouped
-from ikkuna.visualization.pictures.matrix_picture import scaled
-from ikkuna.visualization.pictures.png import encode_png
-from ikkuna.visualization.run import Run
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.backends import mpl, tensorboard
+from ikkuna.backends.pictures import drawing
+from ikkuna.backends.pictures.canvas import encode_png
+from ikkuna.backends.pictures.drawing import draw_chart, draw_heatmap, grouped, scaled
+from ikkuna.backends.pictures.event_images import HeatmapImage
+from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
+from ikkuna.backends.run import Run
+from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.store.names import Series
+from ikkuna.store.values import ModuleEntry, ModuleOrder, module_table
 from tests.plugins.children import answer_of
 
 
@@ -238,7 +235,7 @@ def test_heat_maps_are_drawn_in_a_daemon_thread_while_training_goes_on(tmp_path,
         gate.wait(60)
         return draw_heatmap(view)
 
-    monkeypatch.setattr(heatmap_picture, "draw_heatmap", draw)
+    monkeypatch.setattr(drawing, "draw_heatmap", draw)
     monkeypatch.setattr(tensorboard, "_DRAWING_INTERVAL", 0.01)
     backend = TensorBoardBackend()
     backend.open(tmp_path)
@@ -269,7 +266,7 @@ def test_closing_a_run_draws_every_picture_with_its_last_values(tmp_path, monkey
         drawn[view.title] = view.lines[0].steps[-1]
         return draw_chart(view, *arguments)
 
-    monkeypatch.setattr(heatmap_picture, "draw_heatmap", draw)
+    monkeypatch.setattr(drawing, "draw_heatmap", draw)
     monkeypatch.setattr(mpl, "draw_chart", draw)
     run = Run(tmp_path)
     for step in range(3):
@@ -285,7 +282,7 @@ def test_closing_a_run_draws_every_picture_with_its_last_values(tmp_path, monkey
 
 def test_closing_does_not_wait_for_a_drawing(tmp_path, monkeypatch, caplog):
     gate = threading.Event()
-    monkeypatch.setattr(heatmap_picture, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
+    monkeypatch.setattr(drawing, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
     backend = TensorBoardBackend()
     backend.open(tmp_path)
     training(backend, 2)
@@ -300,7 +297,7 @@ def test_a_failing_picture_is_logged_once_and_costs_no_values(tmp_path, monkeypa
     def fail(view):
         raise OSError("no font")
 
-    monkeypatch.setattr(heatmap_picture, "draw_heatmap", fail)
+    monkeypatch.setattr(drawing, "draw_heatmap", fail)
     backend = TensorBoardBackend()
     backend.open(tmp_path)
     training(backend, 2)
@@ -317,7 +314,7 @@ def test_a_failing_picture_is_logged_once_and_costs_no_values(tmp_path, monkeypa
 
 def test_rows_are_in_the_order_of_the_network(monkeypatch):
     views = []
-    monkeypatch.setattr(heatmap_picture, "draw_heatmap", lambda view: views.append(view) or draw_heatmap(view))
+    monkeypatch.setattr(drawing, "draw_heatmap", lambda view: views.append(view) or draw_heatmap(view))
     made, _ = image(ModuleOrder([ModuleEntry(name, "Linear") for name in ("stem", "body.2", "body.10", "a")]))
     for step in range(2):
         add(made, step, dict.fromkeys(("a", "new", "body.10", "body.2:1", "body.2", "stem"), 1.0))
@@ -357,7 +354,7 @@ def test_matplotlib_is_imported_by_the_drawing_thread_before_it_is_needed(tmp_pa
         import json, sys, threading, time
         from pathlib import Path
         from ikkuna.visualization import get_backend
-        from ikkuna.visualization.series import Series
+        from ikkuna.store.names import Series
         backend = get_backend("tb")
         backend.open(Path("run"))
         for step in range(2):

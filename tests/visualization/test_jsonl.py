@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikkuna.visualization.files.append_file import ReplacedEnd
-from ikkuna.visualization.files.json_lines import read
-from ikkuna.visualization.jsonl import JSONLinesBackend
-from ikkuna.visualization.series import Series
+from ikkuna.backends.jsonl import JSONLinesBackend
+from ikkuna.store.append_file import ReplacedEnd
+from ikkuna.store.json_lines import read
+from ikkuna.store.names import Series
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ikkuna.visualization import tensorboard
-from ikkuna.visualization.backend import get_backend
-from ikkuna.visualization.files.json_lines import read
-from ikkuna.visualization.matrix import Matrix
-from ikkuna.visualization.pictures import matrix_picture
-from ikkuna.visualization.pictures.event_images import MatrixImage, MatrixQueue
-from ikkuna.visualization.pictures.matrix_picture import draw_matrix
-from ikkuna.visualization.pictures.png import encode_png
-from ikkuna.visualization.run import Run
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.backends import tensorboard
+from ikkuna.backends.backend import get_backend
+from ikkuna.backends.pictures import drawing as matrix_picture
+from ikkuna.backends.pictures.canvas import encode_png
+from ikkuna.backends.pictures.drawing import draw_matrix
+from ikkuna.backends.pictures.event_images import MatrixImage, MatrixQueue
+from ikkuna.backends.run import Run
+from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.store.json_lines import read
+from ikkuna.store.names import Series
+from ikkuna.store.values import Matrix
 
 MATRIX = Matrix(("a", "b"), ("a", "b", "c"), np.array([[1.0, 0.5, math.nan], [0.5, 1.0, 0.0]]), (0.0, 1.0))
 

@@ -10,24 +10,20 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from matplotlib.figure import Figure
 from torch import nn
 
+from ikkuna.backends import mpl
+from ikkuna.backends.mpl import MPLBackend
+from ikkuna.backends.pictures.chart import CAPACITY, Chart, Curve, HistogramChart, QuantileBands
+from ikkuna.backends.pictures.drawing import draw_chart, draw_histograms
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from ikkuna.numerics.statistics.histogram import Histogram
-from ikkuna.visualization import mpl
-from ikkuna.visualization.matrix import Matrix
-from ikkuna.visualization.module_order import ModuleOrder
-from ikkuna.visualization.module_table import ModuleEntry
-from ikkuna.visualization.mpl import MPLBackend
-from ikkuna.visualization.pictures.chart import Chart, HistogramChart
-from ikkuna.visualization.pictures.chart_picture import draw_chart, draw_histograms
-from ikkuna.visualization.pictures.curve import CAPACITY, Curve
-from ikkuna.visualization.pictures.quantile_bands import QuantileBands
-from ikkuna.visualization.series import Series
+from ikkuna.store.names import Series
+from ikkuna.store.values import Matrix, ModuleEntry, ModuleOrder
 from tests.plugins.children import answer_of
 
 FC, OUT = Series("weights_norm2", "fc"), Series("weights_norm2", "out")
@@ -202,7 +198,7 @@ def test_no_display_is_needed_and_pyplot_is_never_imported(tmp_path, monkeypatch
         import json, sys
         from pathlib import Path
         from ikkuna.visualization import get_backend
-        from ikkuna.visualization.series import Series
+        from ikkuna.store.names import Series
         backend = get_backend("mpl")
         backend.open(Path("run"))
         backend.add_scalar(Series("loss"), 0.5, 0)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ikkuna.visualization.files.json_lines import read
+from ikkuna.store.json_lines import read
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals a
 MAKE = """
 import json, os, sys
 sys.modules["torch"] = None  # tensorboardX would import it, for longer than a test takes
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.jsonl import JSONLinesBackend
-from ikkuna.visualization.tensorboard import TensorBoardBackend
-from ikkuna.visualization.run import Run
+from ikkuna.store.names import Series
+from ikkuna.backends.jsonl import JSONLinesBackend
+from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.backends.run import Run
 
 LOSS = Series("loss")
 run = Run(sys.argv[1])
@@ -226,7 +226,7 @@ def test_values_of_the_last_moment_are_kept(tmp_path, child, way):
 
 IMPORTED = """
 import json, sys
-import ikkuna.visualization, ikkuna.visualization.run
+import ikkuna.visualization, ikkuna.backends.run
 print(json.dumps([name for name in ("torch", "tensorboardX", "matplotlib") if name in sys.modules]))
 """
 

@@ -5,13 +5,11 @@ import struct
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.errors import ConfigError
-from ikkuna.visualization.files import recovery
-from ikkuna.visualization.files.checksum import masked_crc32c
-from ikkuna.visualization.files.event_file import record
-from ikkuna.visualization.files.recovery import recover, whole_records
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.store import event_format
+from ikkuna.store.event_format import masked_crc32c, record, recover, whole_records
+from ikkuna.store.names import Series
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 STEPS = 8
@@ -107,6 +105,8 @@ def test_a_hostile_file_is_read_in_linear_time(monkeypatch):
     heads = [struct.pack("<Q", 12 * (count - i)) for i in range(count)]
     data = b"".join(head + struct.pack("<I", masked_crc32c(head)) for head in heads) + bytes(16)
     read = []
-    monkeypatch.setattr(recovery, "masked_crc32c", lambda payload: read.append(len(payload)) or masked_crc32c(payload))
-    assert list(recovery.whole_records(data)) == []
+    monkeypatch.setattr(
+        event_format, "masked_crc32c", lambda payload: read.append(len(payload)) or masked_crc32c(payload)
+    )
+    assert list(event_format.whole_records(data)) == []
     assert sum(read) < 20 * len(data)

@@ -11,21 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna import errors, plugins
+from ikkuna import errors
+from ikkuna.backends import backend as backend_module
+from ikkuna.backends import run as run_module
+from ikkuna.backends.backend import Backend, NullBackend, Sender
+from ikkuna.backends.jsonl import JSONLinesBackend
+from ikkuna.backends.mpl import MPLBackend
+from ikkuna.backends.run import Run
+from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.store.json_lines import read
+from ikkuna.store.names import Series
+from ikkuna.store.run_directory import check_log_dir, make_run_directory
+from ikkuna.store.values import Matrix
+from ikkuna.support import plugins
 from ikkuna.testing import RecordingBackend
-from ikkuna.visualization import backend as backend_module
-from ikkuna.visualization import run as run_module
-from ikkuna.visualization.backend import Backend
-from ikkuna.visualization.files.json_lines import read
-from ikkuna.visualization.files.run_directory import check_log_dir, make_run_directory
-from ikkuna.visualization.jsonl import JSONLinesBackend
-from ikkuna.visualization.matrix import Matrix
-from ikkuna.visualization.mpl import MPLBackend
-from ikkuna.visualization.null import NullBackend
-from ikkuna.visualization.run import Run
-from ikkuna.visualization.sender import Sender
-from ikkuna.visualization.series import Series
-from ikkuna.visualization.tensorboard import TensorBoardBackend
 
 LOSS = Series("loss")
 

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ikkuna.visualization.module_group import STATISTICS
-from ikkuna.visualization.names import encode, heatmap_tag, overview_tag, series_tag, text_tag
-from ikkuna.visualization.series import Series
+from ikkuna.backends.tensorboard import STATISTICS
+from ikkuna.store.names import Series, encode, heatmap_tag, overview_tag, series_tag, text_tag
 
 NAMES = st.text(max_size=40) | st.text("./%~: -ab01", max_size=8)
 LONG = st.text("ab/.\u00e4\ud800", min_size=200, max_size=400)

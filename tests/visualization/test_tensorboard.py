@@ -7,14 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ikkuna.reading import read_run
 from PIL import Image
 
-from ikkuna.reading import read_run
-from ikkuna.visualization.matrix import Matrix
-from ikkuna.visualization.module_group import overview
-from ikkuna.visualization.module_table import ModuleEntry
-from ikkuna.visualization.series import Series, SeriesGroup
-from ikkuna.visualization.tensorboard import TensorBoardBackend
+from ikkuna.backends.tensorboard import TensorBoardBackend, overview
+from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.store.values import Matrix, ModuleEntry
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

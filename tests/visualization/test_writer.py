@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from ikkuna.errors import LogDirError
-from ikkuna.visualization.files.writer import FileWriter
+from ikkuna.store.writer import FileWriter
 
 
 def lines(writer):
@@ -409,7 +409,7 @@ def test_without_a_thread_flush_and_close_write(tmp_path, plain, no_thread, capl
 
 @pytest.mark.fault(309, 326)
 def test_a_thread_is_started_when_that_is_possible_again(tmp_path, plain, no_thread, caplog, monkeypatch):
-    monkeypatch.setattr("ikkuna.visualization.files.writer.START_SECONDS", 0.0)
+    monkeypatch.setattr("ikkuna.store.writer.START_SECONDS", 0.0)
     writer = FileWriter(tmp_path, plain, retry_seconds=0.0)
     submit(writer, range(3))
     no_thread.undo()

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import ikkuna
-from ikkuna.export.preset import GROUP, Preset
-from ikkuna.plugins import load_plugin
-from ikkuna.visualization.module_table import ModuleEntry
+from ikkuna.metrics.preset import GROUP, Preset
+from ikkuna.store.values import ModuleEntry
+from ikkuna.support.plugins import load_plugin
 from tests.watching.test_handle import network, train
 
 PRESETS = ("economy", "default", "full")

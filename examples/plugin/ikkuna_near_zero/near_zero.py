@@ -1,7 +1,6 @@
 """The share of elements near zero."""
 
 import torch
-
 from ikkuna.export.subscriber import Subscriber
 
 __all__ = ["NearZeroSubscriber"]

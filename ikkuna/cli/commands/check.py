@@ -2,8 +2,7 @@
 
 import argparse
 
-from ikkuna.cli.command import Command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
@@ -17,7 +16,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
-    from ikkuna.diagnosis.check import check
+    from ikkuna.diagnosis.judge import check
 
     found = check(options.path, options.rules.split(","))
     if options.json:

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ikkuna.cli.command import Command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
@@ -18,9 +17,9 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.cli.run_summary import write_summary
     from ikkuna.cli.sample_training import train_sample
     from ikkuna.diagnosis import Findings
-    from ikkuna.diagnosis.check import check
+    from ikkuna.diagnosis.judge import check
     from ikkuna.errors import ConfigError
-    from ikkuna.reading import find_runs, read_run
+    from ikkuna.store import find_runs, read_run
 
     if options.steps < 1:
         raise ConfigError(f"--steps needs a positive number, got {options.steps}")

@@ -3,8 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from ikkuna.cli.command import Command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 
 if TYPE_CHECKING:
     from ikkuna.report.difference import RunDifference
@@ -27,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.errors import ConfigError
-    from ikkuna.report.diff_page import compare_paths, write_diff
+    from ikkuna.report.difference import compare_paths, write_diff
     from ikkuna.report.page import page_target
 
     if not options.tolerance >= 0:

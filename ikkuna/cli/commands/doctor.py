@@ -5,8 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ikkuna.cli.command import Command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
@@ -16,7 +15,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
-    from ikkuna.visualization.environment import environment
+    from ikkuna.store.run_directory import environment
 
     rows = [(name, "", value) for name, value in environment().items()]
     checks: dict[str, Callable[[], str]] = {
@@ -44,7 +43,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _compiler() -> str:
-    from ikkuna.native.compiler import Compiler
+    from ikkuna.support.native import Compiler
 
     return str(Compiler())
 
@@ -56,7 +55,7 @@ def _kernels() -> str:
 
 
 def _reader() -> str:
-    from ikkuna.reading.native_scanner import event_library
+    from ikkuna.store.event_reader import event_library
 
     return "native" if event_library() is not None else "Python: there is no working compiler; reading takes longer"
 
@@ -72,7 +71,7 @@ def _devices() -> str:
 
 def _plugins() -> str:
     from ikkuna.cli.plugin_table import GROUPS
-    from ikkuna.plugins import load_plugin, plugins
+    from ikkuna.support.plugins import load_plugin, plugins
 
     count = 0
     for group in GROUPS.values():
@@ -85,7 +84,7 @@ def _plugins() -> str:
 def _measurement() -> str:
     """Train a small model for a few steps, and read back what was written."""
     from ikkuna.cli.sample_training import train_sample
-    from ikkuna.reading import find_runs, read_run
+    from ikkuna.store import find_runs, read_run
 
     with tempfile.TemporaryDirectory() as directory:
         train_sample(Path(directory), steps=12, rules=None, every=1)

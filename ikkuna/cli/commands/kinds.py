@@ -2,8 +2,7 @@
 
 import argparse
 
-from ikkuna.cli.command import Command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
@@ -17,7 +16,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
     if options.run_path is None:
-        from ikkuna.export.messages.kinds import MODULE_KINDS, NETWORK_KINDS
+        from ikkuna.metrics.messages.kinds import MODULE_KINDS, NETWORK_KINDS
 
         header = "kind", "of"
         rows = [*((kind, "each module") for kind in MODULE_KINDS), *((kind, "the network") for kind in NETWORK_KINDS)]
@@ -31,7 +30,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _stored(path: str) -> list[tuple[str, ...]]:
-    from ikkuna.reading import read_run
+    from ikkuna.store import read_run
 
     run = read_run(path)
     rows: list[tuple[str, ...]] = []

@@ -2,9 +2,8 @@
 
 import argparse
 
-from ikkuna.cli.command import Command
 from ikkuna.cli.plugin_table import GROUPS
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
@@ -15,7 +14,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
-    from ikkuna.plugins import plugins
+    from ikkuna.support.plugins import plugins
 
     rows = []
     for type_name, group in GROUPS.items():
@@ -34,7 +33,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 def _state(group: str, name: str) -> str:
     from ikkuna.errors import PluginError
-    from ikkuna.plugins import load_plugin
+    from ikkuna.support.plugins import load_plugin
 
     try:
         load_plugin(group, name, object)

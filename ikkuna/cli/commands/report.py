@@ -2,8 +2,7 @@
 
 import argparse
 
-from ikkuna.cli.command import Command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 

@@ -3,8 +3,7 @@
 import argparse
 import time
 
-from ikkuna.cli.command import Command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
@@ -24,7 +23,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.cli.run_summary import summary_values, write_summary
     from ikkuna.errors import ConfigError
-    from ikkuna.reading import StoredRun, read_run
+    from ikkuna.store import StoredRun, read_run
 
     if not options.interval > 0:
         raise ConfigError(f"--interval needs a positive number, got {options.interval}")

@@ -6,8 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ikkuna.cli.command import Command
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Command, Terminal
 from ikkuna.errors import ConfigError
 
 __all__ = ["command"]

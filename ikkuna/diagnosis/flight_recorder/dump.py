@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ikkuna.diagnosis.finding import Finding
+from ikkuna.diagnosis.findings import Finding
 from ikkuna.diagnosis.flight_recorder.dump_files import FORMAT, INDEX
 from ikkuna.errors import DumpError
 from ikkuna.numerics.statistics.table import COLUMN

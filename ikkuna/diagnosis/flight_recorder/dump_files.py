@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ikkuna.atomic_file import atomic_path
+from ikkuna.support.files import atomic_path
 
 __all__ = ["FORMAT", "INDEX", "DumpContent", "add_arrays", "file_bytes", "write_dump"]
 

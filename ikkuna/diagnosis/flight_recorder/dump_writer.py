@@ -8,9 +8,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ikkuna.background import BackgroundThread
 from ikkuna.diagnosis.flight_recorder.dump_files import DumpContent, add_arrays, write_dump
-from ikkuna.logger import log
+from ikkuna.support.failures import log
+from ikkuna.support.threads import BackgroundThread
 
 __all__ = ["DumpJob", "DumpWriter"]
 

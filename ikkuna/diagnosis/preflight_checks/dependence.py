@@ -1,24 +1,38 @@
-"""Checks of what the output depends on: its input, other samples, later positions."""
+"""Checks of what the output depends on: its input, other samples, later positions, random numbers."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from ikkuna.diagnosis.finding import Finding
-from ikkuna.diagnosis.preflight_checks.batch import Batch, by_sample, sample_axis
-from ikkuna.diagnosis.preflight_checks.classification import arranged_scores
-from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
-from ikkuna.diagnosis.preflight_checks.forward_record import share_between_samples
-from ikkuna.diagnosis.preflight_checks.perturbed import perturbed_output
+from ikkuna.diagnosis.findings import Finding
 from ikkuna.diagnosis.preflight_checks.signal import _require_different_samples
-from ikkuna.diagnosis.preflight_checks.trial import Trial
-from ikkuna.torch_internals import BATCH_NORMS
+from ikkuna.diagnosis.preflight_checks.training_setup import (
+    Batch,
+    CannotJudgeError,
+    ForwardRecord,
+    arranged_scores,
+    by_sample,
+    listed,
+    main_output,
+    recorded,
+    sample_axis,
+    share_between_samples,
+)
+from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_output
+from ikkuna.inspect.probe.outputs import run_model
+from ikkuna.support.modules import class_name
+from ikkuna.support.torch_internals import BATCH_NORMS
 
-__all__ = ["batch_leak", "ignores_input", "relative_change", "time_leak"]
+__all__ = ["batch_leak", "ignores_input", "random_output", "relative_change", "time_leak"]
+
 
 _EPSILONS = 100  # a kernel may round differently for other data in the batch
 _SAME = 1e-10  # of the energy: rounding in float32
@@ -184,3 +198,77 @@ def _by_position(output: Tensor, tokens: Tensor, axis: int) -> Tensor:
     if output.ndim == 3 and axis == 1 and output.shape[::2] == tokens.shape[:2]:
         return output.transpose(1, 2)
     raise CannotJudgeError("the output has no axis of time")
+
+
+_DROPOUTS = {
+    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout, functional.multi_head_attention_forward),
+}
+
+
+_SEED = 271_828  # a user hardly has it
+
+
+def random_output(trial: Trial) -> Iterator[Finding]:
+    """Find an output in evaluation mode that differs between two equal forward passes.
+
+    The model runs a second time only if the first pass has used a random generator.
+    """
+    if not trial.evaluation.draws:
+        return
+    before = trial.evaluated
+    after, dropouts = _run_again(trial)
+    difference = relative_change(before, after, before) if before.shape == after.shape else 1.0
+    if not difference:
+        return
+    message = (
+        f"In evaluation mode the output changes from one forward pass to the next (relative change {difference:.1g})"
+    )
+    if dropouts:
+        message += f": dropout is on in {listed(dropouts)}."
+        advice = "pass training=self.training to functional.dropout, and dropout_p=0.0 to attention in evaluation mode"
+        yield Finding("random_output", "warning", message, dropouts[0], value=difference, advice=advice)
+    else:
+        message += ", because the model uses random numbers."
+        advice = "if the model does not sample on purpose, use random numbers only if self.training"
+        yield Finding("random_output", "info", message, value=difference, advice=advice)
+
+
+def _run_again(trial: Trial) -> tuple[Tensor, list[str]]:
+    """Return the output with other random numbers, and the names of the modules that apply dropout."""
+    with trial.running():
+        trial.random_states().seeded(_SEED).restore()
+        batch = trial.batch.copy()
+        with recorded(trial.model, trial.names, batch.size) as record, _DropoutMode(record) as mode:
+            try:
+                result = run_model(trial.model, batch.inputs)
+            except Exception as error:
+                raise CannotJudgeError(f"with other random numbers the model raises {type(error).__name__}") from error
+        root = class_name(trial.model).lower()
+        return main_output(result, batch.loss_inside), list(dict.fromkeys(name or root for name in mode.modules))
+
+
+class _DropoutMode(TorchFunctionMode):
+    """Collects the modules that call a dropout function which is on."""
+
+    def __init__(self, record: ForwardRecord) -> None:
+        self.record = record
+        self.modules: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_dropout(func, args, kwargs):
+            self.modules.append(self.record.running[-1] if self.record.running else "")
+        return func(*args, **kwargs)
+
+
+def _is_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call of a function applies dropout with a positive rate."""
+    if func in _DROPOUTS:
+        values = inspect.signature(func).bind(*args, **kwargs)
+        values.apply_defaults()
+        rate = values.arguments.get("p", values.arguments.get("dropout_p"))
+        return bool(rate) and bool(values.arguments["training"])
+    if func is functional.scaled_dot_product_attention:
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    return False

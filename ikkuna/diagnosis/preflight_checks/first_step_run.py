@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikkuna.diagnosis.preflight_checks.batch import Batch
-from ikkuna.diagnosis.preflight_checks.classification import arranged_scores
-from ikkuna.diagnosis.preflight_checks.first_step import (
+from ikkuna.diagnosis.preflight_checks.training_setup import (
+    Batch,
     CannotJudgeError,
     FirstStep,
     Stopped,
+    TrainingSetup,
+    arranged_scores,
     inner_loss,
     labels_outside,
     last_operations,
     main_output,
+    recorded,
     summarised,
 )
-from ikkuna.diagnosis.preflight_checks.forward_record import recorded
-from ikkuna.diagnosis.preflight_checks.training_setup import TrainingSetup
-from ikkuna.probe.loss import run_model
-from ikkuna.torch_internals import pytree
+from ikkuna.inspect.probe.outputs import run_model
+from ikkuna.support.torch_internals import pytree
 
 __all__ = ["run_first_step"]
 

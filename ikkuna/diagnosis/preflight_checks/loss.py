@@ -1,4 +1,4 @@
-"""Checks of the loss: its value, its reduction, and a softmax that is applied twice."""
+"""Checks of inputs, labels and the loss."""
 
 import math
 from collections.abc import Iterator
@@ -7,13 +7,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ikkuna.diagnosis.finding import Finding
-from ikkuna.diagnosis.first_loss import initial_cross_entropy, initial_logit_deviation
-from ikkuna.diagnosis.preflight_checks.classification import Classification
-from ikkuna.diagnosis.preflight_checks.first_step import CannotJudgeError
+from ikkuna.diagnosis.findings import Finding
+from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, Classification, widened
 from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 
-__all__ = ["loss_at_init", "loss_scale", "softmax_twice"]
+__all__ = ["input_scale", "loss_at_init", "loss_scale", "softmax_twice"]
+
+
+_LARGEST = 10.0
+
+
+def input_scale(trial: Trial) -> Iterator[Finding]:
+    """Find floating-point inputs and labels whose mean or standard deviation is 10 or more."""
+    for what, tensors in (("inputs", trial.batch.tensors), ("labels", [trial.batch.labels])):
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.numel() < 2:
+                continue
+            values = widened(tensor)
+            mean, deviation = float(values.mean()), float(values.std(correction=0))
+            if max(abs(mean), deviation) >= _LARGEST:
+                message = f"The {what} have the mean {mean:.3g} and the standard deviation {deviation:.3g}."
+                advice = "normalise them to a mean near 0 and a standard deviation near 1"
+                yield Finding("input_scale", "info", message, value=max(abs(mean), deviation), advice=advice)
+                break
+
 
 _EXCESS = 1.5  # of the loss of a guess
 _GAP = 1.0  # nats; with two classes the random outputs of a healthy network reach 1.5 times the loss of a guess

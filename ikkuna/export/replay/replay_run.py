@@ -12,15 +12,15 @@ from ikkuna.diagnosis import Dump, Finding, Rule
 from ikkuna.diagnosis.flight_recorder.random_states import RandomStates
 from ikkuna.diagnosis.flight_recorder.stored_history import feed_history
 from ikkuna.errors import DumpError
-from ikkuna.export.bus.bus import MessageBus
 from ikkuna.export.exporter import Exporter
-from ikkuna.export.messages.kinds import is_built_in, is_of_module
-from ikkuna.export.messages.message import Message
 from ikkuna.export.replay.result import Replay
-from ikkuna.export.rows.observer import StepObserver
-from ikkuna.export.rows.rows import Rows
-from ikkuna.export.subscriber.base import Subscriber
+from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.messages.kinds import is_built_in, is_of_module
+from ikkuna.metrics.messages.message import Message
+from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
+from ikkuna.observation.rows.observer import StepObserver
+from ikkuna.observation.rows.rows import Rows
 
 __all__ = ["ReplayRun", "Step"]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ikkuna.diagnosis.finding import Finding
+from ikkuna.diagnosis.findings import Finding
 
 __all__ = ["Replay"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.curvature.lanczos import Matvec, random_signs
 from ikkuna.numerics.curvature.second_derivative import twice_differentiable
-from ikkuna.numerics.float64 import as_float64
+from ikkuna.numerics.elements import as_float64
 
 __all__ = ["HessianProduct", "Trace", "hutchinson_trace", "quadratic_forms", "trace_of"]
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.elements import on_device
-from ikkuna.numerics.float64 import as_float64
+from ikkuna.numerics.elements import as_float64, on_device
 
 __all__ = [
     "Coefficients",

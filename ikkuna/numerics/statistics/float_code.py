@@ -22,12 +22,12 @@ from ikkuna.numerics.elements import (
     flatten,
     has_numbers,
     in_memory_order,
+    is_special,
     pieces,
     readable,
     stored,
     without_repeats,
 )
-from ikkuna.numerics.quantized import is_special
 from ikkuna.numerics.statistics.native import Library, library
 
 __all__ = [

@@ -16,13 +16,13 @@ from typing import Any
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
+from ikkuna.backends.backend import GROUP as BACKENDS
+from ikkuna.backends.backend import Backend
 from ikkuna.export import subscriber
-from ikkuna.export.messages.kinds import BUILT_IN
-from ikkuna.export.preset import GROUP as PRESETS
-from ikkuna.export.preset import Preset
-from ikkuna.plugins import load_plugin, plugins
-from ikkuna.visualization.backend import GROUP as BACKENDS
-from ikkuna.visualization.backend import Backend
+from ikkuna.metrics.messages.kinds import BUILT_IN
+from ikkuna.metrics.preset import GROUP as PRESETS
+from ikkuna.metrics.preset import Preset
+from ikkuna.support.plugins import load_plugin, plugins
 
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))  # the tests are not installed

@@ -3,23 +3,144 @@
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-
-from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber
-from ikkuna_subscribers._helpers.evaluation_schedule import scheduled_kind
-from ikkuna_subscribers._helpers.probe_data import ProbeData
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Subset
 
-__all__ = ["ProbeSubscriber", "first_tensor"]
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna_subscribers._helpers.arguments import require_integers, scheduled_kind
+
+__all__ = ["EarlierResults", "ProbeData", "ProbeSubscriber", "first_tensor"]
+
 
 T = TypeVar("T")
+_NAMES = ("previous", "init")
+
+
+class EarlierResults(Generic[T]):
+    """Stores the result of the previous evaluation of each layer, of the first evaluation, or both.
+
+    Parameters
+    ----------
+    owner : str
+        The class that error texts name.
+    names : iterable of {'previous', 'init'}
+        The evaluations to store.
+
+    Raises
+    ------
+    ConfigError
+        If `names` has another element.
+
+    Examples
+    --------
+    >>> earlier = EarlierResults("Some", ["previous", "init"])
+    >>> earlier.store({"fc": 1}); earlier.store({"fc": 2})
+    >>> earlier.find("fc"), earlier.find("out")
+    ([2, 1], [None, None])
+    """
+
+    def __init__(self, owner: str, names: Iterable[str]) -> None:
+        self.names = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
+        if not set(self.names) <= set(_NAMES):
+            raise ConfigError(f"{owner} compares to {' and '.join(map(repr, _NAMES))}, got {list(self.names)}")
+        self._stored: dict[str, dict[str, T]] = {name: {} for name in self.names}
+
+    def find(self, layer: str) -> list[T | None]:
+        """Return the stored results of a layer in the order of `names`; ``None`` for an evaluation that did not happen yet."""
+        return [self._stored[name].get(layer) for name in self.names]
+
+    def store(self, results: Mapping[str, T]) -> None:
+        """Store the results of an evaluation, by layer."""
+        for name, stored in self._stored.items():
+            for layer, value in results.items():
+                if name == "previous":
+                    stored[layer] = value
+                else:
+                    stored.setdefault(layer, value)
+
+
+class ProbeData:
+    """The batches of a fixed choice of the items of a data set, in a fixed order.
+
+    Items are read from the data set once and then kept, so that random augmentation cannot change them.
+    The choice is random, without replacement, and uses a generator of its own.
+
+    Parameters
+    ----------
+    owner : str
+        The class that error texts name.
+    dataset : torch.utils.data.Dataset or Tensor
+        A map-style data set; the items are inputs, or pairs (input, label).
+    samples : int, optional
+        The number of items; by default all.
+    batch_size : int
+        The number of items per batch.
+    seed : int
+        The seed of the choice.
+
+    Raises
+    ------
+    ConfigTypeError
+        If `dataset` is not a map-style data set.
+    ConfigError
+        If `dataset` is empty or has fewer than `samples` items, or a number is out of range.
+
+    Examples
+    --------
+    >>> data = ProbeData("Some", torch.arange(10), samples=5, batch_size=3)
+    >>> len(data), [len(batch) for batch in data], sorted(torch.cat(list(data)).tolist()) == sorted(set(torch.cat(list(data)).tolist()))
+    (5, [3, 2], True)
+    """
+
+    def __init__(
+        self, owner: str, dataset: Any, samples: int | None = None, batch_size: int = 256, seed: int = 0
+    ) -> None:
+        sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if (
+            not sized
+            or isinstance(dataset, str | dict | DataLoader)
+            or (isinstance(dataset, Tensor) and not dataset.ndim)
+        ):
+            raise ConfigTypeError(
+                f"{owner} needs a map-style data set, with __len__ and __getitem__, or a tensor, "
+                f"got {type(dataset).__name__}"
+            )
+        require_integers(owner, batch_size=batch_size, samples=1 if samples is None else samples)
+        if not len(dataset):
+            raise ConfigError(f"{owner} needs a probe set with at least one item, got an empty one")
+        if samples is not None and samples > len(dataset):
+            raise ConfigError(f"{owner} got samples={samples}, but the probe set has {len(dataset)} items")
+        self._dataset = dataset
+        self._size = len(dataset) if samples is None else samples
+        self._batch_size = batch_size
+        self._seed = seed
+        self._batches: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is None:
+            self._batches = list(self._loader())
+            self._dataset = None  # not needed any more
+        return iter(self._batches)
+
+    def _loader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(self._seed)
+        order = list(range(self._size))
+        if self._size < len(self._dataset):
+            order = torch.randperm(len(self._dataset), generator=generator, device="cpu")[: self._size].tolist()
+        return DataLoader(Subset(self._dataset, order), self._batch_size, generator=generator)
+
+
 log = logging.getLogger("ikkuna")
 
 

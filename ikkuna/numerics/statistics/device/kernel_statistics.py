@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.statistics.device.code_counts import CodeCounts, CountBuffer, CountOwner
-from ikkuna.numerics.statistics.device.kernel_tables import TensorList, histograms_of
-from ikkuna.numerics.statistics.device.row_buffers import RowBuffers, Written
-from ikkuna.numerics.statistics.device.taken import DROPPED
-from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
+from ikkuna.numerics.statistics.device.buffers import CodeCounts, CountBuffer, CountOwner, RowBuffers, Written
+from ikkuna.numerics.statistics.device.operators import DROPPED
+from ikkuna.numerics.statistics.device.triton_launcher import TensorList, TritonKernels, histograms_of
 from ikkuna.numerics.statistics.float_code import SAMPLE, WORTH_SAMPLING, draw_seed
 from ikkuna.numerics.statistics.record import HISTOGRAMS
 

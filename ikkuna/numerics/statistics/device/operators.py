@@ -1,22 +1,33 @@
-r"""Statistics of tensors on a device with torch's reductions in float32.
+"""Statistics of tensors on a device with torch's reductions in float32.
 
 Norm, moments, zeros and extrema take at most one launch each.
 
 A reduction returns a 0-d tensor, and nothing of the tensor's size is allocated, with two exceptions: the moments of half precision,
 which `torch.var_mean` would round to half precision, and exact counts of elements that are not finite.
 Data that need float64 are recognised on the host, see `Doubts`.
+
+The measurements of a step on a device, on their way to the host.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ikkuna.numerics.statistics.device import operators
+from ikkuna.numerics.statistics.device.buffers import CountBuffer, Doubts, Written
+from ikkuna.numerics.statistics.device.exact import ExactRow
+from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
+from ikkuna.numerics.statistics.float_code import merge_codes
 from ikkuna.numerics.statistics.record import EXACT_COUNTS
-from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values
+from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, merge_rows
 
-__all__ = ["accepts", "accepts_list", "decode", "reduce", "reduce_list", "split"]
+__all__ = ["DROPPED", "ReducedTensor", "Taken", "accepts", "accepts_list", "decode", "reduce", "reduce_list", "split"]
+
 
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _HIGHER = frozenset(("m3", "m4"))
@@ -127,3 +138,133 @@ def _takes_norm(fields: frozenset[str]) -> bool:
     if "sumsq" in fields:
         return True
     return "nans" in fields and fields.isdisjoint(_SCREENING)
+
+
+DROPPED = -1
+"""The owner of written rows that were cleared."""
+
+
+class ReducedTensor(NamedTuple):
+    """The reductions of one tensor.
+
+    Parameters
+    ----------
+    row : int
+        The row that they belong to.
+    n : int
+        Number of elements.
+    fields : frozenset of str
+        What was measured.
+    results : list of Tensor
+        See `operators.reduce`.
+    """
+
+    row: int
+    n: int
+    fields: frozenset[str]
+    results: list[Tensor]
+
+
+class Taken:
+    """Measurements of a step on a device.
+
+    Parameters
+    ----------
+    exact : list of ExactRow
+        Rows that were measured precisely.
+    reduced : list of ReducedTensor
+        Rows measured in float32.
+    doubts : Doubts
+        Learns which rows float32 is not enough for.
+    written : list of Written
+        Rows that Triton kernels write.
+    kernels : TritonKernels, optional
+        Those kernels.
+    counted : list of CountBuffer
+        The histograms that Triton kernels count.
+
+    Attributes
+    ----------
+    tensors : dict
+        The tensors to copy to the host.
+    numbers : set of int
+        The rows that were measured.
+    count : int
+        Number of `tensors`.
+    """
+
+    def __init__(
+        self,
+        exact: list[ExactRow],
+        reduced: list[ReducedTensor],
+        doubts: Doubts,
+        written: Sequence[Written] = (),
+        kernels: TritonKernels | None = None,
+        counted: Sequence[CountBuffer] = (),
+    ) -> None:
+        self._exact, self._reduced, self._doubts = exact, reduced, doubts
+        self._merged: tuple[int, ...] = ()
+        self._counts: tuple[tuple[int, tuple[str, ...]], ...] = ()
+        self.tensors: dict[Any, Tensor] = {}
+        if written and kernels is not None:
+            self._merged, self.tensors["merged"] = kernels.merge(written)
+        if counted and kernels is not None:
+            self._counts, self.tensors["counts"] = kernels.merge_counts(counted)
+        self.numbers = {*(found.row for found in exact), *(measured.row for measured in reduced), *self._merged} - {
+            DROPPED
+        }
+        if exact:
+            self.tensors["exact"] = torch.stack([found.values for found in exact])
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for measured in reduced:
+            for result in measured.results:
+                by_dtype.setdefault(result.dtype, []).append(result)
+        self.tensors |= {dtype: torch.stack(results) for dtype, results in by_dtype.items()}
+        self.count = len(self.tensors)
+        self._kept: list[Any] = [
+            written,
+            counted,
+        ]  # kept until the copy has arrived: their memory may belong to other streams
+
+    def keep(self, objects: Iterable[Any]) -> None:
+        """Keep objects alive until the copy has arrived."""
+        self._kept += objects
+
+    def codes(self, arrays: dict[Any, Any]) -> dict[int, dict[str, Any]]:
+        """Return the histograms that kernels have counted, by row and field.
+
+        Parameters
+        ----------
+        arrays : dict
+            `tensors`, or their copies.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for (row, names), counts in zip(self._counts, arrays.get("counts", ()), strict=True):
+            if row != DROPPED:
+                merge_codes(found, {row: dict.fromkeys(names, counts)})
+        return found
+
+    def rows(self, arrays: dict[Any, NDArray[Any]]) -> tuple[list[int], Values]:
+        """Return the numbers of the measured rows, each once, and their values ``(rows, columns)``.
+
+        Parameters
+        ----------
+        arrays : dict
+            The copies of `tensors`.
+        """
+        found: dict[int, list[Values]] = {}
+        for row, values in zip(self._merged, arrays.get("merged", ()), strict=True):
+            if row != DROPPED:
+                found.setdefault(row, []).append(values)
+        for exact, numbers in zip(self._exact, arrays.get("exact", ()), strict=True):
+            values = exact.decode(numbers)
+            self._doubts.note(exact.row, values, exact.fields, is_exact=True)
+            found.setdefault(exact.row, []).append(values)
+        results = {dtype: iter(array.tolist()) for dtype, array in arrays.items() if isinstance(dtype, torch.dtype)}
+        for row, n, fields, reductions in self._reduced:
+            values = operators.decode([next(results[x.dtype]) for x in reductions], n, fields)
+            self._doubts.note(row, values, fields, is_exact=False)
+            found.setdefault(row, []).append(values)
+        with np.errstate(all="ignore"):
+            merged = [merge_rows(np.stack(parts)) if len(parts) > 1 else parts[0] for parts in found.values()]
+        return list(found), np.stack(merged) if merged else np.empty((0, len(EMPTY)))

@@ -9,15 +9,11 @@ from torch import Tensor
 
 from ikkuna.numerics.elements import has_numbers, without_repeats
 from ikkuna.numerics.statistics.device import operators
-from ikkuna.numerics.statistics.device.code_counts import CodeCounts
-from ikkuna.numerics.statistics.device.doubts import Doubts
-from ikkuna.numerics.statistics.device.exact_rows import ExactRows
+from ikkuna.numerics.statistics.device.buffers import CodeCounts, Doubts, UsedStreams, Written
+from ikkuna.numerics.statistics.device.exact import ExactRows
 from ikkuna.numerics.statistics.device.kernel_statistics import KernelStatistics
-from ikkuna.numerics.statistics.device.kernel_tables import TensorList
-from ikkuna.numerics.statistics.device.row_buffers import Written
-from ikkuna.numerics.statistics.device.taken import ReducedTensor, Taken
-from ikkuna.numerics.statistics.device.triton_launcher import triton_kernels
-from ikkuna.numerics.statistics.device.used_streams import UsedStreams
+from ikkuna.numerics.statistics.device.operators import ReducedTensor, Taken
+from ikkuna.numerics.statistics.device.triton_launcher import TensorList, triton_kernels
 from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
 from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
 from ikkuna.numerics.statistics.table import EMPTY

@@ -9,8 +9,13 @@ Arguments that are numbers have one type and no specialisations: Triton would co
 This package needs Triton, which the CUDA and ROCm builds of torch contain.
 """
 
-from ikkuna.numerics.statistics.device.kernels.measure import measure_list, measure_one
-from ikkuna.numerics.statistics.device.kernels.merges import merge_codes, merge_rows
-from ikkuna.numerics.statistics.device.kernels.samples import sample_list, sample_one
+from ikkuna.numerics.statistics.device.kernels.measure import (
+    measure_list,
+    measure_one,
+    merge_codes,
+    merge_rows,
+    sample_list,
+    sample_one,
+)
 
 __all__ = ["measure_list", "measure_one", "merge_codes", "merge_rows", "sample_list", "sample_one"]

@@ -1,12 +1,79 @@
-"""Reads one chunk of a tensor once, and writes its row of statistics."""
+"""Reads one chunk of a tensor once, and writes its row of statistics.
+
+Numbers in float32, and counts of their float codes.
+
+Number, mean and central moments of sets of numbers.
+"""
 
 import triton
 import triton.language as tl
 
-from ikkuna.numerics.statistics.device.kernels.floats import as_float32, count_codes
-from ikkuna.numerics.statistics.device.kernels.moments import merge_moments, tile_moments
+__all__ = ["as_float32", "count_codes", "measure_chunk", "merge_moments", "tile_moments", "write_row"]
 
-__all__ = ["measure_chunk", "write_row"]
+
+HALF = tl.constexpr(2048)  # the number of float codes of either sign, see `ikkuna.numerics.statistics.float_code`
+SHIFT = tl.constexpr(20)  # a code has 3 bits of the mantissa
+
+
+@triton.jit
+def count_codes(x, there, counts_ptr):
+    """Count the float codes of numbers; zeros are counted together, because many of them would wait for one another."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF) >> SHIFT
+    code = tl.where(bits < 0, HALF - 1 - magnitude, HALF + magnitude)
+    is_zero = bits == 0
+    tl.atomic_add(counts_ptr + code, 1, mask=there & (bits != 0), sem="relaxed")
+    tl.atomic_add(counts_ptr + HALF, tl.sum((there & is_zero).to(tl.int32)), sem="relaxed")
+
+
+@triton.jit
+def as_float32(x):
+    """Return numbers in float32; the bits of a bfloat16 are shifted, which keeps those of a NaN."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def merge_moments(n, mean, m2, m3, m4, n_b, mean_b, m2_b, m3_b, m4_b):
+    """Return number, mean and moments of two sets of numbers together."""
+    total = n + n_b
+    safe = tl.where(total > 0, total, 1.0)
+    d = mean_b - mean
+    d2 = d * d
+    product = n * n_b
+    new_m4 = (
+        m4
+        + m4_b
+        + d2 * d2 * product * (n * n - product + n_b * n_b) / (safe * safe * safe)
+        + 6 * d2 * (n * n * m2_b + n_b * n_b * m2) / (safe * safe)
+        + 4 * d * (n * m3_b - n_b * m3) / safe
+    )
+    new_m3 = m3 + m3_b + d * d2 * product * (n - n_b) / (safe * safe) + 3 * d * (n * m2_b - n_b * m2) / safe
+    new_m2 = m2 + m2_b + d2 * product / safe
+    return total, mean + d * (n_b / safe), new_m2, new_m3, new_m4
+
+
+@triton.jit
+def tile_moments(v, finite, k, back, LEVEL: tl.constexpr):
+    """Return mean and moments of a tile of `k` finite numbers, given as scaled numbers `v` and the inverse of the scale."""
+    exact = tl.sum(v.to(tl.float64)) / tl.maximum(k, 1.0)  # a float32 sum would lose a mean far below the rms
+    middle = exact.to(tl.float32)
+    d = tl.where(finite, v - middle, 0.0)
+    dd = d * d
+    r = exact - middle.to(tl.float64)  # the mean of d
+    m2 = tl.sum(dd).to(tl.float64)
+    m3 = tl.zeros((), tl.float64)
+    m4 = tl.zeros((), tl.float64)
+    if LEVEL > 1:
+        m3 = tl.sum(dd * d).to(tl.float64)
+        m4 = tl.sum(dd * dd).to(tl.float64) - 4 * r * m3 + 6 * r * r * m2 - 3 * k * r * r * r * r
+        m3 = m3 - 3 * r * m2 + 2 * k * r * r * r
+    m2 = m2 - k * r * r
+    square = back * back
+    return exact * back, m2 * square, m3 * square * back, m4 * square * square
 
 
 @triton.jit

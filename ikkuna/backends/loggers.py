@@ -1,0 +1,464 @@
+"""Backends that pass values to the loggers of other libraries."""
+
+import io
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.backends.backend import Backend
+from ikkuna.store.names import Series, matrix_tag, series_tag
+from ikkuna.store.run_directory import ConfigValue, config_table
+from ikkuna.store.values import Matrix
+from ikkuna.support.failures import FailureCounter, log, raise_users_exception
+from ikkuna.support.threads import BackgroundThread
+
+__all__ = [
+    "FunctionBackend",
+    "LightningLoggerBackend",
+    "LoggerBackend",
+    "StepValues",
+    "SummaryWriterBackend",
+    "Target",
+    "adapted",
+    "is_target",
+    "matrix_array",
+    "matrix_picture",
+]
+
+
+def matrix_picture(matrix: Matrix, title: str = "") -> Any:
+    """Return the picture of a matrix as an image of Pillow, which matplotlib requires."""
+    from PIL import Image
+
+    from ikkuna.backends.pictures.canvas import encode_png
+    from ikkuna.backends.pictures.drawing import draw_matrix
+
+    figure = draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits, title=title)
+    return Image.open(io.BytesIO(encode_png(figure, 100.0))).convert("RGB")
+
+
+def matrix_array(matrix: Matrix) -> NDArray[np.uint8]:
+    """Return the picture of a matrix as an array (height, width, colour)."""
+    return np.asarray(matrix_picture(matrix))
+
+
+@dataclass(slots=True)
+class StepValues:
+    """The values of one step.
+
+    Parameters
+    ----------
+    step : int
+        The step.
+    scalars : dict of str to float
+        Numbers by their tags; they may be NaN or infinite.
+    histograms : dict of str to HistogramLike
+        Histograms by their tags.
+    matrices : dict of str to Matrix
+        Matrices by their tags.
+    texts : dict of str to str
+        Pages of Markdown by their titles.
+    config : dict
+        The hyper-parameters, if they were added at this step.
+    """
+
+    step: int = 0
+    scalars: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Any] = field(default_factory=dict)
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    config: dict[str, ConfigValue] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of values, without hyper-parameters."""
+        return len(self.scalars) + len(self.histograms) + len(self.matrices) + len(self.texts)
+
+
+class LoggerBackend(Backend):
+    """Passes the values of each step to a logger in a thread, so that a slow network delays no step.
+
+    At most `capacity` values wait; those of further steps are dropped, counted and logged once.
+    If the logger raises an exception, the values of this step are lost and counted.
+    After ten exceptions in a row the logger is not called any more.
+    If it cannot be started, that is tried again every `retry_seconds`, while values wait.
+    In a forked child all methods do nothing.
+
+    Parameters
+    ----------
+    capacity : int
+        Largest number of values that wait.
+    retry_seconds : float
+        Pause after a failed start.
+    """
+
+    def __init__(self, *, capacity: int = 100_000, retry_seconds: float = 10.0) -> None:
+        self._capacity = capacity
+        self._retry_seconds = retry_seconds
+        self._make_directory: Callable[[], Path] | None = None
+        self._resumed_at: int | None = None
+        self._open_step = StepValues()
+        self._tags: dict[Series, str] = {}
+        self._queue: deque[StepValues] = deque()
+        self._waiting = self._dropped = 0
+        self._changed = threading.Condition()  # guards the queue and what is below
+        self._thread: BackgroundThread | None = None
+        self._failures = FailureCounter()
+        self._retry_at = 0.0
+        self._is_started = self._is_busy = self._is_full = self._is_failing = False
+        self._is_closing = self._is_finished = False
+        self._process = os.getpid()
+
+    # -- what a logger has to provide; called in the thread ----------------------------------------------------------
+
+    def start(self) -> None:
+        """Connect with the logger; called once before the first step, and again later if it raises an exception."""
+
+    @abstractmethod
+    def log_step(self, values: StepValues) -> None:
+        """Pass the values of a step to the logger."""
+
+    def finish(self) -> None:
+        """Pass everything on, and release the logger unless it belongs to the user."""
+
+    @property
+    def label(self) -> str:
+        """The name of the logger in the log."""
+        return type(self).__name__
+
+    def directory(self) -> Path:
+        """Return the directory of the run, which is created if it is missing."""
+        assert self._make_directory is not None
+        return self._make_directory()
+
+    # -- values; called by the training thread -----------------------------------------------------------------------
+
+    def tag(self, series: Series) -> str:
+        """Return the name of a series in the logger."""
+        tag = self._tags.get(series)
+        if tag is None:
+            tag = self._tags[series] = series_tag(series)
+        return tag
+
+    def add_scalar(self, series: Series, value: float, step: int) -> None:
+        """Add a value to the step."""
+        self._open_step.scalars[self.tag(series)] = value
+
+    def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
+        """Add a histogram to the step."""
+        self._open_step.histograms[self.tag(series)] = histogram
+
+    def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
+        """Add a matrix to the step."""
+        self._open_step.matrices[matrix_tag(series)] = matrix
+
+    def add_text(self, title: str, text: str, step: int) -> None:
+        """Add a page of Markdown to the step."""
+        self._open_step.texts[title] = text
+
+    def add_config(self, config: Mapping[str, ConfigValue], step: int) -> None:
+        """Add the hyper-parameters to the step."""
+        self._open_step.config.update(config)
+
+    def resume(self, step: int) -> None:
+        """Remember that the run continues; loggers keep what they have of later steps, and get these steps again."""
+        self._resumed_at = step
+
+    def commit(self, step: int) -> None:
+        """Queue the values of the step for the thread."""
+        values, self._open_step = self._open_step, StepValues()
+        values.step = step
+        if not (values.count or values.config):
+            return
+        with self._changed:
+            if self._process != os.getpid() or self._is_closing or self._refuses(values):
+                self._dropped += values.count
+                return
+            self._queue.append(values)
+            self._waiting += values.count
+            self._changed.notify_all()
+            self._start_thread()
+
+    def _refuses(self, values: StepValues) -> bool:
+        """Return whether values must be dropped, because the logger has failed or too many wait."""
+        if self._failures.is_exhausted():
+            return True
+        limit = self._capacity // 2 if self._is_full else self._capacity  # so that a slow logger causes few log lines
+        is_full = bool(self._queue) and self._waiting + values.count > limit
+        if is_full and not self._is_full:
+            log.warning(
+                "%s is too slow, %d values wait; from step %d on values are dropped",
+                self.label,
+                self._waiting,
+                values.step,
+            )
+        self._is_full = is_full
+        return is_full
+
+    def _start_thread(self) -> None:
+        if self._thread is None or not (self._thread.may_begin or self._thread.is_alive()):
+            self._thread = BackgroundThread(self._run, "ikkuna-logger")
+            self._thread.start()
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (values := self._next()) is not None:
+            self._pass_on(values)
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+        if self._is_started:
+            self._attempt(self.finish, "finish()", None)
+        with self._changed:
+            self._is_finished = True
+            self._changed.notify_all()
+
+    def _next(self) -> StepValues | None:
+        """Wait for the next step, start the logger if necessary, and return the step; ``None`` when everything is done."""
+        while True:
+            with self._changed:
+                while not self._queue or (not self._is_closing and time.monotonic() < self._retry_at):
+                    if self._is_closing:
+                        return None
+                    pause = max(self._retry_at - time.monotonic(), 0.0) if self._queue else None
+                    self._changed.wait(pause)
+            if not self._is_started and not self._starts():
+                if self._is_closing:
+                    return None
+                continue
+            with self._changed:
+                if not self._queue:  # given up by close()
+                    continue
+                values = self._queue.popleft()
+                self._waiting -= values.count
+                self._is_busy = True
+                return values
+
+    def _starts(self) -> bool:
+        self._is_started = self._attempt(self.start, "start()", None)
+        if not self._is_started:
+            with self._changed:
+                self._retry_at = time.monotonic() + self._retry_seconds
+                self._changed.notify_all()
+        return self._is_started
+
+    def _pass_on(self, values: StepValues) -> None:
+        if self._failures.is_exhausted() or not self._attempt(lambda: self.log_step(values), "log()", values.step):
+            with self._changed:
+                self._dropped += values.count
+
+    def _attempt(self, call: Callable[[], None], what: str, step: int | None) -> bool:
+        """Call the logger; log an exception, and return whether there was none."""
+        try:
+            call()
+        except BaseException as error:
+            raise_users_exception(error)
+            self._is_failing = True
+            count = self._failures.add() if step is not None else 1
+            if FailureCounter.is_logged(count) and not (step is None and self._retry_at):
+                log.error("%s failed in %s (training is not affected)", self.label, what, exc_info=error)
+            if step is not None and self._failures.is_exhausted():
+                log.error("%s failed %d times in a row and gets no more values", self.label, count)
+            return False
+        if step is not None:
+            self._failures.reset()
+            self._is_failing = False
+        return True
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the logger has everything committed; return whether it has."""
+        if self._process != os.getpid():
+            return False
+        dropped = self._dropped
+        with self._changed:
+            done = self._changed.wait_for(lambda: not (self._queue or self._is_busy) or self._is_failing, timeout)
+            return done and not self._queue and self._dropped == dropped
+
+    def close(self, timeout: float | None = 2.0) -> bool:
+        """Pass everything on and release the logger; values that are not passed on within `timeout` seconds are dropped."""
+        if self._process != os.getpid():
+            return False
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            if self._thread is None:
+                return self._dropped == 0
+            if not self._thread.is_current:
+                self._changed.wait_for(lambda: self._is_finished, timeout)
+            lost = sum(values.count for values in self._queue)
+            self._queue.clear()
+            self._waiting = 0
+            self._dropped += lost
+        if lost:
+            log.error("%s: closed before %d values could be passed on; they are lost", self.label, lost)
+        return self._is_finished and not self._dropped
+
+    @property
+    def is_unwritable(self) -> bool:
+        """Whether the last call of the logger failed."""
+        return self._is_failing
+
+    @property
+    def dropped(self) -> int:
+        """Number of values that did not reach the logger."""
+        return self._dropped
+
+
+class FunctionBackend(LoggerBackend):
+    """Calls ``function(tag, value, step)`` with each number, in a thread.
+
+    Parameters
+    ----------
+    function : callable
+        The function.
+    **options : Any
+        See `LoggerBackend`.
+
+    Examples
+    --------
+    >>> from ikkuna.visualization import Series
+    >>> backend = FunctionBackend(print)
+    >>> backend.add_scalar(Series("weights_norm2", "fc"), 0.5, 3); backend.commit(3); backend.close()
+    weights_norm2/fc 0.5 3
+    True
+    """
+
+    def __init__(self, function: Callable[[str, float, int], object], **options: Any) -> None:
+        super().__init__(**options)
+        self._function = function
+
+    @property
+    def label(self) -> str:
+        """The name of the function."""
+        return f"the function {getattr(self._function, '__name__', type(self._function).__name__)}()"
+
+    def log_step(self, values: StepValues) -> None:
+        """Call the function with each number."""
+        for tag, value in values.scalars.items():
+            self._function(tag, value, values.step)
+
+
+class SummaryWriterBackend(LoggerBackend):
+    """Adds values to an existing ``SummaryWriter`` of torch or tensorboardX, or another object with ``add_scalar``.
+
+    Histograms, images and texts are added if the object has ``add_histogram_raw``, ``add_image`` and ``add_text``.
+    The writer stays open, because it belongs to the user.
+
+    Parameters
+    ----------
+    writer : object
+        The writer.
+    **options : Any
+        See `LoggerBackend`.
+    """
+
+    def __init__(self, writer: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self._writer = writer
+
+    @property
+    def label(self) -> str:
+        """The class of the writer."""
+        return type(self._writer).__name__
+
+    def log_step(self, values: StepValues) -> None:
+        """Add the values of a step."""
+        writer, step = self._writer, values.step
+        for tag, value in values.scalars.items():
+            writer.add_scalar(tag, value, step)
+        if hasattr(writer, "add_histogram_raw"):
+            for tag, each in values.histograms.items():
+                limits, counts = (np.asarray(part, float).tolist() for part in (each.bucket_limits, each.bucket_counts))
+                sums = (float(getattr(each, name)) for name in ("min", "max", "num", "sum", "sum_squares"))
+                writer.add_histogram_raw(tag, *sums, limits, counts, step)
+        if hasattr(writer, "add_image"):
+            for tag, matrix in values.matrices.items():
+                writer.add_image(tag, matrix_array(matrix), step, dataformats="HWC")
+        if hasattr(writer, "add_text"):
+            texts = {"Config": config_table(values.config)} if values.config else {}
+            for title, text in (texts | values.texts).items():
+                writer.add_text(f"Text/{title}", text, step)
+
+    def finish(self) -> None:
+        """Flush the writer."""
+        if hasattr(self._writer, "flush"):
+            self._writer.flush()
+
+
+class LightningLoggerBackend(LoggerBackend):
+    """Passes the numbers of each step to ``log_metrics`` of a logger of Lightning, in one call.
+
+    The logger stays open, because it belongs to the trainer.
+
+    Parameters
+    ----------
+    logger : object
+        The logger.
+    **options : Any
+        See `LoggerBackend`.
+    """
+
+    def __init__(self, logger: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self._logger = logger
+
+    @property
+    def label(self) -> str:
+        """The class of the logger."""
+        return type(self._logger).__name__
+
+    def log_step(self, values: StepValues) -> None:
+        """Log the numbers of a step."""
+        if values.config and hasattr(self._logger, "log_hyperparams"):
+            self._logger.log_hyperparams(values.config)
+        if values.scalars:
+            self._logger.log_metrics(dict(values.scalars), step=values.step)
+
+    def finish(self) -> None:
+        """Save what the logger holds in memory."""
+        if hasattr(self._logger, "save"):
+            self._logger.save()
+
+
+Target = str | Backend | Callable[[str, float, int], object] | Any
+"""Values that ``backend=`` accepts: a name, a backend, or an object of the user for which `adapted` creates one."""
+
+_ADAPTERS: dict[str, Callable[[Any], LoggerBackend]] = {
+    "log_metrics": LightningLoggerBackend,
+    "add_scalar": SummaryWriterBackend,
+}
+
+
+def is_target(target: Any) -> bool:
+    """Return whether values can be shown in `target`.
+
+    Examples
+    --------
+    >>> is_target("tb"), is_target(print), is_target(3), is_target(FunctionBackend)
+    (True, True, False, False)
+    """
+    if isinstance(target, str | Backend):
+        return True
+    return not isinstance(target, type) and (callable(target) or any(hasattr(target, name) for name in _ADAPTERS))
+
+
+def adapted(target: Any) -> Any:
+    """Return a backend for an object of the user: a logger, a writer or a function; a name or a backend is returned itself."""
+    if isinstance(target, str | Backend):
+        return target
+    for method, backend in _ADAPTERS.items():
+        if callable(getattr(target, method, None)):
+            return backend(target)
+    return FunctionBackend(target)

@@ -1,0 +1,350 @@
+"""Draws charts, heat maps and matrices."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
+
+from ikkuna.backends.pictures.canvas import (
+    COLOURS,
+    LINE,
+    MISSING,
+    NONFINITE,
+    ZERO,
+    Canvas,
+    ColourScale,
+    Labels,
+    bounded,
+    escaped,
+    is_logarithmic,
+    palette,
+    printable,
+    scale_type,
+    text_width,
+)
+from ikkuna.backends.pictures.chart import ChartView, HistogramsView
+from ikkuna.backends.pictures.heatmap import HeatmapView
+from ikkuna.figures.curves import FanSeries, draw_curves, draw_fan
+from ikkuna.figures.histograms import draw_ridge
+from ikkuna.figures.style import (
+    NotebookFigure,
+    Style,
+    add_note,
+    add_outer_legend,
+    count_nonfinite,
+    create_panels,
+    curve_colors,
+    grid_shape,
+)
+
+__all__ = ["draw_chart", "draw_heatmap", "draw_histograms", "draw_matrix", "grouped", "scaled"]
+
+
+Array = NDArray[np.float64]
+Order = Callable[[str], object]
+_BLUE = "#0072b2"
+
+
+def draw_chart(view: ChartView, order: Order = str) -> NotebookFigure:
+    """Return a picture with a line for each module, or with quantiles over all modules.
+
+    Values that are not finite leave gaps, and a corner shows their share.
+    The scale is logarithmic if :func:`~ikkuna.backends.pictures.canvas.is_logarithmic` says so and no limits are given.
+
+    Parameters
+    ----------
+    view : ChartView
+        The values.
+    order : callable
+        Returns the sorting key of a module's name.
+    """
+    style = Style(title=escaped(view.title))
+    picture = style.new_figure(8.0, 4.5)
+    ax = picture.subplots()
+    drawn = _draw_quantiles(ax, view) if view.quantiles is not None else _draw_lines(ax, view, order)
+    if drawn and (count := count_nonfinite(np.concatenate(drawn))):
+        add_note(ax, str(count))
+    _scale(ax, drawn, view.ylims)
+    ax.set_xlabel("step")
+    ax.set_ylabel(escaped(view.label))
+    ax.grid(alpha=0.25)
+    style.add_title(picture, "")
+    return picture
+
+
+def _draw_lines(ax: Axes, view: ChartView, order: Order) -> list[Array]:
+    lines = sorted(view.lines, key=lambda line: (line.name is not None, order(line.name or "")))
+    for line, color in zip(lines, curve_colors(len(lines)), strict=True):
+        marker = "." if len(line.steps) < 3 else None  # a line needs two points
+        draw_curves(ax, bounded(line.values)[:, None], [color], x=line.steps, marker=marker)
+    if len(lines) > 1 or (lines and lines[0].name is not None):
+        names = [escaped(line.name or "network") for line in lines]
+        add_outer_legend(ax, ax.lines, names)
+    return [line.values for line in lines]
+
+
+def _draw_quantiles(ax: Axes, view: ChartView) -> list[Array]:
+    assert view.quantiles is not None
+    low, first, median, third, high = np.where(
+        np.isfinite(view.quantiles.values), bounded(view.quantiles.values), math.nan
+    )
+    draw_fan(ax, FanSeries("*", "", ((low, high), (first, third)), median), view.quantiles.steps, _BLUE)
+    middle = Patch(color=_BLUE, alpha=0.36, linewidth=0)  # the colour of two overlapping bands
+    names = ["minimum to maximum", "25 % to 75 %", "median"]
+    add_outer_legend(ax, [ax.collections[0], middle, *ax.lines], names, f"{view.modules:,} modules")
+    return [view.quantiles.values[0], view.quantiles.values[-1]]
+
+
+def _scale(ax: Axes, drawn: Sequence[Array], ylims: tuple[float, float] | None) -> None:
+    if ylims is not None:
+        ax.set_ylim(*ylims)
+        return
+    values = np.concatenate([*drawn, np.zeros(0)])
+    finite = values[np.isfinite(values)]
+    if finite.size and is_logarithmic(finite.min(), finite.max()):
+        ax.set_yscale("log")
+
+
+def draw_histograms(view: HistogramsView, order: Order = str) -> NotebookFigure:
+    """Return a picture with a panel for each module; its histograms are stacked, the latest at the bottom in front.
+
+    Parameters
+    ----------
+    view : HistogramsView
+        The histograms.
+    order : callable
+        Returns the sorting key of a module's name.
+    """
+    histories = sorted(view.histories, key=lambda named: (named[0] is not None, order(named[0] or "")))
+    shown = f", {len(histories)} of {view.modules:,} modules" if view.modules > len(histories) else ""
+    style = Style(title=escaped(view.title) + shown)
+    rows, columns = grid_shape(len(histories))
+    picture, axes = create_panels(style, len(histories), rows, False, (3.6 * columns + 0.8, 3.2 * rows + 0.6))
+    for ax, (name, histograms) in zip(axes, histories, strict=True):
+        draw_ridge(ax, [(f"{one.step}", one.counts, bounded(one.edges)) for one in histograms])
+        ax.set_title(escaped(name or "network"), fontsize="medium")
+        ax.set_xlabel(escaped(view.label))
+        if view.ylims is not None:
+            ax.set_xlim(*view.ylims)  # values lie along x here
+    for ax in axes[::columns]:
+        ax.set_ylabel("step")
+    style.add_title(picture, "")
+    assert isinstance(picture, NotebookFigure)
+    return picture
+
+
+_FONT_SIZE = 11  # readable where TensorBoard shrinks the picture to the width of a card
+_WIDTH = 400  # pixels of the body, about
+_HEIGHT = 260  # pixels of the body, at most: with the legend, about the shape of a card
+_MOST_ROWS = 105
+_BAR = 120  # pixels of the colour bar
+_SPECIAL = ((ZERO, "exactly 0"), (NONFINITE, "NaN or Inf"), (MISSING, "no value"))
+
+Values = NDArray[np.float64]
+Known = NDArray[np.bool_]
+
+
+def draw_heatmap(view: HeatmapView) -> NotebookFigure:
+    """Return the picture of a heat map, with a row for each module and a column for each step, and a legend below.
+
+    The kind decides the scale: shares lie on [0, 1], signed numbers symmetrically to 0, all others are logarithmic.
+    Zero, numbers that are not finite, and missing values have colours of their own.
+    Of more than 105 modules, neighbours share a row, see `grouped`.
+    """
+    names, values, known = grouped(view)
+    scale = ColourScale.of(view.kind, values[known])
+    indices = scale.indices(values)
+    indices[~known] = MISSING
+    colours = _with_alpha(palette(view.kind))
+    height = max(2, min(24, _HEIGHT // len(names)))
+    width = max(1, round(_WIDTH / len(view.steps)))
+    rows = Labels(names, height, font_size=_FONT_SIZE)
+    columns = Labels([str(step) for step in view.steps], width, is_horizontal=True, font_size=_FONT_SIZE)
+    left = max(rows.length, text_width("step", _FONT_SIZE)) + 12
+    body = Bbox.from_bounds(left, 10, width * len(view.steps), height * len(names))
+    canvas = Canvas(max(body.x1, left + _WIDTH) + 24, body.y1 + 2 * LINE + 34)
+    canvas.add_image(colours[indices], body)
+    for row, label in rows.shown():
+        y = body.y0 + (row + 0.5) * height
+        canvas.add_text(body.x0 - 5, y, label, ha="right", va="center_baseline", fontsize=_FONT_SIZE)
+    canvas.add_text(body.x0 - 5, body.y1 + 5, "step", ha="right", va="top", fontsize=_FONT_SIZE)
+    for column, label in columns.shown():
+        x = body.x0 + (column + 0.5) * width
+        canvas.add_text(x, body.y1 + 5, label, ha="center", va="top", fontsize=_FONT_SIZE)
+    _add_legend(canvas, body.y1 + LINE + 12, scale, colours, indices)
+    return canvas.picture
+
+
+def _with_alpha(colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.concatenate([colours, np.full((len(colours), 1), 255, np.uint8)], axis=1)
+
+
+def _add_legend(
+    canvas: Canvas, y: float, scale: ColourScale, colours: NDArray[np.uint8], indices: NDArray[np.uint8]
+) -> None:
+    """Add a colour bar with its ends, and below it a square for each special colour that occurs."""
+    x = 12.0
+    ends = (
+        f"{'≤ ' if scale.is_cut else ''}{scale.low:.3g}",
+        f"{scale.high:.3g}" + (" (log)" if scale.type == "log" else ""),
+    )
+    canvas.add_text(x, y, ends[0], va="top", fontsize=_FONT_SIZE)
+    x += text_width(ends[0], _FONT_SIZE) + 6
+    canvas.add_image(colours[np.arange(COLOURS)[None]], Bbox.from_bounds(x, y, _BAR, 12))
+    canvas.add_text(x + _BAR + 6, y, ends[1], va="top", fontsize=_FONT_SIZE)
+    x, y = 12.0, y + LINE + 4
+    for number, text in _SPECIAL:
+        if (indices == number).any():
+            canvas.add_image(colours[[[number]]], Bbox.from_bounds(x, y, 12, 12))
+            canvas.add_text(x + 17, y, text, va="top", fontsize=_FONT_SIZE)
+            x += text_width(text, _FONT_SIZE) + 32
+
+
+def grouped(view: HeatmapView, most: int = _MOST_ROWS) -> tuple[tuple[str, ...], Values, Known]:
+    """Return names, values and which of them are known, of at most `most` rows.
+
+    Each row then stands for a group of neighbouring modules: it is NaN if one of them is not finite; otherwise the largest of
+    shares, the signed number with the largest magnitude, or the median of other numbers, which is 0 if one of them is 0.
+
+    Examples
+    --------
+    >>> values = np.array([[1.0], [0.0], [3.0], [5.0]], np.float32)
+    >>> names, values, known = grouped(HeatmapView(("a", "b", "c", "d"), (0,), values, np.ones((4, 1), bool), "x_norm2"), 2)
+    >>> names, values.tolist()
+    (('a … +1', 'c … +1'), [[0.0], [4.0]])
+    """
+    values = view.values.astype(np.float64)
+    if len(view.names) <= most:
+        return view.names, values, view.known
+    parts = np.array_split(np.arange(len(view.names)), most)
+    names = tuple(
+        f"{view.names[part[0]]} … +{len(part) - 1}" if len(part) > 1 else view.names[part[0]] for part in parts
+    )
+    known = np.stack([view.known[part].any(axis=0) for part in parts])
+    return names, np.stack([_merged(values[part], view.known[part], scale_type(view.kind)) for part in parts]), known
+
+
+def _merged(values: Values, known: Known, type_name: str) -> Values:
+    broken = (known & ~np.isfinite(values)).any(axis=0)
+    there = np.where(known & np.isfinite(values), values, 0.0)
+    largest = np.take_along_axis(there, np.abs(there).argmax(axis=0)[None], axis=0)[0]
+    if type_name == "log":
+        usable = known.any(axis=0) & ~broken
+        median = np.zeros(values.shape[1])
+        median[usable] = np.nanmedian(np.where(known, values, np.nan)[:, usable], axis=0)
+        largest = np.where((known & (values == 0)).any(axis=0), 0.0, median)
+    return np.where(broken, math.nan, largest)
+
+
+_NONFINITE = (230, 0, 60, 255)  # a colour that the colour map lacks
+_MISSING = (226, 230, 238, 255)
+
+
+def draw_matrix(
+    values: NDArray[np.float64],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    known: NDArray[np.bool_] | None = None,
+    limits: tuple[float, float] | None = None,
+    title: str = "",
+) -> NotebookFigure:
+    """Return the picture of a matrix, its first row on top.
+
+    Rows and columns are labelled where there is space.
+    Values that are not finite are red, missing ones grey.
+    The scale is linear between `limits`; without limits it is logarithmic where :func:`is_logarithmic` says so.
+    Texts are never read as formulas: matplotlib's parser of formulas must not run in two threads at a time.
+
+    Parameters
+    ----------
+    values : ndarray
+        (row, column); neither is empty.
+    rows, columns : sequence of str
+        Names.
+    known : ndarray, optional
+        (row, column), whether there is a value.
+    limits : (float, float), optional
+        Ends of the scale.
+    title : str
+        Text above the picture.
+    """
+    shares, ends = scaled(values if known is None else np.where(known, values, math.nan), limits)
+    height = max(1, min(24, 420 // len(rows)))
+    width = max(1, max(512, len(rows) * height * 5 // 4) // len(columns))
+    row_labels = Labels(rows, height)
+    column_labels = Labels(columns, width, is_horizontal=True)
+    left, top = row_labels.length + 12, 34 if title else 10
+    body = Bbox.from_bounds(left, top, width * len(columns), height * len(rows))
+    canvas = Canvas(body.x1 + 96, body.y1 + max(column_labels.length, LINE) + 14)
+    canvas.add_image(_colours(shares, known), body)
+    for row, label in row_labels.shown():
+        canvas.add_text(body.x0 - 5, body.y0 + (row + 0.5) * height, label, ha="right", va="center_baseline")
+    for column, label in column_labels.shown():
+        x = body.x0 + (column + 0.5) * width
+        canvas.add_text(x, body.y1 + 5, label, ha="center", va="top", rotation=column_labels.rotation)
+    if title:
+        canvas.add_text(body.x0, 10, printable(title), va="top", fontsize=11)
+    _add_scale(canvas, body, ends, limits is None)
+    return canvas.picture
+
+
+def scaled(
+    values: NDArray[np.float64], limits: tuple[float, float] | None = None
+) -> tuple[NDArray[np.float64], tuple[float, float] | None]:
+    """Return the places of `values` between the ends of the scale, in [0, 1], and the ends.
+
+    Values that are not finite become NaN; if there is no finite value and no limit, there are no ends.
+
+    Examples
+    --------
+    >>> scaled(np.array([[1.0, 2.0, 3.0]]))
+    (array([[0. , 0.5, 1. ]]), (1.0, 3.0))
+    >>> scaled(np.array([[0.01, 1.0, 100.0]]))
+    (array([[0. , 0.5, 1. ]]), (0.01, 100.0))
+    >>> scaled(np.array([[0.01, 1.0, 100.0]]), (0.0, 100.0))[0].round(2)
+    array([[0.  , 0.01, 1.  ]])
+    """
+    values = np.where(np.isfinite(values), bounded(values), math.nan)
+    if limits is not None:
+        return _shares(values, *limits), limits
+    finite = values[~np.isnan(values)]
+    if not finite.size:
+        return values, None
+    low, high = float(finite.min()), float(finite.max())
+    # Zeros have no logarithm: they are shown as the least positive value.
+    least = float(finite[finite > 0].min()) if low == 0 < high else low
+    if is_logarithmic(least, high):
+        return _shares(np.log(np.maximum(values, least)), math.log(least), math.log(high)), (least, high)
+    return _shares(values, low, high), (low, high)
+
+
+def _shares(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
+    return (values - low) / ((high - low) or 1.0)
+
+
+def _colours(shares: NDArray[np.float64], known: NDArray[np.bool_] | None = None) -> NDArray[np.uint8]:
+    """Return the colours (row, column, 4)."""
+    colours: NDArray[np.uint8] = mpl.colormaps["viridis"](shares, bytes=True)
+    colours[np.isnan(shares)] = _NONFINITE
+    if known is not None:
+        colours[~known] = _MISSING
+    return colours
+
+
+def _add_scale(canvas: Canvas, body: Bbox, ends: tuple[float, float] | None, is_automatic: bool) -> None:
+    """Add the colours of the scale, with its ends, at the right of the body."""
+    x = body.x1 + 14
+    if ends is None:
+        canvas.add_text(x, body.y0, "not finite", va="top", color="#e6003c")
+        return
+    canvas.add_image(_colours(np.linspace(1, 0, 256)[:, None]), Bbox.from_extents(x, body.y0, x + 12, body.y1))
+    canvas.add_text(x + 17, body.y0, f"{ends[1]:.3g}", va="top")
+    canvas.add_text(x + 17, body.y1, f"{ends[0]:.3g}", va="bottom")
+    if is_automatic and is_logarithmic(*ends):
+        canvas.add_text(x, body.y1 + 5, "log scale", va="top")

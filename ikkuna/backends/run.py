@@ -1,0 +1,347 @@
+"""One run of a training: its directory and its backends."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.backends.backend import Backend, NullBackend, Sender, get_backend, is_finding
+from ikkuna.backends.file_backend import FileBackend
+from ikkuna.backends.guarded_backend import GuardedBackend
+from ikkuna.backends.loggers import adapted
+from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
+from ikkuna.store.append_file import make_directories, reason
+from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.store.run_directory import (
+    Continued,
+    ControlFile,
+    RunFile,
+    RunSettings,
+    check_log_dir,
+    json_config,
+    log_path,
+    make_run_directory,
+    write_run_file,
+)
+from ikkuna.store.values import Image, Matrix, ModuleEntry, check_histogram, checked_matrix, is_histogram
+from ikkuna.support.failures import announce, raise_users_exception
+
+__all__ = ["Run"]
+
+
+_REWIND_SECONDS = 2.0
+DRAWING_SECONDS = 10.0
+"""Time in which the last pictures are drawn when a run is closed."""
+
+
+class Run:
+    """Owns one directory below `log_dir` and the backends that write there.
+
+    Creating a run touches no file: the threads of the backends create the directory and their files after the first value.
+    From then on no error of a disk or a backend is raised, and no method waits for one.
+    A backend given by name is created once and shared; a backend object is opened in the same directory.
+    In a forked child all methods do nothing.
+    :meth:`show` and :meth:`commit` may be called by one thread at a time, the other methods by any thread.
+
+    Parameters
+    ----------
+    log_dir : str or path-like
+        Checked only for its type; see :meth:`prepare`.
+    modules : sequence of ModuleEntry
+        The observed modules in their order in the network, for the backends.
+    settings : RunSettings, optional
+        The name of the run and its hyper-parameters.
+    continued : Continued, optional
+        The stored run that is continued; by default a new directory is created.
+    model : dict, optional
+        The signature of the model, stored with the run.
+
+    Attributes
+    ----------
+    identity : str
+        Identifies the run, also if its directory is moved.
+    control : ControlFile
+        What another process requests; read by the threads of backends that write a file.
+
+    Examples
+    --------
+    >>> from ikkuna.testing import RecordingBackend
+    >>> run, backend = Run(), RecordingBackend()
+    >>> run.show(Series("loss"), 0.5, 0, [backend])
+    >>> run.commit(0)
+    >>> run.close(), [(series.kind, value, step) for series, value, step in backend.values]
+    (True, [('loss', 0.5, 0)])
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "run",
+        modules: Sequence[ModuleEntry] = (),
+        settings: RunSettings | None = None,
+        continued: Continued | None = None,
+        model: dict[str, Any] | None = None,
+    ) -> None:
+        self._log_dir = log_path(log_dir)
+        self._modules = modules
+        self._settings = settings or RunSettings()
+        self._continued = continued
+        self._model = model
+        self.identity = (continued and continued.identity) or os.urandom(8).hex()
+        self.control = ControlFile()
+        self._directory: Path | None = None
+        self._lock = threading.RLock()  # the threads of several backends create the directory
+        self._backends: dict[Hashable, GuardedBackend] = {}
+        self._closed: bool | None = None
+        self._refused = 0
+        self._process = os.getpid()
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of this run; ``None`` before the first value that is stored, and if it cannot be created."""
+        is_needed = any(guarded.stores and guarded.is_opened for guarded in list(self._backends.values()))
+        if self._directory is None and is_needed and self._process == os.getpid():
+            with contextlib.suppress(LogDirError):
+                return self.make_directory()
+        return self._directory
+
+    def prepare(self, backends: Sequence[str | Backend]) -> None:
+        """Check that values can be shown with `backends`, and create them; this creates no file.
+
+        Raises
+        ------
+        ConfigError
+            If no installed distribution provides a backend of a name.
+        PluginError
+            If a backend cannot be imported.
+        LogDirError
+            If the log directory cannot be written.
+        ClosedError
+            After :meth:`close`.
+        """
+        if self._closed is not None:
+            raise ClosedError("this run is closed; create a new one")
+        made = {_key(backend): self._guarded(backend, get_backend(adapted(backend))) for backend in backends}
+        if self._directory is None and any(guarded.stores for guarded in made.values()):
+            check_log_dir(self._log_dir)
+        self._backends = made | self._backends
+
+    def show(
+        self,
+        series: Series,
+        value: Any,
+        step: int,
+        backends: Sequence[str | Backend] = ("tb",),
+        sender: Sender | None = None,
+    ) -> None:
+        """Pass a value to `backends`: a number, a histogram, a matrix, a picture, a finding, or a text (a page of Markdown).
+
+        A value that a backend cannot store is refused here.  Failures of a backend are counted for each `sender`.
+
+        Raises
+        ------
+        ConfigTypeError
+            If the value has another type, or contains something else than numbers.
+        ConfigError
+            If the parts of a histogram or of a matrix do not fit together.
+        """
+        method, arguments = _method(series, value, step)
+        if self._closed is not None or self._process != os.getpid():
+            self._refused += len(backends)
+            return
+        for backend in backends:
+            guarded = self._backends.get(_key(backend)) or self._create(backend)
+            guarded.add(method, arguments, step, self.make_directory, sender)
+
+    def show_group(
+        self,
+        group: SeriesGroup,
+        values: NDArray[np.float64],
+        step: int,
+        backends: Sequence[str | Backend] = ("tb",),
+        sender: Sender | None = None,
+    ) -> None:
+        """Pass one number of each series of a group to `backends`; see :meth:`show`."""
+        if self._closed is not None or self._process != os.getpid():
+            self._refused += len(backends) * len(values)
+            return
+        for backend in backends:
+            guarded = self._backends.get(_key(backend)) or self._create(backend)
+            guarded.add_group(group, values, step, self.make_directory, sender)
+
+    def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
+        resumed_at = None if self._continued is None else self._continued.step
+        if isinstance(backend, FileBackend):
+            backend.check = self.control.check
+        return GuardedBackend(_label(name, backend), backend, self._modules, self._settings.config, resumed_at)
+
+    def _create(self, backend: str | Backend) -> GuardedBackend:
+        try:
+            guarded = self._guarded(backend, get_backend(adapted(backend)))
+        except Exception as error:
+            raise_users_exception(error)
+            guarded = self._guarded(backend, NullBackend())
+            guarded.disable(f"cannot be created, its values are lost: {error}")
+        return self._backends.setdefault(_key(backend), guarded)
+
+    def make_directory(self) -> Path:
+        """Return the directory of this run, which is created if there is none; may be called by any thread.
+
+        Raises
+        ------
+        LogDirError
+            If it cannot be created.
+        """
+        with self._lock:
+            if self._directory is None:
+                self._directory = self._new_directory()
+                write_run_file(self._directory, RunFile(self.identity, json_config(self._settings.config), self._model))
+                self._announce(self._directory)
+            return self._directory
+
+    def _new_directory(self) -> Path:
+        if self._continued is None:
+            return make_run_directory(self._log_dir, self._settings.name)
+        try:
+            make_directories(self._continued.directory)  # it may have been deleted since
+        except OSError as error:
+            raise_users_exception(error)
+            raise LogDirError(f"cannot continue the run in '{self._continued.directory}': {reason(error)}") from error
+        return self._continued.directory
+
+    def _announce(self, directory: Path) -> None:
+        if not self._settings.verbosity:
+            return
+        viewers = dict.fromkeys(guarded.backend.viewer(directory) for guarded in list(self._backends.values()))
+        how = "".join(f"; {viewer}" for viewer in viewers if viewer)
+        verb = "is written to" if self._continued is None else f"continues at step {self._continued.step} in"
+        announce(f"ikkuna: {self._settings.subject} {verb} '{_shortest(directory)}'{how}")
+
+    def commit(self, step: int) -> None:
+        """Pass on the values of a step, if there are any; called at every step, in increasing order."""
+        if self._closed is None and self._process == os.getpid():
+            for guarded in self._backends.values():
+                guarded.commit(step)
+
+    def rewind(self, step: int) -> None:
+        """Flush, and prepare for values of steps from `step` on; :attr:`acked_step` is at most the step before."""
+        if self._closed is None and self._process == os.getpid():
+            self.flush(_REWIND_SECONDS)
+            for guarded in list(self._backends.values()):
+                guarded.rewind(step)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Write everything committed to the disk; return whether that was done within `timeout` seconds."""
+        return self._process == os.getpid() and self._share("flush", timeout)
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until the operating system has the committed values of all storing backends; return whether it has."""
+        deadline = time.monotonic() + timeout
+        for guarded in list(self._backends.values()):
+            while self._process == os.getpid() and guarded.is_behind:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.0005)
+        return True
+
+    def close(self, timeout: float | None = 2.0, drawing: float = DRAWING_SECONDS) -> bool:
+        """Store everything, release the files, and return whether no value was lost; a second call does nothing.
+
+        Pictures are drawn with their last values before, for at most `drawing` seconds.
+        """
+        if self._process != os.getpid():
+            return False
+        if self._closed is None:
+            self._closed = False
+            self._share("draw", drawing)
+            self._closed = self._share("close", timeout)
+        return self._closed
+
+    def _share(self, method: str, timeout: float | None) -> bool:
+        """Call a method of all backends; each gets an equal share of the remaining time."""
+        backends = list(self._backends.values())
+        deadline = None if timeout is None else time.monotonic() + timeout
+        answers = []
+        for left, guarded in zip(range(len(backends), 0, -1), backends, strict=True):
+            share = None if deadline is None else max(deadline - time.monotonic(), 0.0) / left
+            answers.append(getattr(guarded, method)(share))
+        return all(answers)
+
+    @property
+    def drawing_seconds(self) -> float:
+        """CPU time of the threads that draw pictures."""
+        return sum([guarded.drawing_seconds for guarded in list(self._backends.values())])
+
+    @property
+    def acked_step(self) -> int:
+        """Last step whose values the operating system has received from every storing backend; -1 before."""
+        acked = [(guarded.acked_step, guarded.safe_step) for guarded in list(self._backends.values())]
+        if all(step is None or step < 0 for step, _ in acked):
+            return -1
+        return min(safe for _, safe in acked if safe is not None)
+
+    @property
+    def unwritable(self) -> tuple[str, ...]:
+        """The backends that cannot store values now: names, or the classes of backend objects."""
+        backends = list(self._backends.items())
+        names = (
+            (key if isinstance(key, str) else type(guarded.backend).__name__, guarded) for key, guarded in backends
+        )
+        return tuple(name for name, guarded in names if guarded.is_unwritable)
+
+    @property
+    def dropped(self) -> int:
+        """Number of values lost, over all backends."""
+        return self._refused + sum(guarded.dropped for guarded in list(self._backends.values()))
+
+
+def _shortest(directory: Path) -> str:
+    """Return a path relative to the current directory, if it lies inside."""
+    with contextlib.suppress(OSError, ValueError):
+        return str(directory.relative_to(Path.cwd()))
+    return str(directory)
+
+
+def _key(backend: Any) -> Hashable:
+    if isinstance(backend, str):
+        return backend
+    if isinstance(backend, MethodType):  # each access of a method creates another object
+        return id(backend.__self__), backend.__func__
+    return id(backend)  # the run refers to it, so its id stays unique
+
+
+def _label(name: Any, backend: Backend) -> str:
+    return repr(name) if isinstance(name, str) else getattr(backend, "label", type(backend).__name__)
+
+
+def _method(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
+    """Return the name of the backend's method for `value`, and its arguments."""
+    if isinstance(value, float):
+        return "add_scalar", (series, value, step)
+    if isinstance(value, str):
+        return "add_text", (series.title or _title(series), value, step)
+    if is_finding(value):
+        return "add_finding", (value, step)
+    if isinstance(value, Matrix):
+        return "add_matrix", (series, checked_matrix(series.kind, value), step)
+    if isinstance(value, Image):
+        return "add_image", (series, value, step)
+    if is_histogram(value):
+        check_histogram(series.kind, value)
+        return "add_histogram", (series, value, step)
+    try:
+        return "add_scalar", (series, float(value), step)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise_users_exception(error)
+        what = f"{series.kind!r} shows a number, a histogram, a matrix or a text, got {type(value).__name__}"
+        raise ConfigTypeError(what) from error
+
+
+def _title(series: Series) -> str:
+    return series.kind if series.name is None else f"{series.kind}/{series.name}"

@@ -1,0 +1,362 @@
+"""The backend that writes TensorBoard's event files.
+
+The values of the modules of a kind: packed for the event file, and summarised by curves and a heat map.
+"""
+
+import math
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.backends.file_backend import FileBackend
+from ikkuna.backends.pictures.event_images import HeatmapImage, MatrixImage, MatrixQueue, import_renderer
+from ikkuna.backends.pictures.redraw import Drawable, RedrawThread
+from ikkuna.store.event_format import (
+    EventFormat,
+    float32,
+    histogram_value,
+    hparams_values,
+    image_value,
+    layout_value,
+    scalar_prefix,
+    start_record,
+    step_record,
+    text_value,
+    titled_scalar_value,
+)
+from ikkuna.store.names import (
+    Series,
+    SeriesGroup,
+    dashboard_tag,
+    heatmap_tag,
+    matrix_tag,
+    overview_tag,
+    series_tag,
+    text_tag,
+)
+from ikkuna.store.run_directory import ConfigValue
+from ikkuna.store.values import Image, Matrix, ModuleEntry, ModuleOrder, module_table
+from ikkuna.support.failures import log
+
+__all__ = ["STATISTICS", "ModuleGroup", "PackedSeries", "TensorBoardBackend", "overview"]
+
+
+STATISTICS = ("min", "median", "max")
+
+
+class PackedSeries:
+    """The encoded values of a group of series, apart from their four bytes each.
+
+    Parameters
+    ----------
+    prefixes : list of bytes
+        The bytes before each value.
+    members : array
+        The positions of the series that belong to the summary of their kind.
+    """
+
+    def __init__(
+        self, prefixes: list[bytes], group: "ModuleGroup | None", names: tuple[str, ...], members: Any
+    ) -> None:
+        self._template = np.frombuffer(b"".join(prefix + bytes(4) for prefix in prefixes), np.uint8)
+        ends = np.cumsum([len(prefix) + 4 for prefix in prefixes])
+        self._places = (ends - 4)[:, None] + np.arange(4)
+        self.group, self.names, self.members = group, names, members
+
+    def entries(self, values: NDArray[np.float64]) -> bytes:
+        """Return the encoded values of a step."""
+        block = self._template.copy()
+        with np.errstate(over="ignore"):
+            block[self._places] = values.astype("<f4")[:, None].view(np.uint8)
+        return block.tobytes()
+
+
+class ModuleGroup:
+    """The modules of a kind in a pass: three curves summarise their values, and a heat map shows all of them.
+
+    Parameters
+    ----------
+    member : Series
+        The series of one of the modules.
+    heatmap : HeatmapImage
+        The heat map.
+
+    Attributes
+    ----------
+    size : int
+        The largest number of modules in a step so far.
+    """
+
+    def __init__(self, member: Series, heatmap: HeatmapImage) -> None:
+        self.prefixes = [scalar_prefix(overview_tag(member, statistic)) for statistic in STATISTICS]
+        self.heatmap = heatmap
+        self.member = member
+        self.size = 0
+        self.values: dict[str, float] = {}
+        self._many: list[tuple[tuple[str, ...], NDArray[np.float64]]] = []
+
+    def add(self, names: tuple[str, ...], values: NDArray[np.float64]) -> None:
+        """Add the values of several modules."""
+        self._many.append((names, values))
+
+    def take(self) -> tuple[Sequence[str], NDArray[np.float64]]:
+        """Return the names and values of a step, and forget them."""
+        single, self.values = self.values, {}  # first, so that an exception cannot make them appear twice
+        many, self._many = self._many, []
+        if len(many) == 1 and not single:
+            self.size = max(self.size, len(many[0][0]))
+            return many[0]
+        for names, values in many:
+            single.update(zip(names, values.tolist(), strict=True))
+        self.size = max(self.size, len(single))
+        return tuple(single), np.fromiter(single.values(), np.float64, len(single))
+
+    def entries(self, values: NDArray[np.float64]) -> list[bytes]:
+        """Return the three values that summarise those of a step."""
+        return [prefix + float32(value) for prefix, value in zip(self.prefixes, overview(values), strict=True)]
+
+
+def overview(values: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return minimum, median and maximum of at least one value; all are NaN if one of the values is.
+
+    A layer that has diverged must stay visible.
+
+    Examples
+    --------
+    >>> overview(np.array([4.0, 1.0, 2.0, 3.0]))
+    (1.0, 2.5, 4.0)
+    >>> overview(np.array([4.0, float("nan")]))
+    (nan, nan, nan)
+    """
+    if np.isnan(values).any():
+        return math.nan, math.nan, math.nan
+    ordered = np.sort(values)
+    low, high = float(ordered[(len(ordered) - 1) // 2]), float(ordered[len(ordered) // 2])
+    return float(ordered[0]), low if low == high else low / 2 + high / 2, float(ordered[-1])
+
+
+_DASHBOARD = frozenset(("loss", "train_accuracy", "running_accuracy", "test_accuracy", "perplexity"))
+_DRAWING_INTERVAL = 5.0  # seconds
+_METRICS = (
+    "Network/loss",
+    "Network/train_accuracy",
+    "Network/test_accuracy",
+)  # the columns beside the hyper-parameters
+
+
+class TensorBoardBackend(FileBackend):
+    """Write an event file with the tags ``{kind}/{module}``, ``Network/{kind}`` and ``Overview/{kind}_min|median|max``.
+
+    ``Dashboard/{kind}`` repeats the loss, the perplexity and accuracies in the first group of cards.
+    ``Rules/{kind}`` and ``Rules/{kind}/{module}`` are values that only rules need.
+    The page *Custom Scalars* has a chart for each kind with all modules, or with three curves if there are more than 50.
+    ``Heatmaps/{kind}`` is an image with a row for each module and a column for each step, drawn about twenty times a day.
+    ``Matrices/{kind}`` are images of matrices, and ``Text/Modules`` lists the modules.
+    A thread draws the images.
+    Values of another pass than training have the tags ``{kind}.{pass}``.
+    Values are rounded to single precision, as everywhere in TensorBoard.
+    All values of a step share one event and one time.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._curves: dict[Series, tuple[bytes, ModuleGroup | None]] = {}
+        self._copied: dict[Series, bytes] = {}
+        self._layout: tuple[tuple[Series, int], ...] = ()
+        self._groups: dict[tuple[str, str], ModuleGroup] = {}
+        self._packed: WeakKeyDictionary[SeriesGroup, PackedSeries] = WeakKeyDictionary()
+        self._entries: list[bytes] = []
+        self._closed = False
+        self._resumed_at: int | None = None
+        self._matrices = MatrixQueue()
+        self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL, import_renderer)
+        self._order = ModuleOrder()
+
+    def _format(self) -> EventFormat:
+        return EventFormat(self._clock.now)
+
+    def add_scalar(self, series: Series, value: float, step: int) -> None:
+        """Add a value to the step's event; the first value of a series carries its title."""
+        curve = self._curves.get(series)
+        if curve is None:
+            curve = self._curves[series] = scalar_prefix(series_tag(series)), self._group(series)
+            first = titled_scalar_value(series_tag(series), value, series.title) if series.title else None
+            self._entries.append(first or curve[0] + float32(value))
+            if series.name is None and series.kind in _DASHBOARD:
+                self._copied[series] = scalar_prefix(dashboard_tag(series))
+        else:
+            self._entries.append(curve[0] + float32(value))
+        if curve[1] is not None and series.name is not None:
+            curve[1].values[series.name] = value
+        elif (prefix := self._copied.get(series)) is not None:
+            self._entries.append(prefix + float32(value))
+        self._values += 1
+
+    def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
+        """Add one value of each series of a group to the step's event."""
+        packed = self._packed.get(group)
+        if packed is None:
+            if any(series not in self._curves for series in group.series):  # their first values may carry titles
+                super().add_group(group, values, step)
+                return
+            packed = self._packed[group] = self._pack(group)
+        self._entries.append(packed.entries(values))
+        if packed.group is not None:
+            packed.group.add(packed.names, values if len(packed.names) == len(values) else values[packed.members])
+        self._values += len(values)
+
+    def _pack(self, group: SeriesGroup) -> PackedSeries:
+        curves = [self._curves[series] for series in group.series]
+        members = [i for i, (_, summary) in enumerate(curves) if summary is not None]
+        summary = curves[members[0]][1] if members else None  # one for all series of a kind and pass
+        names = tuple(name for i in members if (name := group.names[i]) is not None)
+        return PackedSeries([prefix for prefix, _ in curves], summary, names, members)
+
+    def _group(self, series: Series) -> ModuleGroup | None:
+        if series.name is None or series.is_internal or not self._order.belongs(series.name):
+            return None
+        key = series.kind, series.pass_name
+        if key not in self._groups:
+            heatmap = HeatmapImage(heatmap_tag(series), self._order, self._write_image, kind=series.kind)
+            self._groups = {
+                **self._groups,
+                key: ModuleGroup(series, heatmap),
+            }  # a new dict: the thread may be iterating
+        return self._groups[key]
+
+    def add_histogram(self, series: Series, histogram: Any, step: int) -> None:
+        """Add a histogram (see :class:`~ikkuna.store.values.HistogramLike`) to the step's event."""
+        self._entries.append(histogram_value(series_tag(series), histogram))
+        self._values += 1
+
+    def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
+        """Add a matrix; its image is drawn and written later, in an event of its own."""
+        image = MatrixImage(matrix_tag(series), matrix, step, self._write_image)
+        if not image.size:
+            return
+        if self._matrices.add(image) and self._matrices.dropped == 1:
+            log.warning("matrices are added faster than they are drawn; from step %d on the oldest are dropped", step)
+        self._thread.open()
+
+    def add_image(self, series: Series, image: Image, step: int) -> None:
+        """Add a picture to the step's event."""
+        self._entries.append(image_value(series_tag(series), image.png))
+        self._values += 1
+
+    def add_text(self, title: str, text: str, step: int) -> None:
+        """Add a page of Markdown to the step's event."""
+        self._entries.append(text_value(text_tag(title), text))
+        self._values += 1
+
+    def describe(self, modules: Sequence[ModuleEntry]) -> None:
+        """Add a page of text that lists the modules, and sort them in heat maps as in the network."""
+        self._order = ModuleOrder(modules)
+        if modules:
+            self._entries.append(text_value(text_tag("Modules"), module_table(modules)))
+
+    def add_config(self, config: Mapping[str, ConfigValue], step: int) -> None:
+        """Add the hyper-parameters as a page of text and for the hparams plugin."""
+        super().add_config(config, step)
+        self._entries += hparams_values(config, _METRICS)
+
+    def resume(self, step: int) -> None:
+        """Write the event by which readers drop `step` and later ones of what was written before."""
+        self._resumed_at = step
+
+    def viewer(self, directory: Path) -> str:
+        """Return the command that starts TensorBoard."""
+        return f"tensorboard --logdir {shlex.quote(str(directory.parent))}"
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Draw the matrices, write everything committed to the disk, and return whether that was done in time."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        drawn = not self._unwritten() or self._thread.flush(timeout)
+        return super().flush(None if deadline is None else max(deadline - time.monotonic(), 0.0)) and drawn
+
+    def draw(self, timeout: float | None = None) -> bool:
+        """Draw all images with their last values."""
+        for group in self._groups.values():
+            group.heatmap.finish()
+        return self._thread.flush(timeout)
+
+    @property
+    def drawing_seconds(self) -> float:
+        """CPU time of the thread that draws."""
+        return self._thread.seconds
+
+    def close(self, timeout: float | None = 2.0) -> bool:
+        """Draw all images for at most three quarters of `timeout`, write everything to the disk, and release the file."""
+        begin = time.monotonic()
+        if self._writer is not None and not self._closed:
+            for group in self._groups.values():
+                group.heatmap.finish()
+            if late := self._thread.close(None if timeout is None else 0.75 * timeout):
+                log.warning(
+                    "not finished drawing: %s. The event file lacks the latest of these images.", ", ".join(late)
+                )
+            self._closed = True
+            self._matrices.drop(self._matrices.images())
+        stored = super().close(None if timeout is None else timeout - (time.monotonic() - begin))
+        return stored and not self._matrices.dropped
+
+    @property
+    def acked_step(self) -> int:
+        """Last step whose bytes, with those of all earlier matrices, the operating system has; -1 before."""
+        first = min((image.step for image in self._unwritten()), default=None)
+        return super().acked_step if first is None else min(super().acked_step, first - 1)
+
+    @property
+    def dropped(self) -> int:
+        """Number of values that did not reach the file."""
+        return super().dropped + self._matrices.dropped
+
+    def _unwritten(self) -> tuple[MatrixImage, ...]:
+        images = self._matrices.images(self._writer.written if self._writer is not None else 0)
+        if failed := [image for image in images if image.changed and self._thread.has_given_up(image.name)]:
+            self._matrices.drop(failed)
+            images = self._matrices.images()
+        return images
+
+    def _drawables(self) -> Iterator[Drawable]:
+        drawables: list[Drawable] = [*self._unwritten(), *(group.heatmap for group in self._groups.values())]
+        for drawable in drawables:
+            if not self._closed:
+                yield drawable
+
+    def _write_image(self, tag: str, png: bytes, step: int) -> int:
+        """Queue an image in an event of its own; called in the drawing thread."""
+        if self._writer is None or self._closed:
+            return 0
+        block = step_record(image_value(tag, png), step, self._clock.now())
+        return self._writer.submit(block, step, 1)
+
+    def _add_layout(self) -> None:
+        """Add the layout of the charts, if it has changed; TensorBoard uses the latest one."""
+        layout = tuple((group.member, group.size) for group in self._groups.values() if group.size > 1)
+        if layout != self._layout:
+            self._layout = layout
+            self._entries.append(layout_value(layout))
+
+    def _take_block(self, step: int) -> bytes:
+        for group in self._groups.values():
+            names, values = group.take()
+            if len(values) > 1:
+                self._entries += group.entries(values)
+                group.heatmap.add(step, names, values)
+                self._thread.open()
+        self._add_layout()
+        entries, self._entries = self._entries, []
+        if not entries:
+            return b""
+        now = self._clock.now()
+        block = step_record(b"".join(entries), step, now)
+        if self._resumed_at is not None:
+            block = start_record(self._resumed_at, now) + block
+            self._resumed_at = None
+        return block

@@ -1,1 +1,0 @@
-"""The exchange of measurements between ranks."""

@@ -1,1 +1,0 @@
-"""The open state of an exporter, composed of its parts."""

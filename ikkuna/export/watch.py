@@ -1,0 +1,181 @@
+"""Observes a model with one call."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ikkuna.backends.backend import Backend
+from ikkuna.diagnosis import RecorderOptions
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.attachment import attachments_of
+from ikkuna.export.handle import WatchHandle
+from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.live_rules import RuleSelection
+from ikkuna.metrics.preset import GROUP, Preset
+from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription
+from ikkuna.observation.model.watched_model import takes_labels
+from ikkuna.support.failures import log
+from ikkuna.support.modules import NamedModule, unwrap
+from ikkuna.support.plugins import load_plugin
+
+__all__ = ["watch"]
+
+
+_BUS = "watch"
+_DEFAULT = "default"
+
+
+def watch(
+    model: nn.Module,
+    *subscribers: Subscriber,
+    loss: nn.Module | Callable[..., Any] | None = None,
+    preset: str | None = None,
+    every: int | None = None,
+    modules: ModulePattern = None,
+    depth: int = -1,
+    backend: str | Backend | Sequence[str | Backend] | None = None,
+    log_dir: str | Path | None = None,
+    run_name: str | None = None,
+    rules: RuleSelection | None = "default",
+    stop: str | int | None = None,
+    recorder: RecorderOptions | bool = True,
+    start: int | None = None,
+    schedule: Schedule | None = None,
+    **options: Any,
+) -> WatchHandle:
+    """Observe a model on a bus of its own, and return a handle.
+
+    The model is observed until the handle is closed or the model is deleted, also if the result is not kept.
+    A second call with the same model closes the handle of the first one, and logs a warning.
+    When the first value is stored, one line names the model, the number of modules and metrics, the directory of the run, and
+    the command that shows it: it is written by the logger ``"ikkuna"``, or to the standard error if logging is not configured.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    *subscribers : Subscriber
+        The metrics; by default those of the preset.
+    loss : nn.Module or callable, optional
+        The module or function that computes the loss, see `Exporter.set_loss`.
+        By default the loss is the scalar on which ``backward()`` is called, and the accuracy is shown for models
+        that take ``labels`` and return a ``loss``, as those of transformers do.
+    preset : str, optional
+        Name of a preset, from the entry-point group ``ikkuna.presets``, such as ``"economy"``, ``"default"`` or ``"full"``.
+        By default ``"default"`` if no subscribers are given; together with subscribers, both are registered.
+    every, start : int, optional
+        The steps that all metrics sample, in place of their own; see `ikkuna.export.subscriber.Subscription`.
+        The metrics of the presets sample every tenth step by default.
+    modules : str, Pattern, callable, sequence of them, optional
+        The modules to observe: a glob such as ``"features.*"``, a compiled regex, a function of the name, or a list.
+    depth : int
+        The depth of the modules to observe, see `Exporter`.
+    backend : str, Backend or sequence of these, optional
+        Where all metrics show their values, in place of their own backends, which are ``"tb"`` by default.
+    log_dir : path, optional
+        The directory of the runs; by default ``run``.
+    run_name : str, optional
+        The name of the run's directory, see `Exporter`.
+    rules : str, Rule, iterable of them, or None
+        The rules that name mistakes of the training (see ``findings``): ``"default"``, ``"all"``, names of rules,
+        or `ikkuna.diagnosis.Rule` objects; ``None`` for no rules.
+    stop : {'info', 'warning', 'error'} or int, optional
+        The least severity of a finding that raises `ikkuna.errors.StopTraining` at the end of the step;
+        a number is the step before which metrics are sampled.
+    recorder : bool or RecorderOptions
+        Whether the last sampled steps are kept, and written when something goes wrong, see `Exporter.record_steps`.
+    schedule : callable, optional
+        A function of the step that returns whether the metrics sample it.
+    **options : Any
+        Further options of the exporter, such as ``config`` and ``resume``.
+
+    Raises
+    ------
+    ConfigTypeError
+        If `model` is no module.
+    ConfigError
+        If it is a scripted module, if its parameters are on the device ``meta``, or if an argument is invalid.
+    PluginError
+        If there is no preset of this name.
+
+    Examples
+    --------
+    >>> import ikkuna
+    >>> watched = ikkuna.watch(nn.Sequential(nn.Linear(2, 2)))
+    >>> "weight_updates_weights_ratio" in watched.message_bus.kinds
+    True
+    >>> watched.close()
+    """
+    _check_model(model)
+    last, severity = (stop, None) if isinstance(stop, int) and not isinstance(stop, bool) else (None, stop)
+    given = {"subsample": every, "start": start, "stop": last, "schedule": schedule}
+    changes = {name: value for name, value in given.items() if value is not None}
+    chosen = _DEFAULT if preset is None and not subscribers else preset
+    source = None if chosen is None else load_plugin(GROUP, chosen, Preset)()
+    selected = None if modules is None else _module_filter(modules)
+    _close_earlier(model)
+    handle = WatchHandle(depth, selected, message_bus=MessageBus(_BUS), log_dir=log_dir, run_name=run_name, **options)
+    try:
+        handle.add_modules(model)
+        if loss is not None:
+            handle.set_loss(loss)
+        metrics = [*_subscribers_of(source, handle, _sees_labels(model, loss)), *subscribers]
+        with handle.message_bus.registering():
+            for subscriber in metrics:
+                if isinstance(subscriber, Subscriber):
+                    _change(subscriber, changes, backend)
+                handle.message_bus.register_subscriber(subscriber)
+            if rules is not None:
+                handle.apply_rules(rules, stop=severity, **({} if source is None else source.rules))
+            if recorder is not False:
+                handle.record_steps(None if recorder is True else recorder)
+        handle.begin(len(metrics), chosen, every)
+    except BaseException:
+        handle.close()
+        raise
+    return handle
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"watch() needs a torch.nn.Module, got {type(model).__name__}")
+    parameters = list(model.parameters())
+    if parameters and all(parameter.is_meta for parameter in parameters):
+        raise ConfigError(
+            "watch() needs a model with values, but its parameters are on the device 'meta'; "
+            "call model.to_empty(device=...) and initialise or load the parameters before"
+        )
+
+
+def _close_earlier(model: nn.Module) -> None:
+    for other in attachments_of(unwrap(model)):
+        if other.bus.name == _BUS:
+            log.warning("the model is watched already; closed the exporter of the earlier watch()")
+            other.close()
+
+
+def _subscribers_of(preset: Preset | None, handle: WatchHandle, sees_labels: bool) -> list[Subscriber]:
+    if preset is None:
+        return []
+    preset.network = handle.message_bus.network
+    return preset.subscribers(sees_labels)
+
+
+def _sees_labels(model: nn.Module, loss: object) -> bool:
+    return loss is not None or takes_labels(model)
+
+
+def _module_filter(modules: ModulePattern) -> Callable[[NamedModule], bool]:
+    matches = Subscription("weights", modules=modules).matches
+    return lambda named: matches(named.name)
+
+
+def _change(subscriber: Subscriber, changes: dict[str, Any], backend: Any) -> None:
+    """Replace the steps and the backends of a metric."""
+    if changes:
+        subscriber.subscription = subscriber.subscription.sampled(**changes)
+    if backend is not None:
+        subscriber.show_with(backend)

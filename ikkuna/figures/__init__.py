@@ -1,0 +1,1 @@
+"""Drawing of arrays with matplotlib, without pyplot: styles, curves, histograms."""

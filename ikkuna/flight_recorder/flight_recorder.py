@@ -1,0 +1,275 @@
+"""Keeps the last steps of an exporter, and writes them to a dump when something goes wrong."""
+
+import os
+import platform
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ikkuna.diagnosis.findings import SEVERITIES, Finding
+from ikkuna.diagnosis.flight_recorder.dump_files import DumpContent
+from ikkuna.diagnosis.flight_recorder.dump_writer import DumpJob, DumpWriter
+from ikkuna.diagnosis.flight_recorder.options import RecorderOptions
+from ikkuna.diagnosis.flight_recorder.stored_history import rule_facts
+from ikkuna.diagnosis.flight_recorder.triggers import CoolDown, NonFiniteTrigger, SpikeTrigger
+from ikkuna.diagnosis.judge import Judge
+from ikkuna.distributed.rendezvous import World
+from ikkuna.flight_recorder.burst import Burst, BurstSubscriber
+from ikkuna.flight_recorder.input_hashes import InputHashSubscriber
+from ikkuna.flight_recorder.process_hooks import hook_process
+from ikkuna.flight_recorder.recorded_steps import RecordedSteps
+from ikkuna.metrics.bus.bus import Handle, MessageBus
+from ikkuna.metrics.messages.message import NetworkMessage
+from ikkuna.metrics.messages.stamp import TRAINING, Stamp
+from ikkuna.numerics.statistics.table import COLUMN
+from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.rows.observer import StepObserver
+from ikkuna.observation.rows.plan import Plan
+from ikkuna.observation.rows.rows import Rows
+from ikkuna.support.failures import suppressed
+
+__all__ = ["FlightRecorder"]
+
+
+_LAST_WORDS = 5.0  # seconds for a dump of a process that ends
+_OF_NUMBERS, _OF_RULE, _AT_END = range(3)
+_QUIET = frozenset(("activations", "layer_inputs", "input_data", "network_output"))  # may contain Inf on purpose
+
+
+class FlightRecorder(StepObserver):
+    """Keeps the last steps of an exporter, and writes them to a dump when something goes wrong.
+
+    `RecordedSteps` keeps the steps, and `InputHashSubscriber` hashes of their inputs.  A thread writes dumps.
+
+    Parameters
+    ----------
+    context : HookContext
+        Of the exporter.
+    bus : MessageBus
+        Its bus.
+    options : RecorderOptions
+        The settings.
+    """
+
+    def __init__(self, context: HookContext, bus: MessageBus, options: RecorderOptions) -> None:
+        self._context, self._bus, self.options = context, bus, options
+        self._writer = DumpWriter()
+        self._steps = RecordedSteps(context, options)
+        self._nonfinite, self._spike = NonFiniteTrigger(), SpikeTrigger()
+        self._cool_down = CoolDown(options.cool_down, options.max_dumps)
+        self._reasons: list[str] = []
+        self._findings: list[Finding] = []
+        self._burst: Burst | None = None
+        self._burst_job: DumpJob | None = None
+        self._process = os.getpid()
+        self.judge: Judge | None = None
+        self._hashes = InputHashSubscriber(context.model.loss is not None, options.length, subsample=options.every)
+        self._unhook = hook_process(self, options.signals)
+        context.observer = self
+        try:
+            self._handle: Handle = bus.register_subscriber(self._hashes)
+        except BaseException:
+            context.observer = None
+            self._unhook()
+            raise
+
+    # -- as the observer of steps ---------------------------------------------------------------------------------
+
+    def step_opened(self, stamp: Stamp, plan: Plan) -> None:
+        """Read the states of the random generators before a sampled step, and begin to copy the step."""
+        try:
+            self._steps.open(stamp, plan)
+        except Exception as error:
+            self._context.error_guard.report_internal("recording the state before a step", error)
+
+    def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy what the model is called with, if that is asked for."""
+        try:
+            self._steps.add_model_call(args, kwargs)
+        except Exception as error:
+            self._context.error_guard.report_internal("copying a batch", error)
+
+    def loss_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy what the loss module is called with, if that is asked for."""
+        try:
+            self._steps.add_loss_call(args, kwargs)
+        except Exception as error:
+            self._context.error_guard.report_internal("copying labels", error)
+
+    def step_passed(self, stamp: Stamp) -> None:
+        """Store the number of a step that no subscriber samples."""
+        self._steps.last = stamp
+
+    def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:
+        """Keep the rows of a step, and look for numbers that are not finite and for a loss that jumps."""
+        try:
+            self._keep(rows, event)
+        except Exception as error:
+            self._context.error_guard.report_internal("recording a step", error)
+
+    def _keep(self, rows: Rows, event: NetworkMessage) -> None:
+        loss = self._steps.add(rows, event)
+        if rows.skipped:
+            return
+        if loss is not None and self._spike.update(loss):
+            self._reasons.append(f"the loss jumped to {loss:.6g}")
+        if self._steps.is_sampled(rows.plan) and len(bad := self._nonfinite.update(rows.values)):
+            self._note_nonfinite(bad, rows)
+        if self._burst is not None:
+            self._burst.add(rows)
+
+    def _note_nonfinite(self, bad: Iterable[int], rows: Rows) -> None:
+        nans = rows.values[:, COLUMN["nans"]]
+        named = [str(rows.keys[row][0]) for row in bad if nans[row] or rows.keys[row][0].kind not in _QUIET]
+        if named:
+            more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+            self._reasons.append(f"NaN or Inf in {', '.join(named[:3])}{more}")
+
+    def step_delivered(self, stamp: Stamp) -> None:
+        """Write a dump if something went wrong in this step."""
+        if self._burst is not None and self._burst.is_over:
+            self._burst = None
+        if not self._reasons or stamp.pass_name != TRAINING:
+            return
+        try:
+            reasons, self._reasons = self._reasons, []
+            if self._cool_down.allows(stamp.global_step, _OF_RULE if self._findings else _OF_NUMBERS):
+                self._write(reasons, has_burst=True)
+            self._findings = []
+        except Exception as error:
+            self._context.error_guard.report_internal("writing a dump", error)
+
+    # -- triggers -------------------------------------------------------------------------------------------------
+
+    def action(self) -> Callable[[Finding], None]:
+        """Return a function that calls :meth:`found`, without a reference to the recorder: a bus may outlive the exporter."""
+        reference = weakref.ref(self)
+
+        def act(finding: Finding) -> None:
+            if (recorder := reference()) is not None:
+                recorder.found(finding)
+
+        return act
+
+    def found(self, finding: Finding) -> None:
+        """Write a dump at the end of the step if a finding is severe enough."""
+        if SEVERITIES.index(finding.severity) >= SEVERITIES.index(self.options.severity):
+            self._reasons.append(str(finding))
+            self._findings.append(finding)
+
+    def dump(self, reason: str, timeout: float) -> Path | None:
+        """Write a dump now; return its directory, or ``None`` if it was not written within `timeout` seconds."""
+        job = self._write([reason], has_burst=True)
+        return job.path if job is not None and job.wait(timeout) else None
+
+    def process_fails(self, error: BaseException) -> None:
+        """Write a dump before the process ends."""
+        with suppressed(Exception):
+            if self._cool_down.allows(self._steps.step, _AT_END):
+                job = self._write([f"{type(error).__name__}: {error}"], has_burst=False)
+                if job is not None:
+                    job.wait(_LAST_WORDS)
+
+    def signal_arrived(self, name: str) -> None:
+        """Write a dump, and wait for it, because the signal may end the process."""
+        if self._cool_down.allows(self._steps.step, _AT_END):
+            job = self._write([f"signal {name}"], has_burst=False)
+            if job is not None:
+                job.wait(_LAST_WORDS)
+
+    # -- dumps ----------------------------------------------------------------------------------------------------
+
+    @property
+    def dumps(self) -> tuple[Path, ...]:
+        """The dumps that are on the disk."""
+        return tuple(self._writer.written)
+
+    @property
+    def failed(self) -> int:
+        """Number of dumps that could not be written."""
+        return self._writer.failed
+
+    def _write(self, reasons: list[str], has_burst: bool) -> DumpJob | None:
+        """Copy what is kept, and pass it to the writer."""
+        if self._process != os.getpid():
+            return None
+        job = DumpJob(self._content(reasons), self._directory())
+        self._writer.write(job)
+        if has_burst and self.options.burst and self._burst is None and World.here().size == 1:
+            self._begin_burst(job)
+        return job
+
+    def _begin_burst(self, job: DumpJob) -> None:
+        model, steps = self._context.model, self.options.burst
+        # the graph of a compiled model would have to be compiled again to measure inside it
+        subscriber = BurstSubscriber(not model.is_compiled, model.loss is not None)
+
+        def finish(arrays: dict[str, NDArray[Any]]) -> None:
+            self._writer.extend(job, "burst.npz", arrays, {"burst_steps": arrays["steps"].tolist()})
+
+        self._burst = Burst(self._bus, subscriber, steps, finish)
+
+    def _directory(self) -> Callable[[], Path]:
+        """Return a function that returns the directory of the dumps: that of the run, or one of this rank."""
+        run = self._bus.open_run()
+        if run is not None:
+            return lambda: run.make_directory() / "dumps"
+        rank, log_dir = World.here().rank, Path(self._bus.log_dir or "run").absolute()
+        return lambda: log_dir / f"dumps_rank{rank}"
+
+    def _content(self, reasons: list[str]) -> DumpContent:
+        step = self._steps.step
+        begin = min((f.step for f in self._findings if f.step is not None), default=step)
+        arrays = self._steps.arrays()
+        arrays["rows.npz"] |= self._hashes.arrays()
+        tensors, further = self._steps.captured(begin, self.judge.history if self.judge is not None else None)
+        return DumpContent(
+            f"step_{step:06d}", self._facts(reasons), {**arrays, **further}, tensors, self.options.max_bytes
+        )
+
+    def _facts(self, reasons: list[str]) -> dict[str, Any]:
+        last, world = self._steps.last, World.here()
+        return {
+            "step": self._steps.step,
+            "train_step": last.train_step if last else 0,
+            "epoch": last.epoch if last else 0,
+            "reasons": reasons,
+            "findings": [finding.as_dict() for finding in self._findings],
+            "rules": rule_facts(self.judge.rules) if self.judge is not None else [],
+            "time": time.time(),
+            "rank": world.rank,
+            "ranks": world.size,
+            "modules": [
+                [entry.name, entry.class_name, [list(p) for p in entry.parameters]] for entry in self._bus.network
+            ],
+            "options": asdict(self.options),
+            "left_out": self._steps.left_out(),
+            "versions": {
+                "ikkuna": sys.modules["ikkuna"].__version__,
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+                "threads": torch.get_num_threads(),
+            },
+        }
+
+    def close(self) -> None:
+        """End a burst, wait for the thread at most 2 seconds, and remove the hooks of the process."""
+        try:
+            self._context.observer = None
+            self._unhook()
+            if self._burst is not None:
+                self._burst.end()
+            self._handle.remove()
+            self._writer.close(2.0)
+        except Exception as error:
+            self._context.error_guard.report_internal("closing the flight recorder", error)

@@ -1,0 +1,125 @@
+"""Calls flight recorders when an exception ends the process, and when a signal arrives."""
+
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from ikkuna.errors import ConfigError
+from ikkuna.support.failures import log, raise_users_exception
+
+__all__ = ["ProcessHooks", "hook_process"]
+
+
+_HARMLESS = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINFO")  # a signal that is asked for does not end the process
+
+
+class _Recorder(Protocol):
+    def process_fails(self, error: BaseException) -> None:
+        """Handle an exception that ends the process."""
+
+    def signal_arrived(self, name: str) -> None:
+        """Handle a signal."""
+
+
+class ProcessHooks:
+    """The hooks of this process, which call all open recorders, and then what was installed before.
+
+    ``sys.excepthook`` is replaced while a recorder is open, and signal handlers while a recorder asks for the signal.
+    A hook that was installed later is left as it is.
+    """
+
+    def __init__(self) -> None:
+        self._recorders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._signals: dict[int, weakref.WeakSet[Any]] = {}
+        self._former: dict[int, Any] = {}
+        self._former_hook: Callable[..., Any] | None = None
+
+    def add(self, recorder: _Recorder, signals: tuple[str, ...]) -> Callable[[], None]:
+        """Call a recorder from now on; return a function that ends this.
+
+        Raises
+        ------
+        ConfigError
+            If a signal cannot be handled, or outside the main thread, where Python does not allow it.
+        """
+        if signals and threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                "signals can be handled in the main thread only; create the exporter there, or leave signals out"
+            )
+        numbers = [int(signal.Signals[name]) for name in signals]
+        try:
+            for number in numbers:
+                self._install(number)
+                self._signals[number].add(recorder)
+        except (OSError, ValueError) as error:
+            self._remove(recorder, numbers)
+            raise_users_exception(error)
+            raise ConfigError(f"a handler of {', '.join(signals)} cannot be installed: {error}") from error
+        if self._former_hook is None:
+            self._former_hook, sys.excepthook = sys.excepthook, self.exception_hook
+        self._recorders.add(recorder)
+        reference = weakref.ref(recorder)
+        return lambda: self._remove(reference(), numbers)
+
+    def _remove(self, recorder: Any, numbers: list[int]) -> None:
+        if recorder is not None:  # the garbage collector has not deleted it
+            self._recorders.discard(recorder)
+        if not self._recorders and self._former_hook is not None and sys.excepthook == self.exception_hook:
+            sys.excepthook, self._former_hook = self._former_hook, None
+        for number in numbers:
+            users = self._signals.get(number)
+            if users is not None and recorder is not None:
+                users.discard(recorder)
+            if not users and number in self._former:
+                self._restore(number)
+
+    # -- exceptions -----------------------------------------------------------------------------------------------
+
+    def exception_hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """Call the recorders, then the former hook."""
+        if not isinstance(error, KeyboardInterrupt):
+            for recorder in list(self._recorders):
+                recorder.process_fails(error)
+        (self._former_hook or sys.__excepthook__)(kind, error, traceback)
+
+    # -- signals --------------------------------------------------------------------------------------------------
+
+    def _install(self, number: int) -> None:
+        if number not in self._former:
+            self._former[number] = signal.signal(number, self.signal_handler)
+            self._signals[number] = weakref.WeakSet()
+
+    def _restore(self, number: int) -> None:
+        """Install the former handler, unless that is impossible now; this one then goes on to call it."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) == self.signal_handler:
+            former = self._former.pop(number)
+            signal.signal(number, signal.SIG_DFL if former is None else former)
+
+    def signal_handler(self, number: int, frame: FrameType | None) -> None:
+        """Call the recorders, then the former handler; a signal that would have ended the process still does."""
+        name = signal.Signals(number).name
+        for recorder in list(self._signals.get(number, ())):
+            try:
+                recorder.signal_arrived(name)
+            except Exception as error:
+                raise_users_exception(error)
+                log.exception("a dump at %s failed", name)
+        former = self._former.get(number)
+        if callable(former):
+            former(number, frame)
+        elif former is signal.SIG_DFL and name not in _HARMLESS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+_HOOKS = ProcessHooks()  # of this process, which has one of each
+
+
+def hook_process(recorder: _Recorder, signals: tuple[str, ...]) -> Callable[[], None]:
+    """Call a recorder at the end of the process and at signals, see :class:`ProcessHooks`."""
+    return _HOOKS.add(recorder, signals)

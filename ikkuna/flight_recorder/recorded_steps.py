@@ -1,0 +1,197 @@
+"""Keeps what a dump contains of the last steps of an exporter."""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.diagnosis.flight_recorder.options import RecorderOptions
+from ikkuna.diagnosis.flight_recorder.random_states import RandomReader, RandomStates
+from ikkuna.diagnosis.flight_recorder.row_ring import RowRing
+from ikkuna.diagnosis.flight_recorder.step_log import StepLog
+from ikkuna.diagnosis.flight_recorder.stored_history import history_arrays
+from ikkuna.diagnosis.history import History
+from ikkuna.flight_recorder.burst import names_of
+from ikkuna.flight_recorder.step_capture import CapturedStep, StepCapture
+from ikkuna.metrics.messages.kinds import MODULE_KINDS
+from ikkuna.metrics.messages.message import NetworkMessage
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.numerics.statistics.table import COLUMN, COLUMNS
+from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.rows.plan import Plan
+from ikkuna.observation.rows.rows import Rows
+
+__all__ = ["RecordedSteps"]
+
+
+_NO_RATES: dict[str, Any] = {}
+_MEAN, _N = COLUMN["mean"], COLUMN["n"]
+
+
+class RecordedSteps:
+    """The last steps of an exporter, as a dump contains them.
+
+    It copies the table of each sampled step into memory of a fixed size, with the states of the random generators,
+    and the loss and the learning rates of every step.  If the options ask for it, it copies batches and the state of the training.
+
+    Parameters
+    ----------
+    context : HookContext
+        Of the exporter.
+    options : RecorderOptions
+        The settings.
+
+    Attributes
+    ----------
+    last : Stamp or None
+        The last step.
+    """
+
+    def __init__(self, context: HookContext, options: RecorderOptions) -> None:
+        self._context, self._options = context, options
+        self._ring, self._log = RowRing(options.length), StepLog()
+        self._random: deque[tuple[int, RandomStates]] = deque(maxlen=options.length)
+        self._reader: RandomReader | None = None
+        self._captures = options.record_batches or options.state_every > 0
+        self._capture = StepCapture(options.state_every, options.max_bytes // 2)
+        self._takes_call = False
+        self._plans: dict[int, tuple[Plan, bool]] = {}
+        self._keys: Any = ()
+        self._loss_row: int | None = None
+        self._unsampled: tuple[Any, Plan] | None = None
+        self.last: Stamp | None = None
+
+    @property
+    def step(self) -> int:
+        """The last step."""
+        return self.last.global_step if self.last is not None else 0
+
+    def open(self, stamp: Stamp, plan: Plan) -> None:
+        """Read the states of the random generators before a sampled step, and begin to copy the step."""
+        self._takes_call = False
+        if not self.is_sampled(plan) and not self._options.state_every:
+            return
+        if self._reader is None:
+            self._reader = RandomReader({named.parameter.device for named in self._context.parameters.all})
+        random = self._reader.read()
+        self._random.append((stamp.global_step, random))
+        if self._captures:
+            self._takes_call = True
+            step = CapturedStep(stamp.global_step, stamp.train_step, stamp.epoch, [random])
+            self._capture.begin(step, self._context.model.roots.whole, self._context.parameters.optimizers())
+
+    def is_sampled(self, plan: Plan) -> bool:
+        """Return whether a plan measures modules."""
+        known = self._plans.get(id(plan))
+        if known is None:  # the plan is kept, so that its id stays unique
+            is_sampled = not plan.kinds.isdisjoint(MODULE_KINDS)
+            if len(self._plans) > 64:
+                self._plans.clear()
+            known = self._plans[id(plan)] = plan, is_sampled
+        return known[1]
+
+    def add_model_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy what the model is called with, if the options ask for it."""
+        if self._takes_call and self._reader is not None:
+            self._capture.add_model_call(args, kwargs, self._reader.read)
+
+    def add_loss_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy what the loss module is called with, if the options ask for it."""
+        if self._takes_call:
+            self._capture.add_loss_call(args, kwargs)
+
+    def add(self, rows: Rows, event: NetworkMessage) -> float | None:
+        """Keep the rows of a step; return its loss, or ``None`` if it was not measured."""
+        step, data = rows.stamp.global_step, event.data or {}
+        self.last, self._keys = rows.stamp, rows.keys
+        loss = self._loss_of(rows)
+        self._log.add(
+            step,
+            np.nan if loss is None else loss,
+            data.get("learning_rates", _NO_RATES),
+            data.get("seconds", np.nan),
+            rows.skipped,
+        )
+        is_sampled = self.is_sampled(rows.plan)
+        self._unsampled = None if is_sampled else (rows.values, rows.plan)
+        if is_sampled:
+            self._ring.add(step, rows.values, rows.plan)
+        return loss
+
+    def _loss_of(self, rows: Rows) -> float | None:
+        """Return the loss of a step; ``None`` if it was not measured."""
+        row = self._loss_row
+        if row is None:
+            row = self._loss_row = next((i for i, (site, _) in enumerate(rows.keys) if site.kind == "loss"), None)
+        if row is None or row >= len(rows.values) or not rows.values[row, _N]:
+            return None
+        _, nans, infs = rows.values[row, :3].tolist()
+        return float("nan") if nans or infs else float(rows.values[row, _MEAN])
+
+    # -- contents of a dump
+
+    def arrays(self) -> dict[str, dict[str, NDArray[Any]]]:
+        """Return the arrays of ``rows.npz`` and ``random.npz``."""
+        if self._unsampled is not None and self._ring.last_step != self.step:
+            self._ring.add(self.step, *self._unsampled)
+        rows = self._ring.snapshot(keys := list(self._keys))
+        names = names_of(keys[: rows.values.shape[1]])
+        found: dict[str, dict[str, NDArray[Any]]] = {
+            "rows.npz": {"steps": rows.steps, "values": rows.values, "columns": np.array(COLUMNS, np.str_)}
+            | names
+            | self._log.arrays()
+        }
+        random = list(self._random)
+        if random:
+            found["random.npz"] = {"steps": np.array([step for step, _ in random])} | {
+                f"{step} {name}": array for step, states in random for name, array in states.arrays().items()
+            }
+        return found
+
+    def captured(
+        self, begin: int, history: History | None
+    ) -> tuple[dict[str, Any], dict[str, dict[str, NDArray[Any]]]]:
+        """Return the tensors, and the further arrays, of the steps that can run again; empty if none was copied.
+
+        Parameters
+        ----------
+        begin : int
+            The step at which the mistake began: the state of the training is that of a step before it, if there is one.
+        history : History, optional
+            What the rules have read.
+        """
+        steps = [step for step in self._capture.steps if step.model_calls and step.step <= self.step]
+        if not steps:
+            return {}, {}
+        tensors: dict[str, Any] = {
+            "batches.pt": [
+                {name: getattr(step, name) for name in ("step", "train_step", "epoch", "model_calls", "loss_calls")}
+                for step in steps
+            ]
+        }
+        arrays: dict[str, dict[str, NDArray[Any]]] = {}
+        if (first := _first_to_replay(steps, begin)) is not None:
+            tensors = {"state.pt": {"step": first.step, **(first.state or {})}, **tensors}
+            if history is not None:
+                arrays["history.npz"] = history_arrays(history)
+        arrays["random_calls.npz"] = {
+            f"{step.step} {number} {name}": array
+            for step in steps
+            for number, states in enumerate(step.random)
+            for name, array in states.arrays().items()
+        }
+        return tensors, arrays
+
+    def left_out(self) -> dict[str, str]:
+        """Return the files that a dump lacks, and why."""
+        if self._captures and self._context.model.is_compiled:
+            return {"batches.pt": "the arguments of a compiled model are not seen"}
+        return {"batches.pt": self._capture.refusal} if self._capture.refusal else {}
+
+
+def _first_to_replay(steps: list[CapturedStep], begin: int) -> CapturedStep | None:
+    """Return the latest step with a copy of the state that is not after `begin`; otherwise the first with a copy."""
+    with_state = [step for step in steps if step.state is not None]
+    before = [step for step in with_state if step.step <= begin]
+    return before[-1] if before else next(iter(with_state), None)

@@ -1,0 +1,226 @@
+"""Named statistics of tensors, and the table that shows them."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.elements import CHUNK, as_float64, flatten, readable
+from ikkuna.numerics.statistics import Record, closure, merge
+from ikkuna.numerics.statistics.host import measure
+
+__all__ = [
+    "DEFAULT",
+    "STATISTICS",
+    "Description",
+    "columns_of",
+    "fields_of",
+    "inner_product",
+    "known_statistic",
+    "power_norm",
+    "record_of",
+    "row_of",
+    "statistics_of",
+]
+
+
+_Statistic = tuple[tuple[str, ...], Callable[[Record, int], float]]
+
+
+def _variance(record: Record, correction: int) -> float:
+    return record.variance(correction)
+
+
+def _constant(record: Record) -> bool:
+    """Return whether all elements are equal; rounding errors would give such data a skewness."""
+    return record.min == record.max
+
+
+STATISTICS: Mapping[str, _Statistic] = {
+    "num_params": (("n",), lambda r, c: r.n),
+    "L1_norm": (("l1",), lambda r, c: r.l1_norm),
+    "L2_norm": (("sumsq",), lambda r, c: r.l2_norm),
+    "L2_squared": (("sumsq",), lambda r, c: math.nan if r.nonfinite else r.sumsq or 0.0),
+    "max": (("max",), lambda r, c: math.nan if r.max is None or not r.n else r.max),
+    "min": (("min",), lambda r, c: math.nan if r.min is None or not r.n else r.min),
+    "abs_mean": (("l1",), lambda r, c: r.l1_norm / r.count if r.count else math.nan),
+    "abs_max": (("min", "max"), lambda r, c: r.linf_norm),
+    "mean": (("mean",), lambda r, c: r.mean),
+    "variance": (("m2",), _variance),
+    "std": (("m2",), lambda r, c: math.sqrt(r.variance(c))),
+    "skew": (("m3", "min", "max"), lambda r, c: math.nan if _constant(r) else r.skewness),
+    "kurtosis": (("m4", "min", "max"), lambda r, c: math.nan if _constant(r) else r.kurtosis),
+    "sq_mean": (("sumsq",), lambda r, c: r.rms**2),
+    "rms": (("sumsq",), lambda r, c: r.rms),
+    "zeros": (("zeros",), lambda r, c: r.zeros or 0),
+    "nonfinite": (("nans", "infs"), lambda r, c: r.nonfinite),
+}
+"""Every statistic by name, with the record fields that it needs and its function."""
+
+DEFAULT = tuple(name for name in STATISTICS if name not in ("sq_mean", "rms", "zeros", "nonfinite"))
+_ALIASES = {"numel": "num_params", "norm1": "L1_norm", "norm2": "L2_norm", "Linf": "abs_max", "norm1_mean": "abs_mean"}
+_ALIASES |= {"var": "variance", "skewness": "skew"}
+
+
+def known_statistic(name: str) -> str:
+    """Return the canonical name of a statistic.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such statistic; the message names the closest one.
+    """
+    canonical = _ALIASES.get(name, name)
+    if canonical not in STATISTICS:
+        close = difflib.get_close_matches(canonical, STATISTICS, n=1, cutoff=0.3)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"unknown statistic {name!r}; {hint}known: {', '.join(STATISTICS)}")
+    return canonical
+
+
+_NAN = math.nan
+_NOTHING = Record(0, _NAN, 0.0, 0.0, 0.0, _NAN, _NAN, _NAN, _NAN, 0.0, 0.0, 0, 0, 0)
+
+
+def record_of(tensors: Iterable[Tensor], fields: Iterable[str]) -> Record:
+    """Return the :class:`~ikkuna.numerics.statistics.Record` of all elements of `tensors`."""
+    wanted = closure(fields)
+    records = [record for tensor in tensors if (record := measure(tensor, wanted)) is not None and record.n]
+    return merge(*records) if records else _NOTHING
+
+
+def statistics_of(record: Record, names: Sequence[str], correction: int = 1) -> dict[str, float]:
+    """Return the statistics `names` of `record`; undefined ones are NaN."""
+    return {name: STATISTICS[name][1](record, correction) for name in names}
+
+
+def fields_of(names: Iterable[str]) -> set[str]:
+    """Return the record fields that the statistics `names` need."""
+    return {field for name in names for field in STATISTICS[name][0]}
+
+
+def columns_of(stats: Any, exclude: Any, layerwise: bool) -> tuple[list[str], list[str]]:
+    """Return the statistics to compute, and the strings in `exclude` that hide tensors."""
+    selected = DEFAULT if stats is None else [stats] if isinstance(stats, str) else stats
+    excluded = [] if exclude is None else [exclude] if isinstance(exclude, str) else list(exclude)
+    hidden, dropped = [], set()
+    for word in excluded:
+        try:
+            dropped.add(known_statistic(word))
+        except ConfigError:
+            hidden.append(word)
+    columns = [name if name == "shape" and layerwise else known_statistic(name) for name in selected]
+    return [name for name in columns if name not in dropped], hidden
+
+
+def row_of(tensors: list[Tensor], columns: list[str], correction: int) -> dict[str, Any]:
+    """Return the statistics `columns` of all elements of `tensors`, in this order."""
+    numbers = [name for name in columns if name != "shape"]
+    values: dict[str, Any] = dict(statistics_of(record_of(tensors, fields_of(numbers)), numbers, correction))
+    return {name: tuple(tensors[0].shape) if name == "shape" else values[name] for name in columns}
+
+
+class Description(dict[str, Any]):
+    """Statistics by name, of a whole net or of each of its tensors; a dictionary whose ``repr`` is a table.
+
+    Examples
+    --------
+    >>> Description({"a": {"L2_norm": 5.0}, "b": {"L2_norm": 13.0}})
+       L2_norm
+    a        5
+    b       13
+    >>> _.to_dict()
+    {'a/L2_norm': 5.0, 'b/L2_norm': 13.0}
+    """
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether there is a row for each tensor."""
+        return any(isinstance(value, dict) for value in self.values())
+
+    def to_dict(self) -> dict[str, float]:
+        """Return one flat dictionary of numbers, with names such as ``fc.weight/L2_norm``, for a logger."""
+        flat = {}
+        for key, value in self.items():
+            rows = (
+                {f"{key}/{name}": number for name, number in value.items()} if isinstance(value, dict) else {key: value}
+            )
+            flat.update({name: number for name, number in rows.items() if isinstance(number, int | float)})
+        return flat
+
+    flat = to_dict
+
+    def __repr__(self) -> str:
+        if not self:
+            return "(nothing to describe)"
+        if self.layerwise:
+            columns = list(next(iter(self.values())))
+            rows = [["", *columns], *([key, *map(_text, row.values())] for key, row in self.items())]
+        else:
+            rows = [[key, _text(value)] for key, value in self.items()]
+        return _align(rows)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _align(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        [row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)] for row in rows
+    )
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+_MEASURED = {
+    0: (("zeros", "nans"), "l0_norm"),
+    1: (("l1",), "l1_norm"),
+    2: (("sumsq",), "l2_norm"),
+    math.inf: (("min", "max", "nans"), "linf_norm"),
+}
+
+
+def power_norm(tensors: Sequence[Tensor], p: float) -> float:
+    r"""Return :math:`(\sum |x_i|^p)^{1/p}` over all elements of `tensors`; 0 for no elements, NaN if one is not finite.
+
+    Examples
+    --------
+    >>> power_norm([torch.tensor([3.0, 4.0])], 2), power_norm([torch.tensor([3.0, 0.0])], 0)
+    (5.0, 1.0)
+    """
+    if math.isnan(p) or -math.inf < p < 0:
+        raise ConfigError(f"the order of a norm must be positive, 0, inf or -inf, got {p}")
+    if not sum(tensor.numel() for tensor in tensors):
+        return 0.0
+    if p in (0, 1, 2, math.inf):
+        fields, norm = _MEASURED[p]
+        return float(getattr(record_of(tensors, fields), norm))
+    if p == -math.inf:
+        return min(float(chunk.abs().min()) for tensor in tensors for chunk in _chunks(tensor))
+    total = math.fsum(float(chunk.abs().pow(p).sum()) for tensor in tensors for chunk in _chunks(tensor))
+    return float(total ** (1 / p))
+
+
+def inner_product(a: Any, b: Any) -> float:
+    """Return the sum of elementwise products of two tensors (or numbers) that can be broadcast to one shape."""
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        return float(a * b)
+    shape = np.broadcast_shapes(np.shape(a), np.shape(b))
+    left, right = (torch.as_tensor(x).expand(shape).reshape(-1) for x in (a, b))
+    count = left.numel() // CHUNK + 1
+    pairs = zip(left.chunk(count), right.chunk(count), strict=True)
+    return math.fsum(float(torch.dot(as_float64(x), as_float64(y))) for x, y in pairs)
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    read = readable(tensor)
+    if read is not None:
+        flat = flatten(read[0])
+        for chunk in flat.chunk(flat.numel() // CHUNK + 1):
+            yield as_float64(chunk)

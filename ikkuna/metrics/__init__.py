@@ -1,0 +1,1 @@
+"""Messages, the bus that delivers them, and the subscribers that turn them into metrics."""

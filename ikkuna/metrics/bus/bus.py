@@ -1,0 +1,448 @@
+"""The bus that delivers messages to subscribers and owns the run that values are written to."""
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+
+from ikkuna.backends.backend import Backend, Sender
+from ikkuna.backends.run import Run
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.metrics.bus.delivery_queue import DeliveryQueue
+from ikkuna.metrics.bus.early_results import EarlyResults
+from ikkuna.metrics.bus.error_guard import ErrorGuard
+from ikkuna.metrics.bus.module_entries import described
+from ikkuna.metrics.bus.registration import check_registration, known_kinds
+from ikkuna.metrics.bus.source import Source
+from ikkuna.metrics.bus.stored_states import StoredStates
+from ikkuna.metrics.messages.batch import BatchBundle, MessageBatch
+from ikkuna.metrics.messages.kinds import EVENT_KINDS
+from ikkuna.metrics.messages.message import Message
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.metrics.subscriber.sampling import Sampling
+from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.store.run_directory import Continued, RunSettings, check_log_dir
+from ikkuna.store.values import ModuleEntry
+from ikkuna.support.modules import NamedModule, signature
+from ikkuna.support.threads import Pending
+
+__all__ = ["Handle", "MessageBus", "get_default_bus"]
+
+
+_PATIENCE = 5.0  # seconds
+_DEFAULT = RunSettings(verbosity=1)
+_EVENTS = set(EVENT_KINDS)
+_NONE: Mapping[Registered, EarlyResults] = {}
+
+
+class _Place(NamedTuple):
+    """The place of a source on a bus, and the subscribers that were registered before it was attached."""
+
+    source: "weakref.ref[Source]"
+    earlier: tuple[Registered, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _LaterResult:
+    """A result of a subscriber that is being computed."""
+
+    registered: Registered
+    stamp: Stamp
+    pending: Pending[Any]
+    then: Callable[[Pending[Any]], None]
+
+    def arrived(self) -> bool:
+        return self.pending.arrived()
+
+    def deliver(self, bus: "MessageBus") -> None:
+        if not self.registered.disabled:
+            bus.error_guard.call(self.registered, "compute", self.then, self.pending)
+
+    def abandon(self, bus: "MessageBus") -> None:
+        pass
+
+
+class Handle:
+    """Removes one registration."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo: Callable[[], None] | None = undo
+
+    def remove(self) -> None:
+        """Unregister the subscriber; a second call does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+
+def _type_text(value: Any) -> str:
+    return f"the class {value.__name__}; pass an instance" if isinstance(value, type) else type(value).__name__
+
+
+class MessageBus:
+    """Delivers messages to subscribers in the order of their registration.
+
+    Parameters
+    ----------
+    name : str
+        Name of the bus in log lines and errors.
+    log_dir : path, optional
+        The directory of the run; by default that of the first exporter with one, or ``run``.
+
+    Attributes
+    ----------
+    registered : tuple of Registered
+        The registered subscribers in the order of registration.
+    error_guard : ErrorGuard
+        Handles the errors of subscribers and hooks.
+    sampling : Sampling
+        What the user has switched while training runs.
+    is_silent : bool
+        Whether values are discarded, because another rank writes the run.
+    settings : RunSettings
+        The name of the run, its hyper-parameters, and whether it continues another one.
+    continued : Continued or None
+        The stored run that the first value continues.
+    calls_model : bool
+        Whether a subscriber calls the model.
+    queue : DeliveryQueue
+        Events and measurements of steps that have not been delivered.
+    """
+
+    def __init__(self, name: str = "bus", log_dir: str | Path | None = None) -> None:
+        self.name = name
+        self.log_dir = log_dir
+        self.registered: tuple[Registered, ...] = ()
+        self._is_registering = False
+        self._by_kind: dict[str, tuple[Registered, ...]] = {}
+        self._places: dict[int, _Place] = {}  # by the ids of the sources, in the order of their attachment
+        self.error_guard = ErrorGuard()
+        self.sampling = Sampling()
+        self.is_silent = False
+        self.settings = _DEFAULT
+        self.continued: Continued | None = None
+        self._states = StoredStates()
+        self.calls_model = False
+        self.queue: DeliveryQueue[MessageBus] = DeliveryQueue(self.error_guard)
+        self._run: Run | None = None
+
+    # -- registration ---------------------------------------------------------------------------------------------
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Every kind that can be subscribed to: the built-in kinds and those that subscribers publish."""
+        return known_kinds(self._subscribers)
+
+    @property
+    def network(self) -> tuple[ModuleEntry, ...]:
+        """Names, classes and parameter shapes of the observed modules, in the order of the network."""
+        return described(self.modules)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The open exporters, which are referred to weakly."""
+        sources = (place.source() for place in list(self._places.values()))
+        return tuple(source for source in sources if source is not None)
+
+    @property
+    def modules(self) -> tuple[NamedModule, ...]:
+        """The observed modules, in the order of the network."""
+        return tuple(named for source in self.sources for named in source.modules)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that own parameters of the observed models."""
+        return tuple(optimizer for source in self.sources for optimizer in source.optimizers)
+
+    def register_subscriber(self, subscriber: Subscriber) -> Handle:
+        """Register `subscriber` from the next step on; return a handle that unregisters it.
+
+        Raises
+        ------
+        ConfigError
+            If a kind is unknown, if another subscriber publishes the same result, if results form a cycle,
+            or if the class cannot work by itself or with this model.  The bus is unchanged then.
+        """
+        if not isinstance(subscriber, Subscriber):
+            raise ConfigTypeError(f"register_subscriber() needs a Subscriber, got {_type_text(subscriber)}")
+        if subscriber._host is not None:
+            raise ConfigError(
+                f"{subscriber!r} is registered already; create another instance for a second registration"
+            )
+        subscriber.check()
+        self._check_registration(subscriber)
+        Run(self.log_dir or "run").prepare(subscriber.backends)
+        subscriber._host = self
+        if subscriber.needs_model:
+            self._lend_model(subscriber)
+        registered = Registered(subscriber, self.error_guard.call, self.sampling)
+        try:
+            self._states.apply(registered)
+        except ConfigError:
+            subscriber._host = subscriber.evaluate = None
+            raise
+        self._set_registered((*self.registered, registered))
+        return Handle(lambda: self._unregister(subscriber))
+
+    @contextmanager
+    def registering(self) -> Iterator[None]:
+        """Prepare the exporters once for all subscribers that are registered or unregistered inside, at the end."""
+        outer, self._is_registering = self._is_registering, True
+        try:
+            yield
+        finally:
+            self._is_registering = outer
+            self._demand_changed()
+
+    def _check_registration(self, subscriber: Subscriber) -> None:
+        names = frozenset(name for source in self.sources for name in source.module_names)
+        registered = self.registered
+        try:
+            check_registration(subscriber, tuple(r.subscriber for r in registered), names)
+        except ConfigError:
+            self._release_unreachable()
+            if self.registered == registered:  # the garbage collector may also have run before
+                raise
+            self._check_registration(subscriber)
+
+    def _release_unreachable(self) -> None:
+        """Close the exporters of models that are gone, and unregister the subscribers of their runs."""
+        deadline = time.monotonic() + _PATIENCE
+        if any(source.is_forgotten for source in self.sources):
+            gc.collect()
+        # gc.collect() does nothing while the garbage collector runs in another thread, which may be closing an exporter
+        while any(place.source() is None for place in list(self._places.values())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _lend_model(self, subscriber: Subscriber) -> None:
+        subscriber.evaluate = self._evaluate
+        if len(self.sources) != 1 or self.sources[0].model is None:
+            return  # modules may be added later
+        try:
+            subscriber.begin()
+        except BaseException:
+            subscriber._host = subscriber.evaluate = None
+            raise
+
+    def _unregister(self, subscriber: Subscriber) -> None:
+        subscriber._host = subscriber.evaluate = None
+        self._set_registered(tuple(r for r in self.registered if r.subscriber is not subscriber))
+
+    @property
+    def _subscribers(self) -> tuple[Subscriber, ...]:
+        return tuple(r.subscriber for r in self.registered)
+
+    def _set_registered(self, registered: tuple[Registered, ...]) -> None:
+        self.registered = registered
+        self.calls_model = any(r.subscriber.needs_model for r in registered)
+        kinds = dict.fromkeys(kind for r in registered for kind in r.kinds)
+        self._by_kind = {kind: tuple(r for r in registered if kind in r.kinds) for kind in kinds}
+        self._demand_changed()
+
+    def _demand_changed(self) -> None:
+        for source in () if self._is_registering else self.sources:
+            source.demand_changed()
+
+    def subscriber_states(self) -> list[dict[str, Any]]:
+        """Return what the subscribers keep over several steps, for a checkpoint."""
+        return self._states.of(self.registered)
+
+    def load_subscriber_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load the states of subscribers; those of subscribers that are registered later wait for them.
+
+        Raises
+        ------
+        ConfigError
+            If a subscriber cannot load its state.
+        """
+        self._states.load(self.registered, states)
+
+    def _evaluate(self, batches: Iterable[Any], name: str | None = "testing", **options: Any) -> None:
+        if len(self.sources) != 1:
+            raise ConfigError(f"a subscriber can evaluate the model of one exporter, this bus has {len(self.sources)}")
+        self.sources[0].evaluate(batches, name, **options)
+
+    def attach(self, source: Source, settings: RunSettings) -> None:
+        """Add an exporter; raise `ConfigError` if it has another log directory, or other settings of the run."""
+        log_dir, own = settings.log_dir, replace(settings, log_dir=None)
+        if own != _DEFAULT and self.settings not in (own, _DEFAULT):
+            raise ConfigError(
+                f"bus {self.name!r} has another exporter with a run_name, config or resume of its own; "
+                "close() the other exporter, or pass message_bus=MessageBus() for a separate run"
+            )
+        if log_dir is not None:
+            if self.log_dir is not None and Path(log_dir) != Path(self.log_dir):
+                raise ConfigError(
+                    f"bus {self.name!r} writes to {str(self.log_dir)!r} already, not to {str(log_dir)!r}; "
+                    "close() the other exporter, or pass message_bus=MessageBus() for a separate run"
+                )
+            check_log_dir(log_dir)
+            self.log_dir = log_dir
+        if own != _DEFAULT:
+            self.settings = own
+        if not self._places:
+            self.error_guard.reset()
+        self._places[id(source)] = _Place(weakref.ref(source), self.registered)
+
+    def detach(self, source: Source) -> None:
+        """Remove an exporter; with the last one, close the run and unregister every subscriber.
+
+        With a forgotten exporter, the subscribers are unregistered that belong to no later one, and a new run begins.
+        """
+        self._places.pop(id(source), None)
+        if not self._places:
+            self.close()
+        elif source.is_forgotten:
+            first, *_ = self._places.values()
+            if first.earlier:
+                self._end_run(first.earlier)
+
+    # -- delivery -------------------------------------------------------------------------------------------------
+
+    def drain(self, wait: bool = False) -> None:
+        """Deliver the items of the queue in order, up to the first that has not arrived; with `wait`, all of them."""
+        self.queue.drain(self, wait)
+
+    def later(
+        self, subscriber: Subscriber, message: Message, pending: Pending[Any], then: Callable[[Pending[Any]], None]
+    ) -> None:
+        """Deliver a result that is being computed before everything that follows in the queue."""
+        registered = next((r for r in self.registered if r.subscriber is subscriber), None)
+        if registered is not None:
+            self.queue.late.append(_LaterResult(registered, message.stamp, pending, then))
+
+    def drop_late(self, subscriber: Subscriber) -> None:
+        """Count a result that is not computed, because earlier ones still are."""
+        for registered in self.registered:
+            if registered.subscriber is subscriber:
+                registered.drop_late()
+
+    def evaluate_early(self, message: Message, into: dict[Registered, EarlyResults]) -> None:
+        """Let subscribers that evaluate the model handle an event now, and keep their results until the event is delivered."""
+        for registered in self._by_kind.get(message.kind, ()):
+            subscriber = registered.subscriber
+            if not (subscriber.needs_model and set(registered.kinds) <= _EVENTS and registered.takes(message)):
+                continue
+            if registered.subscription.is_joined:
+                continue
+            results = EarlyResults(self)
+            try:
+                subscriber._host = results
+                with self.queue.hold(), np.errstate(divide="ignore", invalid="ignore"):
+                    self.error_guard.call(registered, "compute", registered.deliver, message)
+                into[registered] = results
+            finally:
+                if subscriber._host is results:  # it may have unregistered itself
+                    subscriber._host = self
+
+    def commit(self, step: int) -> None:
+        """Pass the end of a step on to the backends."""
+        if self._run is not None:
+            self._run.commit(step)
+
+    def is_wanted(self, kind: str) -> bool:
+        """Return whether a subscriber takes messages of this kind."""
+        return kind in self._by_kind
+
+    def publish(self, message: Message, early: Mapping[Registered, EarlyResults] = _NONE) -> None:
+        """Deliver an event or a result to its subscribers; `early` has the results of those that have handled it already."""
+        for registered in self._by_kind.get(message.kind, ()):
+            if registered in early:
+                early[registered].deliver()
+            elif registered.takes(message):
+                self.error_guard.call(registered, "compute", registered.deliver, message)
+
+    def publish_batch(self, batch: MessageBatch) -> None:
+        """Deliver the results of a step to the subscribers of their kind."""
+        for registered in self._by_kind.get(batch.kind, ()):
+            if (selected := registered.selection(batch)) is not None:
+                self.deliver_batch(registered, selected)
+
+    def deliver_batch(self, registered: Registered, batch: MessageBatch) -> None:
+        """Deliver messages to one subscriber: at once if it takes them so, otherwise one by one."""
+        is_joined = registered.subscription.is_joined
+        if not registered.takes_batches or (is_joined and not registered.can_join(batch)):
+            self._deliver_each(registered, registered.deliver, batch.messages())
+            return
+        joined: MessageBatch | BatchBundle | None = registered.join(batch) if is_joined else batch
+        if joined is None or not self.error_guard.call(registered, "compute", registered.refuses, joined):
+            return
+        self._deliver_each(registered, registered.subscriber.compute, joined.messages())
+
+    def _deliver_each(self, registered: Registered, function: Callable[[Any], None], messages: Iterable[Any]) -> None:
+        for message in messages:
+            if registered.disabled:
+                return
+            self.error_guard.call(registered, "compute", function, message)
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run | None:
+        """The open run; ``None`` before the first value."""
+        return self._run
+
+    def open_run(self) -> Run | None:
+        """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
+        if self._run is None and not self.is_silent:
+            models = [source.model for source in self.sources]
+            whole = signature(models[0]) if len(models) == 1 and models[0] is not None else None
+            self._run = Run(self.log_dir or "run", self.network, self.settings, self.continued, whole)
+        return self._run
+
+    def show(
+        self,
+        series: Series,
+        value: Any,
+        step: int,
+        backends: tuple[str | Backend, ...],
+        sender: Sender | None = None,
+    ) -> None:
+        """Send a value to backends; the first value opens the run."""
+        if (run := self._run or self.open_run()) is not None:
+            run.show(series, value, step, backends, sender)
+
+    def show_group(
+        self,
+        group: SeriesGroup,
+        values: NDArray[np.float64],
+        step: int,
+        backends: tuple[str | Backend, ...],
+        sender: Sender | None = None,
+    ) -> None:
+        """Send one number of each series of a group to backends; see :meth:`show`."""
+        if (run := self._run or self.open_run()) is not None:
+            run.show_group(group, values, step, backends, sender)
+
+    def close(self) -> None:
+        """Deliver the queue, close the run, and unregister every subscriber."""
+        self._end_run(self.registered)
+        self.log_dir, self.settings, self.continued = None, _DEFAULT, None
+        self.sampling = Sampling()
+
+    def _end_run(self, unregistered: tuple[Registered, ...]) -> None:
+        """Deliver the queue, unregister subscribers, and close the run; another value opens another run."""
+        self.drain(wait=True)
+        for registered in unregistered:
+            registered.subscriber._host = registered.subscriber.evaluate = None
+        self._set_registered(tuple(r for r in self.registered if r not in unregistered))
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+
+
+@cache
+def get_default_bus() -> MessageBus:
+    """Return the bus that exporters use by default."""
+    return MessageBus("default")

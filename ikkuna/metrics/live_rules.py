@@ -1,0 +1,466 @@
+"""Applies rules while a model trains, and provides the statistics that they read."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.backends.backend import Backend
+from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
+from ikkuna.diagnosis.findings import SEVERITIES
+from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
+from ikkuna.metrics.bus.bus import Handle, MessageBus
+from ikkuna.metrics.messages.batch import MessageBatch
+from ikkuna.metrics.messages.kinds import EVENT_KINDS, MICRO_KINDS, is_built_in
+from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
+from ikkuna.metrics.messages.stamp import TRAINING, Stamp
+from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.subscription import Subscription
+from ikkuna.support.failures import log, raise_users_exception
+from ikkuna.support.modules import NamedParameter
+
+__all__ = [
+    "STATISTICS",
+    "OnFinding",
+    "Receiver",
+    "RuleSelection",
+    "RuleSubscriber",
+    "StatisticsReader",
+    "register_rules",
+    "shared_kinds",
+]
+
+
+STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
+    "norm2": (("sumsq",), lambda record: record.l2_norm),
+    "mean": (("mean",), lambda record: record.mean),
+    "variance": (("m2", "sumsq"), lambda record: record.variance()),
+    "sparsity": (("zeros",), lambda record: record.sparsity),
+    "nonfinite": (("nans", "infs"), lambda record: record.nonfinite),
+    "min": (("min",), lambda record: record.min if record.min is not None else float("nan")),
+    "max": (("max",), lambda record: record.max if record.max is not None else float("nan")),
+}
+"""For each ending of a kind the statistics it needs, and the function that computes it from a `Record` or from `Records`."""
+
+
+def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the kinds that are functions of shared statistics, as built-in kinds with the endings of the results.
+
+    Examples
+    --------
+    >>> shared_kinds(["weights_norm2", "weights_mean", "train_accuracy"])
+    {'weights': ('norm2', 'mean')}
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for kind in kinds:
+        source, _, statistic = kind.rpartition("_")
+        if statistic in STATISTICS and is_built_in(source) and source not in EVENT_KINDS:
+            found[source] = (*found.get(source, ()), statistic)
+    return found
+
+
+class Receiver(Protocol):
+    """Stores the values that rules read."""
+
+    def receive(self, message: Any, kind: str, value: float) -> None:
+        """Store the value of a message."""
+
+    def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
+        """Store one value for each message of a batch."""
+
+    def is_shown(self, kind: str) -> bool:
+        """Return whether no other subscriber publishes a kind."""
+
+
+class StatisticsReader(Subscriber):
+    """Passes the shared statistics of one kind on to the rules, and shows those that no other subscriber shows.
+
+    Parameters
+    ----------
+    kind : str
+        The kind.
+    statistics : tuple of str
+        Keys of `STATISTICS`.
+    receiver : Receiver
+        Stores the values.
+    **options : Any
+        See `Subscriber`.
+    """
+
+    derived = False
+
+    def __init__(
+        self,
+        kind: str,
+        statistics: tuple[str, ...],
+        receiver: Receiver,
+        **options: Any,
+    ) -> None:
+        super().__init__(kind, **options)
+        self.fields = tuple(dict.fromkeys(field for name in statistics for field in STATISTICS[name][0]))
+        self._results = tuple((f"{kind}_{name}", STATISTICS[name][1]) for name in statistics)
+        self._receiver = receiver
+
+    def compute(self, message: Message) -> None:
+        """Pass the values on."""
+        record = message.record
+        assert record is not None
+        for kind, function in self._results:
+            value = function(record)
+            self._receiver.receive(message, kind, value)
+            if self._receiver.is_shown(kind):
+                self._show(message, value, kind)
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Pass the values of all modules on."""
+        for kind, function in self._results:
+            with np.errstate(all="ignore"):
+                values = np.broadcast_to(np.asarray(function(batch.records), np.float64), (len(batch),))
+            self._receiver.receive_all(batch, kind, values)
+            if self._host is not None and self._receiver.is_shown(kind):
+                group = self._series_group(batch, kind)
+                self._host.show_group(group, values, batch.stamp.global_step, self.backends, self._sender)
+
+
+OnFinding = Callable[[Finding], object]
+
+
+class RuleSubscriber(Subscriber):
+    """Applies rules after each step, and acts on new findings.
+
+    A new finding is logged in one line, shown as a text and as a mark at its step, and passed to a function.
+    A further text, ``findings``, is a table of all findings so far.
+    Use `register_rules`, which also registers what the rules need.
+
+    Takes ``batch_finished``, the loss and the results of other subscribers; publishes nothing.
+
+    Parameters
+    ----------
+    kinds : list of str
+        The kinds to take.
+    judge : Judge
+        Applies the rules.
+    on_finding : callable, optional
+        Called with each new finding; its exceptions are logged.
+    stop : {'info', 'warning', 'error'}, optional
+        The least severity of a finding that raises `StopTraining` at the end of the step.
+    every : int
+        The number of steps between two samples of facts that rarely change.
+    **options : Any
+        See `Subscriber`.
+
+    Attributes
+    ----------
+    actions : list of callable
+        Functions of ikkuna that are called with each new finding, as the flight recorder's.
+    """
+
+    fields = ("mean",)
+    derived = True
+    sees_skipped = True
+
+    def __init__(
+        self,
+        kinds: list[str],
+        judge: Judge,
+        *,
+        on_finding: OnFinding | None = None,
+        stop: str | None = None,
+        every: int = 10,
+        **options: Any,
+    ) -> None:
+        super().__init__(kinds, tag=None, **options)
+        self.judge = judge
+        self._on_finding = on_finding
+        self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
+        self._every = every
+        self._lacks_network = not judge.history.network.modules
+        self.actions: list[OnFinding] = []
+
+    @property
+    def findings(self) -> Findings:
+        """The findings so far."""
+        return self.judge.findings
+
+    def is_internal(self, kind: str) -> bool:
+        """Return whether only rules need the values of a kind."""
+        return kind in ("optimizer_closure", "unowned_parameters")
+
+    def receive(self, message: Any, kind: str, value: float) -> None:
+        """Add a value to the history of the rules."""
+        stamp = message.stamp
+        self.judge.add(kind, message.series_name, stamp.global_step, value, stamp.pass_name)
+
+    def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
+        """Add a value of each message of a batch to the history of the rules."""
+        stamp = batch.stamp
+        self.judge.add_all(kind, batch.names.names, stamp.global_step, values.tolist(), stamp.pass_name)
+
+    def is_shown(self, kind: str) -> bool:
+        """Return whether no other subscriber publishes a kind, so that it is shown for a later check of the run."""
+        host: Any = self._host
+        if host is None:
+            return False
+        if self._registered is not host.registered:
+            self._registered = host.registered
+            self._published = frozenset(name for r in host.registered for name in r.subscriber.publishes)
+        return kind not in self._published
+
+    _registered: Any = None
+    _published: frozenset[str] = frozenset()
+
+    def compute(self, message: Message) -> None:
+        """Add the values of a message to the history of the rules."""
+        if message.kind == "batch_finished":
+            self._add_event(message)
+        elif message.record is not None:
+            value = message.data if isinstance(message.data, float) else message.record.mean
+            self.receive(message, message.kind, value)
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Add the values of the messages of one kind to the history of the rules."""
+        if len(batch) == 1 and batch.stamp.pass_name == TRAINING:  # the loss, which has a value in every step
+            [value] = (batch.records.mean if batch.data is None else batch.data).tolist()
+            self.judge.defer(batch.kind, batch.names.names[0], batch.stamp.global_step, value)
+            return
+        self.receive_all(batch, batch.kind, batch.records.mean if batch.data is None else batch.data)
+
+    def _add_event(self, message: Message) -> None:
+        assert isinstance(message, NetworkMessage)
+        if self._lacks_network:
+            self.judge.history.network = Network(self.network)
+            self._lacks_network = not self.network
+        self.judge.defer("step_skipped", None, message.global_step, float(message.skipped))
+        if message.skipped or message.global_step % self._every:
+            return
+        data = message.data or {}
+        rates = data.get("learning_rates", {})
+        self._add_rates(message, rates)
+        if data.get("has_closure"):
+            self._add_and_show(message, "optimizer_closure", 1.0)
+        if rates:  # without rates the user's loop makes the steps
+            trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
+            self._add_unowned(message, trainable)
+
+    def _add_unowned(self, message: NetworkMessage, unowned: Sequence[NamedParameter]) -> None:
+        """Add the number of parameters that no optimizer owns, and 1 for each of them."""
+        kind = "unowned_parameters"
+        self._add_and_show(message, kind, float(len(unowned)))
+        for named in unowned:
+            name = f"{named.name}.bias" if named.is_bias and not named.path else named.name
+            self._add_and_show(ModuleMessage(message.stamp, kind, module=named.module, name=name), kind, 1.0)
+
+    def _add_and_show(self, message: Message, kind: str, value: float) -> None:
+        self.receive(message, kind, value)
+        if self.is_shown(kind):
+            self._show(message, value, kind)
+
+    def _add_rates(self, message: NetworkMessage, rates: dict[str, Any]) -> None:
+        names = {name: f"group {name}" if name.isdigit() else name for name in rates}
+        is_shown = self.is_shown("learning_rate")
+        for name, rate in rates.items():
+            if rate is None:
+                continue
+            group = NetworkMessage(message.stamp, message.kind, path="" if list(rates) == ["0"] else names[name])
+            self.receive(group, "learning_rate", float(rate))
+            if is_shown:
+                self._show(group, float(rate), "learning_rate")
+
+    def finish(self, stamp: Stamp) -> None:
+        """Judge the step, and act on the new findings.
+
+        Raises
+        ------
+        StopTraining
+            If `stop` asks for it.
+        """
+        found = self.judge.finish_step(stamp.global_step)
+        for finding in found:
+            self._act(finding, stamp)
+        if found:
+            self._show(NetworkMessage(stamp, "findings"), self.findings.as_markdown(), "findings")
+        for finding in found:
+            if finding.severity in self._stopping:
+                raise StopTraining(finding)
+
+    def _act(self, finding: Finding, stamp: Stamp) -> None:
+        self._show(
+            NetworkMessage(stamp, "findings", path=finding.rule), finding, "findings"
+        )  # names the run in the log
+        log.warning("%s", finding)
+        for action in self.actions:
+            action(finding)
+        if self._on_finding is not None:
+            try:
+                self._on_finding(finding)
+            except Exception as error:
+                raise_users_exception(error)
+                log.exception("on_finding failed (training is not affected)")
+
+
+_OF_LOSS = frozenset(("loss", "network_output", "input_labels"))
+_OWN = ("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters")
+
+RuleSelection = str | Rule | Iterable[str | Rule]
+"""Names of rules and `Rule` objects, see `ikkuna.diagnosis.get_rules`."""
+
+
+def register_rules(
+    bus: MessageBus,
+    rules: RuleSelection = "default",
+    *,
+    every: int = 10,
+    later: int | None = None,
+    loss_every: int | None = None,
+    sees_loss: bool = True,
+    on_finding: OnFinding | None = None,
+    stop: str | None = None,
+    backend: str | Backend | list[str | Backend] | None = None,
+) -> RuleSubscriber:
+    """Register rules on a bus, with the statistics and subscribers that they need.
+
+    Register other subscribers before: their results are read, and nothing is measured twice.
+
+    Parameters
+    ----------
+    bus : MessageBus
+        The bus of an exporter to which the model has been added.
+    rules : str, Rule, or iterable of them
+        See `ikkuna.diagnosis.get_rules`.
+    every : int
+        The number of steps between two samples of modules.
+    later : int, optional
+        The largest number of steps between two samples from step ``30 * every`` on, a multiple of `every`; by default ``4 * every``.
+        It concerns what no other subscriber measures: most mistakes show in the first steps, and these statistics are most of the cost.
+    loss_every : int, optional
+        The number of steps between two samples of the loss and of skipped steps; `every` is a multiple of it.
+        Rules are judged at these steps.  By default 2 if `every` is even, otherwise 1: for a small model a sample of the loss alone
+        costs about as much as everything else in a step without samples.
+    sees_loss : bool
+        Whether the module that computes the loss is known.
+    on_finding : callable, optional
+        Called with each new `Finding`.
+    stop : {'info', 'warning', 'error'}, optional
+        The least severity of a finding that raises `StopTraining` at the end of the step; by default nothing is raised.
+    backend : str, Backend or list of these, optional
+        Where findings and the values that rules read are shown; by default the backends of the registered subscribers, or ``"tb"``.
+
+    Raises
+    ------
+    ConfigError, PluginError
+        If a rule is unknown or an argument is invalid.  The bus is unchanged then.
+    """
+    if stop is not None and stop not in SEVERITIES:
+        raise ConfigError(unknown_name("severity", stop, SEVERITIES))
+    if on_finding is not None and not callable(on_finding):
+        raise ConfigTypeError(f"on_finding needs a function of a Finding, got {type(on_finding).__name__}")
+    later = _checked_later(every, later)
+    loss_every = _checked_loss_every(every, loss_every)
+    judge = Judge(get_rules(rules), Network(bus.network))
+    used = list(
+        {(b if isinstance(b, str) else id(b)): b for r in bus.registered for b in r.subscriber.backends}.values()
+    )
+    options: dict[str, Any] = {"backend": backend if backend is not None else used or ["tb"]}
+    handles: list[Handle] = []
+    try:
+        for rule in judge.rules:
+            handles += _register_needs(bus, rule, judge.history.network, (every, later), sees_loss, options)
+        published = {kind for r in bus.registered for kind in r.subscriber.publishes}
+        kinds = ["batch_finished", *(("loss",) if sees_loss else ()), *sorted((judge.kinds & published) - set(_OWN))]
+        subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, **options)
+        subscriber.subscription = subscriber.subscription.sampled(subsample=loss_every)
+        shared = shared_kinds(sorted(judge.kinds - published))
+        for kind, statistics in shared.items():
+            reader = StatisticsReader(
+                kind,
+                statistics,
+                subscriber,
+                subsample=every,
+                modules=_few(judge.history.network) if kind in MICRO_KINDS else None,
+                **options,
+            )
+            reader.subscription = _thinned(reader.subscription, every, later)
+            reader.serves_rules = True
+            handles.append(bus.register_subscriber(reader))
+        judge.measured = frozenset((*kinds, *_OWN, *(f"{kind}_{end}" for kind, ends in shared.items() for end in ends)))
+        bus.register_subscriber(subscriber)
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    return subscriber
+
+
+def _checked_later(every: int, later: int | None) -> int:
+    """Return the number of steps between two samples from step ``30 * every`` on."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ConfigError(f"every must be an int >= 1, got {every!r}")
+    later = 4 * every if later is None else later
+    if isinstance(later, bool) or not isinstance(later, int) or later < every or later % every:
+        raise ConfigError(f"later needs a multiple of every={every}, got {later!r}")
+    return later
+
+
+def _checked_loss_every(every: int, loss_every: int | None) -> int:
+    """Return the number of steps between two samples of the loss."""
+    if loss_every is None:
+        return 1 if every % 2 else 2
+    if isinstance(loss_every, bool) or not isinstance(loss_every, int) or loss_every < 1 or every % loss_every:
+        raise ConfigError(f"loss_every needs a divisor of every={every}, got {loss_every!r}")
+    return loss_every
+
+
+def _thinned(subscription: Subscription, every: int, later: int) -> Subscription:
+    """Return a subscription whose samples are at most `later` steps apart from step ``30 * every`` on.
+
+    A rule that needs several samples in a row is late by a multiple of this distance,
+    so what is sampled more rarely than `every` from the beginning is thinned less.
+    """
+    return subscription.thinned(30 * every, max(later // subscription.subsample, 1))
+
+
+def _register_needs(
+    bus: MessageBus,
+    rule: Rule,
+    network: Network,
+    distances: tuple[int, int],
+    sees_loss: bool,
+    options: dict[str, Any],
+) -> list[Handle]:
+    """Register the subscribers that a rule brings along; one that cannot work with this model is left out."""
+    handles = []
+    published = {kind for r in bus.registered for kind in r.subscriber.publishes}
+    for subscriber in rule.subscribers(network, distances[0]):
+        if not published.isdisjoint(subscriber.publishes) or (
+            _OF_LOSS.intersection(subscriber.kinds) and not sees_loss
+        ):
+            continue
+        subscriber.serves_rules = True
+        subscriber.backends = tuple(_as_list(options["backend"]))
+        subscriber.subscription = _thinned(subscriber.subscription, *distances)
+        try:
+            handles.append(bus.register_subscriber(subscriber))
+        except ConfigError as error:
+            log.warning("the rule %s lacks %s: %s", rule.name, ", ".join(subscriber.publishes), error)
+    return handles
+
+
+def _few(network: Network, share: float = 0.05, number: int = 4) -> list[str] | None:
+    """Return the modules with the smallest weight matrices: the gradients of a few show whether they are carried over.
+
+    Together they have at most a `share` of all parameters or 65,536 elements, whichever is more, unless it is a single one.
+    """
+    entries = [entry for entry in network.modules if any(len(shape or ()) > 1 for _, shape in entry.parameters)]
+    entries.sort(key=lambda entry: entry.count)
+    limit, found, total = share * sum(entry.count for entry in network.modules), list[str](), 0
+    for entry in entries[:number]:
+        total += entry.count
+        if found and total > max(limit, 65_536):
+            break
+        found.append(entry.name)
+    return found or None
+
+
+def _as_list(backend: Any) -> list[Any]:
+    return list(backend) if isinstance(backend, list | tuple) else [backend]

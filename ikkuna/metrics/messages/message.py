@@ -1,0 +1,135 @@
+"""The messages that the bus delivers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.numerics.statistics import Record
+
+__all__ = ["Message", "ModuleMessage", "NetworkMessage"]
+
+
+@dataclass(slots=True)
+class Message:  # not frozen, which would cost 3 µs for each message; each subscriber receives its own
+    """Data of one kind, or an event, with the step it belongs to.
+
+    Parameters
+    ----------
+    stamp : Stamp
+        The step, epoch and pass.
+    kind : str
+        The kind of the data, such as ``"weights"``.
+    data : Tensor, array, float, dict or None
+        In ``measure`` the borrowed tensor; in ``compute`` the merged row, a float64 array; for a result a float.
+        For ``batch_finished`` a dict with the ``learning_rates`` by parameter group, the ``unowned`` parameters, which no
+        optimizer owns, and from the second step on the ``seconds`` since the end of the step before and the part of them that
+        ikkuna spent, ``own_seconds``.
+    record : Record, optional
+        In ``compute`` the merged statistics, if the subscriber sets ``fields``.
+    """
+
+    stamp: Stamp
+    kind: str
+    data: Any = None
+    record: Record | None = None
+
+    @property
+    def global_step(self) -> int:
+        """Number of the optimizer step."""
+        return self.stamp.global_step
+
+    @property
+    def train_step(self) -> int:
+        """Number of the optimizer step in its epoch."""
+        return self.stamp.train_step
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch."""
+        return self.stamp.epoch
+
+    @property
+    def tag(self) -> str:
+        """Name of the pass."""
+        return self.stamp.pass_name
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The key that messages of one bundle share."""
+        return (self.stamp,)
+
+    @property
+    def series_name(self) -> str | None:
+        """The name of the curve; ``None`` for data of the whole network."""
+        return None
+
+    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "Message":
+        """Return a copy of this message with other contents and, if `kind` is given, of another kind."""
+        return Message(self.stamp, kind or self.kind, data, record)
+
+    def result(self, kind: str, value: float) -> "Message":
+        """Return the message of a value that was computed from this one."""
+        return self.carrying(value, Record.of(value), kind)
+
+
+@dataclass(slots=True)
+class NetworkMessage(Message):
+    """A message of the whole network.
+
+    Parameters
+    ----------
+    path : str
+        The leaf of a structured input or output; empty for the first leaf.
+    skipped : bool
+        For ``batch_finished``, whether the optimizer left the weights unchanged.
+    """
+
+    path: str = ""
+    skipped: bool = False
+
+    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "NetworkMessage":
+        """Return a copy of this message with other contents and, if `kind` is given, of another kind."""
+        return NetworkMessage(self.stamp, kind or self.kind, data, record, self.path, self.skipped)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Stamp and path."""
+        return (self.stamp, self.path)
+
+    @property
+    def series_name(self) -> str | None:
+        """The path of the leaf; ``None`` for the first leaf."""
+        return self.path or None
+
+
+@dataclass(slots=True)
+class ModuleMessage(Message):
+    """A message of one module.
+
+    Parameters
+    ----------
+    module : str
+        Dotted name of the module.
+    path : str
+        The parameter's own name, or the leaf of a structured output; empty for ``weight``, ``bias`` and the first leaf.
+    name : str
+        Module and path, as the user reads them: ``lstm.weight_ih_l0``, ``lstm:1.0``.
+    """
+
+    module: str = ""
+    path: str = ""
+    name: str = ""
+
+    def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "ModuleMessage":
+        """Return a copy of this message with other contents and, if `kind` is given, of another kind."""
+        return ModuleMessage(self.stamp, kind or self.kind, data, record, self.module, self.path, self.name)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Stamp, module and path."""
+        return (self.stamp, self.module, self.path)
+
+    @property
+    def series_name(self) -> str | None:
+        """Module and path."""
+        return self.name or self.module

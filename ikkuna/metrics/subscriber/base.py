@@ -1,0 +1,514 @@
+"""The base class of all metrics."""
+
+from abc import ABCMeta, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from inspect import Signature, signature
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ikkuna.backends.backend import Backend, Sender
+from ikkuna.backends.loggers import is_target
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.metrics.messages.batch import BatchBundle, BatchNames, MessageBatch
+from ikkuna.metrics.messages.bundle import MessageBundle
+from ikkuna.metrics.messages.message import Message
+from ikkuna.metrics.messages.stamp import TRAINING, Stamp
+from ikkuna.metrics.subscriber.deferred_row import DeferredRow
+from ikkuna.metrics.subscriber.state import pack, types_in, unpack
+from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription, SynchronizedSubscription
+from ikkuna.numerics.statistics import closure
+from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.store.values import ModuleEntry
+from ikkuna.support.modules import NamedModule
+from ikkuna.support.overriding import overrides_both
+from ikkuna.support.threads import Pending, is_full, run_beside
+
+__all__ = ["MERGES", "Host", "Subscriber"]
+
+
+T = TypeVar("T")
+MERGES = ("sum", "min", "max", "last")
+"""How the rows of one module and path are merged over calls, micro-batches and ranks."""
+
+
+class Host(Protocol):
+    """The part of a message bus that a subscriber uses."""
+
+    @property
+    def modules(self) -> tuple[NamedModule, ...]:
+        """The observed modules."""
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that own parameters of the observed models."""
+
+    @property
+    def network(self) -> tuple[ModuleEntry, ...]:
+        """Names, classes and parameter shapes of the observed modules."""
+
+    def register_subscriber(self, subscriber: "Subscriber") -> object:
+        """Register a subscriber."""
+
+    def is_wanted(self, kind: str) -> bool:
+        """Return whether a subscriber takes messages of this kind."""
+
+    def publish(self, message: Message) -> None:
+        """Deliver a message to the subscribers of its kind."""
+
+    def show(
+        self, series: Series, value: Any, step: int, backends: tuple[str | Backend, ...], sender: Sender | None = None
+    ) -> None:
+        """Send a value to backends."""
+
+    def publish_batch(self, batch: MessageBatch) -> None:
+        """Deliver the messages of a batch to the subscribers of its kind."""
+
+    def show_group(
+        self,
+        group: SeriesGroup,
+        values: NDArray[np.float64],
+        step: int,
+        backends: tuple[str | Backend, ...],
+        sender: Sender | None = None,
+    ) -> None:
+        """Send one number of each series of a group to backends."""
+
+    def later(
+        self, subscriber: "Subscriber", message: Message, pending: Pending[Any], then: Callable[[Pending[Any]], None]
+    ) -> None:
+        """Deliver a result that is being computed."""
+
+    def drop_late(self, subscriber: "Subscriber") -> None:
+        """Count a result that is not computed, because earlier ones still are."""
+
+
+class _RegisteringType(ABCMeta):
+    """Registers a new instance on its ``message_bus`` after the constructor has returned."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "every" in kwargs and "subsample" in kwargs:
+            raise ConfigError(f"{cls.__name__} takes every= or subsample=, got both")
+        subscriber = super().__call__(*args, **kwargs)
+        if subscriber.message_bus is not None:
+            subscriber.message_bus.register_subscriber(subscriber)
+        return subscriber
+
+    @property
+    def __signature__(cls) -> Signature:
+        """The signature of the constructor, for ``help()`` and editors; by default they show that of ``__call__``."""
+        whole = signature(cls.__init__)  # type: ignore[misc]  # any override is meant
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
+class Subscriber(metaclass=_RegisteringType):
+    """A metric: takes messages of some kinds and emits numbers.
+
+    ``measure`` receives the tensor in the hook and returns a small tensor, its *row*.
+    Rows of the same module and path are merged over calls, micro-batches and ranks.
+    ``compute`` receives the merged row as a float64 array after the end of the step.
+    A metric that is a function of shared statistics sets `fields` instead of ``measure`` and reads ``message.record``.
+
+    Parameters
+    ----------
+    kinds : str or list of str
+        The kinds to subscribe to.
+    publishes : str or list of str
+        The kinds that the subscriber emits; other subscribers can subscribe to them.
+    join : bool
+        Whether the messages of all kinds are delivered together, as one `MessageBundle`.
+    subsample : int
+        See `Subscription`.
+    every : int, optional
+        Another name of `subsample`.
+    start, stop, schedule
+        See `Subscription`.
+    modules : str, Pattern, callable, sequence of them, or None
+        See `Subscription`.
+    tag : str or None
+        See `Subscription`.
+    backend : str, Backend or list of these
+        Where values are shown: the name of an installed backend (``"tb"``, ``"jsonl"``, ``"null"``), a `Backend`,
+        a ``SummaryWriter``, a logger of Lightning, or a function ``f(tag, value, step)``.
+    message_bus : MessageBus, optional
+        The bus to register with at once; by default the constructor has no effect outside this object.
+    gather : bool
+        For a metric with `needs_whole`: whether sharded tensors are gathered from all ranks on the steps it samples.
+    title : str, optional
+        The title of its charts; by default the kind.
+    ylims : pair of float, optional
+        Limits of the value axis, for backends that draw axes.
+
+    Attributes
+    ----------
+    fields : collection of str
+        The shared statistics that it reads, from `ikkuna.numerics.statistics.FIELDS`.
+    finite_only : bool
+        Whether those statistics ignore NaN and Inf; otherwise they are NaN if an element is not finite.
+    merge : {'sum', 'min', 'max', 'last'}
+        How its rows are merged.
+    is_of_function : bool
+        Whether it calls a function of the user, so that what it publishes says more than its class.
+    derived : bool
+        Whether it accepts results of other subscribers, which are floats and skip ``measure``.
+    sees_skipped : bool
+        Whether it also receives measurements of steps that a gradient scaler skipped.
+    needs_model : bool
+        Whether it runs the model over its own data.
+        From registration on, ``self.evaluate`` is then the exporter's, and `modules` are the modules themselves.
+    of_network : bool
+        Whether its results belong to the whole network although its inputs belong to modules.
+    serves_rules : bool
+        Whether its values are shown only so that rules can be applied to the stored run.
+    needs_whole : bool
+        Whether its row is undefined for a part of a tensor, as that of a spectrum is.
+        For a sharded tensor the row is then :meth:`unknown`, or is measured of the gathered tensor if ``gather=True``.
+    needs_float64 : bool
+        Whether ``measure`` gets a copy of the tensor on the host if its device does not compute in float64, as ``mps`` does not.
+        The copy waits for the device.
+    per_rank : bool
+        Whether it also reads the records of the single ranks, as ``message.record.ranks``.
+    state : collection of str
+        The names of its attributes that :meth:`state_dict` returns: what it keeps from one step to the next.
+    state_types : collection of type
+        The classes of the objects that these attributes may contain besides numbers, texts, arrays, tensors and collections.
+
+    Examples
+    --------
+    >>> class NearZeroSubscriber(Subscriber):
+    ...     '''Share of elements with magnitude below eps.'''
+    ...     def __init__(self, kind, eps=1e-3, **options):
+    ...         super().__init__(kind, publishes=f"{kind}_near_zero", **options)
+    ...         self.eps = eps
+    ...     def measure(self, message):
+    ...         near = (message.data.abs() < self.eps).sum()
+    ...         return torch.stack([near, torch.full_like(near, message.data.numel())])
+    ...     def compute(self, message):
+    ...         near, n = message.data
+    ...         self.emit(message, near / n)
+    >>> import torch
+    >>> NearZeroSubscriber("weights", subsample=10).publishes
+    ('weights_near_zero',)
+    """
+
+    fields: Collection[str] = ()
+    finite_only: bool = False
+    merge: str = "sum"
+    is_of_function: bool = False
+    derived: bool = False
+    sees_skipped: bool = False
+    needs_model: bool = False
+    of_network: bool = False
+    serves_rules: bool = False
+    needs_whole: bool = False
+    needs_float64: bool = True
+    per_rank: bool = False
+    state: Collection[str] = ()
+    state_types: Collection[type] = ()
+
+    def __init__(
+        self,
+        kinds: str | Iterable[str],
+        *,
+        publishes: str | Iterable[str] = (),
+        join: bool = False,
+        subsample: int = 1,
+        every: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        schedule: Schedule | None = None,
+        modules: ModulePattern = None,
+        tag: str | None = TRAINING,
+        backend: "str | Backend | list[str | Backend]" = "tb",
+        message_bus: Host | None = None,
+        gather: bool = False,
+        title: str | None = None,
+        ylims: tuple[float, float] | None = None,
+    ) -> None:
+        subscription = SynchronizedSubscription if join else Subscription
+        step = subsample if every is None else every
+        self.subscription = subscription(kinds, tag, step, modules, start, stop, schedule)
+        self.publishes = (publishes,) if isinstance(publishes, str) else tuple(publishes)
+        self.show_with(backend)
+        if message_bus is not None and not callable(getattr(message_bus, "register_subscriber", None)):
+            raise ConfigTypeError(f"message_bus needs a MessageBus, got {type(message_bus).__name__} {message_bus!r}")
+        if title is not None and not isinstance(title, str):
+            raise ConfigTypeError(f"title needs a string, got {type(title).__name__} {title!r}")
+        self.message_bus = message_bus
+        self.gather = gather
+        self.title = title
+        self.ylims = ylims
+        self._host: Host | None = None
+        self._series: dict[tuple[str, str | None, str], Series] = {}
+        self._series_groups: WeakKeyDictionary[BatchNames, dict[tuple[str, str], SeriesGroup]] = WeakKeyDictionary()
+        self._sender = Sender(f"{type(self).__name__}({', '.join(self.kinds)})")
+        self.evaluate: Callable[..., None] | None = None
+
+    def show_with(self, backend: "str | Backend | Sequence[str | Backend]") -> None:
+        """Set the backends that show the values; call it before registration.
+
+        Raises
+        ------
+        ConfigTypeError
+            If it is no backend, name of one, logger or function, and no list of these.
+        """
+        backends = tuple(backend) if isinstance(backend, list | tuple) else (backend,)
+        if wrong := [b for b in backends if not is_target(b)]:
+            raise ConfigTypeError(
+                f"backend needs a name, a Backend, a logger or a function, got {type(wrong[0]).__name__} {wrong[0]!r}"
+            )
+        self.backends: tuple[Any, ...] = backends
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds it subscribes to."""
+        return self.subscription.kinds
+
+    @property
+    def measures(self) -> bool:
+        """Whether ``measure`` is called: its class overrides it.  The value of a subclass may change from one step to the next."""
+        return type(self).measure is not Subscriber.measure
+
+    @property
+    def network(self) -> tuple[ModuleEntry, ...]:
+        """Names, classes and parameter shapes of the observed modules; empty before registration."""
+        return self._host.network if self._host is not None else ()
+
+    @property
+    def modules(self) -> tuple[NamedModule, ...]:
+        """The modules it subscribes to, to read and not to change; empty before registration or without `needs_model`."""
+        if self._host is None or not self.needs_model:
+            return ()
+        return tuple(named for named in self._host.modules if self.subscription.matches(named.name))
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers of the model, to read and not to change; empty before registration or without `needs_model`."""
+        return () if self._host is None or not self.needs_model else self._host.optimizers
+
+    def begin(self) -> None:
+        """Prepare for training; called at registration if `needs_model` is set and the model has been added.
+
+        An exception is raised by the registration.
+        """
+
+    def measure(self, message: Any) -> Tensor | DeferredRow | None:
+        """Return the row of a message, a small tensor of fixed size and type, or ``None``.
+
+        Called in the hook with the borrowed tensor in ``message.data``, detached, without gradients and autocast.
+        It must not synchronise with the device; a row that cannot be computed without that is a `DeferredRow`.
+        It must not keep the tensor, write to it, or draw from a global random generator.
+        """
+        raise NotImplementedError
+
+    def unknown(self, message: Any) -> Tensor:
+        """Return the row of a tensor of which this rank holds only a part: NaN for each published kind."""
+        return torch.full((max(len(self.publishes), 1),), torch.nan, device="cpu")
+
+    @abstractmethod
+    def compute(self, message: Any) -> None:
+        """Compute numbers from a merged message or bundle and :meth:`emit` them; called after the end of the step."""
+
+    def compute_batch(self, batch: Any) -> None:
+        """Compute numbers from all messages of one kind and step at once and :meth:`emit_batch` them; optional.
+
+        A subclass whose results are functions of shared statistics alone can implement it beside :meth:`compute`; it is then
+        called with one `MessageBatch` for each kind and step, or with one `BatchBundle` if the kinds are joined.
+        If it raises `NotVectorizedError` before it emits anything, the messages are delivered one by one from then on.
+        """
+        raise NotImplementedError
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether :meth:`compute_batch` is called instead of :meth:`compute`: no subclass overrides the second alone."""
+        return "compute" not in vars(self) and overrides_both(type(self), "compute_batch", "compute", Subscriber)
+
+    def later(
+        self,
+        message: Message,
+        devices: Iterable[torch.device],
+        work: Callable[[], T],
+        then: Callable[[Pending[T]], None],
+    ) -> None:
+        """Call `work`, which waits for devices, beside training, and pass its result to `then` at a boundary between steps.
+
+        Steps that follow are delivered afterwards.  On the host both are called at once.
+        While four results of this subscriber are still being computed, further ones are dropped and counted.
+
+        Parameters
+        ----------
+        message : Message
+            The message that the result belongs to.
+        devices : iterable of torch.device
+            The devices on which `work` computes.
+        work : callable
+            Called in another thread, without gradients, in the order of the calls of this method.
+            Its tensors must not be changed by training.
+        then : callable
+            Called with a `Pending`, which returns the result or raises the exception of `work` when it is called.
+        """
+        devices = tuple(devices)
+        if self._host is not None and is_full(devices, self):
+            self._host.drop_late(self)
+            return
+        pending = run_beside(devices, work, self)
+        if self._host is None or all(device.type == "cpu" for device in devices):
+            then(pending)
+        else:
+            self._host.later(self, message, pending, then)
+
+    def finish(self, stamp: Stamp) -> None:
+        """Handle the end of a step or pass that this subscriber samples, after all its messages were delivered.
+
+        A result of several modules is emitted here: ``self.emit(NetworkMessage(stamp, kind), value)``.
+        """
+
+    def abandon(self, stamp: Stamp) -> None:
+        """Forget what was received of a step, because an exception such as `KeyboardInterrupt` has interrupted its delivery.
+
+        By default :meth:`finish` is called, and what it emits is discarded.
+        Override this method if `finish` also changes what is kept over several steps.
+        """
+        host = self._host
+        try:
+            self._host = None
+            self.finish(stamp)
+        finally:
+            self._host = host
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept over several steps, the attributes named in `state`, as plain values for a checkpoint."""
+        return {name: pack(getattr(self, name)) for name in self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned.
+
+        Raises
+        ------
+        ConfigError
+            If `state` has other names, or cannot be read.
+        """
+        if not isinstance(state, dict) or set(state) != set(self.state):
+            raise ConfigError(f"{type(self).__name__} needs the state {sorted(self.state)}, got {state!r:.200}")
+        types = {kind.__name__: kind for kind in self.state_types}
+        found = {name: unpack(state[name], types | types_in(getattr(self, name))) for name in self.state}
+        for name, value in found.items():
+            own = getattr(self, name)
+            if isinstance(own, dict):  # it may be a defaultdict or a Counter
+                own.clear()
+                own.update(value)
+            else:
+                setattr(self, name, value)
+
+    def emit(self, message: Message | MessageBundle, value: float, kind: str | None = None) -> None:
+        """Publish `value` as a message of `kind` with the stamp and name of `message`, and show it.
+
+        Raises
+        ------
+        ConfigError
+            If `kind` is not among ``publishes``.
+        """
+        kind = self._checked_kind(kind)
+        value = float(value)
+        self._show(message, value, kind)
+        if self._host is not None and self._host.is_wanted(kind):
+            self._host.publish(message.result(kind, value))
+
+    def _checked_kind(self, kind: str | None) -> str:
+        if not self.publishes:
+            raise ConfigError(
+                f"{type(self).__name__} emits a value but publishes no kind; pass publishes=, or call show()"
+            )
+        kind = kind or self.publishes[0]
+        if kind not in self.publishes:
+            raise ConfigError(f"{type(self).__name__} emits {kind!r} but publishes {list(self.publishes)}")
+        return kind
+
+    def emit_batch(self, batch: MessageBatch | BatchBundle, values: Any, kind: str | None = None) -> None:
+        """Publish one value for each message of `batch`, as :meth:`emit` does for one message, and show them.
+
+        Parameters
+        ----------
+        batch : MessageBatch or BatchBundle
+            The messages that the values were computed from.
+        values : array
+            ``(messages,)``; a single number stands for all of them.
+        kind : str, optional
+            The kind to publish; by default the first one.
+
+        Raises
+        ------
+        ConfigError
+            If `kind` is not among ``publishes``.
+        ValueError
+            If there is not one value for each message.
+        """
+        kind = kind if kind in self.publishes else self._checked_kind(kind)
+        values = np.broadcast_to(np.asarray(values, np.float64), (len(batch.names.names),))
+        if self._host is None:
+            return
+        self._host.show_group(
+            self._series_group(batch, kind), values, batch.stamp.global_step, self.backends, self._sender
+        )
+        if self._host.is_wanted(kind):
+            self._host.publish_batch(batch.result(kind, values))
+
+    def _series_group(self, batch: MessageBatch | BatchBundle, kind: str) -> SeriesGroup:
+        """Return the series of the values of a batch, the same object at each step."""
+        key = kind, batch.stamp.pass_name
+        known = self._series_groups.setdefault(batch.names, {})
+        if key not in known:
+            rest = batch.stamp.pass_name, self.title, self.ylims, self.is_internal(kind)
+            known[key] = SeriesGroup(kind, batch.names.names, *rest)
+        return known[key]
+
+    def show(self, message: Message | MessageBundle, value: Any) -> None:
+        """Show `value` under the kind and name of `message`, without publishing it.
+
+        `value` is a number, a histogram, a matrix, or a text (a page of Markdown).
+
+        Raises
+        ------
+        ConfigError
+            If backends cannot store the value; it counts as a failure of this subscriber.
+        """
+        self._show(message, value, message.first.kind if isinstance(message, MessageBundle) else message.kind)
+
+    def show_batch(self, batch: MessageBatch, values: Iterable[Any]) -> None:
+        """Show a value for each message of `batch`, as :meth:`show` does for one message; nothing for ``None``."""
+        if self._host is None:
+            return
+        for series, value in zip(self._series_group(batch, batch.kind).series, values, strict=True):
+            if value is not None:
+                self._host.show(series, value, batch.stamp.global_step, self.backends, self._sender)
+
+    def _show(self, message: Message | MessageBundle, value: Any, kind: str) -> None:
+        if self._host is None:
+            return
+        stamp = message.stamp
+        key = kind, message.series_name, stamp.pass_name
+        if (series := self._series.get(key)) is None:
+            series = self._series[key] = Series(*key, self.title, self.ylims, self.is_internal(kind))
+        self._host.show(series, value, stamp.global_step, self.backends, self._sender)
+
+    def is_internal(self, kind: str) -> bool:
+        """Return whether values of a kind are shown only so that rules can be applied to the stored run."""
+        return self.serves_rules
+
+    def check(self) -> None:
+        """Raise `ConfigError` if an attribute of the class is invalid; called at registration."""
+        if self.merge not in MERGES:
+            raise ConfigError(f"{type(self).__name__}.merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
+        if isinstance(self.fields, str):
+            raise ConfigTypeError(
+                f"{type(self).__name__}.fields must be a collection of names, got the string {self.fields!r}"
+            )
+        closure(self.fields)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.kinds)})"

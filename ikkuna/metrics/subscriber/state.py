@@ -1,0 +1,185 @@
+"""Converts what a subscriber keeps over several steps to plain values and back, for a checkpoint."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.support.failures import raise_users_exception
+
+__all__ = ["pack", "types_in", "unpack"]
+
+
+_TAG = "ikkuna"
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def pack(value: Any) -> Any:
+    """Return `value` as numbers, strings, lists, dicts and tensors in host memory, which share no memory with it.
+
+    ``torch.load`` with ``weights_only=True`` reads the result.
+    Objects become dicts with the name of their class and their attributes.
+
+    Raises
+    ------
+    ConfigTypeError
+        If an object contains something that is neither data nor has attributes.
+
+    Examples
+    --------
+    >>> pack({"fc": deque([1.0, 2.0], maxlen=3)})
+    {'ikkuna': 'dict', 'items': [['fc', {'ikkuna': 'deque', 'items': [1.0, 2.0], 'maxlen': 3}]]}
+    >>> unpack(pack({("fc", None): (1, 2.5)}))
+    {('fc', None): (1, 2.5)}
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is list:
+        return [pack(item) for item in value]
+    if isinstance(value, Tensor | np.ndarray | torch.Generator | torch.dtype | torch.device):
+        return _packed_array(value)
+    for name, kind in (("dict", dict), ("deque", deque), ("set", set | frozenset), ("size", torch.Size)):
+        if isinstance(value, kind):
+            return _packed_collection(name, value)
+    if type(value) is tuple:
+        return {_TAG: "tuple", "items": [pack(item) for item in value]}
+    return {_TAG: "object", "class": type(value).__name__, "attributes": pack(dict(_attributes(value)))}
+
+
+def _packed_array(value: Any) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        return {_TAG: "tensor", "value": value.detach().cpu().clone(), "device": str(value.device)}
+    if isinstance(value, np.ndarray):
+        return {_TAG: "array", "value": torch.from_numpy(np.array(value))}
+    if isinstance(value, torch.Generator):
+        return {_TAG: "generator", "value": value.get_state(), "device": str(value.device)}
+    return {_TAG: type(value).__name__, "value": str(value).removeprefix("torch.")}
+
+
+def _packed_collection(name: str, value: Any) -> dict[str, Any]:
+    if name == "dict":
+        return {_TAG: name, "items": [[pack(key), pack(item)] for key, item in value.items()]}
+    packed = {_TAG: name, "items": [pack(item) for item in value]}
+    return {**packed, "maxlen": value.maxlen} if name == "deque" else packed
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the attributes of an object, with or without slots."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from zip(value._fields, value, strict=True)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield field.name, getattr(value, field.name)
+    elif hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type):
+        yield from vars(value).items()
+    else:
+        raise ConfigTypeError(f"a {type(value).__name__} cannot be stored in a checkpoint")
+
+
+def types_in(value: Any) -> dict[str, type]:
+    """Return the classes of the objects in `value` by their names; `unpack` creates objects of these classes alone."""
+    found: dict[str, type] = {}
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, set, frozenset, deque)) or type(item) is tuple:
+            waiting += item
+        elif not isinstance(
+            item, (*_PLAIN, Tensor, np.generic, np.ndarray, torch.Generator, torch.dtype, torch.device, torch.Size)
+        ):
+            found[type(item).__name__] = type(item)
+            waiting += [attribute for _, attribute in _attributes(item)]
+    return found
+
+
+def unpack(packed: Any, types: Mapping[str, type] | Iterable[type] = ()) -> Any:
+    """Return what `pack` has packed; tensors return to their devices if these exist.
+
+    Parameters
+    ----------
+    packed : Any
+        A result of `pack`.
+    types : mapping of str to type, or iterable of type
+        The classes of which objects may be created.
+
+    Raises
+    ------
+    ConfigError
+        If `packed` is not a result of `pack`, or if it contains an object of another class.
+    """
+    known = dict(types) if isinstance(types, Mapping) else {kind.__name__: kind for kind in types}
+    return _Unpacker({Stamp.__name__: Stamp, **known}).unpack(packed)
+
+
+class _Unpacker:
+    def __init__(self, types: Mapping[str, type]) -> None:
+        self._types = types
+
+    def unpack(self, packed: Any) -> Any:
+        if type(packed) in _PLAIN or isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, list):
+            return [self.unpack(item) for item in packed]
+        try:
+            return self._tagged(packed)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise_users_exception(error)
+            raise ConfigError(f"a state cannot be read: {type(error).__name__}: {error}") from error
+
+    def _tagged(self, packed: dict[str, Any]) -> Any:
+        tag = packed[_TAG]
+        if tag == "dict":
+            return {self.unpack(key): self.unpack(item) for key, item in packed["items"]}
+        if tag in ("tuple", "deque", "set", "size"):
+            items = [self.unpack(item) for item in packed["items"]]
+            if tag == "deque":
+                return deque(items, packed["maxlen"])
+            return {"tuple": tuple, "set": set, "size": torch.Size}[tag](items)
+        if tag == "tensor":
+            return packed["value"].clone().to(_device(packed["device"]))
+        if tag == "array":
+            return packed["value"].cpu().numpy().copy()
+        if tag == "generator":
+            generator = torch.Generator(_device(packed["device"]))
+            generator.set_state(packed["value"].cpu())
+            return generator
+        if tag in ("dtype", "device"):
+            return getattr(torch, packed["value"]) if tag == "dtype" else _device(packed["value"])
+        return self._object(packed["class"], self.unpack(packed["attributes"]))
+
+    def _object(self, name: str, attributes: dict[str, Any]) -> Any:
+        kind: Any = self._types.get(name)
+        if kind is None:
+            raise ConfigError(f"a state contains an object of the unknown class {name!r}")
+        if issubclass(kind, tuple):
+            return kind(**attributes)
+        made = object.__new__(kind)
+        for attribute, value in attributes.items():
+            object.__setattr__(made, attribute, value)
+        return made
+
+
+def _device(text: str) -> torch.device:
+    """Return a device by its name; that of the host if this machine has no such device."""
+    device = torch.device(text)
+    if device.type in ("cpu", "meta"):
+        return device
+    try:
+        module = torch.get_device_module(device)
+        exists = module.is_available() and (device.index or 0) < module.device_count()
+    except (RuntimeError, AttributeError) as error:
+        raise_users_exception(error)
+        exists = False
+    return device if exists else torch.device("cpu")

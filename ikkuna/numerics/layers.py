@@ -1,0 +1,706 @@
+r"""Figures of layers of one type: activations, attention heads, routers of experts, batch norms.
+
+With logits :math:`s_{ij} = c\, q_i^\top k_j`, weights :math:`p_i = \operatorname{softmax} s_i` and the logarithm
+:math:`\operatorname{lse}_i` of their normaliser, the entropy is
+:math:`H_i = -\sum_j p_{ij} \ln p_{ij} = \operatorname{lse}_i - \sum_j p_{ij} s_{ij}`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ikkuna.errors import ConfigError
+from ikkuna.numerics.elements import readable, widest_float
+
+__all__ = [
+    "AttentionRow",
+    "RouterFigures",
+    "active_units",
+    "attention_means",
+    "attention_row",
+    "count_saturated",
+    "dead_share",
+    "dispatch_row",
+    "dormant_scores",
+    "dormant_share",
+    "entropy_of_lse",
+    "logit_bound",
+    "router_figures",
+    "router_row",
+    "running_statistics_distance",
+    "saturation_threshold",
+    "scores_row",
+    "unit_counters",
+]
+
+
+def unit_counters(activations: Tensor, channel_axis: int | None = None) -> Tensor:
+    r"""Count, for each unit of a layer, how often and how strongly it is active.
+
+    Parameters
+    ----------
+    activations : Tensor
+        ``(batch, unit)``, ``(batch, time, unit)``, or ``(batch, unit, height, width)`` and other layouts of at least
+        four axes.
+    channel_axis : int, optional
+        The axis of units; by default the last of up to three axes, or the second of more.
+
+    Returns
+    -------
+    Tensor
+        ``(3, unit)``, float64: the number of elements with :math:`h > 0`, the number of finite elements, and
+        :math:`\sum |h|` over these. Results can be summed over batches.  ``(3, 0)`` for a 0-d or empty tensor or one
+        without numbers.
+
+    Notes
+    -----
+    Four passes and a copy of the magnitudes, without waiting for the device.
+
+    Examples
+    --------
+    >>> unit_counters(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+    tensor([[2., 0.],
+            [2., 2.],
+            [4., 0.]], dtype=torch.float64)
+    """
+    dense = activations.detach().to_dense() if activations.layout is not torch.strided else activations.detach()
+    read = readable(dense)
+    if read is None or not dense.ndim or not dense.numel():
+        return torch.zeros(3, 0, dtype=torch.float64, device="cpu")
+    axis = channel_axis if channel_axis is not None else (-1 if dense.ndim <= 3 else 1)
+    by_unit = read[0].movedim(axis, 0).flatten(1) if dense.ndim > 1 else read[0].reshape(-1, 1)
+    finite = by_unit.isfinite()
+    active = torch.count_nonzero((by_unit > 0) & finite, dim=1)
+    magnitude = torch.where(finite, by_unit, 0.0).abs().sum(1, dtype=torch.float64)
+    return torch.stack([active.double(), torch.count_nonzero(finite, dim=1).double(), magnitude])
+
+
+def active_units(activations: Tensor, channel_axis: int | None = None, positions: int = 8192) -> Tensor:
+    r"""Return 1 for each unit of a layer with an element above 0, else 0.
+
+    It is one pass without a copy, and about fifty times as fast as :func:`unit_counters`.
+
+    Parameters
+    ----------
+    activations : Tensor
+        See :func:`unit_counters`.
+    channel_axis : int, optional
+        See :func:`unit_counters`.
+    positions : int
+        The number of elements of a unit that are read; of more, an equally spaced part is read.
+
+    Returns
+    -------
+    Tensor
+        ``(unit,)``, float64.  A unit with a NaN counts as active.  ``(0,)`` for a 0-d or empty tensor or one without numbers.
+
+    Examples
+    --------
+    >>> active_units(torch.tensor([[1.0, 0.0], [-3.0, 0.0]]))
+    tensor([1., 0.], dtype=torch.float64)
+    """
+    dense = activations.detach().to_dense() if activations.layout is not torch.strided else activations.detach()
+    read = readable(dense)
+    if read is None or not dense.ndim or not dense.numel():
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    x = read[0] if dense.ndim > 1 else read[0].reshape(-1, 1)
+    axis = (channel_axis if channel_axis is not None and dense.ndim > 1 else (-1 if x.ndim <= 3 else 1)) % x.ndim
+    others = [i for i in range(x.ndim) if i != axis]
+    for i in others:
+        spacing = min(x.numel() // x.shape[axis] // positions, x.shape[i])
+        if spacing > 1:
+            x = x[(slice(None),) * i + (slice(None, None, spacing),)]
+    return (~(x.amax(others) <= 0)).double()
+
+
+def dead_share(counters: Tensor, inactivity: float = 0.01) -> Tensor:
+    r"""Return the share of units that are active on less than a share `inactivity` of their positions.
+
+    This is for rectified layers. Above one half the layer is broken; with ``inactivity=0`` a unit is dead if it was
+    never active.
+
+    Parameters
+    ----------
+    counters : Tensor
+        ``(3, unit)``, from :func:`unit_counters`, summed over a window of steps.
+    inactivity : float
+        In [0, 1].
+
+    Returns
+    -------
+    Tensor
+        0-d, float64, in [0, 1]. Units without a finite element are left out; NaN if none is left.
+
+    Examples
+    --------
+    >>> dead_share(unit_counters(torch.tensor([[1.0, 0.0], [3.0, -1.0]]))).item()
+    0.5
+    """
+    active, positions, _ = counters
+    known = positions > 0
+    share = active / torch.where(known, positions, 1.0)
+    dead = known & ((share < inactivity) | (active == 0))
+    return _share(dead, known)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    count = whole.sum().double()
+    return torch.where(count > 0, part.sum() / count.clamp(min=1), torch.nan)
+
+
+def dormant_scores(counters: Tensor) -> Tensor:
+    r"""Return the activity of each unit relative to its layer, :math:`s_c = E|h_c| / \operatorname{mean}_k E|h_k|`.
+
+    It suits every activation function, including those that are never zero.
+
+    Parameters
+    ----------
+    counters : Tensor
+        ``(3, unit)``, from :func:`unit_counters`.
+
+    Returns
+    -------
+    Tensor
+        ``(unit,)``, float64, at least 0, with mean 1; all 0 for a layer of zeros, NaN for a unit without a finite
+        element.
+
+    References
+    ----------
+    G. Sokar et al., The dormant neuron phenomenon in deep reinforcement learning, 2023.
+
+    Examples
+    --------
+    >>> dormant_scores(unit_counters(torch.tensor([[1.0, 0.0], [3.0, 0.0]])))
+    tensor([2., 0.], dtype=torch.float64)
+    """
+    _, positions, magnitude = counters
+    mean = torch.where(positions > 0, magnitude / positions, torch.nan)
+    if not mean.numel():
+        return mean
+    layer = mean.nanmean()
+    return torch.where(layer == 0, mean, mean / layer)
+
+
+def dormant_share(counters: Tensor, tau: float = 0.025) -> Tensor:
+    r"""Return the share of units with :func:`dormant_scores` :math:`\le \tau`: 0-d, in [0, 1]; NaN without a unit.
+
+    Examples
+    --------
+    >>> dormant_share(unit_counters(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))).item()
+    0.5
+    """
+    scores = dormant_scores(counters)
+    return _share(scores <= tau, ~scores.isnan())
+
+
+def saturation_threshold(function: str, slope: float = 0.05, of: str = "output") -> float:
+    r"""Return the distance from the middle of its range beyond which a function has a derivative below `slope`.
+
+    tanh: :math:`|x| > \operatorname{arcosh} t^{-1/2}`, or :math:`|y| > \sqrt{1 - t}`.
+    sigmoid: :math:`|x| > \operatorname{arcosh}(1 / 2t - 1)`, or :math:`|y - 1/2| > \sqrt{1/4 - t}`.
+
+    Parameters
+    ----------
+    function : {'tanh', 'sigmoid'}
+        The activation function.
+    slope : float
+        :math:`t`, above 0 and below the largest derivative, which is 1 or 1/4.
+    of : {'output', 'input'}
+        Whether the threshold is for the output :math:`y` or the input :math:`x`.  Float32 outputs do not resolve slopes
+        below 1e-6.
+
+    Raises
+    ------
+    ConfigError
+        If the function is unknown, or the slope is out of range.
+
+    Examples
+    --------
+    >>> round(saturation_threshold("tanh", 0.05), 3), round(saturation_threshold("sigmoid", 1e-7, of="input"), 4)
+    (0.975, 16.1181)
+    """
+    steepest = {"tanh": 1.0, "sigmoid": 0.25}
+    if function not in steepest or of not in ("output", "input"):
+        raise ConfigError(
+            f"saturation needs a function 'tanh' or 'sigmoid', of its 'output' or 'input', got {function!r}, {of!r}"
+        )
+    if not 0 < slope < steepest[function]:
+        raise ConfigError(f"saturation of {function} needs a slope between 0 and {steepest[function]}, got {slope!r}")
+    if of == "output":
+        return math.sqrt(steepest[function] - slope)
+    return math.acosh(slope**-0.5) if function == "tanh" else math.acosh(0.5 / slope - 1)
+
+
+def count_saturated(x: Tensor, function: str, slope: float = 0.05, of: str = "output") -> Tensor:
+    r"""Count the elements where `function` has a derivative below `slope`; see :func:`saturation_threshold`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Outputs (or inputs, with ``of="input"``) of the function, any shape and dtype.
+
+    Returns
+    -------
+    Tensor
+        ``(2,)``, int64: saturated elements, and elements that are not NaN. Results can be summed.
+
+    Examples
+    --------
+    >>> count_saturated(torch.tanh(torch.tensor([0.0, 3.0, -5.0])), "tanh").tolist()
+    [2, 3]
+    """
+    threshold = saturation_threshold(function, slope, of)
+    read = readable(x.detach())
+    if read is None:
+        return torch.zeros(2, dtype=torch.int64, device="cpu")
+    values, implied_zeros = read
+    middle = 0.5 if function == "sigmoid" and of == "output" else 0.0
+    # The threshold has no exact value in narrow dtypes, so these are compared in float32.
+    wide = values if values.dtype is torch.float64 else values.float()
+    saturated = torch.count_nonzero((wide - middle).abs() > threshold)
+    if implied_zeros and middle > threshold:
+        saturated = saturated + implied_zeros
+    return torch.stack([saturated, torch.count_nonzero(wide == wide) + implied_zeros])
+
+
+_BLOCK = 1 << 22  # logits held at a time: 16 MiB of float32
+
+
+class AttentionRow(NamedTuple):
+    """Sums over queries, ``(heads, 4)``, and largest logits, ``(heads,)``.
+
+    Several calls merge by adding `sums` and taking the maximum of `max_logit`.
+    """
+
+    sums: Tensor
+    max_logit: Tensor
+
+
+def attention_row(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> AttentionRow:
+    r"""Measure the attention of `query` to `key`, for a block of queries at a time.
+
+    Parameters
+    ----------
+    query : Tensor
+        ``(batch, heads, queries, dim)``, or the same without the batch.
+    key : Tensor
+        ``(batch, key_heads, keys, dim)``; `key_heads` divides `heads` (grouped queries).
+    mask : Tensor, optional
+        Broadcasts to ``(batch, heads, queries, keys)``: either boolean, with True for allowed keys, or a bias that is
+        added to the logits, :math:`-\infty` for other keys.
+    is_causal : bool
+        Whether query i attends only to keys 0 to i, as in ``scaled_dot_product_attention``.
+    scale : float, optional
+        :math:`c`; by default :math:`1 / \sqrt{dim}`.
+
+    Returns
+    -------
+    sums : Tensor
+        ``(heads, 4)``, float64: :math:`\sum_i H_i` in nats, the number of queries with at least one key,
+        :math:`\sum_i H_i / \ln n_i` over the queries with :math:`n_i \ge 2` keys, and their number.  See
+        :func:`attention_means`.
+    max_logit : Tensor
+        ``(heads,)``, float64: :math:`\max_{ij} c\, q_i^\top k_j` over the allowed keys, without a bias; :math:`-\infty`
+        without an allowed key.
+
+    Raises
+    ------
+    ConfigError
+        If the shapes of `query` and `key` do not fit each other.
+
+    Notes
+    -----
+    One product of queries and keys, and 64 MiB for any length, without waiting for the device.
+    A NaN makes the values of its head NaN.  Half precision is converted to float32.
+
+    Examples
+    --------
+    >>> row = attention_row(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4))      # uniform over 8 keys
+    >>> [round(v, 4) for v in attention_means(row.sums)[0].tolist()], row.max_logit.tolist()
+    ([2.0794, 2.0794], [0.0, 0.0])
+    """
+    q, k = _four_axes(query), _four_axes(key)
+    batch, heads, queries, dim = q.shape
+    if k.shape[0] != batch or k.shape[3] != dim or not k.shape[1] or heads % k.shape[1]:
+        raise ConfigError(
+            "attention needs queries (batch, heads, queries, dim) and keys (batch, key_heads, keys, dim) "
+            f"with key_heads dividing heads, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    scale = dim**-0.5 if scale is None else scale
+    keys = k.shape[2]
+    sums = torch.zeros(heads, 4, dtype=widest_float(q), device=q.device)
+    largest = torch.full((heads,), -torch.inf, dtype=widest_float(q), device=q.device)
+    size = max(1, _BLOCK // max(1, batch * heads * keys))
+    for start in range(0, queries, size) if keys and batch else ():
+        block = q[:, :, start : start + size] * scale
+        # Heads that share keys use them by broadcasting, without a copy of the keys.
+        grouped = block.reshape(batch, k.shape[1], heads // k.shape[1], -1, dim)
+        logits = (grouped @ k.mT.unsqueeze(2)).flatten(1, 2)
+        allowed, biased = _masked(logits, mask, is_causal, start)
+        sums += _entropy_sums(biased, allowed)
+        visible = torch.where(allowed, logits, -torch.inf)
+        largest = torch.maximum(largest, visible.amax((0, 2, 3)).to(largest))
+    return AttentionRow(sums, largest)
+
+
+def scores_row(scores: Tensor) -> Tensor:
+    r"""Measure given attention scores :math:`s_{ij}`, before the softmax.
+
+    Parameters
+    ----------
+    scores : Tensor
+        ``(…, heads, queries, keys)``, floating.  A score at or below half of the least number of its dtype, such as minus infinity,
+        is masked; queries without another key are left out.
+
+    Returns
+    -------
+    Tensor
+        ``(heads, 2)``, float64: :math:`\max_{ij} s_{ij}`, and :math:`-\overline{H_i}` in nats, the negative mean entropy over queries,
+        so that the maximum over several calls is the largest score and, negated, the smallest entropy.
+        NaN for both if a head has a NaN; :math:`-\infty` and NaN if a head has no unmasked score.
+
+    Notes
+    -----
+    The temporary tensors have the size of the scores of one element of the batch, in float32.
+
+    Examples
+    --------
+    >>> largest, entropy = scores_row(torch.tensor([[[0.0, 0.0], [2.0, -torch.inf]]])).unbind(1)
+    >>> largest.item(), round(-entropy.item(), 4)      # the first query is uniform over 2 keys, the second has 1
+    (2.0, 0.3466)
+    """
+    x = scores.detach().reshape(-1, *scores.shape[-3:])
+    least = torch.finfo(x.dtype).min / 2
+    sums = torch.zeros(x.shape[1], 4, dtype=torch.float64, device=x.device)
+    largest = torch.full((x.shape[1],), -torch.inf, dtype=torch.float64, device=x.device)
+    for part in x.split(1) if x.numel() else ():
+        allowed = ~(part <= least)
+        wide = torch.where(allowed, part if part.dtype is torch.float64 else part.float(), -torch.inf)
+        sums += _entropy_sums(wide, allowed)
+        largest = torch.maximum(largest, wide.amax((0, 2, 3)).double())
+    return torch.stack([largest, -attention_means(sums)[0]], dim=1)
+
+
+def _four_axes(x: Tensor) -> Tensor:
+    x = x.detach()
+    x = x if x.dtype is torch.float64 else x.float()
+    if x.ndim not in (3, 4):
+        raise ConfigError(f"attention needs (batch, heads, length, dim), with or without batch, got {tuple(x.shape)}")
+    return x.unsqueeze(0) if x.ndim == 3 else x
+
+
+def _masked(logits: Tensor, mask: Tensor | None, is_causal: bool, start: int) -> tuple[Tensor, Tensor]:
+    """Return the mask of allowed keys, and the logits with the bias, minus infinity for other keys."""
+    allowed = torch.ones_like(logits, dtype=torch.bool)
+    queries, keys = logits.shape[-2:]
+    if mask is not None:
+        part = mask.detach()
+        part = part[..., start : start + queries, :] if part.ndim > 1 and part.shape[-2] > 1 else part
+        allowed = allowed & (part if part.dtype is torch.bool else part != -torch.inf)
+        logits = logits if part.dtype is torch.bool else logits + part
+    if is_causal:
+        index = torch.arange(start, start + queries, device=logits.device)
+        allowed = allowed & (torch.arange(keys, device=logits.device) <= index[:, None])
+    return allowed, torch.where(allowed, logits, -torch.inf)
+
+
+def _entropy_sums(logits: Tensor, allowed: Tensor) -> Tensor:
+    count = allowed.sum(-1)
+    # The largest logit of each row is subtracted first, so that large logits do not cancel.
+    top = logits.amax(-1, keepdim=True)
+    shifted = logits - torch.where(count[..., None] > 0, top, 0.0)
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    mean = (weights * torch.where(allowed, shifted, 0.0)).sum(-1) / total
+    entropy = (total.log() - mean).clamp(min=0.0)
+    some, several = count > 0, count > 1
+    normalized = entropy / count.clamp(min=2).to(entropy).log()
+    parts = (torch.where(some, entropy, 0.0), some, torch.where(several, normalized, 0.0), several)
+    return torch.stack([part.sum((0, 2), dtype=widest_float(part)) for part in parts], dim=1)
+
+
+def attention_means(sums: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return the mean entropy of each head, in nats and as a share of its greatest possible value.
+
+    If the entropy of a head falls towards 0 it attends to one key: *entropy collapse*, which accompanies growing
+    logits.
+
+    Parameters
+    ----------
+    sums : Tensor
+        ``(heads, 4)``, from :func:`attention_row` or a sum of such results.
+
+    Returns
+    -------
+    entropy, normalized : Tensor
+        ``(heads,)`` each, float64, in [0, ln keys] and [0, 1].  NaN if no query has a key, or two keys, respectively.
+
+    References
+    ----------
+    S. Zhai et al., Stabilizing transformer training by preventing attention entropy collapse, 2023.
+
+    Examples
+    --------
+    >>> entropy, normalized = attention_means(torch.tensor([[6.0, 3.0, 1.0, 2.0]]))
+    >>> entropy.item(), normalized.item()
+    (2.0, 0.5)
+    """
+    entropy, rows, normalized, several = sums.unbind(1)
+    return entropy / torch.where(rows > 0, rows, torch.nan), normalized / torch.where(several > 0, several, torch.nan)
+
+
+def entropy_of_lse(lse: Tensor, query: Tensor, attended_keys: Tensor, scale: float | None = None) -> Tensor:
+    r"""Return :math:`H_i = \operatorname{lse}_i - c\, q_i^\top \sum_j p_{ij} k_j`, from the results of a fused kernel.
+
+    Since :math:`s_{ij}` is linear in :math:`k_j`, one call of attention with the keys in place of the values is enough.
+    With an additive bias :math:`b`, subtract :math:`\sum_j p_{ij} b_{ij}` as well.
+
+    Parameters
+    ----------
+    lse : Tensor
+        ``(batch, heads, queries)``, natural logarithms.
+    query, attended_keys : Tensor
+        ``(batch, heads, queries, dim)``: queries, and the result of attention with ``value = key``.
+    scale : float, optional
+        :math:`c`; by default :math:`1 / \sqrt{dim}`.
+
+    Returns
+    -------
+    Tensor
+        ``(batch, heads, queries)``, in nats, at least 0.  Its error is that of the logits: 1e-3 nats for logits of 1e4
+        in float32.
+
+    Examples
+    --------
+    >>> zero = torch.zeros(1, 1, 2, 4)
+    >>> entropy_of_lse(torch.full((1, 1, 2), 3.0).log(), zero, zero).exp()      # uniform over 3 keys
+    tensor([[[3., 3.]]])
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    mean = (query.detach().to(lse) * attended_keys.detach().to(lse)).sum(-1) * scale
+    return (lse.detach() - mean).clamp(min=0.0)
+
+
+def logit_bound(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
+    r"""Return :math:`c \max_i |q_i| \max_j |k_j|`, an upper bound of all logits, for the cost of two norms.
+
+    Parameters
+    ----------
+    query, key : Tensor
+        As for :func:`attention_row`.
+    scale : float, optional
+        As for :func:`attention_row`.
+
+    Returns
+    -------
+    Tensor
+        ``(heads,)``, float64; 0 without a query or key, NaN for a NaN.
+
+    Examples
+    --------
+    >>> logit_bound(torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[0.0, 2.0]]]), scale=1.0).item()
+    10.0
+    """
+    q, k = _four_axes(query), _four_axes(key)
+    lengths = []
+    for x in (q, k):
+        rows = x.movedim(1, 0).flatten(1, 2).square().sum(-1, dtype=widest_float(x)).sqrt()
+        lengths.append(rows.amax(1) if rows.shape[1] else rows.new_zeros(len(rows)))
+    grouped = lengths[1].repeat_interleave(q.shape[1] // max(1, k.shape[1]))
+    return lengths[0] * grouped * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+_SUMS = 5  # entropy, squared log-sum-exp, tokens with logits, dropped assignments, all assignments
+
+
+@dataclass(frozen=True)
+class RouterFigures:
+    """The figures of a router; NaN if they are undefined.
+
+    Parameters
+    ----------
+    entropy : float
+        The mean entropy of the probabilities of a token, in nats, between 0 and ln(experts).
+    z_loss : float
+        The mean square of the log-sum-exp of the logits of a token.
+    load : array
+        ``(experts,)``: the share of assignments that an expert received, times the number of experts; 1 if all receive the same.
+    dropped : float
+        The share of assignments that no expert computed, between 0 and 1.
+    """
+
+    entropy: float
+    z_loss: float
+    load: NDArray[np.float64]
+    dropped: float
+
+
+def router_row(logits: Tensor, top_k: int, capacity_factor: float | None = None) -> Tensor:
+    r"""Count which experts the largest `top_k` logits of each token choose, without waiting for the device.
+
+    With :math:`p = \operatorname{softmax} z` of the logits :math:`z` of a token, the entropy is :math:`-\sum_e p_e \ln p_e`.
+    An expert can compute :math:`C = \lceil c\, k\, N / E \rceil` of the :math:`N` tokens of a call, with the capacity factor *c*;
+    assignments beyond :math:`C` are dropped.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``(…, experts)``; minus infinity excludes an expert.
+    top_k : int
+        :math:`k`, the number of experts that a token chooses.
+    capacity_factor : float, optional
+        :math:`c`; by default no token is dropped.
+
+    Returns
+    -------
+    Tensor
+        ``(experts + 5,)``, float64; the rows of several calls can be summed, see :func:`router_figures`.
+        A token with a NaN or plus infinity chooses no expert, and makes the sums of entropies and of squares NaN.
+
+    Raises
+    ------
+    ConfigError
+        If `logits` has no axis, or no expert.
+
+    References
+    ----------
+    W. Fedus, B. Zoph and N. Shazeer, Switch transformers, 2021.
+    B. Zoph et al., ST-MoE: designing stable and transferable sparse expert models, 2022.
+
+    Examples
+    --------
+    >>> logits = torch.tensor([[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]])
+    >>> router_row(logits, top_k=1)[:3].tolist()
+    [2.0, 0.0, 0.0]
+    """
+    if not logits.ndim or not logits.shape[-1]:
+        raise ConfigError(f"router_row needs logits (…, experts), got the shape {tuple(logits.shape)}")
+    x = logits.detach()
+    x = (x if x.dtype is torch.float64 else x.float()).reshape(-1, x.shape[-1])
+    tokens, experts = x.shape
+    top_k = min(top_k, experts)
+    normalizer = x.logsumexp(1)
+    is_finite = normalizer.isfinite()
+    eligible = (x > -torch.inf) & is_finite[:, None]
+    counts = _counts(x.topk(top_k, 1).indices, experts, eligible)
+    entropy = torch.special.entr(x.softmax(1)).sum(1)
+    sums = [v.sum(dtype=torch.float64) for v in (entropy, torch.where(is_finite, normalizer.square(), torch.nan))]
+    number = torch.full_like(sums[0], tokens)
+    if capacity_factor is None:
+        dropped = torch.full_like(number, math.nan)
+    else:
+        capacity = math.ceil(capacity_factor * top_k * tokens / experts)
+        dropped = (counts - capacity).clamp(min=0).sum()
+    return torch.cat([counts, torch.stack([*sums, number, dropped, counts.sum()])])
+
+
+def dispatch_row(indices: Tensor, experts: int) -> Tensor:
+    """Count the experts that a router has chosen, as :func:`router_row` does, from their numbers.
+
+    Parameters
+    ----------
+    indices : Tensor
+        ``(…, k)``, integers: the experts of each token.  A number outside of 0 … experts - 1 is a dropped assignment.
+    experts : int
+        The number of experts.
+
+    Returns
+    -------
+    Tensor
+        ``(experts + 5,)``, float64, without entropies.
+
+    Raises
+    ------
+    ConfigError
+        If `indices` are no integers, or have no axis.
+
+    Examples
+    --------
+    >>> figures = router_figures(dispatch_row(torch.tensor([[0, 2], [0, -1]]), experts=3).numpy())
+    >>> figures.load.tolist(), figures.dropped
+    ([2.0, 0.0, 1.0], 0.25)
+    """
+    if not indices.ndim or indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
+        raise ConfigError(f"dispatch_row needs integers (…, k), got {indices.dtype} {tuple(indices.shape)}")
+    x = indices.detach().long().reshape(-1, indices.shape[-1])
+    counts = _counts(torch.where((x >= 0) & (x < experts), x, experts), experts + 1)
+    sums = torch.zeros(_SUMS, dtype=torch.float64, device=x.device)
+    sums[-2], sums[-1] = counts[-1], counts.sum()
+    return torch.cat([counts[:-1], sums])
+
+
+def _counts(chosen: Tensor, experts: int, eligible: Tensor | None = None) -> Tensor:
+    """Return how many tokens chose each expert; a mask has no atomic additions, so its sum is the same in every run."""
+    mask = torch.zeros(len(chosen), experts, dtype=torch.bool, device=chosen.device).scatter_(1, chosen, True)
+    return (mask if eligible is None else mask & eligible).sum(0, dtype=torch.float64)
+
+
+def router_figures(row: NDArray[np.float64]) -> RouterFigures:
+    """Return the figures of a row of :func:`router_row` or :func:`dispatch_row`, or of a sum of such rows.
+
+    Examples
+    --------
+    >>> row = router_row(torch.tensor([[1.0, 1.0], [1.0, 1.0]]), top_k=2)
+    >>> figures = router_figures(row.numpy())
+    >>> round(figures.entropy, 4), figures.load.tolist()
+    (0.6931, [1.0, 1.0])
+    """
+    counts, (entropy, squares, tokens, dropped, assigned) = row[:-_SUMS], row[-_SUMS:]
+    computed = counts.sum()
+    load = counts * (len(counts) / computed) if computed else np.full(len(counts), math.nan)
+    entropy, z_loss = (float(v / tokens) if tokens else math.nan for v in (entropy, squares))
+    return RouterFigures(entropy, z_loss, load, float(dropped / assigned) if assigned else math.nan)
+
+
+_MAX_POSITIONS = 4096
+
+
+def running_statistics_distance(
+    x: Tensor, running_mean: Tensor, running_variance: Tensor, epsilon: float = 1e-5
+) -> Tensor:
+    r"""Return the squared distances of mean and variance, averaged over channels.
+
+    With mean :math:`\mu_c` and variance :math:`v_c` of channel c in the batch, and :math:`m_c` and :math:`r_c` running,
+    they are :math:`\overline{(\mu_c - m_c)^2 / (r_c + \epsilon)}` and :math:`\overline{\ln^2 \frac{v_c + \epsilon}{r_c + \epsilon}}`.
+
+    Parameters
+    ----------
+    x : Tensor
+        ``(batch, channels, ...)``; of more than 4,096 positions of a channel an equally spaced sample of at least 1,024 is read.
+    running_mean, running_variance : Tensor
+        ``(channels,)``
+    epsilon : float
+        Added to each variance.
+
+    Returns
+    -------
+    Tensor
+        ``(2,)``, without unit, float32 or the dtype of `running_mean` if that is wider; NaN if there is one in `x`.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[0.0], [2.0]])
+    >>> running_statistics_distance(x, torch.tensor([3.0]), torch.tensor([1.0]), epsilon=0.0)
+    tensor([4., 0.])
+    """
+    dtype = torch.promote_types(running_mean.dtype, torch.float32)
+    flat = x.reshape(len(x), x.shape[1], -1)
+    positions = flat.shape[2]
+    stride = max(positions * len(x) // _MAX_POSITIONS, 1)
+    stride = min(stride, positions)
+    variance, mean = torch.var_mean(flat[:, :, ::stride].to(dtype), dim=(0, 2), correction=0)
+    m, r = running_mean.to(dtype), running_variance.to(dtype) + epsilon
+    of_mean = (mean - m).square() / r
+    of_variance = ((variance + epsilon) / r).log().square()
+    return torch.stack([of_mean.mean(), of_variance.mean()])

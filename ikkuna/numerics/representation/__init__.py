@@ -1,1 +1,0 @@
-"""Comparisons of the representations that layers learn."""

@@ -1,0 +1,487 @@
+"""The statistics kernels in C++, called through ctypes: single tensors, lists of tensors, and hooks."""
+
+import ctypes
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from threading import get_ident
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ikkuna.numerics.elements import in_memory_order
+from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
+from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, EMPTY, Values
+from ikkuna.support.failures import log
+from ikkuna.support.native import build_library
+from ikkuna.support.torch_internals import (
+    BACKWARD_HOOKS,
+    BASE,
+    GLOBAL_FORWARD_HOOKS,
+    REGISTER_HOOKS,
+    TENSOR_ADDRESS,
+    function_transforms,
+    graph_task,
+    is_transformed,
+    native_functions,
+    parallel_for,
+    tracing_state,
+)
+
+__all__ = [
+    "DTYPES",
+    "HOOK_KEY",
+    "NOTHING",
+    "PYTHON",
+    "Function",
+    "HookFunctions",
+    "Library",
+    "ListMemory",
+    "Permits",
+    "TensorReader",
+    "flags_of",
+    "library",
+    "source",
+]
+
+
+_NAMES = (TENSOR_ADDRESS, "is_neg", "requires_grad", "grad_fn", BASE, BACKWARD_HOOKS, REGISTER_HOOKS)
+_Flags = NDArray[np.int32]
+_Rows = NDArray[np.int64]
+_OBJECT, _ADDRESS, _INTEGER = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
+_MEASURED, _COPIED = 1, 2
+
+HOOK_KEY = -1
+"""The key of a hook of ikkuna in the hooks of a tensor; torch numbers its hooks from 0."""
+
+
+class TensorReader:
+    """The functions of ``tensors.cpp``, which read tensors through their Python objects.
+
+    A tensor is measured if `Library.accepts` it, and if it is in the memory order of a contiguous or ``channels_last`` tensor.
+
+    Parameters
+    ----------
+    library : CDLL
+        The loaded library.
+
+    Raises
+    ------
+    RuntimeError
+        If the library lacks a function, or the interpreter one that it needs, or if its results are wrong.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        with_lock: Any = ctypes.PyDLL(library._name, handle=library._handle)  # does not release the lock of Python
+        self._objects: list[Any] = [
+            *(Tensor, nn.Parameter, None, HOOK_KEY, OrderedDict, function_transforms, tracing_state, graph_task),
+            *(GLOBAL_FORWARD_HOOKS, sys.getrefcount, *map(sys.intern, _NAMES)),
+        ]
+        self._table = (ctypes.py_object * len(self._objects))(*self._objects)
+        functions = native_functions()
+        self._functions = (ctypes.c_void_p * len(functions))(*functions)
+        try:
+            set_up, self._one = with_lock.set_up, with_lock.measure_tensor
+            self._many, self._differences = with_lock.measure_tensors, with_lock.measure_differences
+        except AttributeError as error:
+            raise RuntimeError(f"the native library has no such function: {error}") from error
+        set_up.argtypes, set_up.restype = (_ADDRESS, _ADDRESS), ctypes.c_int
+        self._one.argtypes, self._one.restype = (_OBJECT, ctypes.c_int, _ADDRESS), ctypes.c_int
+        self._many.argtypes, self._many.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 5), None
+        self._differences.argtypes, self._differences.restype = (_OBJECT, _INTEGER, *[_ADDRESS] * 5), None
+        row, x = np.zeros(64), torch.arange(12.0, device="cpu").reshape(3, 4)
+        if not set_up(ctypes.addressof(self._table), ctypes.addressof(self._functions)):
+            raise RuntimeError("the interpreter does not export its functions")
+        is_read = self.add(x[1:], 0, row.ctypes.data) and not self.add(x.mT, 0, row.ctypes.data)
+        if not is_read or row[COLUMN["n"]] != 8 or row[COLUMN["sumsq"]] != 492:
+            raise RuntimeError("the native library cannot read tensors")
+
+    def add(self, x: Tensor, flags: int, row: int) -> bool:
+        """Add the statistics of a tensor to the row at an address.
+
+        Returns ``False`` if the tensor cannot be read here.
+        """
+        return bool(self._one(x, flags, row))
+
+    def add_all(self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory") -> NDArray[np.intp]:
+        """Add the statistics of tensors to different rows; return the positions of those that cannot be read here.
+
+        Parameters
+        ----------
+        tensors : list of Tensor or None
+            Any tensors; ``None`` is passed over.
+        flags : array of int32
+            What to measure of each; -1 for nothing.
+        rows : array of int64
+            The addresses of their rows.
+        memory : ListMemory
+            What is known of the list from earlier calls.  If it has places for copies, the tensors are copied as well.
+        """
+        copies = None if memory.copies is None else memory.copies.ctypes.data
+        done = memory.done
+        known = memory.known.ctypes.data
+        self._many(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, known, copies, done.ctypes.data)
+        is_left = ((done & _MEASURED) == 0) & (flags >= 0)
+        return np.flatnonzero(is_left)
+
+    def add_differences(self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory") -> NDArray[np.intp]:
+        """Add the statistics of the differences of tensors and their copies, which `add_all` has made, to rows.
+
+        Returns the positions of those that are not what they were when they were copied.
+        """
+        assert memory.copies is not None
+        is_copied, done = memory.is_copied, memory.done
+        arrays = (flags, rows, memory.known, memory.copies, done)
+        self._differences(tensors, len(tensors), *(array.ctypes.data for array in arrays))
+        return np.flatnonzero(is_copied & (done == 0))
+
+
+class ListMemory:
+    """Memory of a `TensorReader` for a list of tensors between two calls.
+
+    Identity, type, memory, size, dtype, order and storage of each tensor are checked in each call.
+
+    Parameters
+    ----------
+    count : int
+        The number of tensors.
+    sizes : sequence of int, optional
+        The numbers of elements of tensors that are copied; 0 for those that are not.
+    """
+
+    def __init__(self, count: int, sizes: Sequence[int] | None = None) -> None:
+        self.known: _Rows = np.zeros((count, 2), np.int64)
+        self.done: NDArray[np.uint8] = np.zeros(count, np.uint8)
+        self.copies: _Rows | None = None
+        if sizes is not None:
+            self.copies = np.zeros((count, 5), np.int64)
+            self.copies[:, 1] = sizes
+
+    @property
+    def is_copied(self) -> NDArray[np.bool_]:
+        """Whether each tensor was copied."""
+        return (self.done & _COPIED) > 0
+
+    def copy_to(self, addresses: _Rows) -> None:
+        """Set where the tensors are copied to; 0 for those that are not copied."""
+        assert self.copies is not None
+        self.copies[:, 0] = addresses
+
+
+Function = Callable[[Any], int]
+"""A native function of a tensor that returns whether it has recorded it."""
+
+NOTHING, PYTHON = -1, -2
+"""Entries of the table of what is measured of a row: nothing, and something that is measured in Python."""
+
+_THREAD, _TABLE, _WANTED, _ROWS, _TASK, _FORWARD, _NANOSECONDS = _CELLS = range(7)
+
+
+class Permits:
+    """Memory in which Python writes what native functions may measure: one permit for outputs, and one for gradients.
+
+    A permit is valid for one thread and one forward, and that for gradients for one backward.  Both end with :meth:`close`.
+
+    Attributes
+    ----------
+    outputs, gradients : int
+        The addresses at which native functions find the permits.
+    """
+
+    def __init__(self) -> None:
+        self._array: NDArray[np.int64] = np.zeros((2, len(_CELLS)), np.int64)
+        # the elements of a memoryview are assigned in a third of the time
+        self._outputs, self._gradients = self._array[0].data, self._array[1].data
+        self._kept: list[tuple[object, object]] = [(None, None), (None, None)]
+        self.outputs, self.gradients = (int(permit.ctypes.data) for permit in self._array)
+
+    def open(
+        self,
+        thread: int,
+        table: NDArray[np.int64],
+        wanted: NDArray[np.int32],
+        forward: int,
+        task: int | None = None,
+    ) -> None:
+        """Permit the measurement of outputs, or of gradients.
+
+        Parameters
+        ----------
+        thread : int
+            The identifier of the thread.
+        table : array of int64
+            One number, the address of the table's first row.
+        wanted : array of int32
+            By row, what to measure, `NOTHING` or `PYTHON`.
+        forward : int
+            The number of the forward.
+        task : int, optional
+            The number of the backward; ``None`` for outputs.
+        """
+        cells = self._outputs if task is None else self._gradients
+        kept = self._kept[task is not None]
+        if kept[0] is not table or kept[1] is not wanted:
+            cells[_THREAD] = 0
+            self._kept[task is not None] = table, wanted
+            cells[_TABLE], cells[_WANTED], cells[_ROWS] = table.ctypes.data, wanted.ctypes.data, len(wanted)
+        cells[_TASK], cells[_FORWARD] = task or 0, forward
+        cells[_THREAD] = thread
+
+    def close(self) -> None:
+        """End both permits."""
+        self._outputs[_THREAD] = self._gradients[_THREAD] = 0
+
+    def seconds(self) -> float:
+        """Return the time that native functions have taken."""
+        return float(self._outputs[_NANOSECONDS] + self._gradients[_NANOSECONDS]) * 1e-9
+
+
+class HookFunctions:
+    """Creates the functions of ``hooks.cpp``.
+
+    Each function takes a tensor and returns whether it has recorded it; it raises nothing.
+
+    Parameters
+    ----------
+    library : CDLL
+        The loaded library, whose objects a `TensorReader` has set up.
+
+    Raises
+    ------
+    RuntimeError
+        If the library or the interpreter lacks a function, or if the functions do not work with this version of torch.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        with_lock: Any = ctypes.PyDLL(library._name, handle=library._handle)
+        try:
+            has_all = with_lock.has_hook_functions
+            self._output, self._gradient = with_lock.output_function, with_lock.gradient_function
+        except AttributeError as error:
+            raise RuntimeError(f"the native library has no such function: {error}") from error
+        for make in (self._output, self._gradient):
+            make.argtypes, make.restype = (ctypes.py_object,), ctypes.py_object
+        has_all.argtypes, has_all.restype = (ctypes.py_object,), ctypes.c_int
+        if not has_all([OrderedDict()]):
+            raise RuntimeError("the interpreter does not export the functions that hooks need")
+        self._check()
+
+    def output(
+        self,
+        permits: Permits,
+        row: int,
+        gradient_row: int,
+        forward_hooks: Mapping[int, Any] | None,
+        dictionaries: list[Any],
+    ) -> Function:
+        """Return a function that measures an output of a module, and registers the hook of its gradient.
+
+        Parameters
+        ----------
+        permits : Permits
+            What may be measured.
+        row, gradient_row : int
+            The rows of the output and of its gradient; negative for nothing.
+        forward_hooks : dict, optional
+            The forward hooks of the module, if an output that is a view can only be a view of a tensor that nothing else has,
+            unless a second hook has replaced it.
+        dictionaries : list
+            By the number of the forward, an ``OrderedDict`` with the hook of the gradient under `HOOK_KEY`, that nothing else has;
+            ``None`` for those that Python has to create.
+        """
+        function: Function = self._output((permits.outputs, row, gradient_row, forward_hooks, dictionaries, permits))
+        return function
+
+    def gradient(self, permits: Permits, row: int, forward: int) -> Function:
+        """Return a function that measures the gradient of an output of a forward."""
+        function: Function = self._gradient((permits.gradients, row, forward, permits))
+        return function
+
+    def _check(self) -> None:
+        """Raise `RuntimeError` if a small example gives a wrong result."""
+        permits, rows, seen = Permits(), np.zeros((2, len(COLUMNS))), []
+        table, wanted = np.array([rows.ctypes.data]), np.zeros(2, np.int32)
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.ones(3, device="cpu", requires_grad=True) * 2
+            hooks = OrderedDict({HOOK_KEY: lambda grad: seen.append(grad.sum().item())})
+            record = self.output(permits, 0, 1, None, [hooks])
+            is_closed = not record(x)
+            permits.open(get_ident(), table, wanted, 0)
+            is_done = record(x) and not record(torch.ones(6, device="cpu")[::2])
+            permits.close()
+            x.sum().backward()
+        if not (is_closed and is_done and rows[0, 0] == 3 and seen == [3.0]):
+            raise RuntimeError("the hooks of the native library do not work with this version of torch")
+
+
+DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
+"""The dtypes that the kernels read, and the names of these in the library."""
+
+_SUBTRACTED = (torch.float32, torch.float64)
+
+_LINEAR, _HIGHER, _EXTREMES = 1, 2, 4
+_SQUARES = closure(("sumsq",))
+_SUMMED = frozenset(("mean", "m2", "m3", "m4", "l1", "zeros"))
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_STRIDED = torch.strided
+
+_Kernel = Callable[..., None]
+T = TypeVar("T")
+
+
+class Library:
+    """The kernels of one shared library.
+
+    They add statistics to rows of a table (see `ikkuna.numerics.statistics.table`), given by their addresses.
+    A tensor must be one that the library `accepts`.
+
+    Parameters
+    ----------
+    kernels : CDLL
+        The loaded library.
+
+    Attributes
+    ----------
+    reader : TensorReader or None
+        Checks and measures tensors in one call, if the library can do it with this interpreter.
+    hook_functions : HookFunctions or None
+        Creates functions that hooks call first, if the library can do it with this interpreter and version of torch.
+
+    Raises
+    ------
+    RuntimeError
+        If it lacks a kernel, or if its results are wrong.
+    """
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self._measure = {dtype: _typed(kernels, f"measure_{name}", _MEASURE) for dtype, name in DTYPES.items()}
+        self._difference = {
+            dtype: _typed(kernels, f"measure_difference_{DTYPES[dtype]}", _DIFFERENCE) for dtype in _SUBTRACTED
+        }
+        self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
+        self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
+        _typed(kernels, "set_parallel_for", (ctypes.c_void_p,))(parallel_for())
+        row = self.measure(torch.tensor([1.0, -3.0], device="cpu"), frozenset(("n", "l1", "m2")))
+        if [row[COLUMN[name]] for name in ("n", "l1", "mean", "m2")] != [2, 4, -1, 8]:
+            raise RuntimeError("the native kernels compute wrong results")
+        self.reader = _made(TensorReader, kernels)
+        self.hook_functions = _made(HookFunctions, kernels) if self.reader is not None else None
+
+    @staticmethod
+    def accepts(x: Tensor) -> bool:
+        """Return whether a kernel can read the elements of `x` from memory.
+
+        It cannot for wrappers, lazy negatives, lazy zeros, and tensors whose storage was shrunk or freed.
+        """
+        return (
+            type(x) in _PLAIN
+            and x.dtype in DTYPES
+            and x.is_cpu
+            and x.layout is _STRIDED
+            and not x.is_nested
+            and not x.is_neg()
+            and not is_transformed(x)
+            and x.data_ptr() != 0  # a tensor without elements has no address
+            and x.nbytes + x.storage_offset() * x.itemsize <= x.untyped_storage().nbytes()
+            and (x.is_contiguous() or in_memory_order(x).is_contiguous())  # ``channels_last``, for example
+        )
+
+    def measure(self, x: Tensor, fields: frozenset[str]) -> Values:
+        """Return the row of the elements of `x`."""
+        row = EMPTY.copy()
+        self.add(x, fields, row.ctypes.data)
+        return row
+
+    def add(self, x: Tensor, fields: frozenset[str], row: int) -> None:
+        """Add the `fields` of `x` to the row at an address; parts of large tensors run in torch's threads.
+
+        The number of threads does not change the result.
+        """
+        self._measure[x.dtype](x.data_ptr(), x.numel(), flags_of(fields), row)
+
+    def try_add(self, x: Tensor, fields: frozenset[str], row: int) -> bool:
+        """Add the `fields` of `x` to the row at an address, if the library accepts `x`; return whether it does."""
+        if self.reader is not None and self.reader.add(x, flags_of(fields), row):
+            return True
+        if not self.accepts(x):
+            return False
+        self.add(x, fields, row)
+        return True
+
+    def accepts_difference(self, x: Tensor, y: Tensor) -> bool:
+        """Return whether a kernel can read the difference of `x` and `y`."""
+        is_alike = x.dtype is y.dtype and x.shape == y.shape and x.stride() == y.stride()
+        return x.dtype in _SUBTRACTED and is_alike and self.accepts(x) and self.accepts(y)
+
+    def add_difference(self, x: Tensor, y: Tensor, fields: frozenset[str], row: int) -> None:
+        """Add the `fields` of ``x - y`` to the row at an address, without a tensor for the difference."""
+        self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), flags_of(fields), row)
+
+    def codes(self, x: Tensor, m: int, counts: Tensor) -> None:
+        """Overwrite `counts` with the counts of the float codes of `x`."""
+        self._codes[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2)
+
+    def sampled_codes(self, x: Tensor, m: int, counts: Tensor, seed: int) -> None:
+        """Overwrite `counts` with those of 65,536 elements, one at random out of each of so many equal runs, scaled to all of `x`."""
+        self._sampled[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2, seed)
+
+
+_MEASURE = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p)
+_DIFFERENCE = (ctypes.c_void_p, *_MEASURE)
+_CODES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
+_SAMPLED = (*_CODES, ctypes.c_uint32)
+
+
+def _typed(kernels: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> _Kernel:
+    try:
+        kernel: Any = getattr(kernels, name)
+    except AttributeError as error:
+        raise RuntimeError(f"the native library has no function {name}") from error
+    kernel.argtypes, kernel.restype = arguments, None
+    return kernel  # type: ignore[no-any-return]
+
+
+@cache
+def flags_of(fields: frozenset[str]) -> int:
+    """Return what the kernels have to measure, as they take it."""
+    fields -= {EXACT_COUNTS}  # the kernels always count
+    if fields <= _SQUARES:
+        return 0
+    if fields.isdisjoint(_SUMMED):
+        return _EXTREMES
+    return _LINEAR | _HIGHER if "m3" in fields or "m4" in fields else _LINEAR
+
+
+def _made(part: Callable[[ctypes.CDLL], T], kernels: ctypes.CDLL) -> T | None:
+    try:
+        return part(kernels)
+    except RuntimeError as error:
+        log.debug("tensors are checked in Python: %s", error)
+        return None
+
+
+_SOURCES = ("kernels.cpp", "tensors.cpp", "hooks.cpp")
+
+
+def source() -> bytes:
+    """Return the program."""
+    return b"\n".join(Path(__file__).with_name(name).read_bytes() for name in _SOURCES)
+
+
+@cache
+def library() -> Library | None:
+    """Return the native kernels; ``None``, after one line in the log, if there is no compiler or the library cannot be loaded.
+
+    See :func:`ikkuna.support.native.build_library`.
+    """
+    try:
+        return build_library(source(), Library)
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()
+        log.warning("statistics are measured with numpy, which costs more: %s", reason[0] if reason else error)
+        return None

@@ -1,0 +1,170 @@
+"""Recognises running backwards, and reports to the tracker which forwards they reach."""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ikkuna.metrics.messages.stamp import TRAINING
+from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.hooks.hook import Hook, in_backward
+from ikkuna.observation.hooks.loss import LossHooks
+from ikkuna.observation.hooks.nested_tensors import Leaves
+from ikkuna.observation.model.parameters import Backward, GradientState
+from ikkuna.observation.steps.forwards import Forward
+from ikkuna.support.torch_internals import graph_task
+
+__all__ = ["BackwardHooks"]
+
+
+_MOST_OUTPUTS = 64
+
+
+class _Running:
+    """A running backward, and the forwards that it has reached."""
+
+    __slots__ = ("before", "forwards", "kind")
+
+    def __init__(self, kind: Backward, before: GradientState | None) -> None:
+        self.kind = kind
+        self.before = before
+        self.forwards: list[Forward] = []
+
+
+class BackwardHooks:
+    """Reports to the tracker which forwards a backward reaches.
+
+    A backward that does not reach the parameters does not count.  A backward around a reentrant checkpoint may reach them through
+    the checkpoint's own backward; this shows at its end, in the parameters' gradients.
+    Until then gradients of layers are recorded in the forward's provisional part.
+
+    Parameters
+    ----------
+    context : HookContext
+    loss : LossHooks
+        Records the loss of which a backward computes gradients.
+
+    Attributes
+    ----------
+    ended : list of callable
+        Called at the end of each backward that has added to gradients of parameters.
+    """
+
+    def __init__(self, context: HookContext, loss: LossHooks) -> None:
+        self.context = context
+        self._loss = loss
+        self.ended: list[Callable[[], None]] = []
+        self._running: dict[int, _Running] = {}
+
+    def arm(self, outputs: Leaves, forward: Forward) -> None:
+        """Register hooks on the outputs of a forward that report a backward."""
+        hook = Hook(self, BackwardHooks.output_reached, forward)
+        for _, tensor in outputs[:_MOST_OUTPUTS]:
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(hook)
+                base = tensor._base  # an in-place operation on a view cuts its hook off
+                if base is not None and base.requires_grad and not base.is_leaf:
+                    base.register_hook(hook)
+
+    def output_reached(self, forward: Forward, grad: Tensor) -> None:
+        """Handle the gradient of an output of a forward."""
+        if not self.context.is_off:
+            self.reach(forward)
+
+    def reach(self, forward: Forward) -> int:
+        """Report that the running backward has reached a forward; return the part to which gradients are recorded, or -1."""
+        running = self._running.get(graph_task()) or self._current()
+        kind = running.kind
+        if kind is Backward.PASSES_BY:
+            return -1
+        if forward not in running.forwards:
+            running.forwards.append(forward)
+            if kind is not Backward.CHECKPOINTED:
+                captured = kind is Backward.CAPTURES
+                self.context.apply(self.context.tracker.backward_reached(forward, captured))
+            if len(running.forwards) == 1:
+                self._loss.backward_begins(_part(kind, forward))
+        return _part(kind, forward)
+
+    def reach_latest(self) -> int | None:
+        """Report that the running backward has reached the forward that it reached last, or else the latest one."""
+        reached = self._current().forwards
+        forward = reached[-1] if reached else self.context.tracker.latest
+        return None if forward is None else self.reach(forward)
+
+    def _current(self) -> _Running:
+        task = graph_task()
+        running = self._running.get(task)
+        return running if running is not None else self._begin(task)
+
+    def _begin(self, task: int) -> _Running:
+        parameters = self.context.parameters
+        kind = parameters.backward_kind()
+        if kind is Backward.ACCUMULATES:
+            self.report_cleared()
+        before = parameters.gradient_state() if kind is Backward.CHECKPOINTED else None
+        running = self._running[task] = _Running(kind, before)
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        Variable._execution_engine.queue_callback(partial(_backward_ended, weakref.ref(self), task, is_distributed))
+        return running
+
+    def report_cleared(self) -> None:
+        """Report gradients that were cleared since the last backward; during another pass the open step waits."""
+        context = self.context
+        if context.tracker.pass_name == TRAINING and (
+            context.parameters.gradients_cleared() or (self._running and self._was_undone())
+        ):
+            context.parameters.forget_gradients()
+            context.apply(context.tracker.gradients_cleared())
+
+    def _was_undone(self) -> bool:
+        """Whether a backward has raised, so that its end was not seen, and its gradients were cleared since."""
+        return not in_backward() and self.context.parameters.gradients_are_absent()
+
+    def backward_ended(self, task: int) -> None:
+        """Handle the end of a backward, after data-parallel wrappers have reduced the gradients."""
+        context = self.context
+        running = self._running.pop(task, None)
+        if running is None:
+            return
+        parameters = context.parameters
+        if running.kind is Backward.CHECKPOINTED and parameters.gradient_state() != running.before:
+            running.kind = Backward.ACCUMULATES
+            for forward in running.forwards:
+                context.apply(context.tracker.provisional_counts(forward))
+        if running.kind is Backward.ACCUMULATES and not context.is_off:
+            parameters.note_gradients()
+            for call in self.ended:
+                call()
+
+    def step_ended(self) -> None:
+        """Forget the gradients of the step, and backwards that have raised."""
+        self.context.parameters.forget_gradients()
+        if graph_task() == -1:
+            self._running.clear()
+
+
+def _part(kind: Backward, forward: Forward) -> int:
+    return forward.part if kind is Backward.ACCUMULATES else forward.provisional_part
+
+
+def _backward_ended(reference: "weakref.ref[BackwardHooks]", task: int, again: bool) -> None:
+    """Call ``backward_ended``; with `again` after the callbacks that others have queued during the backward."""
+    if (hooks := reference()) is None:
+        return
+    context = hooks.context
+    try:
+        try:
+            context.stopwatch.start()
+            context.native.close()
+            if again:
+                Variable._execution_engine.queue_callback(partial(_backward_ended, reference, task, False))
+            else:
+                hooks.backward_ended(task)
+        finally:
+            context.stopwatch.stop()
+    except BaseException as error:
+        context.handle("the end of a backward", error)

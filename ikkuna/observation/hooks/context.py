@@ -1,0 +1,552 @@
+"""What all adapters of torch's hooks share: the call stack, permits of native functions, graph operators.
+
+The compiler neither looks into these operators nor removes them.  Their bodies end where the eager hooks end, so a compiled step is
+measured by the same code.  They keep no tensor: the compiler reuses its memory as soon as the operator has returned.
+
+A graph receives the number of a module as a tensor, because it would be compiled again for each module if the number were a constant.
+The number of a call is a constant: the compiler merges operators with equal arguments, such as two calls of one module
+that return the same tensor, or receive the same gradient.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from threading import get_ident
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.checkpoint import CheckpointFunction
+
+from ikkuna.distributed.dtensor import divided
+from ikkuna.metrics.bus.error_guard import ErrorGuard
+from ikkuna.numerics.statistics.native.kernels import NOTHING, Function, Permits
+from ikkuna.observation.hooks.hook import MAY_CAPTURE, in_backward
+from ikkuna.observation.model.parameters import TrackedParameters
+from ikkuna.observation.model.watched_model import WatchedModel
+from ikkuna.observation.rows.observer import StepObserver
+from ikkuna.observation.rows.plan import NOTHING as NOTHING_PLANNED
+from ikkuna.observation.rows.recorder import Recorder
+from ikkuna.observation.rows.site import Site
+from ikkuna.observation.rows.wanted_rows import WantedRows
+from ikkuna.observation.steps.counters import Stopwatch
+from ikkuna.observation.steps.forwards import Decision, Forward
+from ikkuna.observation.steps.step_tracker import StepTracker
+from ikkuna.support.failures import log
+from ikkuna.support.torch_internals import MODULE_CALL, current_trace, graph_task, insert_as_constant
+
+__all__ = [
+    "BASE",
+    "GRADIENTS",
+    "INPUTS",
+    "OUTPUTS",
+    "SEES_BACKWARD",
+    "VIEW",
+    "GraphReceiver",
+    "HookContext",
+    "LossScale",
+    "NativePath",
+    "ObservedSites",
+    "Sites",
+    "backward_roots",
+    "count_running_calls",
+    "in_compiled_call",
+    "in_dry_run",
+    "in_reentrant_checkpoint",
+    "next_call",
+    "observe",
+    "root_called",
+    "running_steps",
+]
+
+
+_OF_OPTIMIZERS = vars(torch_optimizer)
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
+_STAGE = "torch.distributed.pipelining.stage"
+_DRY_RUNS = ("_forward_metadata_inference", "_shape_inference")  # their name depends on the version of torch
+_RECOMPUTE = CheckpointFunction.backward.__code__
+_ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+SEES_BACKWARD = _ENGINE is not None
+"""Whether this version of torch shows on the stack what a backward starts from."""
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def running_steps() -> tuple[list[Optimizer], torch.amp.GradScaler | None]:
+    """Return the optimizers whose ``step()`` runs on this thread, and the gradient scaler that calls the outermost of them.
+
+    The innermost optimizer comes first, and each as often as it calls itself.
+    A step that raises calls no post hook, but torch's wrapper of it is not on the stack any more.
+    A scaler that is disabled is none.
+
+    Examples
+    --------
+    >>> running_steps()
+    ([], None)
+    """
+    found: list[Optimizer] = []
+    scaler: torch.amp.GradScaler | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # without a generator: this runs at every step
+        code = frame.f_code
+        if "wrapper" in code.co_name and frame.f_globals is _OF_OPTIMIZERS:
+            optimizer = frame.f_locals.get("self")
+            if isinstance(optimizer, Optimizer):
+                found.append(optimizer)
+        elif code is _SCALER_STEP:
+            scaler = frame.f_locals["self"]
+        frame = frame.f_back
+    return found, scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def count_running_calls(modules: Collection[nn.Module]) -> int:
+    """Return how many calls of `modules` run on this thread.
+
+    A call that an exception such as `KeyboardInterrupt` ended calls no forward hook.
+
+    Examples
+    --------
+    >>> count_running_calls([nn.Linear(1, 1)])
+    0
+    """
+    ids = {id(module) for module in modules}
+    return sum(frame.f_code is MODULE_CALL and id(frame.f_locals.get("self")) in ids for frame in _frames())
+
+
+def in_dry_run() -> bool:
+    """Return whether a pipeline runs a stage on this thread only to learn the shapes of its outputs, with meaningless inputs.
+
+    Examples
+    --------
+    >>> in_dry_run()
+    False
+    """
+    return any(frame.f_code.co_name in _DRY_RUNS and frame.f_globals.get("__name__") == _STAGE for frame in _frames())
+
+
+def in_compiled_call() -> bool:
+    """Return whether a program of ``torch.compile`` runs on this thread, although its outermost frames may not be compiled.
+
+    Examples
+    --------
+    >>> in_compiled_call()
+    False
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and any(frame.f_globals is vars(compiler) for frame in _frames())
+
+
+def backward_roots() -> list[tuple[Any, Any]]:
+    """Return what the running backward starts from: tensors, each with its gradient; empty if that cannot be seen.
+
+    Around a reentrant checkpoint this is the user's own backward.  Hooks of tensors on an accelerator run on a thread of autograd;
+    the thread that called ``backward()`` waits then, and if several of them wait, nothing is returned.
+
+    Examples
+    --------
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> handle = x.register_hook(lambda grad: print(backward_roots()))
+    >>> x.backward()
+    [(tensor(3., requires_grad=True), tensor(1.))]
+    >>> backward_roots()
+    []
+    """
+    if not SEES_BACKWARD:
+        return []
+    if (own := _outermost_backward(sys._getframe(1))) is None:
+        waiting = [found for frame in sys._current_frames().values() if (found := _outermost_backward(frame))]
+        own = waiting[0] if len(waiting) == 1 else None
+    if own is None:
+        return []
+    values = own.f_locals
+    gradients = values["args"][0] if values.get("args") else ()
+    roots = tuple(values.get("t_outputs", ()))
+    return list(zip(roots, (*gradients, *(None for _ in roots)), strict=False))
+
+
+def _outermost_backward(frame: FrameType | None) -> FrameType | None:
+    found = None
+    while frame is not None:
+        found = frame if frame.f_code is _ENGINE else found
+        frame = frame.f_back
+    return found
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Return whether a reentrant checkpoint recomputes a forward on this thread.
+
+    Examples
+    --------
+    >>> in_reentrant_checkpoint()
+    False
+    """
+    return any(frame.f_code is _RECOMPUTE for frame in _frames())
+
+
+class LossScale:
+    """Removes the factor of the gradient scaler that has called the last optimizer.
+
+    A backward does not show which scaler has scaled its loss; the next step of an optimizer does.
+
+    Attributes
+    ----------
+    is_used : bool
+        Whether a gradient scaler has called the last optimizer.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+
+    def set_scaler(self, scaler: torch.amp.GradScaler | None) -> bool:
+        """Set the scaler that calls the running optimizer; return whether it is another one than at the step before."""
+        known = self._scaler() if self._scaler is not None else None
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+        self.is_used = scaler is not None
+        return scaler is not known
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The factor of the scaler, a tensor that it changes in place; ``None`` without a scaler."""
+        scaler = self._scaler() if self._scaler is not None else None
+        return None if scaler is None else scaler._scale
+
+    def removed_from(self, grad: Tensor) -> Tensor:
+        """Return a gradient without the factor, in at least float32."""
+        scale = self.factor
+        return grad if scale is None else divided(grad, scale.to(grad.device, non_blocking=True))
+
+
+INPUTS, OUTPUTS, GRADIENTS, VIEW, BASE = range(5)
+"""Role of a tensor for a module: an input, an output, the gradient of an output, of an output that is a view, of the base of that view."""
+
+
+class ObservedSites(NamedTuple):
+    """The sites of one module's tensors, or of the network's; ``None`` if no subscriber wants them.
+
+    Parameters
+    ----------
+    inputs, outputs, gradients : Site or None
+        The sites of what the module receives, of what it returns, and of the gradients with respect to that.
+    """
+
+    inputs: Site | None = None
+    outputs: Site | None = None
+    gradients: Site | None = None
+
+
+class GraphReceiver(Protocol):
+    """Receives what compiled graphs measure."""
+
+    def observed(self, site: Site, tensor: Tensor, path: str, role: int) -> None:
+        """Handle a tensor, detached; never raise."""
+
+    def root_called(self, counts: bool) -> None:
+        """Handle the call of a compiled root; never raise."""
+
+
+class Sites:
+    """The sites of one exporter; each is one object."""
+
+    def __init__(self) -> None:
+        self._receiver: weakref.ref[GraphReceiver] | None = None
+        self._sites: dict[tuple[str, str | None], Site] = {}
+        self._numbers: dict[str, Tensor] = {}
+
+    @property
+    def receiver(self) -> GraphReceiver | None:
+        """The object that receives what compiled graphs measure at these sites."""
+        return self._receiver() if self._receiver is not None else None
+
+    def set_receiver(self, receiver: GraphReceiver) -> None:
+        """Set the receiver, which is held weakly."""
+        self._receiver = weakref.ref(receiver)
+
+    def __call__(self, kind: str, module: str | None = None) -> Site:
+        """Return the site of a kind and module."""
+        site = self._sites.get((kind, module))
+        return site if site is not None else self._sites.setdefault((kind, module), Site(kind, module))
+
+    def number(self, module: str, observed: ObservedSites) -> Tensor:
+        """Return a tensor with the number by which compiled graphs name a module, and set the sites of the module.
+
+        The network has an empty name.
+        """
+        self.create_numbers((module,))
+        tensor = self._numbers[module]
+        number = int(tensor)
+        reference = _NUMBERED[number][0] if number in _NUMBERED else self._reference(number)
+        _NUMBERED[number] = reference, observed
+        return tensor
+
+    def create_numbers(self, modules: Iterable[str]) -> None:
+        """Create the numbers of modules that have none."""
+        if names := [name for name in modules if name not in self._numbers]:
+            with torch.inference_mode(False):  # autograd saves the number for the backward
+                numbers = torch.tensor([next(_NEXT_NUMBER) for _ in names], dtype=torch.int64, device="cpu")
+                self._numbers.update(zip(names, (number.clone() for number in numbers.unbind()), strict=True))
+
+    def _reference(self, number: int) -> "weakref.ref[Sites]":
+        return weakref.ref(self, lambda _: _NUMBERED.pop(number, None))
+
+
+# process-wide: a graph outlives the objects it was traced with
+_NUMBERED: dict[int, tuple["weakref.ref[Sites]", ObservedSites]] = {}
+_NEXT_NUMBER = count()
+_CALLS: "weakref.WeakKeyDictionary[Any, count[int]]" = weakref.WeakKeyDictionary()
+
+
+def next_call() -> int:
+    """Return how many calls were traced before into the graph that is being compiled."""
+    return next(_CALLS.setdefault(current_trace(), count()))
+
+
+insert_as_constant(next_call)
+
+
+def _find(number: Tensor) -> tuple[GraphReceiver, ObservedSites] | None:
+    reference, observed = _NUMBERED.get(int(number), (None, None))
+    sites = reference() if reference is not None else None
+    receiver = sites.receiver if sites is not None else None
+    return None if receiver is None or observed is None else (receiver, observed)
+
+
+# torch.library.custom_op would add six Python calls to each call
+torch.library.define("ikkuna::observe", "(Tensor tensor, Tensor number, int role, str path, int call) -> ()")
+torch.library.define("ikkuna::root_called", "(Tensor number, bool counts, int call) -> ()")
+
+
+@torch.library.impl("ikkuna::observe", "CompositeExplicitAutograd")
+def _observe(tensor: Tensor, number: Tensor, role: int, path: str, call: int) -> None:
+    if (found := _find(number)) is not None:
+        receiver, observed = found
+        if (site := observed[min(role, GRADIENTS)]) is not None:
+            receiver.observed(site, tensor.detach(), path, role)
+
+
+@torch.library.impl("ikkuna::root_called", "CompositeExplicitAutograd")
+def _root_called(number: Tensor, counts: bool, call: int) -> None:
+    if (found := _find(number)) is not None:
+        found[0].root_called(counts)
+
+
+def _trace_nothing(*args: object) -> None:
+    """Stand for the operators while the compiler traces."""
+
+
+torch.library.register_fake("ikkuna::observe", _trace_nothing)
+torch.library.register_fake("ikkuna::root_called", _trace_nothing)
+
+observe = torch.ops.ikkuna.observe.default
+"""Pass a tensor of the module with a number to the receiver; `call` differs between the operators of a graph."""
+
+root_called = torch.ops.ikkuna.root_called.default
+"""Report a call of a root to the receiver; `counts` if it is in training mode with gradients."""
+
+# An operator that returns nothing is removed as dead code without this mark.
+torch.fx.node.has_side_effect(observe)
+torch.fx.node.has_side_effect(root_called)
+
+
+class NativePath:
+    """Two permits, one for outputs of modules and one for their gradients, and the native functions that need them.
+
+    The hooks in Python define what is recorded.  At its end, a hook that has recorded something opens a permit for what would be
+    recorded in the same way.  Every hook in Python, and everything that the user calls, closes both permits first.
+    So a permit is valid only as long as nothing but native functions and the user's own code has run since it was opened.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        The recorder of training; other passes are recorded in Python.
+
+    Attributes
+    ----------
+    close : callable
+        Ends both permits.
+    seconds : callable
+        Returns the time that native functions have taken.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._functions = None if recorder.kernels is None else recorder.kernels.hook_functions
+        self._wanted_rows = WantedRows(recorder.index)
+        self._permits = Permits()
+        self.close = self._permits.close
+        self.seconds = self._permits.seconds
+        self._plan = weakref.ref(NOTHING_PLANNED)
+        self._wanted = self._wanted_rows.of(NOTHING_PLANNED)
+
+    def permit_outputs(self, recorder: Recorder, forward: Forward) -> None:
+        """Permit the measurement of what modules return on this thread, in a forward whose root is running."""
+        if recorder.plan.forward:
+            self._open(recorder, forward, forward.part)
+
+    def permit_gradients(self, recorder: Recorder, forward: Forward, part: int) -> None:
+        """Permit the measurement of gradients of a forward in the backward that runs on this thread."""
+        self._open(recorder, forward, part, graph_task())
+
+    def _open(self, recorder: Recorder, forward: Forward, part: int, task: int | None = None) -> None:
+        kernels, rows = recorder.kernels, recorder.rows
+        if self._functions is None or recorder is not self._recorder or kernels is None or rows is None:
+            return
+        if part < 0 or forward.number < 0 or (MAY_CAPTURE and torch.cuda.is_initialized()):
+            return
+        plan = recorder.plan
+        if self._plan() is not plan or len(self._wanted) != len(recorder.index.keys):
+            self._plan, self._wanted = weakref.ref(plan), self._wanted_rows.of(plan)
+        host = rows.part(part).host
+        host.reserve(len(self._wanted))
+        self._permits.open(get_ident(), host.location, self._wanted, forward.number, task)
+
+    def output_function(
+        self, recorder: Recorder, sites: ObservedSites, forward_hooks: Mapping[int, Any] | None, dictionaries: list[Any]
+    ) -> Function | None:
+        """Return a function that records what a module returns; ``None`` if that has to be done in Python.
+
+        Parameters
+        ----------
+        recorder : Recorder
+            The recorder in whose rows the output is measured.
+        sites : ObservedSites
+            The sites of the module.
+        forward_hooks, dictionaries
+            See `HookFunctions.output`.
+        """
+        if self._functions is None or recorder is not self._recorder or sites.inputs is not None:
+            return None
+        row, gradient_row = (
+            NOTHING if site is None else recorder.index.row(site, "") for site in (sites.outputs, sites.gradients)
+        )
+        return self._functions.output(self._permits, row, gradient_row, forward_hooks, dictionaries)
+
+    def gradient_function(self, recorder: Recorder, site: Site, forward: Forward) -> Function | None:
+        """Return a function that records the gradient of an output; ``None`` if that has to be done in Python."""
+        if self._functions is None or recorder is not self._recorder or forward.number < 0:
+            return None
+        return self._functions.gradient(self._permits, recorder.index.row(site, ""), forward.number)
+
+
+def _is_incomplete(*args: object) -> None:
+    raise RuntimeError("the session is not composed yet")
+
+
+@dataclass(slots=True, weakref_slot=True)
+class HookContext:
+    """The objects that adapters translate hooks into calls of.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        Measures tensors; another one during another pass over data.
+    error_guard : ErrorGuard
+        Handles errors.
+    model : WatchedModel
+        Roots, observed modules and loss.
+    native : NativePath
+        Permits native functions to do what hooks in Python have decided.
+    apply : callable
+        Carries out the decisions of the tracker; set when the parts that do so exist.
+    abandon : callable
+        Abandons the open step, whatever state it is in; set likewise.
+    tracker : StepTracker
+        The state of the training loop.
+    parameters : TrackedParameters
+        The parameters and their optimizers.
+    sites : Sites
+        The sites of the exporter.
+    stopwatch : Stopwatch
+        Counts the time that hooks take.
+    loss_scale : LossScale
+        The factor of a gradient scaler.
+    replicas : int
+        Number of ranks over which gradients are averaged.
+    is_interrupted : bool
+        Whether an exception that belongs to the user, such as `KeyboardInterrupt`, has left a hook.
+        Nothing is recorded then until the next forward.
+    observer : StepObserver, optional
+        Observes steps as a whole.
+    has_seen_capture : bool
+        Whether the model was called while a CUDA graph was captured.
+    """
+
+    recorder: Recorder
+    error_guard: ErrorGuard
+    model: WatchedModel
+    native: NativePath
+    apply: Callable[[tuple[Decision, ...]], None] = _is_incomplete
+    abandon: Callable[[], None] = _is_incomplete
+    tracker: StepTracker = field(default_factory=StepTracker)
+    parameters: TrackedParameters = field(default_factory=TrackedParameters)
+    sites: Sites = field(default_factory=Sites)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    loss_scale: LossScale = field(default_factory=LossScale)
+    replicas: int = 1
+    _is_paused: bool = False
+    is_interrupted: bool = False
+    observer: StepObserver | None = None
+    has_seen_capture: bool = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the user has suspended recording."""
+        return self._is_paused
+
+    @is_paused.setter
+    def is_paused(self, is_paused: bool) -> None:
+        self.native.close()
+        self._is_paused = is_paused
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is recorded now: recording is suspended or interrupted, or a subscriber's code runs on this thread."""
+        return self._is_paused or self.is_interrupted or self.error_guard.thread.subscriber_is_running
+
+    def resumes(self, running: int = 0) -> bool:
+        """Return whether recording goes on with the forward that begins, because only an exception has interrupted it.
+
+        Parameters
+        ----------
+        running : int
+            Number of calls of roots that run on this thread if the forward is an outermost one.
+        """
+        if self.is_paused or self.error_guard.thread.subscriber_is_running or in_backward():
+            return False
+        if count_running_calls(self.model.callable) > running:
+            return False
+        self.stopwatch.restart()
+        self.abandon()
+        self.is_interrupted = False
+        return True
+
+    def is_captured(self) -> None:
+        """Log once that a CUDA graph of the model is captured: an operator that measures would become a part of each replay."""
+        if not self.has_seen_capture:
+            self.has_seen_capture = True
+            log.warning(
+                "a CUDA graph is being captured: nothing is recorded of the calls in it, and nothing when it is replayed; "
+                "steps without the graph are recorded"
+            )
+
+    def handle(self, where: str, error: BaseException) -> None:
+        """Handle an exception that leaves a hook: report an error of ikkuna, and raise what belongs to the user.
+
+        The state of the step is unknown after an exception that is raised, so the step is abandoned.
+        """
+        before, self.is_interrupted = self.is_interrupted, True
+        if not isinstance(error, Exception):
+            raise error
+        self.error_guard.report_internal(where, error)
+        self.is_interrupted = before

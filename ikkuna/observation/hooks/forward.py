@@ -1,0 +1,218 @@
+"""Handles the calls of roots and of observed modules."""
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ikkuna.metrics.messages.stamp import TRAINING
+from ikkuna.numerics.statistics.native.kernels import Function
+from ikkuna.observation.hooks.backward import BackwardHooks
+from ikkuna.observation.hooks.context import (
+    HookContext,
+    ObservedSites,
+    count_running_calls,
+    in_dry_run,
+    in_reentrant_checkpoint,
+    running_steps,
+)
+from ikkuna.observation.hooks.gradients import LayerGradientHooks
+from ikkuna.observation.hooks.hook import in_backward
+from ikkuna.observation.hooks.loss import LossHooks
+from ikkuna.observation.hooks.nested_tensors import Leaves, batch_sizes, leaves, received, with_batch_sizes
+from ikkuna.observation.steps.forwards import Forward
+from ikkuna.observation.steps.step_tracker import State
+from ikkuna.support.failures import log
+
+__all__ = ["ForwardHooks"]
+
+
+_MANY = 100  # forwards without a step: more than a step usually accumulates
+_FEW = 20  # a gradient scaler may skip as many steps before it has found its scale
+
+
+def _ignore(is_compiled: bool) -> None:
+    """Do nothing."""
+
+
+def _do_nothing() -> None:
+    """Do nothing."""
+
+
+def _without_native_function(module: nn.Module, sites: ObservedSites) -> None:
+    """Return ``None``."""
+
+
+class ForwardHooks:
+    """Reports forwards to the tracker, and records what modules receive and return.
+
+    Parameters
+    ----------
+    context : HookContext
+    backward : BackwardHooks
+        Reports which forwards a backward reaches.
+    gradients : LayerGradientHooks
+        Observes the gradients of what modules return.
+    loss : LossHooks
+        Records the loss of models that return it.
+
+    Attributes
+    ----------
+    root_begins_call : callable
+        Called at the beginning of each call of a root, with whether it is that of a compiled graph.
+    root_has_begun : callable
+        Called when the call of a root has been reported.
+    native_function : callable
+        Returns the native function of the hook of a module with these sites, or ``None``.
+    """
+
+    def __init__(
+        self, context: HookContext, backward: BackwardHooks, gradients: LayerGradientHooks, loss: LossHooks
+    ) -> None:
+        self.context = context
+        self._backward = backward
+        self._gradients = gradients
+        self._loss = loss
+        self.root_begins_call: Callable[[bool], None] = _ignore
+        self.root_has_begun: Callable[[], None] = _do_nothing
+        self.native_function: Callable[[nn.Module, ObservedSites], Function | None] = _without_native_function
+        self._warned = False
+
+    # -- roots ----------------------------------------------------------------------------------------------------
+
+    def root_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the beginning of a root's call.
+
+        A recomputation in a backward counts only in a reentrant checkpoint around the root, whose first forward has no gradients.
+        """
+        context = self.context
+        if context.is_off and not context.resumes(running=1):
+            return
+        tracker, thread = context.tracker, get_ident()
+        if in_backward() and (tracker.latest is not None or not in_reentrant_checkpoint()):
+            return
+        self.root_begins_call(False)
+        # the count includes this call
+        depth = count_running_calls(context.model.callable) - 1 if tracker.calls.of(thread) else None
+        if id(module) in context.model.stages and in_dry_run():
+            tracker.forward_begins(thread, depth=depth, is_dry=True)
+            self.root_has_begun()
+            return
+        self.forward_begins(thread, module.training, torch.is_grad_enabled(), depth)
+        self.root_has_begun()
+        calls = tracker.calls.of(thread)
+        if len(calls) == 1 and (forward := calls[0]) is not None and context.model.takes_input(module):
+            self._record_all("input_data", (args, kwargs) if kwargs else args, forward)
+            if context.observer is not None and tracker.pass_name == TRAINING:
+                context.observer.model_called(args, kwargs)
+        if calls and calls[0] is not None:
+            context.native.permit_outputs(context.recorder, calls[0])
+
+    def forward_begins(
+        self, thread: int, training: bool, gradients: bool, depth: int | None = None, is_compiled: bool = False
+    ) -> None:
+        """Report the beginning of a forward to the tracker."""
+        context = self.context
+        tracker = context.tracker
+        if depth == 0 or not tracker.calls.of(thread):
+            self._report_cleared(training, gradients)
+        decisions = tracker.forward_begins(
+            thread, training, gradients, depth=depth, running=self._running(), is_compiled=is_compiled
+        )
+        if decisions:
+            context.apply(decisions)
+        if tracker.forwards_without_step == _MANY:
+            self.warn_of_missing_steps()
+
+    def warn_of_missing_steps(self) -> None:
+        """Warn once if there were many forwards in training, and no step."""
+        count = self.context.tracker.forwards_without_step
+        if count > _FEW and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d forwards in training without a step of an optimizer that owns parameters of the model: nothing is published. "
+                "If no optimizer of torch.optim updates the model, call exporter.step() after each step; if only a part of the model "
+                "was added, set the whole model with exporter.set_model()",
+                count,
+            )
+
+    def _report_cleared(self, training: bool, gradients: bool) -> None:
+        if self.context.tracker.counts(training, gradients):
+            self._backward.report_cleared()
+
+    def _running(self) -> list[int]:
+        """Return the numbers of the optimizers that step on this thread."""
+        if self.context.tracker.state is not State.STEPPING:
+            return []
+        return [self.context.parameters.number(optimizer) for optimizer in running_steps()[0]]
+
+    def root_ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Handle the end of a root's call; `output` is ``None`` if the call has raised."""
+        context = self.context
+        if context.is_off or not context.tracker.calls.of(thread := get_ident()):
+            return
+        if in_backward() and not in_reentrant_checkpoint():
+            return
+        if (forward := context.tracker.forward_ends(thread)) is None:
+            return
+        if context.model.returns_output(module):
+            self._record_all("network_output", output, forward)
+            self._loss.root_ended(module, kwargs, output, forward)
+        if context.recorder.plan.counts_forwards and torch.is_grad_enabled():
+            self._backward.arm(leaves(output), forward)
+
+    def _record_all(self, kind: str, value: Any, forward: Forward) -> None:
+        recorder = self.context.recorder
+        if recorder.rows is not None and recorder.wants(site := self.context.sites(kind)):
+            for path, tensor in leaves(value):
+                recorder.receive(site, tensor, path, part=forward.part)
+
+    # -- modules --------------------------------------------------------------------------------------------------
+
+    def module_called(self, sites: ObservedSites, module: nn.Module, args: Any, output: Any) -> None:
+        """Record what one call of a module receives and returns, and register hooks for the gradients of its outputs."""
+        context = self.context
+        if context.is_off and not (context.tracker.is_rootless and context.resumes()):
+            return
+        tracker, thread = context.tracker, get_ident()
+        if calls := tracker.calls.of(thread):
+            forward, is_recomputed = calls[0], False
+        elif in_backward():
+            forward, is_recomputed = tracker.latest, True
+        else:
+            forward, is_recomputed = self.part_called(thread, module.training, output), False
+        if forward is None or context.recorder.rows is None:  # hooks stay registered between steps
+            return
+        outputs, sizes = leaves(output), batch_sizes(output)
+        if not is_recomputed:
+            self._record_call(sites, args, outputs, sizes, forward.part)
+        if sites.gradients is not None:
+            self._gradients.watch(sites.gradients, module, outputs, sizes, forward)
+        if calls:
+            context.native.permit_outputs(context.recorder, forward)
+
+    def part_called(self, thread: int, training: bool, output: Any = None) -> Forward | None:
+        """Handle the call of a module outside any root; return the forward that it belongs to."""
+        context = self.context
+        tracker, gradients = context.tracker, torch.is_grad_enabled()
+        if context.model.is_compiled:
+            return tracker.calls.last(thread)
+        if tracker.is_rootless:
+            self._report_cleared(training, gradients)
+        forward, decisions = tracker.part_called(thread, training, gradients, self._running())
+        if decisions:
+            context.apply(decisions)
+        if forward is not None and gradients and self.context.recorder.plan.counts_forwards:
+            self._backward.arm(leaves(output), forward)
+        return forward
+
+    def _record_call(self, sites: ObservedSites, args: Any, outputs: Leaves, sizes: Tensor | None, part: int) -> None:
+        receive = self.context.recorder.receive
+        if sites.inputs is not None:
+            for path, tensor in received(args, outputs):
+                receive(sites.inputs, tensor, path, part=part)
+        if sites.outputs is not None:
+            for path, tensor in outputs:
+                receive(sites.outputs, tensor if path else with_batch_sizes(tensor, sizes), path, part=part)

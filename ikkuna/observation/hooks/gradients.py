@@ -1,0 +1,275 @@
+"""Observes gradients: of what modules return, of micro-batches, and before clipping."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ikkuna.distributed.dtensor import divided
+from ikkuna.metrics.messages.stamp import TRAINING
+from ikkuna.numerics.statistics.native.kernels import HOOK_KEY, Function
+from ikkuna.observation.hooks.backward import BackwardHooks
+from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.hooks.hook import Hook
+from ikkuna.observation.hooks.nested_tensors import Leaves, with_batch_sizes
+from ikkuna.observation.rows.site import Site
+from ikkuna.observation.steps.forwards import MICRO_PART, UNCLIPPED_PART, Forward
+from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS, skip_in_compiler
+
+__all__ = [
+    "CACHED",
+    "GradientHook",
+    "LayerGradientHooks",
+    "MicroGradientHooks",
+    "OutputHooks",
+    "UnclippedGradientHooks",
+]
+
+
+CACHED = 8
+"""Number of forwards of a step whose hooks serve the next steps as well."""
+
+
+class GradientHook(Hook):
+    """The hook of the gradient of an output.
+
+    Parameters
+    ----------
+    owner, function, bound
+        See `Hook`.
+    native : callable, optional
+        A native function of the gradient that does what the hook would do, if it is permitted; it returns whether it was.
+    """
+
+    __slots__ = ("native",)
+
+    def __init__(
+        self,
+        owner: Any = None,
+        function: Callable[..., object] | None = None,
+        *bound: Any,
+        native: Function | None = None,
+    ) -> None:
+        super().__init__(owner, function, *bound)
+        self.native = native
+
+    def __call__(self, grad: Any) -> None:
+        """Record the gradient."""
+        if not torch.compiler.is_compiling() and (self.native is None or not self.native(grad)):
+            Hook.__call__(self, grad)
+
+
+skip_in_compiler(GradientHook.__call__)
+
+
+class OutputHooks:
+    """The hooks of the gradient of one output by the number of the forward; ``None`` for those that have not been needed.
+
+    Attributes
+    ----------
+    hooks : list
+        The hooks.
+    dictionaries : list
+        For each hook a dictionary of hooks of a tensor that contains it.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: list[GradientHook | None] = [None] * CACHED
+        self.dictionaries: list[OrderedDict[int, GradientHook] | None] = [None] * CACHED
+
+
+class LayerGradientHooks:
+    """Registers hooks on the outputs of modules, and records the gradients that they report.
+
+    Parameters
+    ----------
+    context : HookContext
+    backward : BackwardHooks
+        Recognises which backward is running.
+    """
+
+    def __init__(self, context: HookContext, backward: BackwardHooks) -> None:
+        self.context = context
+        self._backward = backward
+        self._hooks: dict[tuple[Site, str], OutputHooks] = {}
+        self._lasting: list[Any] = []
+
+    def of(self, site: Site, path: str = "") -> OutputHooks:
+        """Return the hooks of an output."""
+        return self._hooks.get((site, path)) or self._hooks.setdefault((site, path), OutputHooks())
+
+    def watch(self, site: Site, module: nn.Module, outputs: Leaves, sizes: Tensor | None, forward: Forward) -> None:
+        """Register hooks on the outputs of one call of a module; `sizes` are those of a packed sequence."""
+        for path, output in outputs:
+            if output.requires_grad:
+                hook = self._hook(site, path, None if path else sizes, forward)
+                base = output._base
+                if base is None:
+                    handle = output.register_hook(hook)
+                    if output.is_leaf:
+                        self._lasting.append(handle)
+                elif _owns_base(module) and base.requires_grad and base.numel() == output.numel() and not base.is_leaf:
+                    base.register_hook(_OfView(output, hook).of_base)
+                else:
+                    self._lasting += _register_on_view(output, base, hook, outputs)
+
+    def _hook(self, site: Site, path: str, sizes: Tensor | None, forward: Forward) -> GradientHook:
+        is_kept = 0 <= forward.number < CACHED and sizes is None
+        known = self.of(site, path).hooks[forward.number] if is_kept else None
+        if known is not None:
+            return known
+        context = self.context
+        native = context.native.gradient_function(context.recorder, site, forward) if is_kept and not path else None
+        hook = GradientHook(self, LayerGradientHooks.gradient_computed, site, path, sizes, forward, native=native)
+        if is_kept:
+            of_output = self.of(site, path)
+            of_output.dictionaries[forward.number] = None if native is None else OrderedDict({HOOK_KEY: hook})
+            of_output.hooks[forward.number] = hook
+        return hook
+
+    def gradient_computed(self, site: Site, path: str, sizes: Tensor | None, forward: Forward, grad: Tensor) -> None:
+        """Record a gradient."""
+        context = self.context
+        recorder = context.recorder
+        if recorder.rows is None or context.is_off:
+            return
+        part = self._backward.reach(forward)
+        if context.loss_scale.is_used:
+            grad = context.loss_scale.removed_from(grad)
+        if context.replicas > 1:
+            grad = divided(grad, context.replicas)  # the loss is the mean of the ranks' losses
+        recorder.receive(site, with_batch_sizes(grad, sizes), path, part=part)
+        if not context.loss_scale.is_used and context.replicas == 1:
+            context.native.permit_gradients(recorder, forward, part)
+
+    def step_ended(self) -> None:
+        """Remove the hooks that would outlive a backward."""
+        lasting, self._lasting = self._lasting, []
+        for handle in lasting:
+            handle.remove()
+
+
+def _owns_base(module: nn.Module) -> bool:
+    """Whether an output of a module that is a view is a view of a tensor that nothing else has.
+
+    ``nn.Linear`` returns such a view for inputs with more than two axes, unless a second hook has replaced its output.
+    """
+    return type(module) is nn.Linear and len(module._forward_hooks) == 1 and not GLOBAL_FORWARD_HOOKS
+
+
+class _OfView:
+    """Receives the gradient of an output that is a view from its base."""
+
+    __slots__ = ("computed", "size", "stride")
+
+    def __init__(self, view: Tensor, computed: Callable[[Tensor], None]) -> None:
+        self.computed = computed
+        self.size, self.stride = view.size(), view.stride()
+
+    def of_base(self, grad: Tensor) -> None:
+        self.computed(grad.detach().contiguous().as_strided(self.size, self.stride))
+
+
+class _ViewGradient(_OfView):
+    """Receives the gradient of an output that is a view, from the view or from its base.
+
+    An in-place operation on a view cuts the view's own hook off without an error; its gradient then arrives at the base.
+    """
+
+    __slots__ = ("has_come", "version", "view")
+
+    def __init__(self, view: Tensor, computed: Callable[[Tensor], None]) -> None:
+        super().__init__(view, computed)
+        self.has_come = False
+        self.view = weakref.ref(view)
+        self.version = view._version
+
+    def of_view(self, grad: Tensor) -> None:
+        self.has_come = True
+        self.computed(grad)
+
+    def of_base(self, grad: Tensor) -> None:
+        view = self.view()
+        if not self.has_come and (view is None or view._version != self.version):
+            super().of_base(grad)
+
+
+def _register_on_view(view: Tensor, base: Tensor, computed: Callable[[Tensor], None], outputs: Leaves) -> list[Any]:
+    """Register hooks on a view and on its base; return the handles of those that would outlive the graph."""
+    is_output = any(base is other for _, other in outputs)
+    if is_output or not base.requires_grad or base.numel() != view.numel():
+        handle = view.register_hook(computed)
+        return [handle] if view.is_leaf else []
+    gradient = _ViewGradient(view, computed)
+    handles = [view.register_hook(gradient.of_view), base.register_hook(gradient.of_base)]
+    return handles if base.is_leaf else []
+
+
+class MicroGradientHooks:
+    """Records the gradients of one micro-batch, before autograd adds them to those of the others.
+
+    They are as autograd has computed them: scaled like the loss, not clipped, and of this process alone.
+
+    Parameters
+    ----------
+    context : HookContext
+    """
+
+    def __init__(self, context: HookContext) -> None:
+        self.context = context
+        self._hooked: list[tuple[Any, Any]] = []  # nodes and handles; a node has hooks only as long as it lives
+
+    def step_opened(self) -> None:
+        """Register hooks for the parameters whose micro-batch gradients a subscriber wants."""
+        context = self.context
+        if not context.recorder.plan.micro_gradients:
+            return
+        for named in context.parameters.all:
+            site = context.sites("bias_micro_gradients" if named.is_bias else "weight_micro_gradients", named.module)
+            if not (named.parameter.requires_grad and context.recorder.wants(site)):
+                continue
+            # a hook on the parameter itself would also report gradients that are only returned to the user
+            if (node := context.parameters.accumulate_node(named.parameter)) is not None:
+                hook = Hook(self, MicroGradientHooks.gradient_computed, site, named.path)
+                self._hooked.append((node, node.register_prehook(hook)))
+
+    def gradient_computed(self, site: Site, path: str, grads: tuple[Tensor | None, ...]) -> None:
+        """Record a gradient that is about to be added."""
+        context = self.context
+        if grads[0] is not None and context.tracker.pass_name == TRAINING and not context.is_off:
+            context.recorder.receive(site, grads[0], path, part=MICRO_PART)
+
+    def step_ended(self) -> None:
+        """Remove the hooks."""
+        hooked, self._hooked = self._hooked, []
+        for _, handle in hooked:
+            handle.remove()
+
+
+class UnclippedGradientHooks:
+    """Records the gradients of a step before clipping, reduced over ranks, and without the factor of a gradient scaler.
+
+    Parameters
+    ----------
+    context : HookContext
+    """
+
+    def __init__(self, context: HookContext) -> None:
+        self.context = context
+
+    def backward_ended(self) -> None:
+        """Record the gradients in place of those that an earlier backward of the step has left."""
+        context = self.context
+        recorder = context.recorder
+        if not recorder.plan.unclipped_gradients:
+            return
+        recorder.drop_part(UNCLIPPED_PART)
+        context.parameters.refresh()
+        for named in context.parameters.all:
+            kind = "bias_gradients_unclipped" if named.is_bias else "weight_gradients_unclipped"
+            site = context.sites(kind, named.module)
+            if (grad := named.parameter.grad) is not None and recorder.wants(site):
+                recorder.receive(site, context.loss_scale.removed_from(grad), named.path, part=UNCLIPPED_PART)

@@ -1,0 +1,187 @@
+"""The base class of ikkuna's hooks, which copies and pickles of modules leave out."""
+
+import copyreg
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ikkuna.support.torch_internals import function_transforms, graph_task, skip_in_compiler, tracing_state
+
+__all__ = ["MAY_CAPTURE", "Hook", "HookFreeCopies", "Remove", "in_backward", "in_capture", "remove_all"]
+
+
+Remove = Callable[[], None]
+
+
+def _no_owner() -> None:
+    """Stand for the weak reference of a hook without an owner."""
+
+
+def _captures() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+MAY_CAPTURE = torch.backends.cuda.is_built()
+"""Whether this torch can record operators for a CUDA graph."""
+
+in_capture: Callable[[], bool] = _captures if MAY_CAPTURE else bool
+"""Whether the operators that this thread calls are recorded for a CUDA graph, and do not run; ``bool()`` is False."""
+
+
+def in_backward() -> bool:
+    """Whether autograd runs on this thread; a forward that begins then is the recomputation of a checkpoint."""
+    return graph_task() != -1
+
+
+def _do_nothing(*args: object) -> None:
+    """Stand for the function of a hook without an owner."""
+
+
+class Hook:
+    """Calls ``function(owner, *bound, *args)``, returns nothing, and passes no error on, except those that belong to the user.
+
+    The owner is an adapter with a ``context`` (see `HookContext`), held weakly.  The time is counted by the context's stopwatch, and errors
+    are handled by the context.  A copied or unpickled hook has no owner and does nothing.  Inside ``torch.func`` transforms
+    and tracers, and while a CUDA graph is captured, a hook does nothing.
+    The permits of native functions end first, because this hook may change what they depend on.
+    Inside a graph that is being compiled it calls :meth:`leave_in_graph`.
+
+    This is one function with direct calls, because it runs between two kernels of the user's model that have emptied
+    the processor's caches, where each further function call costs several times the usual.
+
+    Parameters
+    ----------
+    owner : object, optional
+        The adapter.
+    function : callable
+        An unbound method of the adapter.
+    *bound : object
+        Its first arguments.
+    """
+
+    __slots__ = ("__weakref__", "bound", "function", "owner")
+
+    def __init__(self, owner: Any = None, function: Callable[..., object] | None = None, *bound: Any) -> None:
+        self.owner = _no_owner if owner is None else weakref.ref(owner)
+        self.function = function or _do_nothing
+        self.bound = bound
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function, if the owner exists and nothing is being traced."""
+        if torch.compiler.is_compiling():
+            self.leave_in_graph(*args)
+            return
+        if function_transforms() is not None or tracing_state() is not None or (owner := self.owner()) is None:
+            return
+        context = owner.context
+        stopwatch = context.stopwatch
+        try:
+            if in_capture():
+                context.is_captured()
+                return
+            try:
+                stopwatch.start()
+                context.native.close()
+                self.function(owner, *self.bound, *args)
+            finally:
+                stopwatch.stop()
+        except BaseException as error:
+            context.handle(self.function.__name__, error)
+
+    def leave_in_graph(self, *args: Any) -> None:
+        """Add operators that measure to a graph that is being compiled; none by default."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        # a function of the standard library that does nothing, because a pickle may be loaded where ikkuna is not installed
+        return getattr, (nullcontext(), "__exit__")
+
+
+skip_in_compiler(
+    Hook.__call__
+)  # the compiler would compile hooks around the forward of a root, where it does not trace the caller
+
+
+def remove_all(handles: Iterable[Any]) -> Remove:
+    """Return a function that removes hooks."""
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+_HOOKS = {  # dictionaries of hooks → dictionaries of the marks of these hooks
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+}
+_USERS: Counter[type[nn.Module]] = Counter()  # of this process, like the table of copyreg
+
+
+class HookFreeCopies:
+    """Makes ``copy``, ``pickle`` and ``torch.save`` leave ikkuna's hooks out, for some classes of modules.
+
+    A copy, such as an average of weights, is not observed, can be scripted, and can be loaded where ikkuna is not installed.
+    For this a function is registered with ``copyreg``; a class for which the user has registered one keeps it.
+
+    Examples
+    --------
+    >>> import copy
+    >>> model, copies = nn.Linear(2, 2), HookFreeCopies()
+    >>> handle = model.register_forward_hook(Hook())
+    >>> copies.include([model])
+    >>> len(copy.deepcopy(model)._forward_hooks)
+    0
+    >>> copies.remove()
+    """
+
+    def __init__(self) -> None:
+        self._classes: set[type[nn.Module]] = set()
+
+    def include(self, modules: Iterable[nn.Module]) -> None:
+        """Include the classes of modules."""
+        for cls in {type(module) for module in modules} - self._classes:
+            if copyreg.dispatch_table.setdefault(cls, _reduce) is _reduce:
+                self._classes.add(cls)
+                _USERS[cls] += 1
+
+    def remove(self) -> None:
+        """Remove what was registered, unless another object needs it."""
+        for cls in self._classes:
+            _USERS[cls] -= 1
+            if not _USERS[cls]:
+                del _USERS[cls]
+                if copyreg.dispatch_table.get(cls) is _reduce:
+                    del copyreg.dispatch_table[cls]
+        self._classes = set()
+
+
+def _reduce(module: nn.Module) -> Any:
+    """Return what the module's own ``__reduce_ex__`` returns, without ikkuna's hooks in its state."""
+    reduced = module.__reduce_ex__(2)
+    if not isinstance(reduced, tuple) or len(reduced) < 3:
+        return reduced
+    state = reduced[2]
+    if isinstance(state, dict):
+        state = _without_hooks(state)
+    elif isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):  # a class with slots
+        state = _without_hooks(state[0]), state[1]
+    return (*reduced[:2], state, *reduced[3:])
+
+
+def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    changed = {}
+    for name, marks in _HOOKS.items():
+        hooks = state.get(name)
+        own = {key for key, hook in hooks.items() if isinstance(hook, Hook)} if isinstance(hooks, dict) else set()
+        for each in (name, *marks) if own else ():
+            changed[each] = OrderedDict((key, value) for key, value in state.get(each, {}).items() if key not in own)
+    return {**state, **changed} if changed else state

@@ -1,0 +1,279 @@
+"""Composes and registers all adapters of torch's hooks of an exporter."""
+
+import os
+import weakref
+from collections import Counter
+from collections.abc import Collection
+from threading import get_ident
+from typing import Any
+
+from torch import Tensor, nn
+
+from ikkuna.distributed.dtensor import divided
+from ikkuna.observation.hooks.backward import BackwardHooks
+from ikkuna.observation.hooks.context import BASE, VIEW, HookContext
+from ikkuna.observation.hooks.fast_path import FastPathHooks
+from ikkuna.observation.hooks.forward import ForwardHooks
+from ikkuna.observation.hooks.gradients import LayerGradientHooks, MicroGradientHooks, UnclippedGradientHooks
+from ikkuna.observation.hooks.hook import Hook, HookFreeCopies, Remove, in_backward, remove_all
+from ikkuna.observation.hooks.in_graph import GraphSwitch, RootBeginsHook, RootEndsHook
+from ikkuna.observation.hooks.loss import LossHooks
+from ikkuna.observation.hooks.modules import BACKWARD, ModuleHooks
+from ikkuna.observation.hooks.observed import ObservedHooks
+from ikkuna.observation.hooks.optimizers import OptimizerHooks, StepHooks, call_at_steps
+from ikkuna.observation.rows.site import Site
+
+__all__ = ["CompiledHooks", "HookSet", "PermanentHooks", "pause_after_fork"]
+
+
+class PermanentHooks:
+    """Two hooks on each root, one on the loss module, and two that are called at the steps of all optimizers.
+
+    Parameters
+    ----------
+    forward : ForwardHooks
+        Handles the calls of roots.
+    losses : LossHooks
+        Handles the calls of the loss module.
+    optimizers : OptimizerHooks
+        Handles the steps of optimizers.
+    fast_paths : FastPathHooks
+        Keeps the hooks from changing what transformer layers compute.
+    switch : GraphSwitch, optional
+        What hooks in a compiled graph read.
+    """
+
+    def __init__(
+        self,
+        forward: ForwardHooks,
+        losses: LossHooks,
+        optimizers: OptimizerHooks,
+        fast_paths: FastPathHooks,
+        switch: GraphSwitch | None,
+    ) -> None:
+        self._forward = forward
+        self._losses = losses
+        self._fast_paths = fast_paths
+        self._optimizers = optimizers
+        self._switch = switch
+        self._remove: list[Remove] = []
+
+    def install(self, roots: Collection[nn.Module], loss: nn.Module | None, keeps: object = None) -> None:
+        """Register the hooks, in place of those registered before; the roots keep the object `keeps` alive."""
+        self.remove()
+        self._fast_paths.find(roots)
+        for root in roots:
+            begins = RootBeginsHook(self._forward, ForwardHooks.root_begins, self._switch)
+            begins.keeps = keeps
+            ends = RootEndsHook(self._forward, ForwardHooks.root_ends, self._switch)
+            handles: list[Any] = [
+                root.register_forward_pre_hook(begins, with_kwargs=True),
+                root.register_forward_hook(ends, with_kwargs=True, always_call=True),
+            ]
+            if (guard := self._fast_paths.guard(root)) is not None:
+                handles.append(guard)
+            self._remove.append(remove_all(handles))
+        if loss is not None:
+            hook = Hook(self._losses, LossHooks.loss_called)
+            self._remove.append(remove_all([loss.register_forward_hook(hook, with_kwargs=True)]))
+        self._remove.append(_install_for_optimizers(self._optimizers))
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        remove, self._remove = self._remove, []
+        for each in remove:
+            each()
+
+
+def _install_for_optimizers(optimizers: OptimizerHooks) -> Remove:
+    """Call hooks before and after the step of any optimizer, at most until `optimizers` dies."""
+    begins, ends = Hook(optimizers, OptimizerHooks.optimizer_begins), Hook(optimizers, OptimizerHooks.optimizer_ends)
+    return weakref.finalize(optimizers, call_at_steps(StepHooks(begins, ends)))
+
+
+def pause_after_fork(context: HookContext) -> None:
+    """Suspend recording in a forked child, where a data loader may call the model."""
+    reference = weakref.ref(context)
+
+    def pause() -> None:
+        if (alive := reference()) is not None:
+            alive.is_paused = True
+
+    os.register_at_fork(after_in_child=pause)
+
+
+class CompiledHooks:
+    """Translates the operators in compiled graphs into calls of the tracker and the recorder.
+
+    Parameters
+    ----------
+    context : HookContext
+    forward : ForwardHooks
+        Handles forwards.
+    backward : BackwardHooks
+        Handles backwards.
+    modules : ModuleHooks
+        Registers the hooks that have added the operators.
+    """
+
+    def __init__(
+        self, context: HookContext, forward: ForwardHooks, backward: BackwardHooks, modules: ModuleHooks
+    ) -> None:
+        self.context = context
+        self._forward = forward
+        self._backward = backward
+        self._modules = modules
+        self._views: Counter[tuple[Site, str]] = Counter()
+
+    def root_called(self, counts: bool) -> None:
+        """Handle the call of a compiled root; `counts` if it is in training mode with gradients."""
+        context = self.context
+        try:
+            try:
+                context.stopwatch.start()
+                context.native.close()
+                if (not context.is_off or context.resumes(running=1)) and not in_backward():
+                    self._modules.settle(True)
+                    self._forward.forward_begins(get_ident(), counts, counts, is_compiled=True)
+            finally:
+                context.stopwatch.stop()
+        except BaseException as error:
+            context.handle("the call of a compiled root", error)
+
+    def observed(self, site: Site, tensor: Tensor, path: str, role: int) -> None:
+        """Record a tensor, or the gradient of one."""
+        context = self.context
+        try:
+            try:
+                context.stopwatch.start()
+                context.native.close()
+                if not context.is_off:
+                    self._observed(site, tensor, path, role)
+            finally:
+                context.stopwatch.stop()
+        except BaseException as error:
+            context.handle(f"the measurement of {site}", error)
+
+    def _observed(self, site: Site, tensor: Tensor, path: str, role: int) -> None:
+        if site.kind == BACKWARD:
+            if (forward := self.context.tracker.latest_compiled) is not None:
+                self._backward.reach(forward)
+            return
+        self._modules.was_traced(site.module)
+        if site.kind == "layer_gradients":
+            self._record_gradient(site, tensor, path, role)
+        elif not in_backward():
+            thread = get_ident()
+            calls = self.context.tracker.calls.of(thread)
+            forward = calls[0] if calls else self._forward.part_called(thread, True)
+            if forward is not None and self.context.recorder.rows is not None:
+                self.context.recorder.receive(site, tensor, path, part=forward.part)
+
+    def _record_gradient(self, site: Site, grad: Tensor, path: str, role: int) -> None:
+        context = self.context
+        part = self._backward.reach_latest()
+        if part is None or context.recorder.rows is None or (role and not self._is_first(site, path, role)):
+            return
+        if context.loss_scale.is_used:
+            grad = context.loss_scale.removed_from(grad)
+        if context.replicas > 1:
+            grad = divided(grad, context.replicas)
+        context.recorder.receive(site, grad, path, part=part)
+
+    def _is_first(self, site: Site, path: str, role: int) -> bool:
+        """Whether a gradient is not the repetition, at the base of a view, of one that the view itself has reported."""
+        if role == VIEW:
+            self._views[site, path] += 1
+        elif role == BASE and self._views[site, path]:
+            self._views[site, path] -= 1
+            return False
+        return True
+
+    def step_ended(self) -> None:
+        """Forget which views have reported a gradient."""
+        self._views.clear()
+
+
+class HookSet:
+    """All adapters of torch's hooks of one exporter, which hooks refer to weakly.
+
+    Parameters
+    ----------
+    context : HookContext
+    in_graph : bool
+        Whether compiled models are measured in their graphs.
+
+    Attributes
+    ----------
+    forward : ForwardHooks
+        Handles the calls of the model.
+    gradients : LayerGradientHooks
+        Observes the gradients of what modules return.
+    losses : LossHooks
+        Records the loss and the labels.
+    modules : ModuleHooks
+        The hooks of observed modules, which are registered only for the steps that need them.
+    observed : ObservedHooks
+        Records what the model passes to ``observe``.
+    optimizers : OptimizerHooks
+        Observes parameters around the steps of optimizers.
+    """
+
+    def __init__(self, context: HookContext, in_graph: bool) -> None:
+        self._context = context
+        self.losses = LossHooks(context)
+        self.optimizers = OptimizerHooks(context, self.losses)
+        self._backward = BackwardHooks(context, self.losses)
+        self.gradients = LayerGradientHooks(context, self._backward)
+        self._micro_gradients = MicroGradientHooks(context)
+        self._unclipped = UnclippedGradientHooks(context)
+        self._backward.ended.append(self._unclipped.backward_ended)
+        self.forward = ForwardHooks(context, self._backward, self.gradients, self.losses)
+        self._fast_paths = FastPathHooks(context)
+        self.observed = ObservedHooks(context, self.forward)
+        self.modules = ModuleHooks(*(context, self.forward, self._fast_paths, self.observed, self.gradients), in_graph)
+        self._compiled = CompiledHooks(context, self.forward, self._backward, self.modules)
+        context.sites.set_receiver(self._compiled)
+        self._permanent = PermanentHooks(
+            self.forward, self.losses, self.optimizers, self._fast_paths, self.modules.switch
+        )
+        self._copies = HookFreeCopies()
+
+    def install(self, keeps: object) -> None:
+        """Register the hooks that stay while the exporter is open; the roots keep the object `keeps` alive."""
+        model = self._context.model
+        self._permanent.install(model.callable, model.loss, keeps=keeps)
+        self.include_copies()
+
+    def include_copies(self) -> None:
+        """Keep the hooks out of copies of all modules that may have some."""
+        model = self._context.model
+        loss: tuple[nn.Module, ...] = () if model.loss is None else (model.loss,)
+        self._copies.include((*model.callable, *loss, *(named.module for named in model.modules)))
+
+    def uninstall(self) -> None:
+        """Remove the hooks that stay while the exporter is open."""
+        self._permanent.remove()
+        self.observed.set_wanted(False)
+        self._copies.remove()
+
+    def step_opened(self) -> None:
+        """Prepare for the step that has begun, and register the hooks of the modules that it samples."""
+        self._micro_gradients.step_opened()
+        self.optimizers.step_opened()
+        self.install_modules()
+
+    def install_modules(self) -> None:
+        """Register the hooks of the modules that the open step or pass samples; those of compiled models are there already."""
+        plan = self._context.recorder.plan
+        if not self._context.model.is_compiled:
+            self.modules.set_sampled(plan)
+            self.modules.install(plan)
+
+    def step_ended(self) -> None:
+        """Forget everything about the step but the parameters."""
+        self._backward.step_ended()
+        self.gradients.step_ended()
+        self._micro_gradients.step_ended()
+        self.losses.step_ended()
+        self._compiled.step_ended()

@@ -1,0 +1,252 @@
+"""Registers hooks on the observed modules for sampled steps, and keeps them where a compiled graph contains them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ikkuna.metrics.messages.kinds import FORWARD_KINDS, OBSERVED
+from ikkuna.metrics.messages.stamp import TRAINING
+from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.numerics.statistics.native.kernels import Function
+from ikkuna.observation.hooks.context import HookContext, ObservedSites, in_compiled_call
+from ikkuna.observation.hooks.fast_path import FastPathHooks
+from ikkuna.observation.hooks.forward import ForwardHooks
+from ikkuna.observation.hooks.gradients import LayerGradientHooks
+from ikkuna.observation.hooks.hook import Remove, remove_all
+from ikkuna.observation.hooks.in_graph import CompiledModules, CompilerStance, GraphSwitch, ModuleHook
+from ikkuna.observation.hooks.observed import ObservedHooks
+from ikkuna.observation.rows.plan import Plan
+from ikkuna.observation.rows.site import Site
+from ikkuna.observation.steps.step_tracker import State
+from ikkuna.support.modules import NamedModule
+
+__all__ = ["BACKWARD", "ModuleHooks"]
+
+
+_NO_SITES = ObservedSites()
+
+BACKWARD = "backward of a compiled root"
+"""The kind of the site to which compiled graphs report backwards; it is no kind of message."""
+
+
+class ModuleHooks:
+    """Registers and removes the hooks of observed modules.
+
+    A compiled graph contains what the hooks have added, and expects them at every call; there they stay registered,
+    and a switch says whether the next step is sampled.  A model proves to be compiled at its first call; until then the hooks stay.
+
+    Parameters
+    ----------
+    context : HookContext
+    forward : ForwardHooks
+        Handles the calls.
+    fast_paths : FastPathHooks
+        Keeps the hooks from changing what transformer layers compute.
+    observed : ObservedHooks
+        Records what the model passes to ``observe``.
+    gradients : LayerGradientHooks
+        Has the hooks of gradients.
+    in_graph : bool
+        Whether compiled models are measured in their graphs; otherwise sampled steps run without the compiler.
+
+    Attributes
+    ----------
+    switch : GraphSwitch, optional
+        ``None`` if compiled models are not measured in their graphs.
+    """
+
+    def __init__(
+        self,
+        context: HookContext,
+        forward: ForwardHooks,
+        fast_paths: FastPathHooks,
+        observed: ObservedHooks,
+        gradients: LayerGradientHooks,
+        in_graph: bool = True,
+    ) -> None:
+        self._context = context
+        self._fast_paths = fast_paths
+        self._forward = forward
+        self._observed = observed
+        self._gradients = gradients
+        self.switch = GraphSwitch() if in_graph else None
+        self._is_settled = not in_graph
+        self._stance = CompilerStance()
+        self._compiled_modules = CompiledModules()
+        self._traced: set[str] = set()
+        self._installed_for: Plan | None = None
+        self._hooks: dict[str, tuple[ModuleHook, Remove]] = {}
+        self._wishes: tuple[Registered, ...] = ()
+        self._are_early = False
+        forward.root_begins_call, forward.root_has_begun = self.settle, self.remove_early
+        forward.native_function = self._native_function
+
+    def prepare(self, wishes: Plan, next_step: Plan) -> bool:
+        """Handle a change of what subscribers want; return whether a compiled model has to be compiled again.
+
+        Parameters
+        ----------
+        wishes : Plan
+            Everything that is wanted at any step.
+        next_step : Plan
+            What is wanted at the next step.
+        """
+        model, switch = self._context.model, self.switch
+        if switch is None:
+            self.set_sampled(next_step)
+            return False
+        if switch.root is None:
+            sites = self._context.sites
+            network = ObservedSites(sites("input_data"), sites("network_output"), sites(BACKWARD))
+            switch.root = sites.number("", network)
+        switch.inputs, switch.outputs = (
+            wishes.task(kind, None) is not None for kind in ("input_data", "network_output")
+        )
+        self.set_sampled(next_step)
+        observed = (*model.callable, *(named.module for named in model.modules))
+        model.is_compiled = model.is_compiled or self._compiled_modules.includes(observed)
+        if not model.is_compiled:
+            self._compiled_modules.drop_programs_of_others(observed)
+        if self._is_settled and not model.is_compiled:
+            return False
+        self._wishes = wishes.subscriptions
+        return self.install(wishes) and model.is_compiled
+
+    def is_found_compiled(self) -> bool:
+        """Whether a root proves to be compiled that was not known to be."""
+        model = self._context.model
+        return self.switch is not None and not model.is_compiled and self._compiled_modules.includes(model.callable)
+
+    def set_sampled(self, plan: Plan) -> None:
+        """Prepare compiled models, and the calls of ``observe``, for the next step."""
+        self._observed.set_wanted(OBSERVED in plan.kinds)
+        if self.switch is not None:
+            self.switch.on = plan.is_in_graph
+            self.switch.loss = "loss" in plan.kinds
+        self._stance.set_eager(plan.is_in_graph and self.switch is None)
+
+    def set_sampled_pass(self, plan: Plan) -> None:
+        """Run compiled models eagerly in another pass that is observed: their graphs measure only training."""
+        self._observed.set_wanted(OBSERVED in plan.kinds)
+        self._stance.set_eager(plan.is_in_graph and (self._context.model.is_compiled or self.switch is None))
+
+    def settle(self, is_compiled: bool) -> None:
+        """Handle the beginning of the call of a root: the first one shows whether it is that of a compiled graph."""
+        context = self._context
+        context.model.is_compiled = context.model.is_compiled or is_compiled
+        if not self._is_settled:
+            self._is_settled = True
+            tracker = context.tracker
+            self._are_early = tracker.state is State.IDLE and tracker.pass_name == TRAINING
+
+    def remove_early(self) -> None:
+        """Remove the hooks that were registered before the first call, unless they are those of the step that the call has opened."""
+        if self._are_early:
+            self._are_early = False
+            self.remove()
+
+    def was_traced(self, module: str | None) -> None:
+        """Handle a measurement of a module in a compiled graph: its hooks must stay."""
+        if module is not None:
+            self._traced.add(module)
+
+    def install(self, plan: Plan) -> bool:
+        """Register hooks on the modules whose outputs `plan` wants; return whether any hook was registered."""
+        if plan is self._installed_for:
+            return False
+        if self._are_early and plan.subscriptions != self._wishes:
+            self.remove_early()
+        if self._is_settled:
+            self._are_early, self._wishes = False, ()
+        self._installed_for = plan
+        # the calls of its parts are the only sign of a model that is never called as a whole
+        needs_calls = self._context.tracker.is_rootless and "loss" in plan.kinds
+        if not (plan.forward or needs_calls):
+            return False
+        model, found, kinds = self._context.model, False, [kind in plan.kinds for kind in FORWARD_KINDS]
+        may_be_compiled = bool(self._fast_paths.layers) and (
+            model.is_compiled or not self._is_settled or in_compiled_call()
+        )
+        roots = {id(root) for root in model.callable}
+        if self.switch is not None:
+            self._context.sites.create_numbers(named.name for named in model.modules)
+        for named in model.modules:
+            known = self._hooks.get(named.name)
+            had = known[0].sites if known else _NO_SITES
+            sites = ObservedSites(
+                *(
+                    self._site(plan, kind, named, site) if is_wanted else site
+                    for kind, site, is_wanted in zip(FORWARD_KINDS, had, kinds, strict=True)
+                )
+            )
+            if sites == had and (known or not needs_calls):
+                continue
+            if may_be_compiled and self._fast_paths.is_frozen(named.module):
+                if self._is_settled:
+                    self._fast_paths.warn()
+                continue
+            self._observe(named, sites, is_root=id(named.module) in roots)
+            found = True
+        return found
+
+    def _observe(self, named: NamedModule, sites: ObservedSites, is_root: bool) -> None:
+        """Register the hook of a module, or let the hook that it has observe other tensors."""
+        number = None if self.switch is None else self._context.sites.number(named.name, sites)
+        # rows exist before the first measurement, because the table of what is wanted is made once for all of them
+        for site in filter(None, sites):
+            self._context.recorder.index.row(site, "")
+        if known := self._hooks.get(named.name):
+            known[0].observe(sites, number)
+            return
+        hook = ModuleHook(self._forward, ForwardHooks.module_called, sites, number, self.switch)
+        # the hook of a root comes first, because it is registered inside the root's own call
+        handles: list[Any] = [named.module.register_forward_hook(hook, prepend=is_root)]
+        if self._fast_paths.layers and (guard := self._fast_paths.guard(named.module)) is not None:
+            handles.append(guard)
+        self._hooks[named.name] = hook, remove_all(handles)
+
+    def _native_function(self, module: nn.Module, sites: ObservedSites) -> Function | None:
+        """Return the native function of the hook of a module."""
+        context = self._context
+        dictionaries = [] if sites.gradients is None else self._gradients.of(sites.gradients).dictionaries
+        forward_hooks = module._forward_hooks if type(module) is nn.Linear else None
+        return context.native.output_function(context.recorder, sites, forward_hooks, dictionaries)
+
+    def _site(self, plan: Plan, kind: str, named: NamedModule, had: Site | None) -> Site | None:
+        return self._context.sites(kind, named.name) if plan.task(kind, named.name) else had
+
+    def keep_for(self, plan: Plan) -> None:
+        """Remove hooks after a step, unless the next step needs the same ones."""
+        if self._fast_paths.calls:
+            self._fast_paths.finish()
+        if not plan.forward or plan is not self._installed_for:
+            self.remove()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove the hooks of modules that are not observed any more."""
+        self._installed_for = None
+        if self._fast_paths.calls:
+            self._fast_paths.finish()
+        for name in names:
+            if (known := self._hooks.pop(name, None)) is not None:
+                known[1]()
+
+    def remove_lost(self) -> None:
+        """Remove hooks that were registered, but not stored, because an exception came between."""
+        for named in self._context.model.modules:
+            hooks = named.module._forward_hooks
+            ours = [i for i, h in hooks.items() if isinstance(h, ModuleHook) and h.owner() is self._forward]
+            for number in ours[named.name in self._hooks :]:
+                del hooks[number]
+
+    def remove(self, everything: bool = False) -> None:
+        """Remove hooks; without `everything` those stay that a compiled graph contains."""
+        self._installed_for = None
+        if self._fast_paths.calls:
+            self._fast_paths.finish()
+        if everything:
+            self._stance.set_eager(False)
+        for name in list(self._hooks):
+            if everything or not (self._context.model.is_compiled or name in self._traced):
+                self._hooks.pop(name)[1]()

@@ -1,0 +1,266 @@
+"""Observes parameters around the steps of optimizers, which all exporters of the process share."""
+
+from collections.abc import Iterable
+from itertools import count
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ikkuna.metrics.messages.kinds import UNCLIPPED_KINDS
+from ikkuna.observation.hooks.context import HookContext, running_steps
+from ikkuna.observation.hooks.hook import Hook, Remove
+from ikkuna.observation.hooks.loss import LossHooks
+from ikkuna.observation.hooks.parameter_recorder import ParameterRecorder
+from ikkuna.observation.model.parameters import UntrainedParameters
+from ikkuna.observation.steps.step_tracker import State
+from ikkuna.support.failures import log
+
+__all__ = ["OptimizerHooks", "StepHooks", "add_rates", "call_at_steps", "has_no_rate"]
+
+
+def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
+    """Store the learning rates in `rates` before a scheduler changes them; a rate on an accelerator stays there."""
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        name = str(group.get("name", len(rates)))
+        rates[_unused(name, rates) if name in rates else name] = (
+            rate.detach().clone() if isinstance(rate, Tensor) else rate
+        )
+
+
+def has_no_rate(optimizer: Optimizer) -> bool:
+    """Return whether all learning rates are known to be 0, without waiting for an accelerator."""
+    return all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
+
+
+def _is_zero(rate: Any) -> bool:
+    return rate == 0 if isinstance(rate, int | float) else isinstance(rate, Tensor) and rate.is_cpu and not rate
+
+
+def _unused(name: str, taken: Iterable[str]) -> str:
+    """Return `name` with the first number behind it that makes it differ from those `taken`."""
+    numbered = (f"{name}_{i}" for i in count(1))
+    return next(free for free in numbered if free not in taken)
+
+
+class StepHooks(NamedTuple):
+    """The hooks of one exporter.
+
+    Parameters
+    ----------
+    begins, ends : Hook
+        Called with an optimizer, its arguments and its keyword arguments before and after its step.
+    """
+
+    begins: Hook
+    ends: Hook
+
+
+# process-wide, as torch's global hooks are
+_called: tuple[StepHooks, ...] = ()
+_handles: tuple[RemovableHandle, ...] = ()
+_lock = RLock()
+
+
+def call_at_steps(hooks: StepHooks) -> Remove:
+    """Call hooks before and after the step of any optimizer, until the returned function is called.
+
+    torch iterates over its dictionary of global hooks in each step, so a change of this dictionary raises in the step of another thread.
+    Therefore one pair is registered at the first call and never removed; it reads an immutable tuple.
+    """
+    with _lock:
+        _register_once()
+    _replace(hooks, add=True)
+    return lambda: _replace(hooks, add=False)
+
+
+def _replace(hooks: StepHooks, add: bool) -> None:
+    global _called
+    with _lock:
+        is_done = False
+        while not is_done:  # a garbage collection while the tuple is made may remove the hooks of other exporters
+            before = _called
+            after = (*(each for each in before if each is not hooks), *((hooks,) if add else ()))
+            if is_done := _called is before:
+                _called = after
+
+
+def _register_once() -> None:
+    global _handles
+    if not _handles or any(handle.id not in (handle.hooks_dict_ref() or ()) for handle in _handles):
+        for handle in _handles:
+            handle.remove()
+        # a compiled step() must not trace into the hooks
+        begins, ends = torch.compiler.disable(_step_begins), torch.compiler.disable(_step_ends)
+        _handles = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
+
+
+def _step_begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for hooks in _called:
+        hooks.begins(optimizer, args, kwargs)
+
+
+def _step_ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for hooks in _called:
+        hooks.ends(optimizer, args, kwargs)
+
+
+_SCALED_KINDS = frozenset(("layer_gradients", *UNCLIPPED_KINDS))
+_LOGGED_RESCALED = 3  # a training that begins, or is resumed, with a scaler changes it once
+
+
+class OptimizerHooks:
+    """Reports steps of optimizers to the tracker, and records what they read and write.
+
+    Weights are recorded before the step, as the forward has used them.  Gradients are recorded as the optimizer receives them:
+    accumulated, unscaled, clipped and reduced; with a closure after the step, which has computed them.
+    An update is the difference of the weights around the step, without what the user changes between steps.
+    If several optimizers step with one parameter, its update is the sum of theirs.
+    Gradients of parameters that no optimizer has are recorded with those of the first optimizer that steps.
+
+    Parameters
+    ----------
+    context : HookContext
+    loss : LossHooks
+        Assigns losses to optimizers.
+
+    Attributes
+    ----------
+    rates : dict
+        Learning rates of the open step by the name or number of the parameter group; if two groups share a name,
+        the second one is numbered: ``decay``, ``decay_1``.
+    has_closure : bool
+        Whether an optimizer of the open step evaluates the model itself.
+    records : ParameterRecorder
+        Records the tensors of parameters.
+    untrained : UntrainedParameters
+        Logs which trainable parameters are not trained.
+    """
+
+    def __init__(self, context: HookContext, loss: LossHooks) -> None:
+        self.context = context
+        self._loss = loss
+        self.rates: dict[str, Any] = {}
+        self.has_closure = False
+        self.untrained = UntrainedParameters()
+        self.records = ParameterRecorder(context)
+        self._by_hand = False
+        self._rescaled = 0
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the beginning of an optimizer's step."""
+        context = self.context
+        if context.is_off:
+            return
+        parameters, tracker = context.parameters, context.tracker
+        owned = parameters.owned_ids(optimizer)
+        closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+        if not owned or (not closure and self._creates_state(optimizer)):
+            return
+        number = parameters.number(optimizer)
+        running, scaler = running_steps()
+        outer = [parameters.number(other) for other in running[1:]]
+        context.apply(tracker.optimizer_begins(number, owned, closure=closure, running=outer))
+        if not tracker.optimizers.is_stepping(number):
+            return
+        if (scaler is not None or context.loss_scale.is_used) and context.loss_scale.set_scaler(scaler):
+            self._drop_scaled()
+        if "batch_finished" in context.recorder.plan.kinds or context.observer is not None:
+            add_rates(optimizer, self.rates)
+            self.has_closure = self.has_closure or closure
+        unowned = parameters.known_owners().unowned
+        if not closure and (unowned or self.untrained.settled is not parameters.all):
+            self.untrained.note_gradients(parameters.all, unowned)
+        if not context.recorder.plan.parameters:
+            return
+        observed = parameters.of(optimizer)
+        owners = parameters.known_owners()
+        self.records.weights(observed if self.records.is_used else parameters.all, observed, bool(owners.shared))
+        if not closure:
+            self.records.gradients(observed, getattr(optimizer, "grad_scale", None))
+            if unowned:
+                self.records.unowned_gradients()
+
+    def _creates_state(self, optimizer: Optimizer) -> bool:
+        """Return whether this is no step of training: ``torch.distributed.checkpoint`` creates the state of an optimizer so."""
+        number = self.context.parameters.number(optimizer)
+        return self.context.tracker.is_between_steps(number) and has_no_rate(optimizer)
+
+    def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the end of an optimizer's step."""
+        context = self.context
+        if context.is_off:
+            return
+        parameters, tracker = context.parameters, context.tracker
+        number = parameters.number(optimizer)
+        if not tracker.optimizers.is_stepping(number):
+            if parameters.owned_ids(optimizer):
+                context.apply(tracker.optimizer_ends(number))
+            return
+        owners = parameters.owners(optimizer)
+        if (owners.unowned or self.untrained.settled is not parameters.all) and tracker.optimizers.in_closure:
+            self.untrained.note_gradients(parameters.all, owners.unowned)
+        if context.recorder.plan.parameters:
+            observed = parameters.of(optimizer)
+            if tracker.optimizers.in_closure:
+                self.records.gradients(observed)
+                self.records.unowned_gradients()
+            shared = owners.shared
+            self.records.updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
+            self.records.states(optimizer, observed)
+        self._loss.optimizer_ends(number, parameters.owned_ids(optimizer))
+        if context.recorder.rows is not None:
+            context.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
+        context.apply(tracker.optimizer_ends(number, owners.numbers, owners.covered))
+
+    def step_by_hand(self) -> None:
+        """Handle the end of a step that no optimizer makes; weights and updates are recorded from the second one on."""
+        context = self.context
+        if context.tracker.state is not State.IDLE:
+            self.records.gradients(context.parameters.all)
+            self.records.updates(context.parameters.all)
+        self._by_hand = True
+        context.apply(context.tracker.step_by_hand())
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def step_opened(self) -> None:
+        """Record the weights now if no optimizer will report when they change."""
+        if self._by_hand and self.context.recorder.plan.parameters:
+            self.records.weights(self.context.parameters.all, self.context.parameters.all)
+
+    def before_close(self) -> None:
+        """Record the updates of parameters that several optimizers own."""
+        if self.records.is_used:
+            self.records.updates(self.context.parameters.all)
+        if self.untrained.settled is None:
+            self.untrained.step_ended()
+
+    def step_ended(self) -> None:
+        """Forget everything about the step."""
+        if self.records.is_used:
+            self.records.forget()
+        self.rates = {}
+        self.has_closure = False
+
+    # -- measurements ---------------------------------------------------------------------------------------------
+
+    def _drop_scaled(self) -> None:
+        """Forget gradients from which another factor than that of the loss was removed."""
+        recorder = self.context.recorder
+        if recorder.rows is None or recorder.plan.kinds.isdisjoint(_SCALED_KINDS):
+            return
+        recorder.rows.drop(_SCALED_KINDS)
+        self._rescaled += 1
+        if self._rescaled == _LOGGED_RESCALED:
+            log.warning(
+                "another gradient scaler than in the step before calls the optimizer, again: such steps have no %s",
+                " and no ".join(sorted(recorder.plan.kinds & _SCALED_KINDS)),
+            )

@@ -1,0 +1,201 @@
+"""Values that the user logs by name."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ikkuna.backends.backend import Backend, Sender
+from ikkuna.distributed.dtensor import is_distributed
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.messages.kinds import LOGGED
+from ikkuna.metrics.messages.message import NetworkMessage
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.numerics.elements import has_numbers
+from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.statistics.histogram import Histogram
+from ikkuna.observation.rows.host_copy import HostCopy
+from ikkuna.store.names import Series
+from ikkuna.store.values import Image, Matrix, is_histogram, is_pixels
+from ikkuna.support.failures import log, raise_users_exception
+
+__all__ = ["LoggedValues"]
+
+
+_MOST = 100_000
+_TYPES = "a number, a tensor or array of numbers, a histogram, a matrix, a picture or a text"
+
+
+class LoggedValues:
+    """Keeps values until their step ends, and posts those of each step together, with one copy from each device.
+
+    Parameters
+    ----------
+    bus : MessageBus
+        Receives them.
+
+    Attributes
+    ----------
+    dropped : int
+        Number of values that were dropped, because their step is over or because too many wait.
+    """
+
+    def __init__(self, bus: MessageBus) -> None:
+        self._bus = bus
+        self._lock = threading.RLock()  # reentrant, because a signal handler may log
+        self._waiting: dict[Stamp, dict[str, Any]] = {}
+        self._newest = -1
+        self._sender = Sender("log()")
+        self.dropped = 0
+
+    def add(self, name: str, value: Any, stamp: Stamp) -> None:
+        """Keep a value until its step ends; a second one of the same name and step replaces it.
+
+        Raises
+        ------
+        ConfigError, ConfigTypeError
+            If the name or the value is invalid.
+        """
+        if not isinstance(name, str):
+            raise ConfigTypeError(f"log() needs a name, got {type(name).__name__} {name!r}")
+        if not name.strip():
+            raise ConfigError("log() needs a name, got an empty one")
+        kept = _kept(name, value)
+        with self._lock:
+            is_late = stamp.global_step < self._newest
+            if is_late or sum(map(len, self._waiting.values())) >= _MOST:
+                self.dropped += 1
+                if self.dropped == 1:
+                    why = (
+                        f"step {self._newest} was stored already" if is_late else f"{_MOST} values wait for their steps"
+                    )
+                    log.warning("log(%r): a value of step %d is dropped: %s", name, stamp.global_step, why)
+                return
+            self._waiting.setdefault(stamp, {})[name] = kept
+
+    def step_ends(self, step: int | None = None) -> None:
+        """Post the values of all steps up to this one, or all."""
+        if not self._waiting:
+            return
+        with self._lock:
+            due = sorted(
+                (stamp for stamp in self._waiting if step is None or stamp.global_step <= step),
+                key=lambda stamp: stamp.global_step,
+            )
+            values = {stamp: self._waiting.pop(stamp) for stamp in due}
+            if due:
+                self._newest = due[-1].global_step
+        for stamp, named in values.items():
+            self._bus.queue.append(_LoggedStep(stamp, named, self._sender))
+
+    def rewind(self, step: int) -> None:
+        """Accept values from `step` on again."""
+        self._newest = min(self._newest, step - 1)
+
+
+class _LoggedStep:
+    """The values of one step, on their way to the host; see `Measurements`."""
+
+    def __init__(self, stamp: Stamp, values: dict[str, Any], sender: Sender) -> None:
+        self.stamp = stamp
+        self._values = values
+        self._sender = sender
+        by_device: dict[torch.device, list[str]] = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                by_device.setdefault(value.device, []).append(name)
+        self._copies = [(names, HostCopy([values[name] for name in names])) for names in by_device.values()]
+
+    def arrived(self) -> bool:
+        """Return whether all values have reached the host."""
+        return all(copy.arrived() for _, copy in self._copies)
+
+    def deliver(self, bus: MessageBus) -> None:
+        """Show every value, and publish those that are numbers."""
+        for names, copy in self._copies:
+            for name, array in zip(names, copy.arrays(), strict=True):
+                self._values[name] = array
+        backends = _backends(bus)
+        for name, value in self._values.items():
+            try:
+                self._deliver(bus, name, _shown(value), backends)
+            except Exception as error:
+                bus.error_guard.report_internal(f"log({name!r})", error)
+        bus.commit(self.stamp.global_step)
+
+    def _deliver(self, bus: MessageBus, name: str, value: Any, backends: tuple[str | Backend, ...]) -> None:
+        if value is None:
+            return
+        series = Series(LOGGED, name, self.stamp.pass_name)
+        bus.show(series, value, self.stamp.global_step, backends, self._sender)
+        if isinstance(value, float) and bus.is_wanted(LOGGED):
+            bus.publish(NetworkMessage(self.stamp, LOGGED, value, Record.of(value), name))
+
+    def abandon(self, bus: MessageBus) -> None:
+        """Forget the values."""
+
+
+def _backends(bus: MessageBus) -> tuple[str | Backend, ...]:
+    """Return the backends of all subscribers, or TensorBoard if there are none."""
+    found = [backend for registered in bus.registered for backend in registered.subscriber.backends]
+    return tuple(dict.fromkeys(found)) or ("tb",)
+
+
+def _kept(name: str, value: Any) -> Any:
+    """Return a value that does not change any more: a tensor stays on its device."""
+    if isinstance(value, Tensor):
+        if is_distributed(value):
+            raise ConfigTypeError(f"log({name!r}) got a distributed tensor; log value.full_tensor() on all ranks")
+        if not has_numbers(value) or value.is_complex() or value.is_quantized or value.layout is not torch.strided:
+            raise ConfigTypeError(
+                f"log({name!r}) needs a dense tensor of real numbers, got {value.dtype} {value.layout}"
+            )
+        return value.detach().clone()
+    for kind, convert in _CONVERTERS:
+        if kind(value):
+            return convert(value)
+    try:
+        return float(value)  # also types of other libraries, such as Fraction and numpy's numbers
+    except Exception as error:
+        raise_users_exception(error)
+        raise ConfigTypeError(f"log({name!r}) needs {_TYPES}, got {type(value).__name__}") from error
+
+
+def _array(value: Any) -> Any:
+    array = np.array(value)
+    if array.dtype.kind not in "biuf":
+        raise ConfigTypeError(f"log() needs an array of real numbers, got {array.dtype}")
+    return array
+
+
+def _is_picture(value: Any) -> bool:
+    return hasattr(value, "savefig") or (hasattr(value, "save") and hasattr(value, "getbands"))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_CONVERTERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
+    (lambda value: isinstance(value, str | Matrix | Image) or is_histogram(value), _same),
+    (lambda value: isinstance(value, Histogram), _same),
+    (lambda value: isinstance(value, np.ndarray), _array),
+    (_is_picture, Image.of),
+)
+
+
+def _shown(value: Any) -> Any:
+    """Return what backends show: a number, a picture, or the histogram of several numbers; ``None`` for no number."""
+    if isinstance(value, Histogram):
+        return value.tensorboard_buckets() if value.n else None
+    if not isinstance(value, np.ndarray):
+        return value
+    if is_pixels(value.shape, str(value.dtype)):
+        return Image.of(value)
+    if value.size == 1:
+        return float(value.reshape(()))
+    return _shown(Histogram.of(torch.from_numpy(np.ascontiguousarray(value, dtype=np.float64)))) if value.size else None

@@ -1,0 +1,463 @@
+"""The parameters of the observed model, their gradients, and the optimizers that own them."""
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import chain, count, islice
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ikkuna.distributed.dtensor import holds_gradients, is_distributed, sharded_parameters
+from ikkuna.support.failures import log, raise_users_exception
+from ikkuna.support.modules import NamedModule, NamedParameter, parameters_of
+from ikkuna.support.torch_internals import autograd_enabled_inside_operators, current_node, will_execute
+
+__all__ = ["Backward", "GradientState", "TrackedParameters", "UntrainedParameters"]
+
+
+_SENTINELS = 8
+
+
+class _Contents:
+    """The values of several dictionaries at one moment.
+
+    They are compared at each sampled step, so that is done by functions of C alone.
+
+    Parameters
+    ----------
+    dictionaries : list of dict
+        The dictionaries.
+    """
+
+    def __init__(self, dictionaries: list[dict[str, Any]]) -> None:
+        self._dictionaries = dictionaries
+        self._sizes = list(map(len, dictionaries))
+        self._values = [*chain.from_iterable(map(dict.values, dictionaries))]
+
+    def have_changed(self) -> bool:
+        """Whether a value was added, removed or replaced by another object."""
+        if list(map(len, self._dictionaries)) != self._sizes:
+            return True
+        # a comparison of lists would call __eq__ of tensors and of the user's modules
+        return not all(map(is_, chain.from_iterable(map(dict.values, self._dictionaries)), self._values))
+
+
+"""The ``_modules`` or ``_parameters`` of modules, and their values at one time, kept alive so that no new object gets their ids."""
+
+GradientState = dict[int, tuple[int, int] | None]
+"""Identity and version of the gradient of each parameter, by the parameter's id; ``None`` without a gradient."""
+
+
+class Backward(Enum):
+    """State of a running backward with respect to the parameters."""
+
+    ACCUMULATES = "it adds to their gradients"
+    CAPTURES = "torch.autograd.grad returns their gradients"
+    CHECKPOINTED = "a reentrant checkpoint in it starts a backward of its own, which may reach them"
+    PASSES_BY = "it does not reach them"
+
+
+@dataclass(frozen=True, slots=True)
+class _Owners:
+    """The living optimizers that own parameters of a model.
+
+    Parameters
+    ----------
+    known : int
+        Number of optimizers that were looked at.
+    numbers : frozenset of int
+        The owners.
+    shared : frozenset of int
+        Ids of the parameters that several of them own.
+    covered : bool
+        Whether they own everything that can be trained.
+    unowned : tuple of NamedParameter
+        The observed parameters that none of them owns.
+    """
+
+    known: int
+    numbers: frozenset[int]
+    shared: frozenset[int]
+    covered: bool
+    unowned: tuple[NamedParameter, ...]
+
+
+class TrackedParameters:
+    """The parameters of a model, found by identity.
+
+    Optimizers are found by the tensors in their parameter groups.  If nothing in the model can be trained, every optimizer
+    counts as an owner: the model is then a frozen part of something that is trained.
+
+    Attributes
+    ----------
+    all : tuple of NamedParameter
+        The parameters of the observed modules.
+    """
+
+    def __init__(self) -> None:
+        self.all: tuple[NamedParameter, ...] = ()
+        self._modules: tuple[NamedModule, ...] = ()
+        self._roots: tuple[nn.Module, ...] = ()
+        self._children, self._held = _Contents([]), _Contents([])
+        self._of_model: dict[int, nn.Parameter] = {}
+        self._spread: list[tuple[int, nn.Parameter]] = []  # neighbours are far from each other in the model
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._next = count(1)
+        self._has_searched = False
+        self._has_stepped: set[int] = set()
+        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+        self._observed: weakref.WeakKeyDictionary[Optimizer, tuple[frozenset[int], list[NamedParameter]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._owners: _Owners | None = None
+        self._noted: GradientState | None = None
+        self._gradients_are_held = False
+
+    # -- which parameters -----------------------------------------------------------------------------------------
+
+    def track(self, modules: Iterable[NamedModule], roots: Iterable[nn.Module]) -> None:
+        """Track the parameters of `roots`, and observe those of `modules`."""
+        self._modules, self._roots = tuple(modules), tuple(roots)
+        holders = self._note_contents()
+        self._set_tracked(*self._resolve(holders))
+
+    def modules_have_changed(self) -> bool:
+        """Return whether the user has added, removed or replaced modules of the model since its parameters were tracked."""
+        return self._children.have_changed()
+
+    def refresh(self) -> None:
+        """Find the parameters again if the user has replaced some, as ``load_state_dict(assign=True)`` and ``fully_shard`` do."""
+        if not self._held.have_changed():
+            return
+        observed, of_model = self._resolve(self._note_contents())
+        # FSDP gathers and frees the parameters at every step; they stay the same
+        if of_model.keys() != self._of_model.keys() or _names(observed) != _names(self.all):
+            log.info("parameters were replaced; the new ones are observed")
+            self._set_tracked(observed, of_model)
+
+    def _note_contents(self) -> list[nn.Module]:
+        """Store what the modules hold now, and return the modules."""
+        inside = (module for root in self._roots for module in root.modules())
+        holders = list({id(m): m for m in (*inside, *(named.module for named in self._modules))}.values())
+        self._children = _Contents([module._modules for module in holders])
+        self._held = _Contents([module._parameters for module in holders])
+        return holders
+
+    def _resolve(self, holders: Iterable[nn.Module]) -> tuple[tuple[NamedParameter, ...], dict[int, nn.Parameter]]:
+        """Return the observed parameters and all parameters of the model; those that FSDP has gathered are its shards."""
+        shards = sharded_parameters(self._roots)
+        observed = parameters_of(self._modules)
+        if shards:
+            observed = tuple(replace(n, parameter=shards.get(id(n.parameter), n.parameter)) for n in observed)
+        held = (p for module in holders for p in module._parameters.values() if p is not None)
+        everything = (*(shards.get(id(p), p) for p in held), *(named.parameter for named in observed))
+        return observed, {id(p): p for p in everything}
+
+    def _set_tracked(self, observed: tuple[NamedParameter, ...], of_model: dict[int, nn.Parameter]) -> None:
+        self.all, self._of_model = observed, of_model
+        every = list(of_model.items())
+        stride = max(len(every) // _SENTINELS, 1)
+        self._spread = [item for first in range(stride) for item in every[first::stride]]
+        self._owned.clear()
+        self._observed.clear()
+        self._owners = self._noted = None
+
+    def _trainable(self) -> Iterator[nn.Parameter]:
+        return (p for p in self._of_model.values() if p.requires_grad)
+
+    # -- optimizers -----------------------------------------------------------------------------------------------
+
+    def number(self, optimizer: Optimizer) -> int:
+        """Return a number that identifies an optimizer as long as it lives."""
+        if (number := self._numbers.get(optimizer)) is None:
+            number = self._numbers[optimizer] = next(self._next)
+            self._owners = None
+        return number
+
+    def owned_ids(self, optimizer: Optimizer) -> frozenset[int]:
+        """Return the ids of the parameters of the model that an optimizer owns."""
+        size = 0
+        for group in optimizer.param_groups:
+            size += len(group["params"])
+        known = self._owned.get(optimizer)
+        if known is None or known[0] != size:
+            self.refresh()
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            is_frozen = bool(self._roots) and next(self._trainable(), None) is None
+            owned = held if is_frozen else held & self._of_model.keys()
+            known = self._owned[optimizer] = size, frozenset(owned)
+            self._owners = None
+        return known[1]
+
+    def of(self, optimizer: Optimizer) -> list[NamedParameter]:
+        """Return the observed parameters that an optimizer owns."""
+        owned = self.owned_ids(optimizer)
+        known = self._observed.get(optimizer)
+        if known is None or known[0] is not owned:
+            known = self._observed[optimizer] = owned, [n for n in self.all if id(n.parameter) in owned]
+        return known[1]
+
+    def owners(self, stepped: Optimizer) -> "_Owners":
+        """Return the living optimizers that own parameters of the model; `stepped` has just stepped.
+
+        Several optimizer objects with the same parameter groups are one: wrappers of an optimizer share its groups.
+        """
+        self._has_stepped.add(self._numbers[stepped])
+        return self.known_owners()
+
+    def known_owners(self) -> "_Owners":
+        """Return the living optimizers that own parameters of the model."""
+        if not self._has_searched:
+            classes = _subclasses(Optimizer)
+            for found in gc.get_objects():
+                if type(found) in classes and hasattr(found, "param_groups"):
+                    self.number(found)
+            self._has_searched = True
+        if self._owners is None or self._owners.known != len(self._numbers):
+            self._owners = self._find_owners()
+        return self._owners
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the living optimizers that own parameters of the model, in the order in which they were found."""
+        owners = self.known_owners().numbers
+        return [
+            optimizer
+            for optimizer, number in sorted(self._numbers.items(), key=lambda item: item[1])
+            if number in owners
+        ]
+
+    def _find_owners(self) -> "_Owners":
+        by_group: dict[int, tuple[int, frozenset[int]]] = {}
+        for optimizer, number in list(self._numbers.items()):
+            groups: list[Any] = getattr(optimizer, "param_groups", [])
+            owned = self.owned_ids(optimizer) if groups else frozenset()
+            if not owned:
+                continue
+            first = id(groups[0])
+            if first not in by_group or number in self._has_stepped:
+                by_group[first] = number, owned
+        seen: set[int] = set()
+        shared: set[int] = set()
+        for _, owned in by_group.values():
+            shared |= seen & owned
+            seen |= owned
+        covered = seen.issuperset(id(p) for p in self._trainable())
+        unowned = tuple(named for named in self.all if id(named.parameter) not in seen)
+        numbers = frozenset(number for number, _ in by_group.values())
+        return _Owners(len(self._numbers), numbers, frozenset(shared), covered, unowned)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def any_has_gradient(self) -> bool:
+        """Whether any parameter of the model has a gradient."""
+        return any(p.grad is not None for p in self._of_model.values()) or any(map(holds_gradients, self._roots))
+
+    def gradients_are_absent(self) -> bool:
+        """Whether no parameter of the model has a gradient other than zero."""
+        grads = (p.grad for p in self._of_model.values())
+        return all(grad is None or _is_zero(grad) for grad in grads) and not any(map(holds_gradients, self._roots))
+
+    def gradient_state(self) -> GradientState:
+        """Return the identities and versions of all gradients."""
+        return {key: _state(p.grad) for key, p in self._of_model.items()}
+
+    def note_gradients(self) -> None:
+        """Remember a few gradients at the end of a backward, so that it can be seen later that they were cleared."""
+        with_gradient = ((key, p.grad) for key, p in self._spread if p.grad is not None)
+        self._noted = {key: _state(grad) for key, grad in islice(with_gradient, _SENTINELS)}
+        self._gradients_are_held = not self._noted and any(map(holds_gradients, self._roots))
+
+    def forget_gradients(self) -> None:
+        """Forget what `note_gradients` has remembered, at the end of a step."""
+        self._noted = None
+
+    def gradients_cleared(self) -> bool:
+        """Whether the gradients that the last backward left were cleared since, by removing them or by filling them with zeros."""
+        noted = self._noted
+        if noted is None:
+            return False
+        if not noted:
+            return self._gradients_are_held and not self.any_has_gradient()
+        grads = [(self._of_model[key].grad, state) for key, state in noted.items()]
+        present = [(grad, state) for grad, state in grads if grad is not None]
+        if not present:
+            return not any(map(holds_gradients, self._roots))
+        if any(_state(grad) == state for grad, state in present):
+            return False
+        return all(_is_zero(grad) for grad, _ in present)
+
+    def backward_kind(self) -> Backward:
+        """Return what the running backward does with the parameters; called from a hook on a gradient."""
+        for parameter in self._trainable():
+            node = self.accumulate_node(parameter)
+            try:
+                if node is None or will_execute(node):
+                    return Backward.ACCUMULATES
+            except RuntimeError as error:  # torch refuses the question for a parameter of torch.autograd.grad
+                raise_users_exception(error)
+                return Backward.CAPTURES
+        return Backward.CHECKPOINTED if _has_checkpoint() else Backward.PASSES_BY
+
+    @staticmethod
+    def accumulate_node(parameter: nn.Parameter) -> Any:
+        """Return the node of autograd that adds to a parameter's gradient.  It must not be kept beyond the step.
+
+        ``None`` for a parameter without data, for a sparse one,
+        and for a shard: autograd adds to the tensor that FSDP gathers from the shards.
+        """
+        if is_distributed(parameter) or nn.parameter.is_lazy(parameter) or parameter.layout is not torch.strided:
+            return None
+        with torch.enable_grad():
+            function = parameter.view_as(parameter).grad_fn
+            if function is None:  # inside an operator, which autograd does not look into
+                with autograd_enabled_inside_operators():
+                    function = parameter.view_as(parameter).grad_fn
+        return None if function is None else function.next_functions[0][0]
+
+
+def _subclasses(cls: type[Optimizer]) -> set[type[Optimizer]]:
+    """Return a class and all classes that are derived from it."""
+    found = {cls}
+    for derived in cls.__subclasses__():
+        found |= _subclasses(derived)
+    return found
+
+
+def _has_checkpoint() -> bool:
+    """Whether the running backward still has to go through a reentrant checkpoint."""
+    waiting: list[Any] = [current_node()]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _names(parameters: Iterable[NamedParameter]) -> list[tuple[str, bool, int]]:
+    return [(named.name, named.is_bias, id(named.parameter)) for named in parameters]
+
+
+def _state(grad: Tensor | None) -> tuple[int, int] | None:
+    return None if grad is None else (id(grad), -1 if grad.is_inference() else grad._version)
+
+
+def _is_zero(grad: Tensor) -> bool:
+    """Whether a gradient that was changed in place is zero now.
+
+    The values on an accelerator are not read, because that waits for it: gradients are changed between two backwards to clear them.
+    """
+    if grad.device.type != "cpu" or is_distributed(grad):
+        return True
+    return not grad.is_sparse and not bool(torch.count_nonzero(grad))
+
+
+_PATIENCE = 100  # steps in which a layer that is used now and then has time to be used
+_FEW = 20  # a run that ends before that many steps says little about its layers
+_NAMED = 5
+
+
+class UntrainedParameters:
+    """Logs once which trainable parameters get gradients and belong to no optimizer, and which never get a gradient.
+
+    Attributes
+    ----------
+    names_unowned : bool
+        Whether parameters that no optimizer owns are logged; ``False`` if a rule names them.
+    settled : tuple of NamedParameter, optional
+        The observed parameters if each of them has had a gradient; then nothing has to be noted for them.
+    """
+
+    def __init__(self) -> None:
+        self.names_unowned = True
+        self.settled: tuple[NamedParameter, ...] | None = None
+        self._all: tuple[NamedParameter, ...] = ()
+        self._waiting: dict[int, NamedParameter] = {}  # trainable ones that had no gradient so far
+        self._frozen: dict[int, NamedParameter] = {}
+        self._unowned: set[int] = set()
+        self._steps = 0
+
+    def note_gradients(self, observed: tuple[NamedParameter, ...], unowned: Iterable[NamedParameter]) -> None:
+        """Find out which parameters have gradients while an optimizer steps.
+
+        Parameters
+        ----------
+        observed : tuple of NamedParameter
+            All observed parameters.
+        unowned : iterable of NamedParameter
+            Those of them that no optimizer owns.
+        """
+        if observed is not self._all:
+            self._track(observed)
+        if self._waiting:
+            self._waiting = {key: named for key, named in self._waiting.items() if named.parameter.grad is None}
+        self.settled = None if self._waiting or self._frozen else observed
+        found = {
+            id(named.parameter): named
+            for named in unowned
+            if id(named.parameter) not in self._unowned and named.parameter.grad is not None
+        }
+        if found and self.names_unowned:
+            self._unowned |= found.keys()
+            log.warning(
+                "no optimizer has these parameters, which get gradients: %s; they are not trained, and optimizer.zero_grad() does not "
+                "clear their gradients, which add up; give them to an optimizer, or call requires_grad_(False)",
+                _joined_names(found.values()),
+            )
+
+    def _track(self, observed: tuple[NamedParameter, ...]) -> None:
+        known = {id(named.parameter) for named in self._all}
+        ids = {id(named.parameter): named for named in observed}
+        self._all = observed
+        self._frozen = {key: named for key, named in ids.items() if key not in known or key in self._frozen}
+        self._waiting = {key: named for key, named in ids.items() if key in self._waiting}
+        self._unowned &= ids.keys()
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        """Begin to wait for gradients of everything that can be trained now."""
+        self._steps = 0
+        everything = self._frozen | self._waiting
+        self._waiting = {key: named for key, named in everything.items() if named.parameter.requires_grad}
+        self._frozen = {key: named for key, named in everything.items() if key not in self._waiting}
+
+    def step_ended(self) -> None:
+        """Count a step, and log which parameters have had no gradient for many steps."""
+        self._steps += 1
+        if self._steps >= _PATIENCE:
+            self._warn_of_waiting()
+            self._begin_window()
+
+    def finish(self) -> None:
+        """Log which parameters have had no gradient in the whole run."""
+        if self._steps >= _FEW:
+            self._warn_of_waiting()
+
+    def _warn_of_waiting(self) -> None:
+        """Log and forget the parameters that could be trained all the time and had no gradient."""
+        found = {key: named for key, named in self._waiting.items() if named.parameter.requires_grad}
+        self._waiting = {key: named for key, named in self._waiting.items() if key not in found}
+        if found:
+            log.warning(
+                "these trainable parameters had no gradient in %d steps: %s; the loss does not depend on them, because their module "
+                "is not called, or its output is not used or is detached",
+                self._steps,
+                _joined_names(found.values()),
+            )
+
+
+def _joined_names(parameters: Iterable[NamedParameter]) -> str:
+    """Return the names of a few parameters, and the number of the others."""
+    names = [f"{named.name} ({'bias' if named.is_bias else 'weight'})" for named in parameters]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,179 @@
+"""The measurements of one part of an open step."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ikkuna.distributed.dtensor import ShardPosition
+from ikkuna.metrics.bus.error_guard import ErrorGuard
+from ikkuna.metrics.subscriber.deferred_row import DeferredRow
+from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.numerics.elements import widest_float
+from ikkuna.numerics.statistics.device import DeviceStatistics, Doubts
+from ikkuna.numerics.statistics.host import HostStatistics
+from ikkuna.support.threads import is_full
+
+__all__ = ["Part", "PartPool"]
+
+
+_MERGE: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "last": lambda known, value: value,
+}
+
+
+class Part:
+    """The measurements of one part of an open step, such as those of one forward.
+
+    Parameters
+    ----------
+    error_guard : ErrorGuard
+        Handles errors in the merge of subscribers' results.
+    native : bool
+        Whether to use the C++ kernels if they are available.
+    doubts : Doubts
+        Which rows sums in float32 are not enough for on a device.
+
+    Attributes
+    ----------
+    host : HostStatistics
+        The shared statistics of tensors on the host.
+    devices : dict
+        Those of tensors on other devices.
+    measured : dict
+        The results of subscribers' own ``measure``, by row and subscriber.
+    together : dict
+        The results of subscribers that measure several tensors together.
+    shards : dict
+        By row, which shard of a distributed tensor this rank has.
+    reductions : dict
+        By row, how the calls of a loss become one number: ``"mean"`` or ``"sum"``.
+    """
+
+    def __init__(self, error_guard: ErrorGuard, native: bool, doubts: Doubts) -> None:
+        self._error_guard, self._doubts = error_guard, doubts
+        self.host = HostStatistics(native)
+        self.devices: dict[torch.device, DeviceStatistics] = {}
+        self.measured: dict[int, dict[Registered, Tensor | DeferredRow]] = {}
+        self.together: dict[Registered, Tensor | DeferredRow] = {}
+        self.shards: dict[int, ShardPosition] = {}
+        self.reductions: dict[int, str] = {}
+
+    def statistics(self, x: Tensor) -> HostStatistics | DeviceStatistics:
+        """Return the statistics to which a tensor is added."""
+        return self.host if x.is_cpu else self.on_device(x.device)
+
+    def on_device(self, device: torch.device) -> DeviceStatistics:
+        """Return the statistics of the tensors of a device."""
+        if (found := self.devices.get(device)) is None:
+            found = self.devices[device] = DeviceStatistics(device, self._doubts)
+        return found
+
+    def add_measured(
+        self,
+        row: int | None,
+        registered: Registered,
+        value: Tensor | DeferredRow,
+        device: torch.device | None = None,
+    ) -> None:
+        """Add the result of a subscriber's ``measure`` to its row; ``None`` if it measures several tensors together.
+
+        A new result must lie on the host or on `device`, so that it can be copied together with those of other subscribers.
+        A new `DeferredRow` is dropped and counted while too many wait, before its tensor is copied.
+        """
+        if registered.disabled:  # since the step began
+            return
+        if device is not None and isinstance(value, DeferredRow) and is_full((value.tensor.device,), self._error_guard):
+            registered.drop_late()
+            return
+        results = self.together if row is None else self.measured.setdefault(row, {})
+        known = results.get(registered)
+        stage = "keep" if known is None else "merge"  # a first result does not reset the count of failed merges
+
+        def merged(value: Tensor | DeferredRow) -> Tensor | DeferredRow:
+            value = _copied(value, device) if device is not None else value
+            if isinstance(value, DeferredRow) and registered.subscriber.merge != "last":
+                raise TypeError(
+                    f"measure may return a DeferredRow if merge is 'last', got {registered.subscriber.merge!r}"
+                )
+            return value if known is None else _MERGE[registered.subscriber.merge](known, value)
+
+        if (result := self._error_guard.call(registered, stage, merged, value)) is not None:
+            results[registered] = result
+
+    def merge(self, other: "Part") -> None:
+        """Add the measurements of another part, and empty that."""
+        self.host.merge(other.host)
+        for device, statistics in other.devices.items():
+            self.on_device(device).merge(statistics)
+        for row, results in ((None, other.together), *other.measured.items()):
+            for registered, value in results.items():
+                self.add_measured(row, registered, value)
+        self.shards |= other.shards
+        self.reductions |= other.reductions
+        other.clear()
+
+    def clear(self, rows: Iterable[int] | None = None) -> None:
+        """Empty some rows, or all."""
+        rows = None if rows is None else list(rows)
+        self.host.clear(rows)
+        for statistics in self.devices.values():
+            statistics.clear(rows)
+        if rows is None:
+            self.measured, self.together, self.shards, self.reductions = {}, {}, {}, {}
+        for row in rows or ():
+            for by_row in (self.measured, self.shards, self.reductions):
+                by_row.pop(row, None)
+
+
+def _copied(value: Tensor | DeferredRow, device: torch.device) -> Tensor | DeferredRow:
+    """Return a copy in float64, or in float32 on a device without that; raise `TypeError` if it cannot be copied to the host."""
+    if isinstance(value, DeferredRow):
+        if not value.tensor.is_cpu:
+            return value.copied()
+        value = value.row()
+    value = value.detach()
+    if value.is_complex():
+        raise TypeError(f"measure must return real numbers, got {value.dtype}")
+    copy = value.to(widest_float(value), copy=True)
+    if copy.is_cpu:
+        copy.numpy()  # raises for sparse tensors, and for subclasses without data
+    elif type(copy) is not Tensor or copy.device != device:
+        raise TypeError(
+            f"measure must return a Tensor on the host or on {device}, got {type(copy).__name__} on {copy.device}"
+        )
+    return copy
+
+
+class PartPool:
+    """The parts of a recorder that are not in use.
+
+    Parameters
+    ----------
+    error_guard, native
+        See `Part`.
+
+    Attributes
+    ----------
+    error_guard : ErrorGuard
+        Handles errors.
+    """
+
+    def __init__(self, error_guard: ErrorGuard, native: bool) -> None:
+        self.error_guard, self._native = error_guard, native
+        self._doubts = Doubts()
+        self._free: list[Part] = []
+
+    def take(self) -> Part:
+        """Return an empty part."""
+        return self._free.pop() if self._free else Part(self.error_guard, self._native, self._doubts)
+
+    def release(self, parts: Iterable[Part]) -> None:
+        """Empty parts, and keep them for later."""
+        for part in parts:
+            part.clear()
+            self._free.append(part)

@@ -1,0 +1,189 @@
+"""Which tensors are measured at a step, and how."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ikkuna.metrics.messages.kinds import (
+    EVENT_KINDS,
+    FORWARD_KINDS,
+    LOGGED,
+    MICRO_KINDS,
+    PARAMETER_KINDS,
+    STATE_PREFIXES,
+    UNCLIPPED_KINDS,
+    is_built_in,
+)
+from ikkuna.metrics.messages.stamp import TRAINING, Stamp
+from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, closure
+
+__all__ = ["NOTHING", "Demand", "Plan", "Task"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Measurements of the tensors of one kind and module.
+
+    Parameters
+    ----------
+    fields : frozenset of str
+        The shared statistics that any subscriber needs.
+    subscriptions : tuple of Registered
+        The subscribers, in the order of registration.
+    measurers : tuple of Registered
+        Those of them that have a ``measure`` of their own; the others read the shared statistics.
+
+    Attributes
+    ----------
+    is_plain : bool
+        Whether only counts, sums and moments are needed, which one native kernel computes in one pass.
+    """
+
+    fields: frozenset[str]
+    subscriptions: tuple[Registered, ...]
+    measurers: tuple[Registered, ...]
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_plain", not self.measurers and self.fields.isdisjoint(HISTOGRAMS))
+
+
+class Plan:
+    """Everything that is measured at one step; it depends only on the subscribers that sample the step.
+
+    Parameters
+    ----------
+    subscriptions : tuple of Registered
+        The subscribers that sample the step.
+    results : frozenset of str
+        The kinds that subscribers publish: ``weight_state_step_mean`` is no state of an optimizer.
+    measuring : frozenset of Registered
+        The subscribers that decide for each step whether they measure, and do at this one.
+
+    Attributes
+    ----------
+    takes_data : bool
+        Whether any tensor is measured, rather than events and results alone.
+    counts_forwards : bool
+        Whether it matters which forwards belong to the step: something is measured, or a subscriber wants to know whether it is skipped.
+    is_in_graph : bool
+        Whether anything is measured inside the model, which a compiled graph has to do.
+    """
+
+    def __init__(
+        self,
+        subscriptions: tuple[Registered, ...],
+        results: frozenset[str] = frozenset(),
+        measuring: frozenset[Registered] = frozenset(),
+    ) -> None:
+        self.subscriptions, self.measuring = subscriptions, measuring
+        self._tasks: dict[tuple[str, str | None], Task | None] = {}
+        self._of_all_modules: dict[str, Task | None] = {}
+        self._candidates: dict[str, list[Registered]] = {}
+        self._shared: dict[tuple[str, tuple[Registered, ...]], Task] = {}
+        kinds = {kind for s in subscriptions if not s.together for kind in s.kinds}
+        self.kinds = frozenset(kinds)
+        self.together = tuple(s for s in subscriptions if s.together)
+        self.forward = bool(kinds & set(FORWARD_KINDS))
+        self.is_in_graph = self.forward or not kinds.isdisjoint(("input_data", "network_output"))
+        self.states = tuple(sorted(kind for kind in kinds - results if kind.startswith(STATE_PREFIXES)))
+        self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
+        is_data = (is_built_in(kind) and kind not in (*EVENT_KINDS, LOGGED) for kind in kinds)
+        self.takes_data = bool(self.together) or any(is_data)
+        self.counts_forwards = self.takes_data or not kinds.isdisjoint(EVENT_KINDS)
+        self.micro_gradients = bool(kinds & set(MICRO_KINDS))
+        self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
+
+    def task(self, kind: str, module: str | None) -> Task | None:
+        """Return what to measure of the tensors of a kind and module; ``None`` for nothing."""
+        if kind in self._of_all_modules:
+            return self._of_all_modules[kind]
+        try:
+            return self._tasks[kind, module]
+        except KeyError:
+            task = self._make(kind, module)
+            if all(s.subscription.modules is None for s in self._candidates.get(kind, ())):
+                self._of_all_modules[kind] = task
+            else:
+                self._tasks[kind, module] = task
+            return task
+
+    def _make(self, kind: str, module: str | None) -> Task | None:
+        """Return the task of a kind and module; modules with the same subscribers share one."""
+        if kind not in self.kinds:
+            return None
+        if kind not in self._candidates:
+            self._candidates[kind] = [s for s in self.subscriptions if kind in s.kinds and _takes_data(s)]
+        wanting = tuple(s for s in self._candidates[kind] if module is None or s.matches(module))
+        if not wanting:
+            return None
+        if (kind, wanting) not in self._shared:
+            self._shared[kind, wanting] = _task(kind, wanting)
+        return self._shared[kind, wanting]
+
+
+def _takes_data(registered: Registered) -> bool:
+    subscriber = registered.subscriber
+    return not registered.together and bool(subscriber.measures or subscriber.fields)
+
+
+def _task(kind: str, wanting: tuple[Registered, ...]) -> Task:
+    asked = {field for s in wanting for field in s.subscriber.fields}
+    if asked and kind == "loss":
+        asked.add("mean")  # the losses of micro-batches are merged by their means
+    fields = closure(asked) if asked else frozenset[str]()
+    if not asked.isdisjoint(("nans", "infs")):
+        fields |= {EXACT_COUNTS}
+    return Task(fields, wanting, tuple(s for s in wanting if s.subscriber.measures))
+
+
+def _sampling(subscriptions: tuple[Registered, ...], stamp: Stamp) -> tuple[Registered, ...]:
+    """Return the subscribers that sample a step; one of those with the same rhythm is asked."""
+    answers: dict[tuple[Any, ...], bool] = {}
+    found = []
+    for registered in subscriptions:
+        if registered.disabled:
+            continue
+        is_sampled = answers.get(registered.rhythm)
+        if is_sampled is None:
+            is_sampled = answers[registered.rhythm] = registered.samples(stamp)
+        if is_sampled:
+            found.append(registered)
+    return tuple(found)
+
+
+NOTHING = Plan(())
+"""The plan while no step is open."""
+
+
+class Demand:
+    """Caches the plan of each set of subscribers that sample a step together, and of what they measure."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[tuple[int, ...], frozenset[Registered]], Plan] = {}
+        self._known: tuple[Registered, ...] = ()
+        self._results: frozenset[str] = frozenset()
+        self._last: tuple[Stamp, Plan] | None = None
+        self._distance = 0
+
+    def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
+        """Return the plan of the step `stamp`."""
+        subscriptions = tuple(subscriptions)
+        if subscriptions is not self._known and subscriptions != self._known:
+            self._known, self._plans, self._last = subscriptions, {}, None
+            self._results = frozenset(kind for s in subscriptions for kind in s.subscriber.publishes)
+            self._distance = math.gcd(*(s.distance for s in subscriptions))
+        if (
+            self._last is not None and self._last[0] == stamp
+        ):  # a step is planned when the one before ends, and when it begins
+            return self._last[1]
+        is_between = self._distance and stamp.global_step % self._distance and stamp.pass_name == TRAINING
+        sampling = () if is_between else _sampling(subscriptions, stamp)
+        measuring = frozenset([s for s in sampling if s.varies and s.subscriber.measures])
+        key = tuple(map(id, sampling)), measuring
+        if key not in self._plans:
+            self._plans[key] = Plan(sampling, self._results, measuring)
+        self._last = stamp, self._plans[key]
+        return self._plans[key]

@@ -1,0 +1,443 @@
+"""Measures the tensors that hooks receive, and adds the results to the rows of the open step."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ikkuna.distributed.dtensor import full_tensor, is_distributed, local_shard
+from ikkuna.metrics.bus.error_guard import ErrorGuard
+from ikkuna.metrics.messages.bundle import MessageBundle
+from ikkuna.metrics.messages.message import Message, NetworkMessage
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.deferred_row import DeferredRow
+from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.numerics.elements import dequantized, has_float64, has_numbers, is_special
+from ikkuna.numerics.statistics.host import HostStatistics
+from ikkuna.numerics.statistics.native import Library, library
+from ikkuna.observation.rows.part import Part, PartPool
+from ikkuna.observation.rows.plan import NOTHING, Plan, Task
+from ikkuna.observation.rows.row_index import Key, RowIndex
+from ikkuna.observation.rows.rows import Rows
+from ikkuna.observation.rows.selection import Selections
+from ikkuna.observation.rows.site import Site
+from ikkuna.support.failures import log, raise_users_exception
+from ikkuna.support.torch_internals import set_grad_enabled
+
+__all__ = ["Recorder"]
+
+
+_LISTED = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+_PLAIN = (Tensor, torch.nn.Parameter)
+_NO_COPIES: dict[int, tuple[Tensor, Tensor]] = {}
+T = TypeVar("T")
+_Weight = float | Tensor | str | None
+_NO_MEMORY = "the device has no memory to measure it"
+_ListKey = tuple[torch.device, torch.dtype, frozenset[str]]
+
+
+def _never() -> bool:
+    return False
+
+
+class Recorder:
+    """Measures tensors while a step is open.
+
+    Parameters
+    ----------
+    error_guard : ErrorGuard
+        Handles errors.
+    native : bool
+        Whether to use the C++ kernels if they are available.
+    may_communicate : callable
+        Returns whether the other ranks take the same steps, so that collectives are safe.
+        It may wait for them, and is called only where a tensor needs a collective.
+
+    Attributes
+    ----------
+    kernels : Library or None
+        The C++ kernels.
+    plan : Plan
+        What is measured in the open step.
+    rows : Rows or None
+        The measurements of the open step; ``None`` if no subscriber samples it.
+    index : RowIndex
+        The row of each site and path.
+    unreadable : set of Key
+        The site and path of tensors that have no numbers to read.
+    """
+
+    def __init__(
+        self, error_guard: ErrorGuard, native: bool = True, may_communicate: Callable[[], bool] = _never
+    ) -> None:
+        self.error_guard = error_guard
+        self.kernels = library() if native else None
+        self.plan = NOTHING
+        self.rows: Rows | None = None
+        self.unreadable: set[Key] = set()
+        self._may_communicate = may_communicate
+        self.index = RowIndex()
+        self._selections = Selections(self.index)
+        self._pool = PartPool(error_guard, native)
+        self._generator = torch.Generator("cpu").manual_seed(0)
+        self._warned: set[Registered] = set()
+
+    def open(self, stamp: Stamp, plan: Plan) -> None:
+        """Begin the rows of a step; there are none if no subscriber samples the step."""
+        self.plan, self.rows = plan, None
+        if plan.subscriptions:
+            self.rows = Rows(stamp, plan, self.index, self._pool, self._selections)
+
+    def close(self, parts: Iterable[int] = (), carried: Collection[int] = ()) -> Rows | None:
+        """Return the rows of the step, on their way to the host; ``None`` if it has none.
+
+        Parameters
+        ----------
+        parts : iterable of int
+            The parts that belong to the step; they are merged into part 0, and all others are dropped.
+        carried : collection of int
+            The parts that belong to the step that opens next.  If there are any, their rows stay open.
+        """
+        rows = self.rows
+        if rows is None:
+            self.plan = self.plan if carried else NOTHING
+            return None
+        if carried:
+            self.rows = rows.split(carried)
+        else:
+            self.rows, self.plan = None, NOTHING
+        rows.close(parts)
+        return rows
+
+    def drop_part(self, part: int) -> None:
+        """Forget the measurements of a part of the open step."""
+        if self.rows is not None:
+            self.rows.drop_part(part)
+
+    def wants(self, site: Site) -> bool:
+        """Return whether a tensor of this site would be measured now."""
+        return self.rows is not None and self.plan.task(site.kind, site.module) is not None
+
+    def receive(self, site: Site, tensor: Tensor, path: str, weight: _Weight = None, part: int = 0) -> None:
+        """Measure a tensor; errors are handled by `error_guard`.
+
+        Parameters
+        ----------
+        site : Site
+            Kind and module of the tensor.
+        tensor : Tensor
+            Borrowed; it may be attached to a graph.
+        path : str
+            Name of the parameter or path of the output.
+        weight : float, Tensor, "sum" or "total", optional
+            The number of elements that the tensor is the mean of; the step's value is then the weighted mean of all calls.
+            ``"sum"`` for a sum over data; the step's value is then the sum of all calls of all ranks.
+            ``"total"`` for a part of the rank's value; the step's value is then the mean over ranks of the sums of their calls.
+        part : int
+            The part of the step, see `Rows`; nothing is measured for a negative number.
+        """
+        if part < 0 or (rows := self.rows) is None or (task := self.plan.task(site.kind, site.module)) is None:
+            return
+        try:
+            if weight is None and not task.measurers and self._receive_plain(rows.part(part), site, tensor, path, task):
+                return
+            if (numbers := _numbers(tensor)) is not None:
+                target = _Target(rows, rows.part(part), self.index.row(site, path), task)
+                if not self._receive_any(target, numbers, weight):
+                    self._leave_out(site, path)
+            else:
+                self._leave_out(site, path)
+        except Exception as error:
+            self.error_guard.report_internal(f"measuring {site}", error)
+
+    def _receive_plain(self, part: Part, site: Site, tensor: Tensor, path: str, task: Task) -> bool:
+        """Measure a tensor by shared statistics with few checks; return whether that was done."""
+        if tensor.is_cpu:
+            if not task.is_plain or (kernels := self.kernels) is None:
+                return False
+            return kernels.try_add(tensor, task.fields, part.host.address(self.index.row(site, path)))
+        return not tensor.is_meta and self._receive_on_device(part, site, tensor, path, task)
+
+    def _receive_on_device(self, part: Part, site: Site, tensor: Tensor, path: str, task: Task) -> bool:
+        """Measure a tensor of a device by kernels with few checks; return whether that was done."""
+        statistics, row = part.on_device(tensor.device), self.index.row(site, path)
+        return statistics.try_add(row, tensor, task.fields, self._source(task.fields))
+
+    def receive_all(
+        self, tensors: Iterable[tuple[Site, Tensor, str]], copies: dict[int, tuple[Tensor, Tensor]] = _NO_COPIES
+    ) -> None:
+        """Measure several tensors, each with its site and the name of the parameter; those of an accelerator together.
+
+        Parameters
+        ----------
+        tensors : iterable
+            Site, tensor and name.
+        copies : dict
+            By the id of a tensor, what to copy, and where to.  Copies that were made with the measurement are removed.
+        """
+        lists: dict[_ListKey, list[tuple[int, Tensor, int]]] = {}
+        for site, tensor, path in tensors:
+            if (key := self._list_key(site, tensor)) is None:
+                self.receive(site, tensor, path)
+            else:
+                lists.setdefault(key, []).append((self.index.row(site, path), tensor.detach(), id(tensor)))
+        for (device, _, fields), group in lists.items():
+            numbers = [row for row, *_ in group]
+            targets = [copies[name][1] if name in copies else None for *_, name in group]
+            with self._reported(f"measuring parameters on {device}", numbers) as rows:
+                target = rows.part(0).on_device(device)
+                has_copies = any(copy is not None for copy in targets)
+                target.add_all(
+                    numbers, [x for _, x, _ in group], fields, self._source(fields), targets if has_copies else ()
+                )
+                for *_, name in group if has_copies else ():
+                    copies.pop(name, None)
+
+    def receive_differences(self, differences: Iterable[tuple[Site, Tensor, Tensor, str]]) -> None:
+        """Measure ``after - before`` of several tensors, given as site, after, before, and name; `before` may be overwritten."""
+        lists: dict[_ListKey, list[tuple[int, Tensor, Tensor]]] = {}
+        for site, after, before, path in differences:
+            if before.device != after.device or (key := self._list_key(site, after)) is None:
+                self.receive_difference(site, after, before, path)
+            else:
+                lists.setdefault(key, []).append((self.index.row(site, path), after.detach(), before))
+        for (device, _, fields), group in lists.items():
+            numbers = [row for row, _, _ in group]
+            with self._reported(f"measuring updates on {device}", numbers) as rows:
+                afters, befores = [after for _, after, _ in group], [before for _, _, before in group]
+                rows.part(0).on_device(device).add_differences(numbers, afters, befores, fields, self._source(fields))
+
+    def host_lists(self) -> "tuple[Library, HostStatistics] | None":
+        """Return what lists of tensors of the host are measured with and into; ``None`` if that is not possible."""
+        if self.rows is None or self.kernels is None or self.kernels.reader is None:
+            return None
+        return self.kernels, self.rows.part(0).host
+
+    def _list_key(self, site: Site, tensor: Tensor) -> "_ListKey | None":
+        """Return what the tensors of a list have in common; ``None`` for a tensor that is measured alone."""
+        if tensor.is_cpu or self.rows is None or (task := self.plan.task(site.kind, site.module)) is None:
+            return None
+        is_listed = (
+            not task.measurers
+            and tensor.dtype in _LISTED
+            and type(tensor) in _PLAIN
+            and not is_distributed(tensor)
+            and has_numbers(tensor)
+        )
+        return (tensor.device, tensor.dtype, task.fields) if is_listed else None
+
+    @contextmanager
+    def _reported(self, what: str, numbers: Iterable[int]) -> Iterator[Rows]:
+        """Report errors of the body, which gets the rows of the open step and measures those with these numbers."""
+        assert self.rows is not None
+        try:
+            yield self.rows
+        except torch.OutOfMemoryError:
+            for number in numbers:
+                self._leave_out(*self.index.keys[number], _NO_MEMORY)
+        except Exception as error:
+            self.error_guard.report_internal(what, error)
+
+    def receive_difference(self, site: Site, after: Tensor, before: Tensor, path: str, part: int = 0) -> None:
+        """Measure ``after - before``, computed in at least float32; `before` may be overwritten."""
+        if self.rows is None or (task := self.plan.task(site.kind, site.module)) is None:
+            return
+        kernels = self.kernels
+        try:
+            if task.is_plain and kernels is not None and kernels.accepts_difference(after, before):
+                address = self.rows.part(part).host.address(self.index.row(site, path))
+                kernels.add_difference(after, before, task.fields, address)
+            elif not has_numbers(after):
+                self._leave_out(site, path)
+            elif (wide := torch.promote_types(before.dtype, torch.float32)) is before.dtype:
+                self.receive(site, torch.sub(after.detach(), before, out=before), path, part=part)
+            else:
+                self.receive(site, after.detach().to(wide) - before, path, part=part)
+        except Exception as error:
+            self.error_guard.report_internal(f"measuring {site}", error)
+
+    def _leave_out(self, site: Site, path: str, why: str = "its tensors have no numbers to read") -> None:
+        """Count a series that was not measured, and log the first one."""
+        if not self.unreadable:
+            log.warning("%s is left out: %s; health().skipped counts such series", site, why)
+        self.unreadable.add((site, path))
+
+    def _receive_any(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:
+        """Measure a tensor; return whether it has numbers."""
+        task = target.task
+        if weight is not None:
+            target.part.reductions[target.row] = weight if isinstance(weight, str) else "mean"
+        if type(tensor) is not Tensor and is_distributed(tensor):
+            return self._receive_shard(target, tensor, weight)
+        if task.fields and not self._measure_fields(target, tensor, weight):
+            return False
+        if task.measurers:
+            self._measure_all(target, task.measurers, tensor)
+        return True
+
+    def _receive_shard(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:
+        """Measure this rank's shard of a distributed tensor."""
+        if (found := local_shard(tensor, self._may_communicate)) is None or not has_numbers(found[0]):
+            return False
+        local, position = found
+        if position is not None:
+            target.part.shards[target.row] = position
+        if target.task.fields and not self._measure_fields(target, local, weight):
+            return False
+        is_shard = position is not None and position.is_shard
+        for registered in target.task.measurers:
+            if is_shard and registered.subscriber.needs_whole:
+                self._measure_full(target, registered, tensor)
+            else:
+                self._measure_all(target, (registered,), local)
+        return True
+
+    def _measure_full(self, target: "_Target", registered: Registered, tensor: Tensor) -> None:
+        """Measure a tensor of which a shard is not enough: NaN, unless its shards may be gathered."""
+        subscriber = registered.subscriber
+        if subscriber.gather and self._may_communicate():
+            self._measure_all(target, (registered,), full_tensor(tensor))
+            return
+        message = target.rows.message(target.row)
+        if registered not in self._warned:
+            self._warned.add(registered)
+            log.warning(
+                "%r needs full tensors, but %s of %s is sharded over ranks: it publishes NaN; "
+                "with gather=True it gathers the shards at the steps that it samples",
+                *(subscriber, message.kind, message.series_name),
+            )
+        result = self.error_guard.call(registered, "measure", subscriber.unknown, message)
+        if result is not None:
+            target.part.add_measured(target.row, registered, result, tensor.device)
+
+    def _measure_fields(self, target: "_Target", tensor: Tensor, weight: _Weight) -> bool:
+        fields = target.task.fields
+        repeats = 1 if weight is None or isinstance(weight, str) else weight
+        generator = self._source(fields)
+        try:
+            return target.part.statistics(tensor).add(target.row, tensor, fields, repeats, generator)
+        except Exception as error:
+            raise_users_exception(error)
+            if type(tensor) is Tensor:
+                raise
+            return False  # a subclass without the operators to read it
+
+    def _source(self, fields: frozenset[str]) -> torch.Generator | None:
+        """Return our own source of randomness if `fields` need one."""
+        return self._generator if "sampled_codes" in fields else None
+
+    def _measure_all(self, target: "_Target", measurers: Iterable[Registered], tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            tensor = tensor.to_dense()  # metrics need no code for sparse gradients
+        message = target.rows.message(target.row, tensor)
+        on_host: Message | None = None
+        for registered in measurers:
+            if not registered.subscriber.needs_float64 or has_float64(tensor.device):
+                self._measure(target.part, target.row, registered, message, tensor)
+                continue
+            if on_host is None:
+                on_host = target.rows.message(target.row, _on_host(tensor))
+            self._measure(target.part, target.row, registered, on_host, on_host.data)
+
+    def _measure(
+        self, part: Part, row: int | None, registered: Registered, message: Message | MessageBundle, tensor: Tensor
+    ) -> None:
+        if registered.disabled:  # since the step began
+            return
+        version = None if tensor.is_inference() else tensor._version
+        result = _without_autograd(tensor.device.type, self._call_measure, registered, message)
+        if result is not None:
+            part.add_measured(row, registered, result, tensor.device)
+        if version is not None and tensor._version != version:
+            site = Site(registered.kinds[0]) if row is None else self.index.keys[row][0]
+            self.error_guard.disable(registered, f"it changed {site.kind!r} of {site.module or 'the network'} in place")
+
+    def _call_measure(self, registered: Registered, message: Message | MessageBundle) -> Tensor | DeferredRow | None:
+        measured: Tensor | DeferredRow | None = self.error_guard.call(
+            registered, "measure", partial(_measure, registered.subscriber), message
+        )
+        return measured
+
+    def receive_together(self, tensors: Mapping[str, Tensor], part: int = 0) -> None:
+        """Pass the tensors of one call of the loss module to the subscribers that measure them together."""
+        if part < 0 or (rows := self.rows) is None or not all(map(has_numbers, tensors.values())):
+            return
+        if self.plan.together and (not any(map(is_distributed, tensors.values())) or self._may_communicate()):
+            tensors = {kind: full_tensor(x) if is_distributed(x) else x for kind, x in tensors.items()}
+        for registered in self.plan.together:
+            kinds = registered.kinds
+            if all(kind in tensors for kind in kinds):
+                given = {kind: tensors[kind] for kind in kinds}
+                if registered.subscriber.needs_float64:
+                    given = {kind: x if has_float64(x.device) else _on_host(x) for kind, x in given.items()}
+                messages = {kind: NetworkMessage(rows.stamp, kind, x) for kind, x in given.items()}
+                self._measure(rows.part(part), None, registered, MessageBundle(messages), given[kinds[0]])
+
+
+class _Target(NamedTuple):
+    """Where measurements are added."""
+
+    rows: Rows
+    part: Part
+    row: int
+    task: Task
+
+
+def _without_autograd(device: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function without gradients and autocast.
+
+    The end of ``torch.no_grad()`` is a call of a Python function; an exception such as `KeyboardInterrupt` that comes at its
+    beginning would leave training without gradients.
+    """
+    gradients, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device)
+    try:
+        try:
+            set_grad_enabled(False)
+            if autocast:
+                torch.set_autocast_enabled(device, False)
+            return function(*arguments)
+        finally:
+            set_grad_enabled(gradients)
+            if autocast:
+                torch.set_autocast_enabled(device, True)
+    except BaseException:
+        set_grad_enabled(gradients)
+        torch.set_autocast_enabled(device, autocast)
+        raise
+
+
+def _measure(subscriber: Subscriber, message: Any) -> Tensor | DeferredRow | None:
+    result = subscriber.measure(message)
+    if result is not None and not isinstance(result, Tensor | DeferredRow):
+        raise TypeError(f"measure must return a Tensor, a DeferredRow or None, got {type(result).__name__}")
+    return result
+
+
+def _numbers(tensor: Tensor) -> Tensor | None:
+    """Return the numbers of a tensor without a graph; ``None`` if it has none."""
+    if not has_numbers(tensor):
+        return None
+    if tensor.is_quantized or (is_special(tensor) and not is_distributed(tensor)):
+        found = dequantized(tensor)
+        return None if found is None else _detached(found)
+    return _detached(tensor)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on the host, which waits for the device."""
+    return _like(tensor, tensor.cpu())
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph; the data of a packed sequence keeps its attribute ``batch_sizes``."""
+    return _like(tensor, tensor.detach())
+
+
+def _like(tensor: Tensor, plain: Tensor) -> Tensor:
+    if (sizes := getattr(tensor, "batch_sizes", None)) is not None:
+        plain.batch_sizes = sizes  # type: ignore[attr-defined]
+    return plain

@@ -1,0 +1,355 @@
+"""The measurements of one step."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ikkuna.distributed.dtensor import ShardPosition
+from ikkuna.metrics.messages.message import Message
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.deferred_row import DeferredRow
+from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.statistics.device import Taken
+from ikkuna.numerics.statistics.float_code import half_size, merge_codes
+from ikkuna.numerics.statistics.record import record_of
+from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
+from ikkuna.observation.rows.host_copy import HostCopy
+from ikkuna.observation.rows.part import Part, PartPool
+from ikkuna.observation.rows.plan import Plan
+from ikkuna.observation.rows.row_index import Key, RowIndex
+from ikkuna.observation.rows.selection import Selections
+from ikkuna.observation.rows.site import Site
+from ikkuna.support.failures import raise_users_exception
+from ikkuna.support.threads import Pending, run_beside
+
+__all__ = ["RankMerge", "Rows"]
+
+
+_NO_FIELDS = frozenset[str]()
+_NO_ROWS = empty_rows(0)
+_EMPTY = empty_rows(1)[0]
+_NO_COUNTS = np.zeros(2 * half_size(3), np.int64)  # of histograms with three bits of the mantissa, as they are measured
+_N, _NANS, _INFS, _MEAN = (COLUMN[name] for name in ("n", "nans", "infs", "mean"))
+
+_Place = tuple[dict[Any, Any], Any, Any]
+"""A dictionary and a key, and the tensor there that an array replaces once it has reached the host."""
+
+
+class RankMerge(Protocol):
+    """Replaces the measurements of this rank by those of all ranks."""
+
+    def arrived(self, rows: "Rows") -> bool:
+        """Return whether the measurements of all ranks have arrived; called once this rank's are on the host."""
+
+    def merge_into(self, rows: "Rows") -> None:
+        """Replace the measurements of this rank; wait for the other ranks if necessary."""
+
+    def abandon(self) -> None:
+        """Forget the step, which is not delivered."""
+
+
+class Rows:
+    """The measurements of one step.
+
+    While the step is open, each of its parts is measured separately, because a forward may turn out to count for nothing.
+    Part 0 is the step itself.
+    `close` merges the parts that count, copies their table, and starts the copies from devices; `load` completes them.
+
+    Parameters
+    ----------
+    stamp : Stamp
+        The step.
+    plan : Plan
+        What is measured in it.
+    index : RowIndex
+        The recorder's rows.
+    pool : PartPool
+        The recorder's unused parts.
+    selections : Selections
+        The rows that each subscriber takes.
+
+    Attributes
+    ----------
+    values : array
+        ``(rows, columns)``, the shared statistics.
+    codes : dict
+        Histograms by row and field.
+    measured, together, shards, reductions : dict
+        See `Part`.
+    ranks : dict
+        By row, the row of each rank, if a subscriber needs them.
+    skipped : bool
+        Whether the optimizer left the weights unchanged.
+    rank_merge : RankMerge, optional
+        ``None`` in one process.
+    rates : dict
+        Learning rates of the step by the name of the parameter group: numbers, or tensors until the copy has arrived.
+    """
+
+    def __init__(self, stamp: Stamp, plan: Plan, index: RowIndex, pool: PartPool, selections: Selections) -> None:
+        self.stamp, self.plan, self.index, self.selections = stamp, plan, index, selections
+        self.values = _NO_ROWS
+        self.codes: dict[int, dict[str, Any]] = {}
+        self.measured: dict[int, dict[Registered, Any]] = {}
+        self.together: dict[Registered, Any] = {}
+        self.shards: dict[int, ShardPosition] = {}
+        self.reductions: dict[int, str] = {}
+        self.ranks: dict[int, tuple[Values | None, ...]] = {}
+        self.skipped = False
+        self.rank_merge: RankMerge | None = None
+        self.rates: dict[str, Any] = {}
+        self._pool = pool
+        self._parts: dict[int, Part] = {}
+        self._flags: dict[int, Any] = {}
+        self._scales: dict[int, Any] = {}
+        self._totals: dict[int, int] = {}
+        self._taken: list[tuple[Taken, dict[Any, Any]]] = []
+        self._device_codes: list[dict[int, dict[str, Any]]] = []
+        self._copies: list[tuple[list[_Place], HostCopy]] = []
+        self._deferred: list[tuple[list[tuple[dict[Any, Any], Any]], Pending[list[Tensor]]]] = []
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """The site and path of each row."""
+        return self.index.keys
+
+    # -- while the step is open -----------------------------------------------------------------------------------
+
+    def part(self, number: int) -> Part:
+        """Return a part of the step."""
+        return self._parts.get(number) or self._parts.setdefault(number, self._pool.take())
+
+    def drop(self, kinds: frozenset[str]) -> None:
+        """Forget the measurements of some kinds."""
+        self.renew_stamp()
+        rows = list(self.index.rows_of(kinds))
+        for part in self._parts.values():
+            part.clear(rows)
+            part.together = {r: value for r, value in part.together.items() if r.kinds[0] not in kinds}
+
+    def drop_part(self, number: int) -> None:
+        """Forget the measurements of a part."""
+        if (part := self._parts.get(number)) is not None:
+            part.clear()
+
+    def renew_stamp(self) -> None:
+        """Replace the stamp by an equal one; subscribers that keep values of a step notice the restart by its identity."""
+        self.stamp = replace(self.stamp)
+
+    def merge_part(self, source: int, target: int) -> None:
+        """Add the measurements of a part to those of another one, and empty it."""
+        if (part := self._parts.get(source)) is not None and source != target:
+            self.part(target).merge(part)
+
+    def split(self, parts: Iterable[int]) -> "Rows":
+        """Move some parts to new rows of the same step, and return these."""
+        other = Rows(self.stamp, self.plan, self.index, self._pool, self.selections)
+        other._parts = {number: self._parts.pop(number) for number in parts if number in self._parts}
+        return other
+
+    def note_overflow(self, found_inf: Tensor | None) -> None:
+        """Record the flag by which a gradient scaler tells a fused optimizer to leave the weights unchanged."""
+        if found_inf is not None:
+            self._flags[len(self._flags)] = found_inf.detach().clone()
+
+    def rename_total(self, site: Site, path: str, name: str, scale: Tensor | None = None) -> None:
+        """Give a row that is a total another path; its parts are multiplied by `scale`, which is removed from the sum."""
+        row = self.index.row(site, path)
+        self._totals[row] = self.index.row(site, name)
+        if scale is not None:
+            self._scales[row] = scale.detach().clone()
+
+    def close(self, parts: Iterable[int] = ()) -> None:
+        """Merge some parts into part 0, drop the others, and start one copy to the host per device."""
+        for number in parts:
+            if 0 in self._parts:
+                self.merge_part(number, 0)
+            elif number in self._parts:
+                self._parts[0] = self._parts.pop(number)
+        rates: list[_Place] = []
+        for name, rate in self.rates.items():
+            if isinstance(rate, Tensor):
+                rates.append((self.rates, name, rate))
+        if not (self._parts or self._flags or rates):
+            return
+        whole = self.part(0)
+        self.measured, self.together = whole.measured, whole.together
+        self.shards, self.reductions = whole.shards, whole.reductions
+        self.values, codes = whole.host.take(len(self.index.keys))
+        self.codes = codes
+        pending: list[_Place] = [*rates, *((self._flags, i, flag) for i, flag in self._flags.items())]
+        holders: list[dict[Any, Any]] = [self._scales, self.together, *self.measured.values(), *codes.values()]
+        for device, statistics in whole.devices.items():
+            try:
+                taken, codes = statistics.take()
+            except Exception as error:
+                self._pool.error_guard.report_internal(f"merging the measurements of {device}", error)
+                statistics.clear()
+                continue
+            self._device_codes.append(codes)
+            self._taken.append((taken, taken.tensors))
+            holders += (taken.tensors, *codes.values())
+        pending += [(holder, key, value) for holder in holders for key, value in holder.items()]
+        self._start_copies(pending)
+        self._pool.release(self._parts.values())
+        self._parts = {}
+
+    def _start_copies(self, pending: Iterable[_Place]) -> None:
+        by_device: dict[torch.device, list[_Place]] = {}
+        deferred: dict[torch.device, list[tuple[dict[Any, Any], Any, DeferredRow]]] = {}
+        for holder, key, tensor in pending:
+            if isinstance(tensor, DeferredRow):
+                deferred.setdefault(tensor.tensor.device, []).append((holder, key, tensor))
+            elif tensor.device.type == "cpu":
+                holder[key] = tensor.numpy()
+            else:
+                by_device.setdefault(tensor.device, []).append((holder, key, tensor))
+        for device, group in by_device.items():
+            try:
+                self._copies.append((group, HostCopy([tensor for *_, tensor in group])))
+            except Exception as error:
+                raise_users_exception(error)
+                self._lose(group, f"copying the measurements of {device}", error)
+        for device, group in deferred.items():
+            rows = [row for *_, row in group]
+            places = [(holder, key) for holder, key, _ in group]
+            size = sum(row.tensor.nbytes for row in rows)
+            work = partial(DeferredRow.rows, rows)
+            self._deferred.append((places, run_beside((device,), work, self._pool.error_guard, size)))
+
+    def _lose(self, group: Iterable[_Place], what: str, error: Exception) -> None:
+        """Forget the values of one device, which could not be copied, and report the error; those of others remain."""
+        for holder, key, _ in group:
+            holder.pop(key, None)
+        self._taken = [(taken, arrays) for taken, arrays in self._taken if len(arrays) == taken.count]
+        self._pool.error_guard.report_internal(what, error)
+
+    # -- after the step -------------------------------------------------------------------------------------------
+
+    def arrived(self) -> bool:
+        """Return whether all copies have reached the host, and the measurements of other ranks are here."""
+        if not all(copy.arrived() for _, copy in self._copies):
+            return False
+        if self._deferred and not all(computed.arrived() for _, computed in self._deferred):
+            return False
+        return self.rank_merge is None or self.rank_merge.arrived(self)
+
+    def load(self) -> None:
+        """Complete the copies from devices, waiting if necessary; a second call does nothing."""
+        for group, copy in self._copies:
+            try:
+                arrays = copy.arrays()
+            except Exception as error:
+                raise_users_exception(error)
+                self._lose(group, "waiting for measurements on a device", error)
+                continue
+            for (holder, key, _), array in zip(group, arrays, strict=True):
+                holder[key] = array
+        for places, computed in self._deferred:
+            self._load_deferred(places, computed)
+        for name, rate in self.rates.items():
+            if isinstance(rate, np.ndarray):
+                self.rates[name] = float(rate)
+        for taken, found in self._taken:
+            numbers, values = taken.rows(found)
+            with np.errstate(all="ignore"):
+                self.values[numbers] = merge_rows(np.stack([self.values[numbers], values]))
+            merge_codes(self.codes, taken.codes(found))
+        for codes in self._device_codes:
+            merge_codes(self.codes, codes)
+        self.skipped = self.skipped or any(bool(flag.any()) for flag in self._flags.values())
+        self._sum_totals()
+        self._copies, self._taken, self._device_codes, self._flags, self._deferred = [], [], [], {}, []
+
+    def _load_deferred(self, places: list[tuple[dict[Any, Any], Any]], computed: Pending[list[Tensor]]) -> None:
+        try:
+            rows = computed.result()
+        except Exception as error:  # such as a lack of memory
+            for holder, key in places:
+                del holder[key]
+            self._pool.error_guard.report_internal("computing deferred rows", error)
+            return
+        for (holder, key), row in zip(places, rows, strict=True):
+            holder[key] = row.numpy()
+
+    def _sum_totals(self) -> None:
+        """Replace the rows that are totals of this rank by their sums, under their own paths."""
+        sums: dict[int, float] = {}
+        for row in [row for row, reduction in self.reductions.items() if reduction == "total"]:
+            del self.reductions[row]
+            n, nans, infs, mean = self.values[row, [_N, _NANS, _INFS, _MEAN]].tolist()
+            scale = float(np.ravel(self._scales.get(row, 1.0))[0])
+            if n:
+                sums[self._totals.get(row, row)] = np.nan if nans + infs else mean * n / scale
+            self.values[row] = _EMPTY
+        for row, value in sums.items():
+            self.values[row] = row_of(value)
+            self.reductions[row] = "mean"
+
+    def complete(self) -> None:
+        """Merge the measurements of all ranks, and the calls of a loss, waiting if necessary."""
+        if self.rank_merge is not None:
+            self.rank_merge.merge_into(self)
+        self.load()
+        for row, reduction in self.reductions.items():
+            n, nans, infs, mean = self.values[row, [_N, _NANS, _INFS, _MEAN]].tolist()
+            if n:
+                value = np.nan if nans + infs else mean * n if reduction == "sum" else mean
+                self.values[row] = row_of(value)
+
+    def discard(self) -> int:
+        """Forget all measurements; return how many there were."""
+        numbers = {row for taken, _ in self._taken for row in taken.numbers}
+        count = len(numbers.union(self.measured_rows())) + len(self.together)
+        self.values, self.measured, self.together = self.values[:0], {}, {}
+        self._copies, self._taken, self._device_codes, self._deferred, self.reductions = [], [], [], [], {}
+        self.rates = {name: rate for name, rate in self.rates.items() if not isinstance(rate, Tensor)}
+        return count
+
+    def measured_rows(self) -> list[int]:
+        """Return the numbers of the rows that have measurements."""
+        if not len(self.values):
+            return sorted(self.measured)
+        rows: list[int] = np.flatnonzero(self.values[:, _N]).tolist()
+        return sorted({*rows, *self.measured}) if self.measured else rows
+
+    def has_elements(self) -> NDArray[np.bool_]:
+        """Return for each row of the index whether it has shared statistics."""
+        found = np.zeros(len(self.index.keys), np.bool_)
+        found[: len(self.values)] = self.values[:, _N] > 0
+        return found
+
+    def fields(self, row: int) -> frozenset[str]:
+        """Return the statistics that a row has."""
+        site = self.keys[row][0]
+        task = self.plan.task(site.kind, site.module)
+        return task.fields if task is not None else _NO_FIELDS
+
+    def record(self, row: int, fields: frozenset[str]) -> Record | None:
+        """Return the `fields` of a row; ``None`` if it has no elements."""
+        values = self.values[row]
+        if not fields or not values[_N]:
+            return None
+        record = record_of(values, fields)
+        if self.codes:
+            for name, counts in self.codes.get(row, {}).items():
+                setattr(record, name, counts)
+        if (ranks := self.ranks.get(row)) is not None:
+            record.ranks = tuple(None if values is None else record_of(values, fields) for values in ranks)
+        return record
+
+    def counts(self, numbers: NDArray[np.int64], name: str) -> list[NDArray[np.int64]]:
+        """Return the histograms of some rows, each ``(2K,)``; all zero where none was measured."""
+        return [np.asarray(self.codes.get(row, {}).get(name, _NO_COUNTS)) for row in numbers.tolist()]
+
+    def message(self, row: int, data: Any = None, record: Record | None = None) -> Message:
+        """Return the message of a row."""
+        site, path = self.keys[row]
+        return site.message(self.stamp, path, data, record)

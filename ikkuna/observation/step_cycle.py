@@ -1,0 +1,378 @@
+"""Carries out the decisions of the step tracker: steps are opened, recorded, closed and delivered."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ikkuna.distributed.rendezvous import World
+from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.messages.kinds import PARAMETER_KINDS
+from ikkuna.metrics.messages.message import NetworkMessage
+from ikkuna.metrics.messages.stamp import TRAINING, Stamp
+from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics.device import warm_up
+from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.hooks.hook_set import HookSet
+from ikkuna.observation.hooks.loss import LossHooks
+from ikkuna.observation.hooks.modules import ModuleHooks
+from ikkuna.observation.logged_values import LoggedValues
+from ikkuna.observation.ranks import Exchange
+from ikkuna.observation.rows.delivery import Event, Finished, Unsampled
+from ikkuna.observation.rows.plan import Demand, Plan
+from ikkuna.observation.steps.forwards import (
+    MICRO_PART,
+    Abandoned,
+    Closed,
+    Decision,
+    EpochFinished,
+    Merged,
+    Opened,
+    Restarted,
+)
+from ikkuna.observation.steps.step_tracker import State
+from ikkuna.store.run_directory import CONTROL_FILE
+from ikkuna.support.failures import log
+
+__all__ = ["MissingLossWarning", "ReplacedModules", "SamplingPlans", "StepCycle"]
+
+
+class SamplingPlans:
+    """The plans of steps, and the changes of what is sampled.
+
+    Parameters
+    ----------
+    bus : MessageBus
+        Knows the subscribers.
+    context : HookContext
+    modules : ModuleHooks
+        Prepared for what is wanted.
+    """
+
+    def __init__(self, bus: MessageBus, context: HookContext, modules: ModuleHooks) -> None:
+        self._bus, self._context, self._modules = bus, context, modules
+        self._demand = Demand()
+
+    def of(self, stamp: Stamp) -> Plan:
+        """Return the plan of a step or of another pass."""
+        return self._demand.plan(self._bus.registered, stamp)
+
+    def of_next_step(self) -> Plan:
+        """Return the plan of the open step, or of the next one."""
+        return self.of(self._context.tracker.stamp)
+
+    def demand_changed(self) -> None:
+        """Handle a change of what subscribers want."""
+        wishes = Plan(tuple(r for r in self._bus.registered if not r.disabled))
+        if wishes.takes_data:
+            tensors = (named.parameter for named in self._context.parameters.all)
+            parameters = {(x.device, x.dtype) for x in tensors if not x.is_cpu}
+            warm_up(parameters, {closure(r.subscriber.fields) for r in wishes.subscriptions if r.subscriber.fields})
+        if self._modules.prepare(wishes, self.of_next_step()):
+            log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
+            torch.compiler.reset()
+
+    def change_sampling(self, paused: bool | None = None, every: int | None = -1) -> None:
+        """Change what is sampled from the next step on; see `Sampling.change`."""
+        tracker = self._context.tracker
+        next_step = tracker.counters.global_step + (tracker.state is not State.IDLE)
+        self._bus.sampling.change(next_step, paused, every)
+        self._demand = Demand()
+        self.demand_changed()
+        if tracker.state is State.IDLE and tracker.pass_name == TRAINING:
+            self._modules.keep_for(self.of_next_step())
+
+    def follow_control_file(self) -> None:
+        """Change the sampling as another process requests it, unless other ranks would sample other steps."""
+        if (run := self._bus.run) is None or (request := run.control.take()) is None:
+            return
+        if World.here().size > 1:
+            log.warning("%s is ignored, because all ranks must sample the same steps", CONTROL_FILE)
+            return
+        self.change_sampling(*request)
+        log.info("sampling is changed by %s: %s", CONTROL_FILE, request)
+
+
+class MissingLossWarning:
+    """Warns once that a subscriber wants the loss or the labels, and they are unknown.
+
+    Parameters
+    ----------
+    context : HookContext
+    losses : LossHooks
+        Knows whether a loss and labels were seen.
+    """
+
+    def __init__(self, context: HookContext, losses: LossHooks) -> None:
+        self._context, self._losses = context, losses
+        self._has_warned = False
+
+    def step_ended(self, steps: int) -> None:
+        """Warn at the end of a sampled step, if there is a reason to.
+
+        Parameters
+        ----------
+        steps : int
+            Number of training steps so far.
+        """
+        if not self._has_warned and not self._is_early(steps) and (missing := self._missing()):
+            self._has_warned = True
+            log.warning(
+                "a subscriber wants %s, which cannot be seen; set the module or function that computes the loss, and call what "
+                "set_loss() returns: loss = exporter.set_loss(loss)",
+                missing,
+            )
+
+    def _is_early(self, steps: int) -> bool:
+        """Return whether it cannot be known yet how the model is called.
+
+        The first step only shows that a model is never called as a whole; a model in evaluation mode seems to be such for two steps.
+        """
+        whole = self._context.model.roots.whole
+        return self._context.tracker.is_rootless and steps <= (1 if whole is None or whole.training else 2)
+
+    def _missing(self) -> str:
+        """Return what is wanted and unknown; empty if nothing is."""
+        plan = self._context.recorder.plan
+        if not self._context.model.sees_loss:
+            return ""
+        if not self._losses.has_loss and (plan.together or "loss" in plan.kinds):
+            return "the loss"
+        if not self._losses.has_labels and (plan.together or "input_labels" in plan.kinds):
+            return "the labels"
+        return ""
+
+
+class ReplacedModules:
+    """Observes the modules and parameters that the user has put in place of others since they were added.
+
+    Parameters
+    ----------
+    context : HookContext
+    hooks : HookSet
+        The hooks of the exporter.
+    taken : callable
+        Returns the names of modules that other exporters of the bus observe.
+    demand_changed : callable
+        Called when other modules are observed.
+    """
+
+    def __init__(
+        self,
+        context: HookContext,
+        hooks: HookSet,
+        taken: Callable[[], frozenset[str]],
+        demand_changed: Callable[[], None],
+    ) -> None:
+        self._context, self._hooks = context, hooks
+        self._taken, self._demand_changed = taken, demand_changed
+        self._has_warned = False
+
+    def follow(self, inside_step: bool = False) -> None:
+        """Find replaced modules and parameters, and observe them.
+
+        The hooks of a compiled model cannot change inside a step, because its graph runs then.
+        """
+        context = self._context
+        try:
+            if context.parameters.modules_have_changed() and not (inside_step and context.model.is_compiled):
+                self._follow_modules()
+            else:
+                context.parameters.refresh()
+        except Exception as error:  # of the user's filter of modules, for example
+            context.error_guard.report_internal("finding the modules that were replaced", error)
+
+    def _follow_modules(self) -> None:
+        context, model = self._context, self._context.model
+        try:
+            change = model.follow(self._taken())
+        finally:
+            context.parameters.track(model.modules, model.callable)
+        if not change.names:  # a wrapper was put around a module
+            return
+        self._hooks.modules.forget(change.names)
+        self._hooks.include_copies()
+        self._demand_changed()
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("the model has changed since it was added: %s", change)
+
+
+class StepCycle:
+    """Carries out the decisions of the step tracker.
+
+    Parameters
+    ----------
+    bus : MessageBus
+        Receives measurements and events.
+    context : HookContext
+    hooks : HookSet
+        The hooks of the exporter.
+    plans : SamplingPlans
+        Decides what a step measures.
+    replaced : ReplacedModules
+        Observes modules that were replaced.
+    exchange : Exchange
+        Merges the measurements of all ranks.
+    logged : LoggedValues
+        The values that the user logs.
+
+    Attributes
+    ----------
+    steps : int
+        Number of training steps.
+    """
+
+    def __init__(
+        self,
+        bus: MessageBus,
+        context: HookContext,
+        hooks: HookSet,
+        plans: SamplingPlans,
+        replaced: ReplacedModules,
+        exchange: Exchange,
+        logged: LoggedValues,
+    ) -> None:
+        self._bus, self._context, self._hooks = bus, context, hooks
+        self._plans, self._replaced = plans, replaced
+        self._exchange, self._logged = exchange, logged
+        self._missing_loss = MissingLossWarning(context, hooks.losses)
+        self.steps = 0
+
+    def apply(self, decisions: tuple[Decision, ...]) -> None:
+        """Carry out decisions of the step tracker, in order."""
+        for decision in decisions:
+            match decision:
+                case Opened():
+                    self._open(decision)
+                case Merged(source, target):
+                    if (rows := self._context.recorder.rows) is not None:
+                        rows.merge_part(source, target)
+                case Restarted(parts, parameters):
+                    self._restart(parts, parameters)
+                case Closed():
+                    self._close(decision)
+                case Abandoned():
+                    self._hooks.step_ended()
+                    self._hooks.optimizers.step_ended()
+                    self._context.recorder.close()
+                case EpochFinished(stamp):
+                    self._finish_epoch(stamp)
+
+    # -- the beginning of a step ----------------------------------------------------------------------------------
+
+    def _open(self, opened: Opened) -> None:
+        stamp, recorder = opened.stamp, self._context.recorder
+        if opened.starts_epoch:
+            self._bus.queue.append(NetworkMessage(stamp, "epoch_started"))
+        if self._bus.is_wanted("batch_started"):
+            self._bus.queue.append(NetworkMessage(stamp, "batch_started"))
+        if not opened.is_carried or recorder.rows is None:
+            if recorder.rows is not None:  # an exception has kept them from being closed
+                recorder.close()
+            self.record(stamp)
+        if (observer := self._context.observer) is not None:
+            observer.step_opened(stamp, recorder.plan)
+        if recorder.plan.takes_data:
+            self._replaced.follow(inside_step=True)
+        self._hooks.step_opened()
+
+    def record(self, stamp: Stamp) -> None:
+        """Begin to record a step, or another pass."""
+        context = self._context
+        self._exchange.step_opened(stamp)
+        context.model.find_stages()
+        context.replicas = self._exchange.replicas
+        context.recorder.open(stamp, self._plans.of(stamp))
+
+    def _restart(self, parts: tuple[int, ...], parameters: bool) -> None:
+        if (rows := self._context.recorder.rows) is None:
+            return
+        for part in parts:
+            rows.drop_part(part)
+        if MICRO_PART in parts:
+            rows.renew_stamp()
+        if parameters:
+            rows.drop(frozenset((*PARAMETER_KINDS, *self._context.recorder.plan.states)))
+            self._hooks.optimizers.step_ended()
+
+    # -- the end of a step ----------------------------------------------------------------------------------------
+
+    def _close(self, closed: Closed) -> None:
+        bus, context, optimizers = self._bus, self._context, self._hooks.optimizers
+        if not closed.skipped:
+            optimizers.before_close()
+            self.steps += 1
+        self._hooks.step_ended()
+        lap, rates, has_closure = context.stopwatch.lap(), optimizers.rates, optimizers.has_closure
+        optimizers.step_ended()
+        self._logged.step_ends(closed.stamp.global_step)
+        step = None
+        if context.recorder.rows is not None:
+            self._missing_loss.step_ended(self.steps)
+            bus.queue.append(step := self._finished(closed, rates, has_closure, lap))
+        else:
+            self._pass_over(closed)
+        if not closed.carried:
+            self.prepare_next()
+        self._plans.follow_control_file()
+        if step is not None and bus.calls_model and not self._exchange.is_shared:
+            step.evaluate(bus)
+        bus.drain(wait=self._exchange.must_wait(closed.stamp))
+        run = bus.run
+        context.stopwatch.step_ended(0.0 if run is None else run.drawing_seconds)
+
+    def _finished(
+        self, closed: Closed, rates: dict[str, Any], has_closure: bool, lap: tuple[float, float] | None
+    ) -> Finished:
+        """Return the step with its measurements and its event."""
+        recorder = self._context.recorder
+        report: dict[str, Any] = {
+            "learning_rates": rates,
+            "has_closure": has_closure,
+            "unowned": self._context.parameters.known_owners().unowned,
+        }
+        if lap is not None:
+            report["seconds"], report["own_seconds"] = lap
+        event = NetworkMessage(closed.stamp, "batch_finished", report)
+        assert recorder.rows is not None
+        recorder.rows.rates = dict(rates)  # rates on an accelerator travel with the rows
+        plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
+        assert rows is not None
+        rows.skipped = event.skipped = rows.skipped or closed.skipped
+        self._exchange.take(rows, plan)
+        return Finished(rows, event, self._context.observer)
+
+    def _pass_over(self, closed: Closed) -> None:
+        """End a step that no subscriber samples."""
+        context, stamp = self._context, closed.stamp
+        context.recorder.close(carried=closed.carried)
+        if context.observer is not None and not closed.skipped:
+            context.observer.step_passed(stamp)
+        self._exchange.meet()
+        if len(self._bus.queue):
+            self._bus.queue.append(Unsampled(stamp))
+        else:
+            self._bus.commit(stamp.global_step)
+
+    def prepare_next(self) -> None:
+        """Prepare the hooks of modules for the next step."""
+        context, modules = self._context, self._hooks.modules
+        if modules.is_found_compiled():
+            self._plans.demand_changed()
+        plan = self._plans.of_next_step()
+        if plan.takes_data and context.model.is_compiled:
+            self._replaced.follow()
+        modules.keep_for(plan)
+        modules.set_sampled(plan)
+        if context.tracker.is_rootless:
+            modules.install(plan)  # no call of a root will announce the next step
+
+    def _finish_epoch(self, stamp: Stamp) -> None:
+        bus = self._bus
+        self._logged.step_ends(stamp.global_step)
+        bus.queue.append(event := Event(NetworkMessage(stamp, "epoch_finished")))
+        self._replaced.follow()
+        if bus.calls_model and not self._exchange.is_shared:
+            event.evaluate(bus)
+        bus.drain(wait=self._exchange.must_wait(None))

@@ -1,0 +1,199 @@
+"""Counts steps and epochs, and measures the time that ikkuna takes."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from ikkuna.errors import ConfigError
+from ikkuna.metrics.messages.stamp import TRAINING, Stamp
+
+__all__ = ["StepCounters", "Stopwatch"]
+
+
+class StepCounters:
+    """The numbers of steps, of steps in this epoch, and of epochs.
+
+    Attributes
+    ----------
+    steps_per_epoch : int or None
+        Number of steps after which an epoch ends by itself; ``None`` if it does not.
+
+    Examples
+    --------
+    >>> counters = StepCounters()
+    >>> counters.step_closed()
+    >>> counters.global_step, counters.train_step, counters.epoch
+    (1, 1, 0)
+    """
+
+    def __init__(self) -> None:
+        # global step, step in this epoch, epoch; one object, so that an interrupt cannot come between two assignments
+        self._numbers = 0, 0, 0
+        self._epoch_is_open = False
+        self.steps_per_epoch: int | None = None
+
+    @property
+    def global_step(self) -> int:
+        """Number of steps."""
+        return self._numbers[0]
+
+    @property
+    def train_step(self) -> int:
+        """Number of steps in this epoch."""
+        return self._numbers[1]
+
+    @property
+    def epoch(self) -> int:
+        """Number of epochs that have ended."""
+        return self._numbers[2]
+
+    def stamp(self, back: int = 0, pass_name: str = TRAINING) -> Stamp:
+        """Return the stamp of the next step, or of the step that is `back` steps before it."""
+        global_step, train_step, epoch = self._numbers
+        return Stamp(max(global_step - back, 0), max(train_step - back, 0), epoch, pass_name)
+
+    def step_opened(self) -> bool:
+        """Return whether the step that opens is the first of its epoch."""
+        starts_epoch, self._epoch_is_open = not self._epoch_is_open, True
+        return starts_epoch
+
+    def step_closed(self) -> None:
+        """Count a step."""
+        global_step, train_step, epoch = self._numbers
+        self._numbers = global_step + 1, train_step + 1, epoch
+
+    @property
+    def epoch_is_full(self) -> bool:
+        """Whether the epoch has all of its steps."""
+        return self.steps_per_epoch is not None and self.train_step >= self.steps_per_epoch
+
+    @property
+    def epoch_has_begun(self) -> bool:
+        """Whether the epoch has a step, open or closed."""
+        return self._epoch_is_open or self.train_step > 0
+
+    def epoch_closed(self) -> None:
+        """Count an epoch."""
+        self._numbers = self.global_step, 0, self.epoch + 1
+        self._epoch_is_open = False
+
+    def set_steps_per_epoch(self, steps: int | None) -> None:
+        """Set the number of steps after which an epoch ends by itself.
+
+        Raises
+        ------
+        ConfigError
+            If `steps` is neither ``None`` nor a positive int.
+        """
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise ConfigError(f"steps_per_epoch must be an int >= 1 or None, got {steps!r}")
+        self.steps_per_epoch = steps
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the numbers, to be saved with a checkpoint."""
+        return {"global_step": self.global_step, "train_step": self.train_step, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue to count from what `state_dict` returned.
+
+        Raises
+        ------
+        ConfigError
+            If `state` has other keys, or values that are no non-negative ints.
+        """
+        keys = self.state_dict().keys()
+        is_known = isinstance(state, dict) and state.keys() == keys
+        if not is_known or any(not isinstance(v, int) or v < 0 for v in state.values()):
+            raise ConfigError(f"load_state_dict() needs what state_dict() returned, got {state!r}")
+        self._numbers = state["global_step"], state["train_step"], state["epoch"]
+
+
+class _Local(threading.local):
+    depth = 0
+    since = 0.0
+
+
+class Stopwatch:
+    """Adds up the time between `start` and `stop` on each thread; nested pairs are counted once.
+
+    Parameters
+    ----------
+    others : callable, optional
+        Returns the seconds that were measured elsewhere, outside of such pairs.
+
+    Attributes
+    ----------
+    spent : float
+        Seconds between `start` and `stop`, on all threads together.
+
+    Examples
+    --------
+    >>> watch = Stopwatch()
+    >>> watch.start(), watch.start(), watch.stop(), watch.stop()
+    (None, None, None, None)
+    >>> 0 < watch.spent < 1, watch.overhead
+    (True, 0.0)
+    """
+
+    def __init__(self, others: Callable[[], float] = float) -> None:
+        self.spent = 0.0
+        self._others = others
+        self._local = _Local()
+        self._began: float | None = None
+        self._ended = 0.0
+        self._spent_before = self._spent_until_end = 0.0
+        self._lap: tuple[float, float] | None = None
+
+    def start(self) -> None:
+        """Start to count."""
+        local = self._local
+        local.depth += 1
+        if local.depth == 1:
+            local.since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stop to count."""
+        local = self._local
+        local.depth -= 1
+        if local.depth == 0:
+            self.spent += time.perf_counter() - local.since
+
+    def restart(self) -> None:
+        """Start to count at an outermost `start` of this thread, after exceptions have left starts without their stops."""
+        self._local.depth, self._local.since = 1, time.perf_counter()
+
+    def lap(self) -> tuple[float, float] | None:
+        """Return the seconds since the last call and how many of them ikkuna took; ``None`` for the first call."""
+        now = time.perf_counter()
+        spent = self._spent_until(now)
+        before, self._lap = self._lap, (now, spent)
+        return None if before is None else (now - before[0], spent - before[1])
+
+    def step_ended(self, beside: float = 0.0) -> None:
+        """Mark the end of a step; the first one is left out, because it creates what the others reuse.
+
+        Parameters
+        ----------
+        beside : float
+            Seconds so far that other threads of ikkuna have kept the interpreter busy.
+        """
+        self._ended = time.perf_counter()
+        self._spent_until_end = self._spent_until(self._ended) + beside
+        if self._began is None:
+            self._began, self._spent_before = self._ended, self._spent_until_end
+
+    def _spent_until(self, now: float) -> float:
+        """Return the seconds that were spent, including the pair that is open on this thread."""
+        return self.spent + self._others() + (now - self._local.since if self._local.depth else 0.0)
+
+    @property
+    def overhead(self) -> float:
+        """Time that ikkuna took as a share of the remaining time, from the second step on; 0 before.
+
+        It can be larger than the slowdown, because a training step and another thread may run at the same time.
+        """
+        if self._began is None:
+            return 0.0
+        own = self._spent_until_end - self._spent_before
+        others = self._ended - self._began - own
+        return own / others if others > 0 else 0.0

@@ -1,0 +1,446 @@
+"""Forwards, running calls and optimizers of the open step, and the decisions about them."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ikkuna.metrics.messages.stamp import Stamp
+
+__all__ = [
+    "EARLIER_PART",
+    "FIRST_PART",
+    "GRADIENT_PARTS",
+    "MAX_PENDING",
+    "MICRO_PART",
+    "STEP_PART",
+    "UNCLIPPED_PART",
+    "Abandoned",
+    "Closed",
+    "Decision",
+    "EpochFinished",
+    "Forward",
+    "Merged",
+    "Opened",
+    "PendingForwards",
+    "Reach",
+    "Restarted",
+    "RunningCalls",
+    "RunningOptimizers",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A step begins.
+
+    Parameters
+    ----------
+    stamp : Stamp
+        Of the step.
+    starts_epoch : bool
+        Whether it is the first step of its epoch.
+    is_carried : bool
+        Whether it contains parts that the step before has carried over.
+    """
+
+    stamp: Stamp
+    starts_epoch: bool = False
+    is_carried: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Measurements of one part now belong to another part."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The measurements of some parts belong to no step; `parameters` if those of the parameters do not either."""
+
+    parts: tuple[int, ...]
+    parameters: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A step is over.
+
+    Parameters
+    ----------
+    stamp : Stamp
+        Of the step.
+    skipped : bool
+        Whether no optimizer has stepped; the next step gets the same number.
+    parts : tuple of int
+        Parts that belong to the step; all others are discarded, except `carried`.
+    carried : tuple of int
+        Parts that belong to the step that opens next.
+    """
+
+    stamp: Stamp
+    skipped: bool = False
+    parts: tuple[int, ...] = ()
+    carried: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The open step ends without a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochFinished:
+    """An epoch is over; `stamp` is that of its last step."""
+
+    stamp: Stamp
+
+
+Decision = Opened | Merged | Restarted | Closed | Abandoned | EpochFinished
+
+
+STEP_PART, UNCLIPPED_PART, EARLIER_PART, MICRO_PART, FIRST_PART = 0, 1, 2, 3, 4
+"""Parts of a step: parameters; gradients before clipping; earlier micro-batches; gradients of micro-batches; the first forward."""
+
+GRADIENT_PARTS = (UNCLIPPED_PART, MICRO_PART)
+
+
+class Reach(IntEnum):
+    """Use of the gradients of a forward."""
+
+    NONE = 0
+    CAPTURED = 1
+    """``torch.autograd.grad`` returned gradients of parameters."""
+    ACCUMULATED = 2
+    """A backward added to the gradients of parameters."""
+
+
+@dataclass(slots=True, eq=False)
+class Forward:
+    """An outermost call of the model.
+
+    Parameters
+    ----------
+    part : int
+        Part of the recorder that holds its measurements; the next number holds gradients of a backward that may not count.
+        -1 after the forward was discarded.
+    number : int
+        The number of the forward in its step; -1 in another pass.
+    reach : Reach
+        What its gradients were used for.
+    is_compiled : bool
+        Whether it ran in a compiled graph.
+    is_of_parts : bool
+        Whether it consists of calls of modules outside any root.
+    """
+
+    part: int
+    number: int = -1
+    reach: Reach = Reach.NONE
+    is_compiled: bool = False
+    is_of_parts: bool = False
+
+    @property
+    def provisional_part(self) -> int:
+        """The part that holds gradients of a backward that may not count."""
+        return self.part + 1 if self.part >= 0 else -1
+
+
+MAX_PENDING = 16
+"""Forwards that are kept apart while no backward has reached them; beyond that the oldest two share a part."""
+
+
+class PendingForwards:
+    """The forwards of the open step, in the order in which they began.
+
+    Forwards that a backward has reached are merged into one part when the next forward begins.
+
+    Attributes
+    ----------
+    has_earlier : bool
+        Whether forwards were merged.
+
+    Examples
+    --------
+    >>> pending = PendingForwards()
+    >>> first, second = pending.add([]), pending.add([])
+    >>> first.part, second.part
+    (4, 6)
+    >>> first.reach = Reach.ACCUMULATED
+    >>> pending.counting_parts()
+    (1, 3, 4)
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[Forward] = []
+        self._pool: list[Forward] = []
+        self._used = 0
+        self.has_earlier = False
+
+    @property
+    def latest(self) -> Forward | None:
+        """The forward that began last."""
+        return self._pending[-1] if self._pending else None
+
+    @property
+    def latest_compiled(self) -> Forward | None:
+        """The latest forward of a compiled graph that no backward has reached."""
+        waiting = (f for f in reversed(self._pending) if f.is_compiled and f.reach is Reach.NONE)
+        return next(waiting, None)
+
+    @property
+    def reached(self) -> list[Forward]:
+        """The forwards that a backward has reached."""
+        return [f for f in self._pending if f.reach is not Reach.NONE]
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The parts of all pending forwards."""
+        return tuple(part for f in self._pending for part in (f.part, f.provisional_part))
+
+    def add(self, decisions: list[Decision]) -> Forward:
+        """Add a forward, and append to `decisions` which parts are merged before."""
+        for forward in [f for f in self._pending if f.reach is Reach.ACCUMULATED] if self._pending else ():
+            decisions.append(Merged(forward.part, EARLIER_PART))
+            self.has_earlier = True
+            self._pending.remove(forward)
+            forward.part = EARLIER_PART
+        if len(self._pending) >= MAX_PENDING:
+            oldest, second = self._pending[:2]
+            decisions.append(Merged(oldest.part, second.part))
+            self._pending.remove(oldest)
+            oldest.part = second.part
+        forward = self._unused()
+        self._pending.append(forward)
+        return forward
+
+    def _unused(self) -> Forward:
+        """Return an object of the pool, with a part that no pending forward has."""
+        part = FIRST_PART
+        if self._pending:
+            taken = {f.part for f in self._pending}
+            part = next(p for p in range(FIRST_PART, FIRST_PART + 2 * MAX_PENDING + 2, 2) if p not in taken)
+        if self._used == len(self._pool):
+            self._pool.append(Forward(part, self._used))
+        forward = self._pool[self._used]
+        self._used += 1
+        forward.part, forward.reach = part, Reach.NONE
+        forward.is_compiled = forward.is_of_parts = False
+        return forward
+
+    def discard(self, forwards: list[Forward]) -> None:
+        """Discard forwards, and those that were merged."""
+        for forward in forwards:
+            self._pending.remove(forward)
+            forward.part = -1
+        self.has_earlier = False
+
+    def clear(self) -> None:
+        """Discard all forwards at the end of a step, so that their objects can be used again."""
+        self.discard(list(self._pending))
+        for forward in self._pool[: self._used]:
+            forward.part = -1
+        self._used = 0
+
+    def counting_parts(self) -> tuple[int, ...]:
+        """Return the parts whose gradients are there."""
+        parts = [*GRADIENT_PARTS, EARLIER_PART] if self.has_earlier else [*GRADIENT_PARTS]
+        used = self.reached
+        if not used and not self.has_earlier:
+            used = self._pending  # the backward could not be seen
+        for forward in used:
+            parts.append(forward.part)
+            if forward.reach is Reach.CAPTURED:
+                parts.append(forward.provisional_part)
+        return tuple(parts)
+
+
+@dataclass(slots=True)
+class _Thread:
+    """Calls that run on one thread.
+
+    Parameters
+    ----------
+    calls : list of Forward or None
+        The running calls of roots, the outermost first; ``None`` for a call that does not count.
+    last : Forward, optional
+        The last outermost call, if it counts.
+    """
+
+    calls: list[Forward | None] = field(default_factory=list)
+    last: Forward | None = None
+
+
+class RunningCalls:
+    """The running calls of roots, and the last outermost one, of each thread.
+
+    Examples
+    --------
+    >>> calls, forward = RunningCalls(), Forward(4)
+    >>> calls.begin(0, forward)
+    >>> calls.is_inside(0, depth=None), calls.end(0) is forward, calls.last(0) is forward
+    (True, True, True)
+    """
+
+    def __init__(self) -> None:
+        self._threads: dict[int, _Thread] = {}
+
+    def of(self, thread: int) -> Sequence[Forward | None]:
+        """Return the forward of each running call on a thread; ``None`` for a call that does not count."""
+        known = self._threads.get(thread)
+        return known.calls if known is not None else ()
+
+    def last(self, thread: int) -> Forward | None:
+        """Return the running forward of a thread or else its last one; ``None`` if it does not count."""
+        known = self._threads.get(thread)
+        return known.last if known is not None else None
+
+    def set_last(self, thread: int, forward: Forward | None) -> None:
+        """Set the forward that ran last on a thread, without a call that runs."""
+        self._threads.setdefault(thread, _Thread()).last = forward
+
+    def is_inside(self, thread: int, depth: int | None) -> bool:
+        """Whether a call runs on a thread.
+
+        Parameters
+        ----------
+        thread : int
+            Identifier of the thread.
+        depth : int, optional
+            Number of calls that really run, if it is known; others were interrupted, and are forgotten.
+        """
+        known = self._threads.get(thread)
+        if known is None:
+            return False
+        if depth is not None:
+            del known.calls[depth:]
+        return bool(known.calls)
+
+    def begin(self, thread: int, forward: Forward | None) -> None:
+        """Add an outermost call."""
+        known = self._threads.setdefault(thread, _Thread())
+        known.last = forward
+        known.calls.append(forward)
+
+    def begin_inner(self, thread: int) -> None:
+        """Add a call inside an outermost one, which has the same forward."""
+        calls = self._threads[thread].calls
+        calls.append(calls[0])
+
+    def end(self, thread: int) -> Forward | None:
+        """Remove the innermost call; return its forward if it was an outermost one that counts."""
+        known = self._threads.get(thread)
+        if known is None or not known.calls:
+            return None
+        forward = known.calls.pop()
+        return forward if not known.calls else None
+
+
+@dataclass(slots=True)
+class _Running:
+    """The running step of an optimizer."""
+
+    owned: frozenset[int]
+    depth: int = 1
+    has_closure: bool = False
+
+
+class RunningOptimizers:
+    """Which optimizers are stepping, and which have stepped.
+
+    Attributes
+    ----------
+    stepped : set of int
+        The optimizers that have stepped in the open step.
+
+    Examples
+    --------
+    >>> optimizers = RunningOptimizers()
+    >>> optimizers.begin(1, frozenset({7}), has_closure=False)
+    >>> optimizers.end(1), optimizers.stepped
+    (True, {1})
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, _Running] = {}
+        self.stepped: set[int] = set()
+        self._stepped_before: set[int] = set()
+
+    def __bool__(self) -> bool:
+        """Whether an optimizer is stepping."""
+        return bool(self._running)
+
+    @property
+    def in_closure(self) -> bool:
+        """Whether an optimizer is stepping that evaluates the model itself."""
+        return any(running.has_closure for running in self._running.values())
+
+    def is_stepping(self, optimizer: int) -> bool:
+        """Whether a step of this optimizer that counts is running, and is not inside another call of itself."""
+        return optimizer in self._running and self._running[optimizer].depth == 1
+
+    def any_of(self, optimizers: Collection[int]) -> bool:
+        """Whether one of these optimizers is stepping."""
+        return not self._running.keys().isdisjoint(optimizers)
+
+    def begin(self, optimizer: int, owned: frozenset[int], has_closure: bool) -> None:
+        """Add the step of an optimizer."""
+        self._running[optimizer] = _Running(owned, has_closure=has_closure)
+
+    def begin_inside(self, optimizer: int, owned: frozenset[int], around: Collection[int]) -> bool:
+        """Return whether a step is part of a step that is running already, of the same optimizer or of one that owns as much.
+
+        Parameters
+        ----------
+        optimizer : int
+            Identifier of the optimizer.
+        owned : frozenset of int
+            Identifiers of its parameters.
+        around : collection of int
+            The optimizers whose steps run around this one, each as often as it calls itself.
+        """
+        if optimizer in self._running:
+            self._running[optimizer].depth = sum(other == optimizer for other in around) + 1
+            return True
+        return bool(around) and any(owned <= self._running[outer].owned for outer in around if outer in self._running)
+
+    def end(self, optimizer: int) -> bool:
+        """Return whether the step of an optimizer has ended, not only an inner call of itself."""
+        running = self._running.get(optimizer)
+        if running is None:
+            return False
+        running.depth -= 1
+        if running.depth:
+            return False
+        del self._running[optimizer]
+        self.stepped.add(optimizer)
+        return True
+
+    def forget_others(self, running: Collection[int]) -> bool:
+        """Forget steps that are not among `running`, since they have raised; return whether there were some and none is left."""
+        if not self._running:
+            return False
+        raised = [optimizer for optimizer in self._running if optimizer not in running]
+        for optimizer in raised:
+            del self._running[optimizer]
+        return bool(raised) and not self._running
+
+    def have_all_stepped(self, owners: Collection[int], covered: bool) -> bool:
+        """Whether nothing runs and all owners have stepped.
+
+        If the owners do not own everything that can be trained, the same optimizers must have stepped in the step before,
+        since there may be optimizers that are not known yet.
+        """
+        if self._running or len(self.stepped) < len(owners) or not self.stepped.issuperset(owners):
+            return False
+        return covered or self.stepped == self._stepped_before
+
+    def step_closed(self) -> None:
+        """Keep which optimizers have stepped, for the next step."""
+        self._stepped_before = set(self.stepped)
+
+    def clear_running(self) -> None:
+        """Forget the steps that are running."""
+        self._running.clear()

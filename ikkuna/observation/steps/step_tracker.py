@@ -1,0 +1,421 @@
+"""A state machine that says which optimizer step the training loop is in, and which forwards belong to it."""
+
+from collections.abc import Collection
+from enum import Enum
+
+from ikkuna.metrics.messages.stamp import TRAINING, Stamp
+from ikkuna.observation.steps.counters import StepCounters
+from ikkuna.observation.steps.forwards import (
+    EARLIER_PART,
+    FIRST_PART,
+    GRADIENT_PARTS,
+    STEP_PART,
+    Abandoned,
+    Closed,
+    Decision,
+    EpochFinished,
+    Forward,
+    Merged,
+    Opened,
+    PendingForwards,
+    Reach,
+    Restarted,
+    RunningCalls,
+    RunningOptimizers,
+)
+
+__all__ = ["State", "StepTracker"]
+
+
+class State(Enum):
+    """Where the training loop is."""
+
+    IDLE = "no step is open"
+    OPEN = "forwards are recorded, and no optimizer has stepped"
+    STEPPING = "the step of an optimizer is running"
+    STEPPED = "an optimizer has stepped, and others may follow"
+
+
+class StepTracker:
+    """Counts optimizer steps, and decides which forwards belong to which step.
+
+    A step opens with an outermost call of the model in training mode with gradients, or with an optimizer's step.
+    It closes when every optimizer that owns parameters of the model has stepped, at the latest at the next forward.
+    A forward belongs to a step if its gradients were there when the step's optimizers used them: forwards without a backward,
+    and forwards whose gradients were cleared, as a closure does before each evaluation, belong to none.
+
+    If all forwards of a step ran in evaluation mode, forwards in evaluation mode count from the next step on,
+    until a step has one in training mode.  If a model is never called as a whole, calls of its parts count as its forwards
+    from the second step on.
+
+    Each method takes an event and returns decisions in the order in which they are to be carried out.
+
+    Attributes
+    ----------
+    state : State
+        Where the training loop is.
+    counters : StepCounters
+        The numbers of steps and epochs.
+    calls : RunningCalls
+        The calls of roots that run on each thread.
+    optimizers : RunningOptimizers
+        The optimizers that are stepping, and those that have stepped.
+    pass_name : str
+        The pass over data that is recorded.
+    is_rootless : bool
+        Whether the model is never called as a whole, so that calls of its parts count.
+
+    Examples
+    --------
+    >>> tracker = StepTracker()
+    >>> tracker.forward_begins(thread=0)
+    (Opened(stamp=Stamp(global_step=0, train_step=0, epoch=0, pass_name='training'), starts_epoch=True, is_carried=False),)
+    >>> forward = tracker.forward_ends(thread=0)
+    >>> tracker.backward_reached(forward), tracker.optimizer_begins(1, owned={7})
+    ((), ())
+    >>> tracker.optimizer_ends(1, owners={1})
+    (Closed(stamp=Stamp(global_step=0, train_step=0, epoch=0, pass_name='training'), skipped=False, parts=(1, 3, 4), carried=()),)
+    """
+
+    def __init__(self) -> None:
+        self.state = State.IDLE
+        self.counters = StepCounters()
+        self.pass_name = TRAINING
+        self.is_rootless = False
+        self.calls = RunningCalls()
+        self._forwards = PendingForwards()
+        self.optimizers = RunningOptimizers()
+        self._pass_forward = Forward(STEP_PART)
+        self._forwards_without_step: int | None = 0
+        self._modes: set[bool] = set()
+        self._trains_in_evaluation = False
+        self._parts_were_called = False
+        self._is_incomplete = False
+
+    @property
+    def stamp(self) -> Stamp:
+        """The stamp of the open step, or of the next one."""
+        return self.counters.stamp()
+
+    def pass_stamp(self, name: str) -> Stamp:
+        """Return the stamp of a pass: that of the open step, or of the last one."""
+        return self.counters.stamp(back=1 if self.state is State.IDLE else 0, pass_name=name)
+
+    # -- calls of the model ---------------------------------------------------------------------------------------
+
+    @property
+    def forwards_without_step(self) -> int:
+        """Number of forwards before the first step; 0 after it."""
+        return self._forwards_without_step or 0
+
+    @property
+    def latest(self) -> Forward | None:
+        """The forward that began last among those of the open step."""
+        return self._forwards.latest
+
+    def forward_begins(
+        self,
+        thread: int,
+        training: bool = True,
+        gradients: bool = True,
+        *,
+        depth: int | None = None,
+        running: Collection[int] = (),
+        is_compiled: bool = False,
+        is_dry: bool = False,
+    ) -> tuple[Decision, ...]:
+        """Handle the beginning of a call of a root.
+
+        Parameters
+        ----------
+        thread : int
+            Identifier of the thread.
+        training, gradients : bool
+            Whether the root is in training mode, and whether gradients are enabled.
+        depth : int, optional
+            Number of calls of roots that really run around this one, if the caller has looked:
+            an interrupted call leaves no event.
+        running : collection of int
+            The optimizers whose steps run around this call.
+        is_compiled : bool
+            Whether the call is that of a compiled graph, which has no end.
+        is_dry : bool
+            Whether the inputs of the call are meaningless, so that it never counts.
+        """
+        if self.calls.is_inside(thread, depth):
+            self.calls.begin_inner(thread)
+            return ()
+        forward, decisions = (None, ()) if is_dry else self._counted(training, gradients, running)
+        if forward is not None:
+            forward.is_compiled = is_compiled
+        if is_compiled:
+            self.calls.set_last(thread, forward)
+        else:
+            self.calls.begin(thread, forward)
+        return decisions
+
+    def _counted(
+        self, training: bool, gradients: bool, running: Collection[int]
+    ) -> tuple[Forward | None, tuple[Decision, ...]]:
+        if self.pass_name != TRAINING:
+            return self._pass_forward, ()
+        if gradients:
+            self._modes.add(training)
+        if not self.counts(training, gradients):
+            return None, ()
+        self.is_rootless = self._is_incomplete = False
+        decisions = self._prepare(running)
+        return self._forwards.add(decisions), tuple(decisions)
+
+    def counts(self, training: bool, gradients: bool) -> bool:
+        """Whether a call outside any root belongs to what is recorded now."""
+        return self.pass_name != TRAINING or (gradients and (training or self._trains_in_evaluation))
+
+    def _prepare(self, running: Collection[int]) -> list[Decision]:
+        """Make sure that a step is open which a forward can belong to."""
+        decisions: list[Decision] = []
+        if self._forwards_without_step is not None:
+            self._forwards_without_step += 1
+        if not self.optimizers.any_of(running):
+            decisions += self._forget_raised(has_closure=False)
+            if self.state is State.STEPPED:
+                decisions += self._close()
+        if self.state is State.IDLE:
+            decisions.append(self._open())
+        return decisions
+
+    def forward_ends(self, thread: int) -> Forward | None:
+        """Handle the end of a call of a root; return the forward if the call was an outermost one that counts."""
+        return self.calls.end(thread)
+
+    def part_called(
+        self, thread: int, training: bool = True, gradients: bool = True, running: Collection[int] = ()
+    ) -> tuple[Forward | None, tuple[Decision, ...]]:
+        """Handle the call of a module outside any root; return the forward that it belongs to, and decisions."""
+        if not self.counts(training, gradients):
+            return None, ()
+        if self.pass_name != TRAINING:
+            return self._pass_forward, ()
+        if not self.is_rootless and self.state is State.IDLE:
+            self._parts_were_called = True
+            return None, ()
+        decisions: list[Decision] = []
+        latest = self.latest
+        if self.is_rootless and not (latest is not None and latest.reach is Reach.NONE and self.state is State.OPEN):
+            decisions = self._prepare(running)
+            latest = self.latest
+        if latest is None or latest.reach is not Reach.NONE or not latest.is_of_parts:
+            latest = self._forwards.add(decisions)
+            latest.is_of_parts = True
+        self.calls.set_last(thread, latest)
+        return latest, tuple(decisions)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    @property
+    def latest_compiled(self) -> Forward | None:
+        """The latest forward of a compiled graph that no backward has reached."""
+        return self._forwards.latest_compiled
+
+    def backward_reached(self, forward: Forward, captured: bool = False) -> tuple[Decision, ...]:
+        """Handle a backward that has gone through a forward.
+
+        Parameters
+        ----------
+        forward : Forward
+            Which one.
+        captured : bool
+            Whether ``torch.autograd.grad`` returns the gradients of parameters, rather than adding them up.
+        """
+        reach = Reach.CAPTURED if captured else Reach.ACCUMULATED
+        if forward.part < FIRST_PART or forward.reach >= reach:
+            return ()
+        was, forward.reach = forward.reach, reach
+        return (Restarted((forward.provisional_part,)),) if was is Reach.CAPTURED else ()
+
+    def provisional_counts(self, forward: Forward) -> tuple[Decision, ...]:
+        """Handle the end of a backward that proves to have reached the parameters only now."""
+        if forward.part < FIRST_PART:
+            return ()
+        forward.reach = Reach.ACCUMULATED
+        return (Merged(forward.provisional_part, forward.part),)
+
+    def gradients_cleared(self) -> tuple[Decision, ...]:
+        """Handle gradients that were thrown away: what they came from belongs to no step."""
+        gone = self._forwards.reached
+        if not gone and not self._forwards.has_earlier:
+            return ()
+        if self.state is State.OPEN:
+            return self._skip(gone)
+        parts = tuple(part for f in gone for part in (f.part, f.provisional_part))
+        self._forwards.discard(gone)
+        return (Restarted((*GRADIENT_PARTS, EARLIER_PART, *parts)),)
+
+    def _skip(self, gone: list[Forward]) -> tuple[Decision, ...]:
+        """End a step that no optimizer made; forwards that no backward has reached belong to the next one."""
+        parts = self._counting_parts()
+        self._forwards.discard(gone)
+        carried = self._forwards.parts
+        closed = Closed(self.stamp, True, parts, carried)
+        if carried:
+            return closed, Opened(self.stamp, is_carried=True)
+        self._reset()
+        return (closed,)
+
+    # -- optimizers -----------------------------------------------------------------------------------------------
+
+    def optimizer_begins(
+        self, optimizer: int, owned: Collection[int], *, closure: bool = False, running: Collection[int] = ()
+    ) -> tuple[Decision, ...]:
+        """Handle the beginning of an optimizer's step.
+
+        It does not count if the optimizer owns nothing of the model, or if it is part of another optimizer's step.
+
+        Parameters
+        ----------
+        optimizer : int
+            Identifier of the optimizer.
+        owned : collection of int
+            Identifiers of the parameters of the model that it owns.
+        closure : bool
+            Whether the optimizer evaluates the model itself.
+        running : collection of int
+            The optimizers whose steps run around this one, the innermost first, each as often as it calls itself.
+        """
+        owned = frozenset(owned)
+        if self.pass_name != TRAINING or not owned:
+            return ()
+        decisions = self._forget_raised(closure, running)
+        if self.optimizers.begin_inside(optimizer, owned, running):
+            return tuple(decisions)
+        if optimizer in self.optimizers.stepped:
+            decisions += self._close()
+        if self.state is State.IDLE:
+            self._open_late(closure)
+            decisions.append(self._open())
+        self.optimizers.begin(optimizer, owned, closure)
+        self.state = State.STEPPING
+        return tuple(decisions)
+
+    def _forget_raised(self, has_closure: bool, running: Collection[int] = ()) -> list[Decision]:
+        """Forget steps that raised: they have no end of their own."""
+        if not self.optimizers.forget_others(running):
+            return []
+        has_stepped = bool(self.optimizers.stepped)
+        self.state = State.STEPPED if has_stepped else State.OPEN
+        if has_stepped:
+            return self._close()
+        if has_closure:
+            closed = Closed(self.stamp, True, self._counting_parts())
+            self._reset()
+            return [closed]
+        return [Restarted((), parameters=True)]
+
+    def _open_late(self, closure: bool) -> None:
+        """Learn from a step that its optimizer opens: the model is not called as a whole, or only in the closure."""
+        self._is_incomplete = closure and self._parts_were_called
+        if self._is_incomplete or not closure:
+            self.is_rootless = True
+
+    def optimizer_ends(
+        self, optimizer: int, owners: Collection[int] = (), covered: bool = True
+    ) -> tuple[Decision, ...]:
+        """Handle the end of an optimizer's step.
+
+        The step of the training loop is over if all owners have stepped.  If they do not own everything that can be trained,
+        it must also have been so in the step before, since optimizers may exist that are not known yet.
+
+        Parameters
+        ----------
+        optimizer : int
+            Identifier of the optimizer.
+        owners : collection of int
+            All optimizers that own parameters of the model.
+        covered : bool
+            Whether they own everything that can be trained.
+        """
+        if not self.optimizers.end(optimizer):
+            return ()
+        self.state = State.STEPPING if self.optimizers else State.STEPPED
+        return tuple(self._close()) if self.optimizers.have_all_stepped(owners, covered) else ()
+
+    def is_between_steps(self, optimizer: int) -> bool:
+        """Whether nothing has happened since the last step of this optimizer that its next step could belong to."""
+        is_over = self.state is State.IDLE or (self.state is State.STEPPED and optimizer in self.optimizers.stepped)
+        return is_over and not self._parts_were_called
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Opened:
+        self.state = State.OPEN
+        return Opened(self.stamp, self.counters.step_opened())
+
+    def _counting_parts(self) -> tuple[int, ...]:
+        """Return the parts whose gradients are there."""
+        return GRADIENT_PARTS if self._is_incomplete else self._forwards.counting_parts()
+
+    def _close(self) -> list[Decision]:
+        """Close the open step."""
+        closed = Closed(self.stamp, False, self._counting_parts())
+        if self._modes:
+            self._trains_in_evaluation = self._modes == {False}
+            self._modes.clear()
+        self._forwards_without_step = None
+        self.counters.step_closed()
+        self.optimizers.step_closed()
+        self._reset()
+        return [closed, *(self._finish_epoch() if self.counters.epoch_is_full else ())]
+
+    def _reset(self) -> None:
+        self.state = State.IDLE
+        self._forwards.clear()
+        self.optimizers.stepped.clear()
+        self._parts_were_called = self._is_incomplete = False
+
+    def close_pending(self) -> tuple[Decision, ...]:
+        """Close the open step if an optimizer has stepped in it."""
+        return tuple(self._close()) if self.state is State.STEPPED else ()
+
+    def step_by_hand(self) -> tuple[Decision, ...]:
+        """Handle the end of a step that no optimizer makes."""
+        return tuple(self._close()) if self.state is not State.IDLE else ()
+
+    def finish(self) -> tuple[Decision, ...]:
+        """Close the open step if an optimizer has stepped in it, and abandon it otherwise."""
+        if decisions := self.close_pending():
+            return decisions
+        if self.state is State.IDLE:
+            return ()
+        self.optimizers.clear_running()
+        self._reset()
+        return (Abandoned(),)
+
+    def abandon(self) -> None:
+        """Forget the open step in whatever state an exception has left it; the next step gets its number."""
+        self.optimizers.clear_running()
+        self._modes.clear()
+        self._reset()
+
+    # -- passes and epochs ----------------------------------------------------------------------------------------
+
+    def pass_begins(self, name: str) -> tuple[Decision, ...]:
+        """Handle the beginning of another pass over data; an open step waits."""
+        decisions = self.close_pending()
+        self.pass_name = name
+        return decisions
+
+    def pass_ends(self) -> None:
+        """Handle the end of a pass: training goes on."""
+        self.pass_name = TRAINING
+
+    def epoch_ends(self) -> tuple[Decision, ...]:
+        """Handle the end of an epoch, unless the epoch has ended already, after ``steps_per_epoch`` steps."""
+        decisions = list(self.close_pending())
+        if self.counters.epoch_has_begun:
+            decisions += self._finish_epoch()
+        return tuple(decisions)
+
+    def _finish_epoch(self) -> tuple[Decision, ...]:
+        finished = EpochFinished(self.pass_stamp(TRAINING))
+        self.counters.epoch_closed()
+        return (finished,)

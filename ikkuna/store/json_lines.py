@@ -1,0 +1,243 @@
+"""Reads files of JSON lines."""
+
+import json
+import math
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ikkuna.support.failures import log
+
+__all__ = ["LISTS", "NUMBERS", "LineFile", "parse_line", "read", "read_lines", "replaced_ends"]
+
+
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NUMBERS = ("min", "max", "num", "sum", "sum_squares")
+LISTS = ("bucket_limits", "bucket_counts")
+
+
+def _with_numbers(entry: dict[str, Any]) -> dict[str, Any]:
+    for key, value in entry.items():
+        if key in ("value", *NUMBERS) and isinstance(value, str):
+            entry[key] = _SPECIAL.get(value, value)
+        elif key in LISTS:
+            entry[key] = _list_with_numbers(value)
+        elif key == "matrix" and isinstance(value, dict):
+            value["values"] = [_list_with_numbers(row) for row in value["values"]]
+    return entry
+
+
+def _list_with_numbers(items: list[Any]) -> list[Any]:
+    return [_SPECIAL.get(item, item) if isinstance(item, str) else item for item in items]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the entry of a line, with NaN and infinities as numbers; ``None`` if it is no JSON object.
+
+    Examples
+    --------
+    >>> parse_line(b'{"kind": "loss", "value": "NaN"}')
+    {'kind': 'loss', 'value': nan}
+    """
+    try:
+        entry = json.loads(line, object_hook=_with_numbers)
+    except (ValueError, KeyError, TypeError, RecursionError):  # RecursionError: nested too deeply
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def read(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Return the entries of a file, or of all such files of a run's directory in the order of their creation.
+
+    Incomplete lines, such as the last line after a crash, are skipped, and so are lines that a later file replaces.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from ikkuna.backends.jsonl import JSONLinesBackend
+    >>> from ikkuna.store.names import Series
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     backend = JSONLinesBackend()
+    ...     backend.open(Path(directory))
+    ...     backend.add_scalar(Series("loss"), 0.1, 3)
+    ...     backend.commit(3)
+    ...     backend.close()
+    ...     [entry] = read(directory)
+    True
+    >>> entry["kind"], entry["module"], entry["step"], entry["value"]
+    ('loss', None, 3, 0.1)
+    """
+    path = Path(path)
+    files = sorted(path.glob("values.*.jsonl")) if path.is_dir() else [path]
+    entries, damaged = _read_files(files)
+    for file, count in damaged.items():
+        log.warning("'%s': %d incomplete lines were skipped", file, count)
+    return entries
+
+
+def _read_files(files: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[Path, int]]:
+    """Return the entries of the files of one run in their order, and the numbers of damaged lines of the files that have some.
+
+    Lines that a later file or a resumed run replaces are left out.
+    """
+    contents = {file.name: file.read_bytes() for file in files}
+    for name, size in replaced_ends(contents):
+        contents[name] = contents[name][:size]
+    entries: list[dict[str, Any]] = []
+    damaged: dict[Path, int] = {}
+    for file in files:
+        for line in contents[file.name].splitlines():
+            entry = parse_line(line)
+            if entry is None:
+                damaged[file] = damaged.get(file, 0) + 1
+            elif isinstance(step := entry.get("resumed"), int):
+                entries = [earlier for earlier in entries if not _is_after(earlier, step)]
+            elif "replaces" not in entry:
+                entries.append(entry)
+    return entries, damaged
+
+
+def _is_after(entry: dict[str, Any], step: int) -> bool:
+    found = entry.get("step")
+    return isinstance(found, int) and found >= step
+
+
+def replaced_ends(contents: dict[str, bytes]) -> list[tuple[str, int]]:
+    """Return the names of the files whose end another file replaces, and the sizes of their beginnings."""
+    found = []
+    for own, content in contents.items():
+        entry = parse_line(content.partition(b"\n")[0]) or {}
+        name, size = entry.get("replaces"), entry.get("size")
+        if isinstance(name, str) and name in contents and name != own and isinstance(size, int) and size >= 0:
+            found.append((name, size))
+    return found
+
+
+_FIRST, _LAST = -(1 << 63), (1 << 63) - 1
+_STEP, _TIME, _VALUE = b', "step": ', b', "time": ', b', "value": '
+
+
+class LineFile(NamedTuple):
+    """The content of a file of JSON lines.
+
+    Parameters
+    ----------
+    heads : list of tuple
+        Kind, name and pass of each series.
+    series, steps, values, times : list of int or float
+        For each number the position of its series in `heads`, its step, value and time.
+    restarts : list of (int, int)
+        For each resumed training how many numbers are before it, and the step from which on it replaces them.
+    others : list of dict
+        The lines with something else than a number: histograms, matrices and texts.
+    lost : int
+        Number of damaged lines.
+    waiting : int
+        Size of the incomplete line at the end.
+    """
+
+    heads: list[tuple[str, str | None, str]]
+    series: list[int]
+    steps: list[int]
+    values: list[float]
+    times: list[float]
+    restarts: list[tuple[int, int]]
+    others: list[dict[str, Any]]
+    lost: int
+    waiting: int
+
+
+class _Builder:
+    """The lists of a file, while they are filled."""
+
+    def __init__(self) -> None:
+        self.heads: dict[tuple[str, str | None, str], int] = {}
+        self.known: dict[bytes, int] = {}
+        self.series: list[int] = []
+        self.steps: list[int] = []
+        self.values: list[float] = []
+        self.times: list[float] = []
+        self.restarts: list[tuple[int, int]] = []
+        self.others: list[dict[str, Any]] = []
+        self.lost = 0
+
+    def add(self, line: bytes) -> None:
+        """Add a line; one that the writer of ikkuna has written is split at its commas."""
+        head, step, rest = line.partition(_STEP)
+        series = self.known.get(head)
+        if series is not None and rest.endswith(b"}"):
+            step, _, rest = rest.partition(_TIME)
+            time, _, value = rest.partition(_VALUE)
+            try:
+                numbers = int(step), float(time), float(value[:-1])
+                if not _FIRST <= numbers[0] <= _LAST:
+                    raise ValueError
+            except ValueError:  # another kind of line, a number in quotes, or a damaged line
+                self._parse(line, head)
+                return
+            self._append(series, numbers[0], numbers[2], numbers[1])
+        else:
+            self._parse(line, head)
+
+    def _append(self, series: int, step: int, value: float, time: float) -> None:
+        self.series.append(series)
+        self.steps.append(step)
+        self.values.append(value)
+        self.times.append(time)
+
+    def _parse(self, line: bytes, head: bytes) -> None:
+        entry = parse_line(line)
+        if entry is None:
+            self.lost += 1
+            return
+        if "value" not in entry:
+            if isinstance(step := entry.get("resumed"), int) and _FIRST <= step <= _LAST:
+                self.restarts.append((len(self.series), step))
+            elif "replaces" not in entry:
+                self.others.append(entry)
+            return
+        try:
+            name = entry.get("module")
+            key = str(entry["kind"]), None if name is None else str(name), str(entry.get("pass", "training"))
+            numbers = int(entry["step"]), float(entry["value"]), float(entry.get("time", 0.0))
+            if not _FIRST <= numbers[0] <= _LAST:
+                raise ValueError
+        except (KeyError, TypeError, ValueError, OverflowError):
+            self.lost += 1
+            return
+        series = self.heads.setdefault(key, len(self.heads))
+        if head.startswith(b'{"kind": ') and parse_line(head + b"}") is not None:
+            self.known[head] = series
+        self._append(series, *numbers)
+
+
+def read_lines(path: Path, size: int | None = None) -> LineFile:
+    """Return the content of a file of JSON lines.
+
+    Lines that are no JSON are counted; an incomplete last line is not lost, because it may be being written.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    size : int, optional
+        How many of its bytes are valid; a later file repeats the others.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    """
+    data = path.read_bytes()[:size]
+    end = data.rfind(b"\n") + 1
+    builder = _Builder()
+    rest = data[end:]
+    for line in data[:end].split(b"\n"):
+        if line.strip():
+            builder.add(line.strip())
+    if rest and parse_line(rest) is not None:  # other programs may write no end of the last line
+        builder.add(rest.strip())
+        rest = b""
+    lists = builder.series, builder.steps, builder.values, builder.times, builder.restarts, builder.others
+    return LineFile(list(builder.heads), *lists, builder.lost, len(rest))

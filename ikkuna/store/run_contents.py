@@ -1,0 +1,470 @@
+"""Finds the files of a run, and joins their values."""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.errors import ConfigError
+from ikkuna.store.event_reader import KIND_HISTOGRAM, KIND_TENSOR, EventColumns, EventFile
+from ikkuna.store.json_lines import LineFile, read_lines, replaced_ends
+from ikkuna.store.names import Series, decode, series_of_tag
+from ikkuna.store.run_directory import RUN_FILE
+from ikkuna.store.stored_value import (
+    ReadHistogram,
+    StoredHistogram,
+    StoredValue,
+    decode_tensor_scalar,
+    decode_text,
+    plugin_name,
+)
+from ikkuna.store.values import ModuleEntry, read_module_table
+
+__all__ = ["RunContents", "RunFiles", "RunFilesReader", "ValuePart", "ValueTable", "find_files", "find_runs", "joined"]
+
+
+Number = TypeVar("Number", bound=np.generic)
+_LAST = np.iinfo(np.int64).max
+
+
+@dataclass(slots=True)
+class ValuePart:
+    """The values of the files of one writer, in the order in which they were written.
+
+    Parameters
+    ----------
+    series : ndarray (values,)
+        The number of each value's series.
+    steps, values, times : ndarray (values,)
+        Step, value and time.
+    restarts : list of (int, int)
+        For each restart how many values are before it, and the step from which on they are replaced.
+    """
+
+    series: NDArray[np.int32]
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    times: NDArray[np.float64]
+    restarts: list[tuple[int, int]] = field(default_factory=list)
+
+    def sessions(self) -> NDArray[np.int32]:
+        """Return for each value the number of restarts before it."""
+        places = [place for place, _ in self.restarts]
+        return np.searchsorted(np.array(places, np.int64), np.arange(len(self.series)), "right").astype(np.int32)
+
+    def valid(self) -> NDArray[np.bool_]:
+        """Return for each value whether no restart after it has replaced it.
+
+        Examples
+        --------
+        >>> steps = np.array([0, 1, 2, 1, 2])
+        >>> part = ValuePart(np.zeros(5, np.int32), steps, np.ones(5), np.ones(5), [(3, 1)])
+        >>> part.valid().tolist()
+        [True, False, False, True, True]
+        """
+        steps = np.array([step for _, step in self.restarts] + [_LAST], np.int64)
+        first = np.minimum.accumulate(steps[::-1])[::-1]  # the first step that any later restart replaces
+        kept: NDArray[np.bool_] = self.steps < first[self.sessions()]
+        kept |= first[self.sessions()] == _LAST
+        return kept
+
+    def kept(self) -> "ValuePart":
+        """Return the values that no restart has replaced."""
+        if not self.restarts:
+            return self
+        mask = self.valid()
+        return ValuePart(self.series[mask], self.steps[mask], self.values[mask], self.times[mask])
+
+
+def joined(parts: Sequence[ValuePart]) -> ValuePart:
+    """Return parts as one; their restarts are positions in it."""
+    return ValuePart(
+        _joined([part.series for part in parts], np.int32),
+        _joined([part.steps for part in parts], np.int64),
+        _joined([part.values for part in parts], np.float64),
+        _joined([part.times for part in parts], np.float64),
+        [restart for part in parts for restart in part.restarts],
+    )
+
+
+class ValueTable:
+    """The values of all parts, grouped by series.
+
+    Parameters
+    ----------
+    parts : iterable of ValuePart
+        The parts.
+    count : int
+        The number of series.
+    """
+
+    def __init__(self, parts: Iterable[ValuePart], count: int) -> None:
+        self.parts = list(parts)
+        self.count = count
+        valid = [part.kept() for part in self.parts]
+        series = _joined([part.series for part in valid], np.int32)
+        # numbers of 16 bits are sorted by radix
+        order = np.argsort(series.astype(np.uint16) if count < 1 << 16 else series, kind="stable")
+        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(series, minlength=count))])
+        self._steps = _joined([part.steps for part in valid], np.int64)[order]
+        self._values = _joined([part.values for part in valid], np.float64)[order]
+        self._times = _joined([part.times for part in valid], np.float64)[order]
+
+    def series(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        """Return steps, values and times of a series."""
+        part = slice(self._bounds[number], self._bounds[number + 1])
+        return self._steps[part], self._values[part], self._times[part]
+
+    def size(self, number: int) -> int:
+        """Return the number of values of a series."""
+        return int(self._bounds[number + 1] - self._bounds[number])
+
+    def sessions(
+        self, wanted: NDArray[np.bool_]
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]]:
+        """Yield series, steps and values of each part of the training between two restarts, in the order of steps.
+
+        Parameters
+        ----------
+        wanted : ndarray (series,)
+            The series to yield.
+        """
+        numbers = [part.sessions() for part in self.parts]
+        last = max((int(each.max(initial=0)) for each in numbers), default=0)
+        for session in range(last + 1):
+            masks = [
+                (number == session) & wanted[part.series] for number, part in zip(numbers, self.parts, strict=True)
+            ]
+            pairs = list(zip(self.parts, masks, strict=True))
+            series = _joined([part.series[mask] for part, mask in pairs], np.int32)
+            steps = _joined([part.steps[mask] for part, mask in pairs], np.int64)
+            values = _joined([part.values[mask] for part, mask in pairs], np.float64)
+            if (np.diff(steps) < 0).any():
+                order = np.argsort(steps, kind="stable")
+                series, steps, values = series[order], steps[order], values[order]
+            yield series, steps, values
+
+
+def _joined(arrays: Sequence[NDArray[Number]], dtype: type[Number]) -> NDArray[Number]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.empty(0, dtype)])
+
+
+_EVENTS = "*tfevents*"
+_LINES = "values.*.jsonl"
+_NAMED = 5  # runs that an error names
+_RUN = re.compile("run[0-9]{4,}")
+
+
+class RunFiles(NamedTuple):
+    """The files of a run, in the order of their creation.
+
+    Parameters
+    ----------
+    events : list of Path
+        The event files.
+    lines : list of Path
+        The files of JSON lines.
+    """
+
+    events: list[Path]
+    lines: list[Path]
+
+
+def find_files(path: str | os.PathLike[str]) -> RunFiles:
+    """Return the files of a run's directory, or the one file that `path` is.
+
+    A file that was recovered replaces the damaged one.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such path, or if it has no file of a run; the message names the runs that the directory contains.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise ConfigError(f"'{root}' does not exist")
+    if not root.is_dir():
+        if not root.is_file():
+            raise ConfigError(f"'{root}' is neither a directory nor a file")
+        return RunFiles([], [root]) if root.suffix == ".jsonl" else RunFiles([root], [])
+    events = sorted(file for file in root.glob(_EVENTS) if file.is_file())
+    lines = sorted(file for file in root.glob(_LINES) if file.is_file())
+    if not events and not lines:
+        runs = find_runs(root)
+        raise ConfigError(f"'{root}' has neither an event file nor a file of JSON lines{_listed(runs)}")
+    damaged = {file.name.removesuffix(".recovered") for file in events if file.name.endswith(".recovered")}
+    return RunFiles([file for file in events if file.name not in damaged], lines)
+
+
+def _listed(runs: list[Path]) -> str:
+    """Return what an error says of the runs below a directory; of many, the last ones are named."""
+    if not runs:
+        return ""
+    if len(runs) == 1:
+        return f"; it contains the run '{runs[0]}'"
+    names = ", ".join(run.name for run in runs[-_NAMED:])
+    last = f"{len(runs)} runs, the last of which are" if len(runs) > _NAMED else f"{len(runs)} runs:"
+    return f"; it contains {last} {names}; pass one, such as '{runs[-1]}'"
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """Return the directories of runs below a log directory: named ones, then the others in the order of their numbers."""
+    children = [child for child in directory.iterdir() if child.is_dir()]
+    numbered = [child for child in children if _RUN.fullmatch(child.name)]
+    named = [child for child in children if child not in numbered and (child / RUN_FILE).is_file()]
+    return sorted(named) + sorted(numbered, key=lambda child: (int(child.name[3:]), child.name))
+
+
+_MODULES = "Text/Modules"
+
+
+@dataclass
+class RunContents:
+    """Everything that the files of a run contain.
+
+    Parameters
+    ----------
+    series : dict of Series to int
+        The number of each series.
+    parts : list of ValuePart
+        The numbers: those of the event files, and those of the files of JSON lines.
+    stored : dict of Series to list
+        Where the histograms of each series are.
+    texts : dict of str to str
+        The latest page of text of each title.
+    modules : tuple of ModuleEntry
+        The modules.
+    matrices : list of dict
+        The matrices in files of JSON lines.
+    lost, waiting : int
+        Number of damaged bytes and lines, and size of the incomplete records at the ends of files.
+    """
+
+    series: dict[Series, int] = field(default_factory=dict)
+    parts: list[ValuePart] = field(default_factory=list)
+    stored: dict[Series, list[StoredValue | ReadHistogram]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    modules: tuple[ModuleEntry, ...] = ()
+    matrices: list[dict[str, Any]] = field(default_factory=list)
+    lost: int = 0
+    waiting: int = 0
+
+    def table(self) -> ValueTable:
+        """Return the numbers by series."""
+        return ValueTable(self.parts, len(self.series))
+
+    def number_of(self, series: Series) -> int:
+        """Return the number of a series, a new one if it is new."""
+        return self.series.setdefault(series, len(self.series))
+
+
+class RunFilesReader:
+    """Reads the files of a run; what was read of event files is kept for the next time.
+
+    Parameters
+    ----------
+    path : Path
+        The directory or file.
+    is_native : bool
+        Whether event files may be read by the native library.
+    """
+
+    def __init__(self, path: Path, is_native: bool = True) -> None:
+        self._path = path
+        self._is_native = is_native
+        self._files: dict[Path, EventFile] = {}
+
+    def read(self) -> RunContents:
+        """Return the contents.
+
+        Raises
+        ------
+        ConfigError
+            If there is no run.
+        OSError
+            If a file cannot be read.
+        """
+        found, contents = find_files(self._path), RunContents()
+        columns = []
+        for path in found.events:
+            file = self._files.setdefault(path, EventFile(path, self._is_native))
+            columns.append((path, file.update()))
+            contents.waiting += file.waiting
+        _add_events(contents, columns)
+        _add_lines(contents, found.lines)
+        return contents
+
+    def close(self) -> None:
+        """Free the memory of the files."""
+        for file in self._files.values():
+            file.close()
+
+
+def _series_of(tag: str) -> Series | None:
+    """Return the series of a tag; tags of other programs and shortened tags are series too."""
+    if (series := series_of_tag(tag)) is not None:
+        return series
+    head, _, rest = tag.partition("/")
+    if head in ("Overview", "Dashboard", "Heatmaps", "Matrices", "Text"):
+        return None
+    return Series(head, rest or None)
+
+
+def _add_events(contents: RunContents, files: list[tuple[Path, EventColumns]]) -> None:
+    """Add the values of event files, in their order, as one part."""
+    parts: list[ValuePart] = []
+    before = 0
+    for path, columns in files:
+        known = [_series_of(tag) for tag in columns.tags]
+        used = np.zeros(len(known), bool)
+        used[columns.tag] = True
+        numbers = np.array(
+            [contents.number_of(series) if series and used[i] else -1 for i, series in enumerate(known)], np.int32
+        )
+        part = _scalars(columns, numbers)
+        part.restarts = [(before + place, step) for place, step in part.restarts]
+        parts.append(part)
+        before += len(part.series)
+        contents.lost += columns.lost
+        tensors = _add_others(contents, path, columns, known)
+        if len(tensors.series):
+            parts.append(tensors)
+            before += len(tensors.series)
+    if parts:
+        contents.parts.append(joined(parts))
+
+
+def _scalars(columns: EventColumns, numbers: NDArray[np.int32]) -> ValuePart:
+    series = numbers[columns.tag] if len(numbers) else np.empty(0, np.int32)
+    mask = series >= 0
+    places = np.concatenate([[0], np.cumsum(mask)])
+    restarts = [(int(places[place]), step) for step, place, _ in columns.starts.tolist()]
+    event = columns.event if mask.all() else columns.event[mask]
+    series = series if mask.all() else series[mask]
+    value = columns.value if mask.all() else columns.value[mask]
+    return ValuePart(series, columns.steps[event], value.astype(np.float64), columns.times[event], restarts)
+
+
+def _add_others(contents: RunContents, path: Path, columns: EventColumns, known: list[Series | None]) -> ValuePart:
+    """Add histograms, texts and modules; return the scalars that are stored as tensors, as by TensorFlow."""
+    plugins: dict[int, str] = {}
+    scalars: list[tuple[int, int, float, float]] = []
+    for tag, event, kind, place, size in columns.others.tolist():
+        series, step = known[tag], int(columns.steps[event])
+        stored = StoredValue(path, step, float(columns.times[event]), place, size)
+        if kind == KIND_HISTOGRAM and series is not None:
+            contents.stored.setdefault(series, []).append(stored)
+        elif kind == KIND_TENSOR:
+            data = stored.read()
+            plugin = plugins.get(tag) or plugins.setdefault(tag, plugin_name(data))
+            if plugin == "text" or columns.tags[tag].startswith("Text/"):
+                _add_text(contents, columns.tags[tag], decode_text(data))
+            elif plugin == "scalars" and series is not None and (value := decode_tensor_scalar(data)) is not None:
+                scalars.append((contents.number_of(series), step, value, stored.time))
+    _purge_stored(contents.stored, path, columns)
+    numbers, steps, values, times = zip(*scalars, strict=True) if scalars else ((), (), (), ())
+    return ValuePart(
+        np.array(numbers, np.int32), np.array(steps, np.int64), np.array(values, float), np.array(times, float)
+    )
+
+
+def _purge_stored(stored: dict[Series, list[StoredValue | ReadHistogram]], path: Path, columns: EventColumns) -> None:
+    """Remove the histograms that the sessions of a file replace."""
+    for step, _, count in columns.starts.tolist():
+        place = int(columns.others[count][3]) if count < len(columns.others) else None
+        for series, found in stored.items():
+            stored[series] = [
+                each
+                for each in found
+                if each.step < step
+                or (isinstance(each, StoredValue) and each.path == path and (place is not None and each.place >= place))
+            ]
+
+
+def _add_text(contents: RunContents, tag: str, text: str | None) -> None:
+    if text is None:
+        return
+    if tag == _MODULES:
+        contents.modules = read_module_table(text) or contents.modules
+    contents.texts[decode(tag.removeprefix("Text/"))] = text
+
+
+def _add_lines(contents: RunContents, paths: list[Path]) -> None:
+    """Add the values of files of JSON lines that the event files lack, as one part."""
+    heads = {path.name: _first_line(path) for path in paths}
+    sizes = dict(replaced_ends(heads))
+    known = set(contents.series)
+    columns: list[tuple[int, int, float, float]] = []
+    restarts: list[tuple[int, int]] = []
+    is_restart = _restart_finder()
+    for path in paths:
+        file = read_lines(path, sizes.get(path.name))
+        contents.lost += file.lost
+        contents.waiting += file.waiting
+        series = [Series(*head) for head in file.heads]
+        numbers = [-1 if each in known else contents.number_of(each) for each in series]
+        resumed = dict(file.restarts)
+        for place, (i, step, value, time) in enumerate(
+            zip(file.series, file.steps, file.values, file.times, strict=True)
+        ):
+            if place in resumed:
+                restarts.append((len(columns), resumed[place]))
+            if numbers[i] >= 0:
+                if is_restart(series[i].pass_name, numbers[i], step):
+                    restarts.append((len(columns), step))
+                columns.append((numbers[i], step, value, time))
+        _add_line_others(contents, file)
+    if columns:
+        numbers_, steps, values, times = zip(*columns, strict=True)
+        arrays = (
+            np.array(numbers_, np.int32),
+            np.array(steps, np.int64),
+            np.array(values, float),
+            np.array(times, float),
+        )
+        contents.parts.append(ValuePart(*arrays, restarts))
+
+
+def _first_line(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.readline(1 << 16)
+
+
+def _restart_finder() -> Callable[[str, int, int], bool]:
+    """Return a function that returns whether a value of the training is before an earlier value of its series."""
+    latest: dict[int, int] = {}
+
+    def is_restart(pass_name: str, number: int, step: int) -> bool:
+        if pass_name != "training":
+            return False
+        found = step < latest.get(number, step)
+        if found:
+            latest.clear()
+        latest[number] = step
+        return found
+
+    return is_restart
+
+
+def _add_line_others(contents: RunContents, file: LineFile) -> None:
+    for entry in file.others:
+        try:
+            if "text" in entry:
+                contents.texts[str(entry["title"])] = str(entry["text"])
+            elif "matrix" in entry:
+                contents.matrices.append(entry)
+            elif "histogram" in entry:
+                fields = dict(entry["histogram"])
+                for name in ("bucket_limits", "bucket_counts"):
+                    fields[name] = np.array(fields[name], float)
+                series = Series(entry["kind"], entry["module"], entry["pass"])
+                if not any(isinstance(each, StoredValue) for each in contents.stored.get(series, ())):
+                    read = ReadHistogram(int(entry["step"]), StoredHistogram(**fields))
+                    contents.stored.setdefault(series, []).append(read)
+        except (KeyError, TypeError, ValueError):
+            contents.lost += 1

@@ -1,0 +1,375 @@
+"""Compiles C++ sources of the library when they are first needed, and keeps the results for the next process.
+
+Runs the C++ compiler.
+
+Stores libraries, and failures of the compiler, for the next process.
+
+Loads a shared library from memory.
+
+Compiles a source, or finds the library in the cache.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import os
+import platform
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TypeVar
+
+from ikkuna.support.failures import log
+from ikkuna.support.files import private_directory, read_private_file, safe_directory, write_private_file
+
+__all__ = ["LIBRARY_BYTES", "Compiler", "CompilerError", "LibraryCache", "build_library", "load_from_memory"]
+
+
+LIBRARY_BYTES = 1 << 26
+"""The largest library that is accepted."""
+
+_FLAGS = (*("-std=c++17", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"), "-shared", "-fPIC")
+_TUNINGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
+_MESSAGE_BYTES = 1 << 16
+
+
+class CompilerError(RuntimeError):
+    """The compiler failed, and would probably fail again."""
+
+
+class Compiler:
+    """The C++ compiler: that of ``$CXX``, or the first that is installed.
+
+    ``$CXX`` may be a command with arguments, such as ``ccache g++``.
+
+    Parameters
+    ----------
+    seconds : float
+        How long it may run.
+
+    Attributes
+    ----------
+    command : list of str
+        The program and its arguments.
+
+    Raises
+    ------
+    RuntimeError
+        If there is none.
+    """
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        self.command = _find()
+        self._seconds = seconds
+
+    def identity(self) -> bytes:
+        """Return bytes that change with the command, its programs, its flags and the C library; the compiler does not run."""
+        parts = [*self.command, *_FLAGS, *map(str, _TUNINGS), "".join(platform.libc_ver())]
+        for word in self.command:
+            if (found := shutil.which(word)) is not None:
+                status = os.stat(found)
+                parts += [os.path.realpath(found), str(status.st_size), str(status.st_mtime_ns)]
+        return "\0".join(parts).encode(errors="surrogateescape")
+
+    def build(self, source: bytes, parent: Path) -> bytes:
+        """Compile for this processor, or if the compiler does not support that, for any; return the library.
+
+        Parameters
+        ----------
+        source : bytes
+            The program.
+        parent : Path
+            Where the compiler works, in a new directory that only this user can change.
+
+        Raises
+        ------
+        CompilerError
+            If the compiler fails, or takes longer than its time.
+        OSError
+            If there is no such place, or the compiler cannot be run.
+        """
+        deadline = time.monotonic() + self._seconds
+        with tempfile.TemporaryDirectory(
+            prefix="ikkuna-", dir=safe_directory(parent), ignore_cleanup_errors=True
+        ) as directory:
+            read, made = Path(directory) / "kernels.cpp", Path(directory) / "kernels.so"
+            read.write_bytes(source)
+            for tuning in _TUNINGS:
+                arguments = [*self.command, *_FLAGS, *tuning, "-o", str(made), str(read)]
+                status, message = _run(arguments, deadline, Path(directory))
+                if status == 0:
+                    return self._result(made)
+        raise CompilerError(f"{self} failed: {message}")
+
+    def _result(self, made: Path) -> bytes:
+        try:
+            return read_private_file(made, LIBRARY_BYTES)
+        except OSError as error:
+            raise CompilerError(f"{self} made no library: {error.strerror or error}") from error
+
+    def __str__(self) -> str:
+        return shlex.join(self.command)
+
+
+def _find() -> list[str]:
+    wanted = os.environ.get("CXX", "").strip()
+    if not wanted:
+        found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+        if found is None:
+            raise RuntimeError("no C++ compiler was found")
+        return [found]
+    if shutil.which(wanted):  # a path may contain blanks
+        return [wanted]
+    with contextlib.suppress(ValueError):  # an unbalanced quote
+        command = shlex.split(wanted)
+        if command and shutil.which(command[0]):
+            return command
+    raise RuntimeError(f"no C++ compiler was found as {wanted!r}")
+
+
+def _run(arguments: list[str], deadline: float, directory: Path) -> tuple[int, str]:
+    """Return the exit status of a command, and the first line of its output."""
+    # output goes to a file, since a process that the compiler started can keep a pipe open;
+    # its own temporary files are in the directory too, because others may be able to write to $TMPDIR
+    with tempfile.TemporaryFile(dir=directory) as output:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(directory)},
+        )
+        try:
+            status = process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            raise CompilerError(f"{shlex.join(arguments[:1])} did not end in time") from None
+        finally:
+            _end(process)
+        return status, _first_line(output)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the compiler and what it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1.0)
+
+
+def _first_line(output: IO[bytes]) -> str:
+    """Return the first line that is not empty, without characters that would change a terminal."""
+    output.seek(0)
+    text = output.read(_MESSAGE_BYTES).decode(errors="replace").strip()
+    line = text.splitlines()[0] if text else "it said nothing"
+    return "".join(c if c.isprintable() else "?" for c in line)[:200]
+
+
+_DIGEST = hashlib.sha256().digest_size
+_REASON_BYTES = 1000
+_FAILURE_SECONDS = 3600.0
+
+
+class LibraryCache:
+    """A directory of libraries by name.
+
+    Each file begins with the checksum of its name and of the library that follows, so a damaged file, or that of another
+    name, is not used; the next :meth:`store` replaces it.
+    If other users can change the directory or its parents, it is not used, and nothing is stored.
+
+    Parameters
+    ----------
+    directory : Path, optional
+        Created if it does not exist.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory: Path | None = None
+        if directory is not None:
+            try:
+                self.directory = private_directory(directory)
+            except OSError as error:
+                log.info(
+                    "the native kernels are compiled for each process, because their cache cannot be used: %s", error
+                )
+
+    def load(self, name: str) -> bytes | None:
+        """Return the library of this name; ``None`` if there is none that is whole and private."""
+        content = self._read(f"{name}.library", LIBRARY_BYTES + _DIGEST)
+        if content is None:
+            return None
+        digest, library = content[:_DIGEST], content[_DIGEST:]
+        return library if library and digest == _digest(name, library) else None
+
+    def store(self, name: str, library: bytes) -> None:
+        """Store a library, unless that fails."""
+        self._write(f"{name}.library", _digest(name, library) + library)
+
+    def failure(self, name: str) -> str | None:
+        """Return why the compiler failed to make this library, if that was within one hour."""
+        content = self._read(f"{name}.failure", _REASON_BYTES)
+        if content is None:
+            return None
+        when, _, reason = content.decode(errors="replace").partition(" ")
+        try:
+            is_recent = 0 <= time.time() - float(when) < _FAILURE_SECONDS
+        except ValueError:
+            return None
+        return reason if is_recent else None
+
+    def store_failure(self, name: str, reason: str) -> None:
+        """Store why the compiler has failed, unless that fails."""
+        self._write(f"{name}.failure", f"{int(time.time())} {reason}".encode(errors="replace")[:_REASON_BYTES])
+
+    def _read(self, name: str, limit: int) -> bytes | None:
+        if self.directory is not None:
+            with contextlib.suppress(OSError):
+                return read_private_file(self.directory / name, limit)
+        return None
+
+    def _write(self, name: str, content: bytes) -> None:
+        if self.directory is not None:
+            with contextlib.suppress(OSError):  # the disk is full or read-only, for example
+                write_private_file(self.directory / name, content)
+
+
+def _digest(name: str, library: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + library).digest()
+
+
+_numbers = itertools.count(1)
+_ELF_64 = b"\x7fELF\x02"
+_HEADER = struct.Struct("=32xQQ6xHHHH2x")  # e_phoff, e_shoff, e_phentsize, e_phnum, e_shentsize, e_shnum
+_SEGMENT = struct.Struct("=8xQ16xQ16x")  # p_offset, p_filesz
+
+
+def load_from_memory(library: bytes) -> ctypes.CDLL:
+    """Load exactly these bytes: no file is involved that could be replaced before, or truncated afterwards.
+
+    Where the system has no files in memory, or refuses to run them, the bytes are written to a new directory that only this user
+    can change.
+
+    Raises
+    ------
+    OSError
+        If this is not a library that the system can load.
+    """
+    if library[:5] == _ELF_64 and not _is_whole(library):
+        raise OSError("the native library is truncated")
+    try:
+        descriptor = os.memfd_create("ikkuna", os.MFD_CLOEXEC)
+        with open(descriptor, "wb") as file:
+            file.write(library)
+            file.flush()
+            # the dynamic linker returns an earlier library of the same name, and the numbers of descriptors are used again
+            return ctypes.CDLL(f"/proc/self/fd/{'./' * next(_numbers)}{descriptor}")
+    except (AttributeError, OSError):
+        return _load_from_directory(library)
+
+
+def _is_whole(library: bytes) -> bool:
+    """Return whether all segments and the table of sections, which is at the end, lie within an ELF file.
+
+    Loading a truncated library ends the process with SIGBUS.
+    """
+    if len(library) < _HEADER.size:
+        return False
+    segments, sections, size, count, section_size, section_count = _HEADER.unpack_from(library)
+    ends: list[int] = [sections + section_size * section_count, segments + size * count]
+    if max(ends) <= len(library):
+        ends += [sum(_SEGMENT.unpack_from(library, segments + size * i)) for i in range(count)]
+    return max(ends) <= len(library)
+
+
+def _load_from_directory(library: bytes) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory(prefix="ikkuna-", dir=safe_directory(Path(tempfile.gettempdir()))) as directory:
+        path = Path(directory) / "kernels.so"
+        path.write_bytes(library)
+        return ctypes.CDLL(str(path))  # a loaded library needs no file
+
+
+Made = TypeVar("Made")
+
+
+def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made]) -> Made:
+    """Return `make` of the library that is compiled from a C++ source.
+
+    The library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source, compiler and
+    processor.  It is used only if no other user could have written it and its checksum is right; otherwise it is compiled again.
+    If the directory cannot be used, it is compiled for this process alone.
+    A compiler that fails, or that runs for more than 60 seconds, is tried again after an hour.
+
+    Parameters
+    ----------
+    source : bytes
+        The program.
+    make : callable
+        Checks a loaded library and returns an object for it; it raises `RuntimeError` if the library is wrong.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no compiler, or if it fails.
+    OSError
+        If there is no place for temporary files.
+    """
+    compiler = Compiler()
+    name, cached = _name(compiler, source), LibraryCache(_cache_directory())
+    if (stored := cached.load(name)) is not None:
+        with contextlib.suppress(OSError, RuntimeError):  # compiled for another system, for example
+            return make(load_from_memory(stored))
+    if (reason := cached.failure(name)) is not None:
+        raise CompilerError(f"{reason} (delete '{cached.directory}' to try again)")
+    try:
+        library = _build(compiler, source, cached.directory)
+        made = make(_load(library))
+    except RuntimeError as error:
+        cached.store_failure(name, str(error))
+        raise
+    cached.store(name, library)
+    return made
+
+
+def _load(library: bytes) -> ctypes.CDLL:
+    try:
+        return load_from_memory(library)
+    except OSError as error:
+        raise CompilerError(f"the compiled library cannot be loaded: {error}") from error
+
+
+def _build(compiler: Compiler, source: bytes, directory: Path | None) -> bytes:
+    try:
+        return compiler.build(source, Path(tempfile.gettempdir()))
+    except OSError:  # there is no place for temporary files, or others can change it
+        if directory is None:
+            raise
+        return compiler.build(source, directory)
+
+
+def _cache_directory() -> Path | None:
+    """Return the directory of the cache; ``None`` if this user has no home."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    with contextlib.suppress(RuntimeError):
+        return (base if base.is_absolute() else Path.home() / ".cache") / "ikkuna"
+    return None
+
+
+def _name(compiler: Compiler, source: bytes) -> str:
+    """Return a name for source, compiler and processor: machines with different processors may share a home directory."""
+    parts = source, compiler.identity(), _processor()
+    return f"kernels-{hashlib.sha256(b'|'.join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:20]}"
+
+
+def _processor() -> bytes:
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return f"{platform.node()} {platform.machine()} {platform.processor()}".encode()
+    return b"\n".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))

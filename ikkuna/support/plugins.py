@@ -1,0 +1,103 @@
+"""Finds plugins through entry points, one distribution at a time, and loads each on its first use.
+
+Importing ikkuna loads no plugin.  The error about a broken plugin names its distribution and the cause.
+A distribution whose metadata cannot be read is skipped with a warning.
+"""
+
+import re
+from collections import defaultdict
+from functools import cache
+from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import Any
+
+from ikkuna.errors import PluginError, unknown_name
+from ikkuna.support.failures import log
+
+__all__ = ["load_plugin", "plugin_names", "plugins"]
+
+
+@cache
+def plugins(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of a group by name; a name of several distributions has several entry points.
+
+    If a distribution is found in two places, as editable installs are, the first one counts.
+    The result is cached: a distribution that is installed later is found by the next process.
+    """
+    found: dict[str, list[EntryPoint]] = defaultdict(list)
+    seen: set[str] = set()
+    for distribution in distributions():
+        try:
+            points = _points(distribution, group)
+        except Exception as error:
+            text = "the entry points of %s cannot be read, its plugins are ignored: %s: %s"
+            log.warning(text, _name(distribution), type(error).__name__, error)
+            continue
+        if not points or (name := re.sub("[-_.]+", "-", _name(distribution)).lower()) in seen:
+            continue
+        seen.add(name)
+        for point in points:
+            if point.name.isidentifier() and not point.name.startswith("_"):
+                found[point.name].append(point)
+            else:
+                log.warning("the plugin name %r of %s is not a public identifier; ignored", point.name, _origin(point))
+    return {name: tuple(points) for name, points in found.items()}
+
+
+def _points(distribution: Distribution, group: str) -> list[EntryPoint]:
+    text = distribution.read_text("entry_points.txt")
+    if text is None or group not in text:  # most distributions need no parsing
+        return []
+    return [point for point in distribution.entry_points if point.group == group]
+
+
+def _name(distribution: Distribution | None) -> str:
+    """Return the name of a distribution, or that of its directory if its metadata is damaged."""
+    try:
+        name = distribution.metadata["Name"] if distribution else None
+    except Exception:
+        name = None
+    directory = getattr(distribution, "_path", None)
+    return name or (directory.name if directory else "an unknown distribution")
+
+
+def _origin(point: EntryPoint) -> str:
+    try:
+        version = point.dist.version if point.dist else None
+    except Exception:
+        version = None
+    return f"{_name(point.dist)} {version}" if version else _name(point.dist)
+
+
+def plugin_names(group: str) -> frozenset[str]:
+    """Return the names of a group's plugins without loading them."""
+    return frozenset(plugins(group))
+
+
+def load_plugin(group: str, name: str, base: type) -> Any:
+    """Import the plugin `name` of a group and check that it is a subclass of `base`.
+
+    Raises
+    ------
+    PluginError
+        If no distribution or more than one has a plugin of this name, if its import fails, or if it is no subclass of `base`.
+        The message names the distribution and the cause.
+    """
+    points = plugins(group).get(name, ())
+    if not points:
+        raise PluginError(unknown_name(base.__name__.lower(), name, sorted(plugin_names(group))))
+    if len(points) > 1:
+        offers = ", ".join(f"{_origin(point)} ({point.value})" for point in points)
+        raise PluginError(f"several distributions have a plugin {name!r}: {offers}; uninstall all but one")
+    (point,) = points
+    what = f"plugin {name!r} from distribution {_origin(point)} ({point.value})"
+    try:
+        target = point.load()
+    except SystemExit as error:
+        raise PluginError(f"{what} called sys.exit({error.code}) while being imported") from error
+    except Exception as error:
+        raise PluginError(f"{what} could not be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(target, type):
+        raise PluginError(f"{what} is of type {type(target).__name__}, expected a subclass of {base.__name__}")
+    if not issubclass(target, base):
+        raise PluginError(f"{what} is the class {target.__qualname__}, expected a subclass of {base.__name__}")
+    return target

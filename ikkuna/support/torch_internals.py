@@ -1,0 +1,242 @@
+"""The names of torch that ikkuna uses although torch does not document them, each with a fallback for a torch without it.
+
+No other file uses such a name, so that this file is all that a new version of torch can break; ``tests/test_structure.py`` checks this.
+The functions are aliases where possible, because some of them run in every hook.
+"""
+
+import ctypes
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "BACKWARD_HOOKS",
+    "BASE",
+    "BATCH_NORMS",
+    "CONVOLUTIONS",
+    "DROPOUTS",
+    "GLOBAL_FORWARD_HOOKS",
+    "MODULE_CALL",
+    "REGISTER_HOOKS",
+    "RUNNING_NORMS",
+    "TENSOR_ADDRESS",
+    "autograd_enabled_inside_operators",
+    "compiled_programs",
+    "current_node",
+    "current_trace",
+    "default_store",
+    "drop_programs",
+    "function_transforms",
+    "graph_task",
+    "holds_other_tensors",
+    "insert_as_constant",
+    "is_transformed",
+    "kept_version",
+    "native_functions",
+    "parallel_for",
+    "pytree",
+    "saves_tensors_elsewhere",
+    "set_grad_enabled",
+    "skip_in_compiler",
+    "tracing_state",
+    "will_execute",
+]
+
+
+_C: Any = torch._C
+_FUNCTORCH: Any = getattr(_C, "_functorch", None)
+_FRAMES: Any = getattr(getattr(_C, "_dynamo", None), "eval_frame", None)
+_DISPATCH: Any = getattr(torch.utils, "_python_dispatch", None)
+
+_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+BATCH_NORMS: Any = getattr(nn.modules.batchnorm, "_BatchNorm", _BATCH)
+"""The base class of batch normalisations, for ``isinstance``; without it, the documented classes, which miss those of other projects."""
+
+RUNNING_NORMS: Any = getattr(nn.modules.batchnorm, "_NormBase", (*_BATCH, *_INSTANCE))
+"""The base class of batch and instance normalisations, for ``isinstance``; without it, the documented classes."""
+
+CONVOLUTIONS: Any = getattr(nn.modules.conv, "_ConvNd", (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+"""The base class of convolutions, for ``isinstance``; without it, the documented classes that are not transposed."""
+
+DROPOUTS: Any = getattr(nn.modules.dropout, "_DropoutNd", _DROPOUTS)
+"""The base class of dropouts, for ``isinstance``; without it, the documented classes."""
+
+BASE, BACKWARD_HOOKS, REGISTER_HOOKS = "_base", "_backward_hooks", "_register_hook_dict"
+"""Attributes of a tensor: the tensor that it is a view of, and its hooks; and the method of its node that takes the hooks.
+
+Without them, the hooks of gradients are registered by the documented method, which takes longer.
+"""
+
+TENSOR_ADDRESS = "_cdata"
+"""Attribute of a tensor: the address of its C++ object; without it, tensors are checked by functions of Python, which takes longer."""
+
+_TENSOR_FUNCTIONS = (
+    *("get_data_ptr", "get_numel", "get_dim", "get_storage_offset", "get_storage_size", "get_sizes", "get_strides"),
+    *("get_dtype", "get_device_type", "get_layout"),
+    *("dtype_float32", "dtype_float64", "dtype_bfloat16", "device_type_cpu", "layout_strided"),
+)
+_STATE_FUNCTIONS = (
+    "_ZN2at9functorch20getDynamicLayerStackEv",
+    "_ZN5torch3jit6tracer15getTracingStateEv",
+    "_ZN5torch8autograd25get_current_graph_task_idEv",
+)
+
+GLOBAL_FORWARD_HOOKS: dict[int, Any] = getattr(nn.modules.module, "_global_forward_hooks", {})
+"""The forward hooks of all modules; without it, none: one that replaces an output by a view of a shared tensor is not noticed."""
+
+set_grad_enabled: Callable[[bool], object] = getattr(_C, "_set_grad_enabled", torch.set_grad_enabled)
+"""Switch gradients on this thread on or off; without it, the documented class, which does the same and is slower."""
+
+graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
+"""Return the number of the backward that runs on this thread, or -1; without it, -1: a checkpoint's second forward is not recognised."""
+
+current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda: None)
+"""Return the node of autograd that runs on this thread; without it, ``None``: a reentrant checkpoint is not recognised."""
+
+will_execute: Callable[[Any], bool] = getattr(_C, "_will_engine_execute_node", lambda node: True)
+"""Whether the running backward will execute a node; without it, each backward counts as one that adds to gradients."""
+
+function_transforms: Callable[[], Any] = getattr(_FUNCTORCH, "peek_interpreter_stack", lambda: None)
+"""Return the innermost transform of :mod:`torch.func` on this thread; without it, ``None``: hooks inside of it fail and are counted."""
+
+is_transformed: Callable[[Tensor], bool] = getattr(_FUNCTORCH, "is_functorch_wrapped_tensor", lambda x: False)
+"""Whether a tensor exists only inside of a transform of :mod:`torch.func`; without it, it is measured and the failure counted."""
+
+kept_version: Callable[[Tensor], AbstractContextManager[Any]] = getattr(
+    torch.autograd.grad_mode, "_unsafe_preserve_version_counter", lambda x: nullcontext()
+)
+"""Write to a tensor without a change of its version; without it, a backward that has saved the tensor raises."""
+
+holds_other_tensors: Callable[[object], bool] = getattr(_DISPATCH, "is_traceable_wrapper_subclass", lambda x: False)
+"""Whether a tensor is a subclass around other tensors; without it, no: its storage is read, if it has one."""
+
+MODULE_CALL: CodeType = getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__
+"""The code that calls a module's forward and hooks."""
+
+tracing_state: Callable[[], Any] = getattr(_C, "_get_tracing_state", lambda: None)
+"""Return the state of :func:`torch.jit.trace` on this thread, or ``None``; without it, ``None``: a traced model contains our hooks."""
+
+compiled_programs: Callable[[CodeType], list[Any]] = getattr(_FRAMES, "_debug_get_cache_entry_list", lambda code: [])
+"""Return the compiler's programs of a function; without it, none: a model compiled before the exporter is not recognised."""
+
+drop_programs: Callable[[CodeType], None] = getattr(_FRAMES, "reset_code", lambda code: torch.compiler.reset())
+"""Drop the compiler's programs of a function; without it, those of all functions."""
+
+
+def native_functions() -> list[int | None]:
+    """Return the addresses of the functions of torch's libraries that ``tensors.cpp`` calls, in its order.
+
+    The first belong to torch's C interface for compiled models.  The last three return what `function_transforms`, `tracing_state` and
+    `graph_task` return; without one, ``None``: these are called instead, which takes longer.
+
+    Raises
+    ------
+    RuntimeError
+        If torch has no such C interface; tensors are then checked by functions of Python.
+    """
+    try:
+        library = ctypes.CDLL(_C.__file__)
+        needed = [getattr(library, f"aoti_torch_{name}") for name in _TENSOR_FUNCTIONS]
+    except (AttributeError, OSError) as error:
+        raise RuntimeError(f"torch does not export its C interface: {error}") from error
+    found = (*needed, *(getattr(library, name, None) for name in _STATE_FUNCTIONS))
+    return [None if function is None else ctypes.cast(function, ctypes.c_void_p).value for function in found]
+
+
+def parallel_for() -> int | None:
+    """Return the address of ``torch_parallel_for``, which runs a native function in torch's threads.
+
+    Without it, ``None``: large tensors are measured in one thread.
+    """
+    try:
+        return ctypes.cast(ctypes.CDLL(_C.__file__).torch_parallel_for, ctypes.c_void_p).value
+    except (AttributeError, OSError):
+        return None
+
+
+def skip_in_compiler(function: Callable[..., Any]) -> None:
+    """Keep the compiler from compiling a function as a program of its own; inside of a graph it is traced as usual.
+
+    torch before 2.7 has another name for it; without either, the function is compiled, which takes time and changes no value.
+    """
+    if hasattr(_FRAMES, "set_code_exec_strategy"):
+        skip = _FRAMES._FrameAction.SKIP
+        _FRAMES.set_code_exec_strategy(function.__code__, _FRAMES._FrameExecStrategy(skip, skip))
+    elif hasattr(_FRAMES, "skip_code"):
+        _FRAMES.skip_code(function.__code__)
+
+
+def insert_as_constant(function: Callable[..., Any]) -> None:
+    """Let the compiler call a function while it traces, and insert the result as a constant.
+
+    ``torch.compiler.assume_constant_result`` does the same and imports the compiler, which takes longer than all of ikkuna.
+
+    Examples
+    --------
+    >>> def one(): ...
+    >>> def other(): ...
+    >>> insert_as_constant(one)
+    >>> vars(one) == vars(torch.compiler.assume_constant_result(other))
+    True
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def autograd_enabled_inside_operators() -> AbstractContextManager[Any]:
+    """Return a context in which autograd records although an operator runs, into which autograd does not look."""
+    if not hasattr(_C, "_ForceDispatchKeyGuard"):
+        return nullcontext()
+    include, exclude = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+        exclude = exclude.remove(getattr(_C.DispatchKey, name))
+    guard: AbstractContextManager[Any] = _C._ForceDispatchKeyGuard(include, exclude)
+    return guard
+
+
+def saves_tensors_elsewhere() -> bool:
+    """Return whether hooks for saved tensors are active, as inside a checkpoint; torch before 2.7 does not tell.
+
+    Examples
+    --------
+    >>> saves_tensors_elsewhere()
+    False
+    """
+    top = getattr(getattr(_C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+def current_trace() -> Hashable:
+    """Return an object that stands for the graph that the compiler traces at the moment.
+
+    Without torch's own, one object stands for all graphs: their calls get other numbers, and equal blocks are compiled each by itself.
+    """
+    try:
+        from torch._guards import TracingContext
+    except ImportError:
+        return current_trace
+    return TracingContext.get()
+
+
+def default_store() -> Any:
+    """Return the store through which the processes of the default group met.
+
+    torch has no other way to it, so there is no fallback.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no default group, or if torch has no such function.
+    """
+    from torch.distributed import distributed_c10d
+
+    if not hasattr(distributed_c10d, "_get_default_store"):
+        raise RuntimeError(f"torch {torch.__version__} does not give access to the store of the default process group")
+    return distributed_c10d._get_default_store()

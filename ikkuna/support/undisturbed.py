@@ -1,0 +1,278 @@
+"""Runs code on a model without a lasting effect on the model, on random states or on data loaders."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ikkuna.errors import ConfigError
+from ikkuna.support.modules import wrapped_modules
+from ikkuna.support.torch_internals import kept_version, set_grad_enabled
+
+__all__ = [
+    "isolated",
+    "restoring",
+    "run_undisturbed",
+    "undisturbed",
+    "undisturbed_randomness",
+    "without_replica_wrappers",
+]
+
+
+T = TypeVar("T")
+_Restore = Callable[[], object]
+
+
+@contextmanager
+def undisturbed(model: nn.Module, batches: Any = (), *, train: bool = False, autograd: bool = False) -> Iterator[None]:
+    """Run the body with `model` in evaluation mode and restore its state afterwards, also after an exception.
+
+    The training flag of every module, the buffers and all random states are restored, and FSDP2 modules free the
+    parameters that they gathered.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model; its methods ``train`` and ``eval`` are not called, because a user may have overridden them.
+    batches : iterable, optional
+        A data loader whose generators are restored, too (see :func:`undisturbed_randomness`).
+    train : bool
+        Use training mode instead of evaluation mode.
+    autograd : bool
+        Enable autograd, remove all gradients for the duration of the body, and restore them and every
+        ``requires_grad`` flag.  Otherwise autograd is off.
+    """
+    with torch.inference_mode(False):
+        undo = _Undo()
+        try:
+            try:
+                _enter(undo, model, batches, train, autograd)
+                yield
+            finally:
+                undo()
+        except BaseException:
+            undo()
+            raise
+
+
+def run_undisturbed(body: Callable[[], T], model: nn.Module, batches: Any = ()) -> T:
+    """Return the result of `body`, which runs as in the context `undisturbed`.
+
+    Everything is restored also if an exception such as `KeyboardInterrupt` comes while it is restored.
+    No context manager written in Python can promise that, because its end is a call that can be interrupted.
+    """
+    undo = _Undo()
+
+    def run() -> T:
+        _enter(undo, model, batches, train=False, autograd=False)
+        return body()
+
+    with torch.inference_mode(False):
+        return restoring(run, undo)
+
+
+def restoring(body: Callable[[], T], restore: Callable[[], object]) -> T:
+    """Return the result of `body`, and call `restore` afterwards.
+
+    If an exception such as `KeyboardInterrupt` interrupts `restore`, it is called again.
+
+    Examples
+    --------
+    >>> restoring(lambda: 3, lambda: print("restored"))
+    restored
+    3
+    """
+    try:
+        try:
+            return body()
+        finally:
+            restore()
+    except BaseException:
+        restore()
+        raise
+
+
+class _Undo:
+    """Calls functions that undo changes, the last one first; it can be called again."""
+
+    def __init__(self) -> None:
+        self._functions: list[_Restore] = []
+
+    def add(self, function: Callable[..., object], *arguments: Any) -> None:
+        self._functions.append(partial(function, *arguments))
+
+    def __call__(self) -> None:
+        errors = []
+        for function in reversed(self._functions):
+            try:
+                function()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _enter(undo: _Undo, model: nn.Module, batches: Any, train: bool, autograd: bool) -> None:
+    undo.add(_reshard, model)
+    _keep_randomness(undo, batches)
+    undo.add(_training_flags(model))
+    undo.add(_buffers(model))
+    if autograd:
+        _remove_gradients(undo, model)
+    undo.add(set_grad_enabled, torch.is_grad_enabled())
+    set_grad_enabled(autograd)
+    for module in model.modules():
+        module.training = train
+
+
+@contextmanager
+def undisturbed_randomness(batches: Any = ()) -> Iterator[None]:
+    """Restore the random states of Python, numpy, torch and every accelerator after the body.
+
+    The generators of the data loader `batches`, of its samplers and of its data set are restored, too.
+    """
+    undo = _Undo()
+    try:
+        try:
+            _keep_randomness(undo, batches)
+            yield
+        finally:
+            undo()
+    except BaseException:
+        undo()
+        raise
+
+
+def _keep_randomness(undo: _Undo, batches: Any) -> None:
+    undo.add(random.setstate, random.getstate())
+    undo.add(np.random.set_state, np.random.get_state())
+    for generator in (torch.default_generator, *_generators(batches)):
+        undo.add(generator.set_state, generator.get_state())
+    for restore in _accelerators():
+        undo.add(restore)
+
+
+def _generators(batches: Any) -> Iterator[torch.Generator]:
+    batch_sampler = getattr(batches, "batch_sampler", None)
+    samplers = (getattr(batches, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    for owner in (batches, *samplers, getattr(batches, "dataset", None)):
+        if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+            yield generator
+
+
+def _accelerators() -> Iterator[_Restore]:
+    """Yield a function that restores the random state of each device of the accelerator, if it is in use."""
+    if not torch.accelerator.is_available() or (accelerator := torch.accelerator.current_accelerator()) is None:
+        return
+    module = torch.get_device_module(accelerator)
+    if not getattr(module, "is_initialized", module.is_available)():
+        return
+    for index in range(module.device_count()):
+        device = () if accelerator.type == "mps" else (index,)  # torch.mps has one device and no argument for it
+        yield partial(module.set_rng_state, module.get_rng_state(*device), *device)
+
+
+def _reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(type(module), "_get_fsdp_state"):  # FSDP2 keeps the parameters of its root for a backward pass
+            module.reshard()  # type: ignore[operator]
+
+
+def _training_flags(model: nn.Module) -> _Restore:
+    before = [(module, module.training) for module in model.modules()]
+
+    def restore() -> None:
+        for module, training in before:
+            module.training = training
+
+    return restore
+
+
+def _buffers(model: nn.Module) -> _Restore:
+    with torch.no_grad():
+        before = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+
+    def restore() -> None:
+        for module, name, buffer, value in before:
+            module._buffers[name] = buffer
+            if not buffer.is_cpu and type(buffer) is Tensor and not buffer.is_inference():
+                with torch.no_grad(), kept_version(buffer):
+                    buffer.copy_(value)  # without a comparison, which would wait for the device
+            elif not _equal(buffer, value):  # an unneeded copy would break a backward pass that saved the buffer
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+    return restore
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in (a, b)]  # of a DTensor, without communication
+    return torch.equal(*local)
+
+
+def _remove_gradients(undo: _Undo, model: nn.Module) -> None:
+    before = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+
+    def restore() -> None:
+        for parameter, grad, requires_grad in before:
+            parameter.grad = grad
+            parameter.requires_grad_(requires_grad)
+
+    undo.add(restore)
+    for parameter, _, _ in before:
+        parameter.grad = None
+
+
+_REPLICA_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+@contextmanager
+def isolated(model: nn.Module, train: bool = False) -> Iterator[None]:
+    """Run the body with autograd and without compiled code, and restore the model afterwards.
+
+    See :func:`~ikkuna.support.undisturbed.undisturbed`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    train : bool
+        Use training mode instead of evaluation mode.
+
+    Raises
+    ------
+    ConfigError
+        If the model has lazy parameters, because a forward pass would create them.
+    """
+    if any(is_lazy(p) for p in (*model.parameters(), *model.buffers())):
+        raise ConfigError("the model has lazy parameters, which a probe would create; call the model once before")
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # compiled code does not call the hooks of the modules inside it
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not train and _has_cuda_rnn(model):  # cuDNN refuses the backward pass of an RNN in evaluation mode
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        stack.enter_context(undisturbed(model, train=train, autograd=True))
+        yield
+
+
+def without_replica_wrappers(model: nn.Module) -> nn.Module:
+    """Return the model without outer wrappers that compile it or synchronise its replicas.
+
+    Other wrappers stay, because a call needs them: FSDP gathers parameters, and Fabric casts inputs.
+    """
+    for module in wrapped_modules(model):
+        if not (isinstance(module, _REPLICA_WRAPPERS) or hasattr(module, "_orig_mod")):
+            break
+    return module
+
+
+def _has_cuda_rnn(model: nn.Module) -> bool:
+    rnns = (module for module in model.modules() if isinstance(module, nn.RNNBase))
+    return any(p.device.type == "cuda" for rnn in rnns for p in rnn.parameters())

@@ -1,1 +1,0 @@
-"""Files that values are written to."""

@@ -1,1 +1,0 @@
-"""Backends that pass values to the loggers of other libraries."""

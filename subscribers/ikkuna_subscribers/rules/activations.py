@@ -1,0 +1,364 @@
+"""Rules about activations and the modes of modules."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ikkuna.diagnosis import History, Network, Rule, Score
+from ikkuna.diagnosis.history import middle
+from ikkuna_subscribers.activations import DeadUnitsSubscriber, ModuleStateSubscriber, RunningStatisticsSubscriber
+from ikkuna_subscribers.representation import DimensionSubscriber
+from ikkuna_subscribers.rules.figures import sources, stays_below
+
+__all__ = [
+    "DeadUnitsRule",
+    "EvaluationModeRule",
+    "NonFiniteRule",
+    "RankCollapseRule",
+    "RunningStatisticsRule",
+    "SaturatedRule",
+    "SignalLostRule",
+    "SignalScaleRule",
+]
+
+
+_RECTIFIERS = ("ReLU", "ReLU6")
+
+
+class DeadUnitsRule(Rule):
+    """Nearly all units of a rectified layer are inactive for every sample of a window.
+
+    Threshold: 90% of the units, for 3 samples in a row; healthy runs stay below 31%, half of the units is common in fine-tuned networks.
+    Cannot see: rectifiers that are functions and not modules (the rule zero_gradient sees those that are wholly dead);
+    other activation functions.
+    """
+
+    name = "dead_units"
+    needs = sources("activations_dead")
+    thresholds = ("share",)
+    share: float = 0.9
+    severity = "error"
+    explains = frozenset(
+        (
+            *("signal_lost",),
+            *("ignores_input", "no_learning", "lr_too_low", "signal_scale", "vanishing_gradient", "zero_gradient"),
+            *("class_collapse", "rank_collapse", "plateau", "never_moves", "update_ratio"),
+        )
+    )
+    meaning = "{figure:.0%} of the units of this layer are inactive for every sample."
+    advice = "lower the learning rate, check the bias and the initialisation of the layer before it, or use a leaky rectifier"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for the rectified layers."""
+        names = network.named(*_RECTIFIERS)
+        if not names:
+            return ()
+        return (DeadUnitsSubscriber(modules=list(names), window=3, inactivity=0, tau=None, subsample=2 * every),)
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each rectified layer."""
+        for name, curve in history.fresh("activations_dead"):
+            if history.network.class_of(name) in (*_RECTIFIERS, ""):
+                yield Score(curve.last / self.share, curve.last, name)
+
+
+class SaturatedRule(Rule):
+    """The outputs of a tanh or a sigmoid are nearly all at its limits.
+
+    The figure is the mean square of the tanh's outputs, or of 2h - 1 for a sigmoid: 1 if every output is at a limit.
+    Threshold: 0.75, for 3 samples in a row; healthy layers stay below 0.6.
+    Cannot see: activation functions inside recurrent layers, or that are no modules; a sigmoid at the output, which is left out.
+    """
+
+    name = "saturated"
+    needs = sources("activations_variance", "activations_mean")
+    thresholds = ("share",)
+    share: float = 0.75
+    explains = frozenset(
+        ("vanishing_gradient", "ignores_input", "no_learning", "class_collapse", "rank_collapse", "plateau")
+    )
+    meaning = "The outputs of this layer are at the limits of its activation function (mean square {figure:.2f} of 1)."
+    advice = "use a smaller initialisation or learning rate, or a normalisation in front of it"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each bounded layer but the last one."""
+        means, network = history.curves("activations_mean"), history.network
+        last = max((network.position(name) for name in means), default=0)
+        for name, curve in history.fresh("activations_variance"):
+            class_name = network.class_of(name)
+            if class_name not in ("Tanh", "Sigmoid") or name not in means or network.position(name) >= last:
+                continue
+            mean, variance = means[name].last, curve.last
+            figure = variance + mean**2 if class_name == "Tanh" else 4 * variance + (2 * mean - 1) ** 2
+            yield Score(figure / self.share, figure, name)
+
+
+_WEIGHTED = ("Linear", "Conv1d", "Conv2d", "Conv3d", "GRU", "LSTM", "RNN")
+_FEW_UNITS = 16
+_LASTING = 15
+
+
+class RankCollapseRule(Rule):
+    """The outputs of a hidden layer differ in a single direction, although there are several classes.
+
+    Rows are the outputs for samples and positions.
+    The figure is the participation ratio of the covariance of the layer's units, the median of the last 5 samples.
+    Threshold: 1.001, for 5 samples in a row: half a thousandth of the variance is left for all other directions; healthy runs
+    of classifiers stay above 1.1, and a language model that learns only how frequent each token is, for up to 200 steps, falls to 1.004.
+    Therefore figures below 1.02 count only after 15 samples that do not rise.
+    It was chosen after about 30 of the runs below had been seen; with other seeds and architectures it named 19 of 20 planted layers,
+    each in its module, and none in 36 healthy runs.
+    Cannot see: the outputs of the network (that is the rule ignores_input); layers with fewer than 16 units;
+    losses that are no classification; fewer than four classes, because a network that tells two classes apart needs one direction;
+    attention, whose rank falls between positions and not between samples.
+    """
+
+    name = "rank_collapse"
+    needs = sources("activations_dimension", "output_classes")
+    judged_on = frozenset(("activations_dimension",))
+    thresholds = ("limit", "lasting_limit")
+    limit: float = 1.001
+    lasting_limit: float = 1.02
+    patience = 5
+    explains = frozenset(("no_learning", "plateau", "class_collapse", "vanishing_gradient", "overfit"))
+    meaning = "The outputs of this layer differ in {figure:.3g} directions only."
+    advice = "look for a bottleneck, a product or a mean that keeps one number of each sample; check normalisation and initialisation"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for the layers with weights, without those with few units."""
+        names = [
+            name for name in network.named(*_WEIGHTED) if (network.shape_of(name) or (_FEW_UNITS,))[0] >= _FEW_UNITS
+        ]
+        return (DimensionSubscriber(modules=names, subsample=2 * every),) if names else ()
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each hidden layer."""
+        classes = history.curve("output_classes")
+        if classes is None or not 4 <= classes.last < math.inf:
+            return
+        outputs = round(classes.last)
+        for name, curve in history.fresh("activations_dimension"):
+            if (history.network.shape_of(name) or (0,))[0] == outputs:
+                continue
+            figure = curve.median(5)
+            if figure == figure:
+                is_lasting = stays_below(curve, self.lasting_limit, _LASTING)
+                yield Score((self.lasting_limit if is_lasting else self.limit) / figure, figure, name)
+
+
+class SignalLostRule(Rule):
+    """Before the first update the outputs do not differ between samples: the signal is lost in the layers.
+
+    Threshold: 1e-6 of the energy of the outputs; healthy networks have 0.005 or more, seven layers of sigmoids 1e-10.
+    Cannot see: a last layer that begins at zero, which is a usual choice and is left out; a resumed run.
+    """
+
+    name = "signal_lost"
+    needs = sources("output_dependence")
+    uses = sources("weights_norm2")
+    thresholds = ("share",)
+    share: float = 1e-6
+    patience = 1
+    explains = frozenset(
+        (
+            *("ignores_input", "vanishing_gradient", "no_learning", "lr_too_low", "lr_too_high", "saturated"),
+            *("class_collapse", "rank_collapse", "plateau", "gradient_spike", "update_ratio"),
+        )
+    )
+    meaning = "Before the first update the outputs are the same for every sample; the share of their energy that differs is {figure:.2g}."
+    advice = "look for a layer whose outputs are constant, as with a very negative bias; use a larger initialisation or a normalisation"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score at the first step."""
+        curve = history.now("output_dependence")
+        if curve is None or curve.step != 0:
+            return
+        norms = [series.last for _, series in history.matrices("weights_norm2")]
+        begins_at_zero = bool(norms) and norms[-1] == 0
+        yield Score(0.0 if begins_at_zero else self.share / max(curve.last, 1e-12), max(curve.last, 0.0))
+
+
+class SignalScaleRule(Rule):
+    """Before the first update the outputs of a layer with weights have a standard deviation far above 1.
+
+    Threshold: 30; healthy networks stay below 10 (largest of 140 runs), and a residual stream grows with the root of its depth.
+    The rule is silent if a module behind the layer is a normalisation, which removes the scale.
+    Cannot see: a signal that becomes too small, which a normalisation or a zero initialisation does on purpose; a resumed run.
+    """
+
+    name = "signal_scale"
+    needs = sources("activations_variance")
+    thresholds = ("limit",)
+    limit: float = 30.0
+    patience = 1
+    explains = frozenset(
+        (
+            *(
+                "signal_lost",
+                "logit_growth",
+            ),
+            *(
+                "loss_at_init",
+                "lr_too_high",
+                "exploding_gradient",
+                "no_learning",
+                "diverges",
+                "dead_units",
+                "loss_spike",
+            ),
+            *(
+                "ignores_input",
+                "nonfinite",
+                "saturated",
+                "class_collapse",
+                "update_ratio",
+                "rank_collapse",
+                "plateau",
+                "zero_gradient",
+            ),
+        )
+    )
+    meaning = "Before the first update the outputs of this layer have a standard deviation of {figure:.3g}."
+    advice = "use a smaller initialisation, a normalisation, or normalised inputs"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each layer at the first step."""
+        if history.step != 0:
+            return
+        network = history.network
+        last_norm = max((i for i, entry in enumerate(network.modules) if "Norm" in entry.class_name), default=-1)
+        for name, curve in history.fresh("activations_variance"):
+            if network.class_of(name) in _WEIGHTED and curve.last >= 0:
+                scale = math.sqrt(curve.last)
+                is_normalised = network.position(name) < last_norm
+                yield Score(0.0 if is_normalised else scale / self.limit, scale, name)
+
+
+class RunningStatisticsRule(Rule):
+    """The running mean or variance of a batch norm stays far from that of the batches, so evaluation differs from training.
+
+    The figure is the distance of the mean in running standard deviations, or the distance of the logarithms of the variances.
+    Threshold: 1.0, the median of 5 samples from step 100 on, for 3 samples in a row; with the usual momentum of 0.1 the running
+    statistics have forgotten their initial values by step 50, and healthy layers stay below 0.3.
+    Cannot see: statistics that are replaced between the last step and the evaluation; layers in evaluation mode.
+    """
+
+    name = "running_statistics"
+    needs = sources("running_mean_distance", "running_variance_distance")
+    thresholds = ("distance",)
+    distance: float = 1.0
+    explains = frozenset(("overfit",))
+    meaning = "The running statistics of this batch norm are far from those of the batches ({figure:.2g}), so evaluation uses others."
+    advice = "check the momentum, and whether other data pass through the network in training mode"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for the batch-norm layers."""
+        names = [entry.name for entry in network.modules if "BatchNorm" in entry.class_name]
+        return (RunningStatisticsSubscriber(modules=names, subsample=every),) if names else ()
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each batch norm."""
+        variances = history.curves("running_variance_distance")
+        for name, curve in history.fresh("running_mean_distance"):
+            if history.step - (history.begin or 0) < 100 or curve.count < 5:
+                continue
+            figure = max(curve.median(5), middle(variances[name].tail(5)) if name in variances else 0.0)
+            yield Score(figure / self.distance, figure, name)
+
+
+class EvaluationModeRule(Rule):
+    """Every module is in evaluation mode in training steps, and the network has dropout or batch norm.
+
+    Threshold: a fact, without a number, for 3 samples in a row.
+    Cannot see: a single layer in the wrong mode, because frozen batch norms are usual in fine-tuning.
+    """
+
+    name = "evaluation_mode"
+    needs = sources("evaluation_mode")
+    uses = sources("weight_requires_grad")
+    severity = "error"
+    explains = frozenset(("overfit", "loss_spike"))
+    meaning = (
+        "The network is in evaluation mode while it trains: dropout is off, and batch norm uses its running statistics."
+    )
+    advice = "call model.train() after each evaluation"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for the flags of modules."""
+        return (ModuleStateSubscriber(subsample=every),)
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield the share of modules in evaluation mode if it is 1."""
+        curve = history.now("evaluation_mode")
+        if curve is None:
+            return
+        classes = [entry.class_name for entry in history.network.modules]
+        depends = any("BatchNorm" in name or "Dropout" in name for name in classes)
+        yield Score(float(curve.last >= 1 and depends), curve.last)
+
+
+class NonFiniteRule(Rule):
+    """The loss, an activation, a gradient or a weight is NaN or infinite.
+
+    The module is the first one whose activation is not finite although its weights are; if only gradients are not finite, the last one.
+    If `NonFiniteSubscriber` publishes the producer, that is used.
+    Threshold: a fact, without a number.
+    Cannot see: the exact producer if the first NaN appears in a step that is not sampled; steps that a gradient scaler skips.
+    """
+
+    name = "nonfinite"
+    needs = sources("weights_norm2")
+    uses = sources("loss", "activations_variance", "weight_gradients_norm2", "nonfinite_producer")
+    judged_on = frozenset(("weights_norm2", "activations_variance", "weight_gradients_norm2", "nonfinite_producer"))
+    severity = "error"
+    patience = 1
+    explains = frozenset(
+        (
+            *(
+                "diverges",
+                "no_learning",
+                "loss_spike",
+                "dead_units",
+                "ignores_input",
+                "class_collapse",
+                "zero_gradient",
+            ),
+            *("never_moves", "plateau", "saturated", "vanishing_gradient", "gradient_spike", "lost_updates"),
+        )
+    )
+    meaning = "The values are NaN or infinite."
+    advice = "lower the learning rate, clip gradients, check the data; NonFiniteSubscriber() names the operation"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 for the module that comes first, or for the network if only the loss is not finite."""
+        if history.memory[self.name].get("found"):
+            return
+        found = self._producer(history) or self._module(history)
+        if found is None:
+            loss = history.now("loss")
+            if loss is not None and not math.isfinite(loss.last):
+                found = Score(1.0, loss.last, None, "loss")
+        history.memory[self.name]["found"] = found is not None
+        yield found or Score(0.0, 0.0)
+
+    @staticmethod
+    def _producer(history: History) -> Score | None:
+        return next(
+            (Score(1.0, 1.0, name, "nonfinite_producer") for name, _ in history.fresh("nonfinite_producer")), None
+        )
+
+    @staticmethod
+    def _module(history: History) -> Score | None:
+        """Return the first module that makes NaN of finite weights, or the first broken weight."""
+        weights = {name: curve.last for name, curve in history.fresh("weights_norm2")}
+        broken = [name for name, value in weights.items() if not math.isfinite(value)]
+        for name, curve in history.fresh("activations_variance"):
+            module = name.partition(":")[0]
+            own_weights_are_finite = not any(other == module or other.startswith(f"{module}.") for other in broken)
+            if curve.last != curve.last and (own_weights_are_finite or not broken) and not broken:
+                return Score(1.0, curve.last, name, "activations_variance")
+        if broken:
+            return Score(1.0, weights[broken[0]], broken[0], "weights_norm2")
+        gradients = [(name, curve.last) for name, curve in history.fresh("weight_gradients_norm2")]
+        bad = [(name, value) for name, value in gradients if not math.isfinite(value)]
+        return Score(1.0, bad[-1][1], bad[-1][0], "weight_gradients_norm2") if bad else None

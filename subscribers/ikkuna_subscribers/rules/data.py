@@ -1,0 +1,266 @@
+"""Rules about inputs, labels and predictions."""
+
+from collections.abc import Iterator
+
+from ikkuna.diagnosis import History, Rule, Score
+from ikkuna_subscribers.rules.figures import guessing_loss, sources, stays_below
+
+__all__ = [
+    "ClassCollapseRule",
+    "IgnoresInputRule",
+    "InputScaleRule",
+    "NotShuffledRule",
+    "OneLabelRule",
+    "RepeatedBatchRule",
+    "SigmoidTwiceRule",
+    "SoftmaxTwiceRule",
+]
+
+
+class ClassCollapseRule(Rule):
+    """A classifier predicts nearly always the same class, while the labels are of several.
+
+    The figure is the entropy of the predicted classes over that of the labels.
+    Threshold: 0.02, for 8 samples in a row, if no class has more than 90% of the labels (entropy above 0.33 nats);
+    an untrained or slow network does this too, so the rule is silent while the loss falls, unless it is above 1.3 log C.
+    Cannot see: a collapse onto two classes of many.
+    """
+
+    name = "class_collapse"
+    needs = sources("prediction_entropy", "label_entropy", "output_cross_entropy")
+    uses = sources("output_classes")
+    thresholds = ("share",)
+    share: float = 0.02
+    patience = 8
+    explains = frozenset(
+        (
+            "logit_growth",
+            "plateau",
+        )
+    )
+    meaning = "The network predicts always the same class (entropy {figure:.2g} of that of the labels)."
+    advice = "check class weights, the learning rate, and the bias of the last layer"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        predicted, labels, loss = (history.now(kind) for kind in (*self.needs,))
+        if predicted is None or labels is None or loss is None or labels.median(10) < 0.33:
+            return
+        figure = predicted.median(5) / labels.median(10)
+        is_worse_than_a_guess = loss.median(5) > 1.3 * guessing_loss(history)
+        falls = loss.count < 15 or loss.median(5) < 0.97 * loss.median(5, skip=10)
+        yield Score(0.0 if falls and not is_worse_than_a_guess else self.share / max(figure, 1e-6), figure)
+
+
+_LASTING = 30
+
+
+class IgnoresInputRule(Rule):
+    """The outputs are the same for every sample of a batch.
+
+    The figure is the share of the outputs' energy that differs between samples.
+    Threshold: 1e-6, for 5 samples in a row after the second one; healthy networks have 0.007 or more at the start and soon 0.5.
+    A language model first learns how frequent each token is, with figures down to 2e-5 for up to 200 steps; therefore figures below 2e-4
+    count only after 30 samples that do not rise.
+    Cannot see: outputs that depend on a part of the input only; a batch of one sample.
+    """
+
+    name = "ignores_input"
+    needs = sources("output_dependence")
+    uses = sources("label_entropy")
+    thresholds = ("share", "lasting_share")
+    share: float = 1e-6
+    lasting_share: float = 2e-4
+    patience = 5
+    severity = "error"
+    explains = frozenset(("class_collapse", "no_learning", "rank_collapse", "plateau", "lr_too_low"))
+    meaning = "The outputs are the same for every sample; only {figure:.2g} of their energy differs."
+    advice = "search for a branch that is multiplied by zero, dead layers, or inputs that are constant"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        curve, labels = history.now("output_dependence"), history.curve("label_entropy")
+        if curve is None or curve.count <= 2 or (labels is not None and labels.last == 0):
+            return
+        figure = max(curve.last, 1e-12)
+        limit = self.lasting_share if stays_below(curve, self.lasting_share, _LASTING) else self.share
+        yield Score(limit / figure, curve.last)
+
+
+class InputScaleRule(Rule):
+    """The inputs have a mean or a standard deviation far from that of normalised data.
+
+    Threshold: 10, for 3 samples in a row; pixels from 0 to 255 have a deviation near 70, normalised data 1.
+    Cannot see: inputs of networks with an embedding or with a normalisation as the first layer, which are left out;
+    inputs that are too small.
+    """
+
+    name = "input_scale"
+    needs = sources("input_data_mean", "input_data_variance")
+    thresholds = ("limit",)
+    limit: float = 10.0
+    explains = frozenset(
+        (
+            *("signal_lost",),
+            *("signal_scale", "loss_at_init", "lr_too_high", "dead_units", "no_learning", "ignores_input", "diverges"),
+            *("exploding_gradient", "nonfinite", "vanishing_gradient", "class_collapse", "saturated", "loss_spike"),
+            *("zero_gradient", "update_ratio", "plateau", "logit_growth"),
+        )
+    )
+    meaning = "Mean or standard deviation of the inputs is {figure:.3g}."
+    advice = "normalise the inputs to mean 0 and standard deviation 1"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for the first input."""
+        mean, variance = history.now("input_data_mean"), history.now("input_data_variance")
+        classes = [entry.class_name for entry in history.network.modules]
+        first = next((name for name in classes if name not in ("Flatten", "Identity", "Unflatten")), "")
+        if mean is None or variance is None or "Norm" in first or any("Embedding" in name for name in classes):
+            return
+        scale = max(abs(mean.last), max(variance.last, 0.0) ** 0.5)
+        yield Score(scale / self.limit, scale, kind="input_data_variance")
+
+
+class NotShuffledRule(Rule):
+    """The mean label differs far more from batch to batch than it does in random batches: the data is sorted.
+
+    The figure is the variance of the batches' mean labels, times the size of a batch, over the variance within a batch: about 1 if random.
+    Threshold: 5, and a twentieth of the variance of all labels between batches, for 5 samples in a row, over up to 40 samples;
+    the largest figure of 140 healthy runs of classifiers was 2.6.  Of language models it was 10, because neighbouring tokens
+    belong to one text, with a fiftieth of the variance between batches.
+    Cannot see: data that is sorted by something else than the label; losses without class labels.
+    """
+
+    name = "not_shuffled"
+    needs = sources("label_mean", "label_variance", "label_count")
+    thresholds = ("factor", "share")
+    factor: float = 5.0
+    share: float = 0.05
+    patience = 5
+    explains = frozenset(("no_learning", "loss_spike", "diverges", "ignores_input", "class_collapse", "plateau"))
+    meaning = "The mean label varies {figure:.0f} times as much from batch to batch as in random batches."
+    advice = "shuffle the training data"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        mean, variance, count = (history.now(kind) for kind in (*self.needs,))
+        if mean is None or variance is None or count is None or mean.count < 10:
+            return
+        means, variances, counts = mean.tail(40), variance.tail(40), count.tail(40)
+        within = sum(v * n / max(n - 1, 1) for v, n in zip(variances, counts, strict=False)) / len(variances)
+        center = sum(means) / len(means)
+        between = sum((value - center) ** 2 for value in means) / (len(means) - 1)
+        within = max(within, 0.02)
+        figure = between * (sum(counts) / len(counts)) / within
+        yield Score(min(figure / self.factor, between / (between + within) / self.share), figure)
+
+
+class OneLabelRule(Rule):
+    """Every label of every sampled batch is of the same class.
+
+    Threshold: a fact, without a number, for 8 samples in a row with at least 4 labels.
+    Cannot see: labels that are wrong in another way (the rule no_learning sees random ones).
+    """
+
+    name = "one_label"
+    needs = sources("label_mean", "label_variance", "label_count")
+    patience = 8
+    explains = frozenset(
+        (
+            "lost_updates",
+            "logit_growth",
+            "repeated_batch",
+            "ignores_input",
+            "no_learning",
+            "class_collapse",
+            "not_shuffled",
+        )
+    )
+    meaning = "Every label is {figure:g}: there is nothing to distinguish."
+    advice = "check how the labels are loaded"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if the labels are those of the first batch, and all the same."""
+        mean, variance, count = (history.now(kind) for kind in (*self.needs,))
+        if mean is not None and variance is not None and count is not None and count.last >= 4:
+            yield Score(float(variance.last == 0 and mean.last == mean.first[0]), mean.last)
+
+
+class RepeatedBatchRule(Rule):
+    """The inputs of every sampled step are the same.
+
+    Training on one batch, or on all data in every step, does this on purpose; the finding is therefore only an info.
+    Threshold: mean and variance of the inputs are equal to the last bit, for 5 samples in a row.
+    Cannot see: a batch that is repeated with noise.
+    """
+
+    name = "repeated_batch"
+    needs = sources("input_data_mean", "input_data_variance")
+    severity = "info"
+    patience = 5
+    meaning = "Every sampled step has the same inputs."
+    advice = "check the sampler and the data loader"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if the inputs are those of the sample before."""
+        mean, variance = history.now("input_data_mean"), history.now("input_data_variance")
+        if mean is not None and variance is not None and mean.count > 1 and len(variance.values) > 1:
+            same = mean.values[-2] == mean.last and variance.values[-2] == variance.last and variance.last > 0
+            yield Score(float(same), mean.last)
+
+
+class SigmoidTwiceRule(Rule):
+    r"""The outputs went through a sigmoid, but the loss applies the sigmoid again.
+
+    The loss is then that of logits between 0 and 1, and a label of 0 costs at least :math:`\log 2`.
+    Threshold: every output so far is between 0 and 1, and the loss is the binary cross-entropy of their sigmoid within 5%.
+    In addition, the last module of the network is a sigmoid, or the outputs come within 0.05 of 1 in 20 samples without exceeding it.
+    Cannot see: a loss with weights of classes or samples; a sigmoid in a function whose outputs stay below 0.95.
+    """
+
+    name = "sigmoid_twice"
+    needs = sources("output_in_unit_interval", "output_binary_cross_entropy", "output_magnitude", "loss")
+    judged_on = frozenset(("output_binary_cross_entropy",))
+    severity = "error"
+    explains = frozenset(("no_learning", "ignores_input", "vanishing_gradient", "lr_too_low", "saturated", "plateau"))
+    meaning = "The outputs are between 0 and 1, and the loss applies the sigmoid to them a second time."
+    advice = "remove the sigmoid from the model, or use BCELoss"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if the outputs are those of a sigmoid and the loss treats them as logits."""
+        flag, entropy, largest, loss = (history.now(kind) for kind in (*self.needs,))
+        if flag is None or entropy is None or largest is None or loss is None:
+            return
+        is_bounded = min(*flag.first, *flag.values) == 1
+        is_applied = abs(loss.last - entropy.last) < 0.05 * abs(entropy.last)
+        modules = history.network.modules
+        is_sigmoid = bool(modules) and modules[-1].class_name == "Sigmoid"
+        is_at_limit = sum(value > 0.95 for value in largest.values) >= 20
+        yield Score(float(is_bounded and is_applied and (is_sigmoid or is_at_limit)), largest.last)
+
+
+class SoftmaxTwiceRule(Rule):
+    r"""The outputs are probabilities, but the loss applies the softmax again.
+
+    The loss is then that of logits between 0 and 1, and cannot fall below :math:`\log(1 + (C - 1)/e)`.
+    Threshold: every row is non-negative and sums to 1 within 0.001, and the loss is the cross-entropy of their softmax.
+    Cannot see: a sigmoid applied twice (that is the rule sigmoid_twice); a loss with weights of classes.
+    """
+
+    name = "softmax_twice"
+    needs = sources("output_is_probability", "output_cross_entropy", "loss")
+    judged_on = frozenset(("output_cross_entropy",))
+    severity = "error"
+    explains = frozenset(
+        ("no_learning", "ignores_input", "vanishing_gradient", "lr_too_low", "class_collapse", "plateau")
+    )
+    meaning = "The outputs are probabilities, and the loss applies the softmax to them a second time."
+    advice = "remove the softmax from the model, or use NLLLoss with log-probabilities"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if the outputs are probabilities and the loss treats them as logits."""
+        flag, mean, loss = (history.now(kind) for kind in (*self.needs,))
+        if flag is None or mean is None or loss is None:
+            return
+        is_softmax = abs(loss.last - mean.last) < 0.05 * abs(mean.last)
+        yield Score(float(flag.last == 1 and is_softmax), flag.last)

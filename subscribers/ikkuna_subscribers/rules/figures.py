@@ -1,0 +1,127 @@
+"""Figures that several rules compute from a history, and the subscribers that publish what rules need."""
+
+import math
+
+from ikkuna.diagnosis import History, TimeSeries
+from ikkuna.diagnosis.history import middle
+
+__all__ = [
+    "gradient_growth",
+    "gradient_scales",
+    "guessing_loss",
+    "median_ratio",
+    "scale_of_loss",
+    "sources",
+    "stays_below",
+]
+
+
+_STATISTICS = {
+    "norm2": "NormSubscriber",
+    "mean": "MeanSubscriber",
+    "variance": "VarianceSubscriber",
+    "sparsity": "SparsitySubscriber",
+    "nonfinite": "NonFiniteSubscriber",
+    "min": "MinMaxSubscriber",
+    "max": "MinMaxSubscriber",
+}
+_OTHERS = {
+    "loss": "LossSubscriber() after set_loss()",
+    "weight_updates_weights_ratio": 'RatioSubscriber(["weight_updates", "weights"])',
+    "activations_dead": "DeadUnitsSubscriber() for modules such as nn.ReLU; functions such as torch.relu are not seen",
+    "learning_rate": "LearningRateSubscriber()",
+    "evaluation_mode": "ModuleStateSubscriber()",
+    "weight_requires_grad": "ModuleStateSubscriber()",
+    "untied_weights": "ModuleStateSubscriber()",
+    "train_accuracy": "TrainAccuracySubscriber()",
+    "test_accuracy": "TestAccuracySubscriber(data)",
+    "nonfinite_producer": "NonFiniteSubscriber()",
+    "activations_dimension": "DimensionSubscriber() for the layers with weights",
+    "attention_evenness": "AttentionSubscriber(dataset)",
+    "dead_experts": "RouterSubscriber(top_k)",
+    "window_load_max": "RouterSubscriber(top_k)",
+    "running_mean_distance": "RunningStatisticsSubscriber() for the batch norms",
+    "running_variance_distance": "RunningStatisticsSubscriber() for the batch norms",
+    "weights_ranks_norm2_min": 'RankSpreadSubscriber("weights", "norm2")',
+    "weights_ranks_norm2_max": 'RankSpreadSubscriber("weights", "norm2")',
+    "weight_state_step_mean": 'OptimizerStateSubscriber("step", "mean")',
+    "optimizer_closure": "rules while the model trains",
+    "unowned_parameters": "rules while the model trains",
+    "step_skipped": "rules while the model trains",
+}
+
+
+def sources(*kinds: str) -> dict[str, str]:
+    """Return the subscriber that publishes each of some kinds, as a call of its constructor.
+
+    Examples
+    --------
+    >>> sources("weights_norm2", "output_dependence")
+    {'weights_norm2': 'NormSubscriber("weights")', 'output_dependence': 'PredictionSubscriber()'}
+    """
+    return {kind: _source(kind) for kind in kinds}
+
+
+def _source(kind: str) -> str:
+    if kind in _OTHERS:
+        return _OTHERS[kind]
+    tensor, _, statistic = kind.rpartition("_")
+    if kind.startswith(("output_", "prediction_", "label_")):
+        return "PredictionSubscriber()"
+    return f'{_STATISTICS[statistic]}("{tensor}")'
+
+
+_CARRIED_OVER = 1e6
+
+
+def gradient_growth(history: History) -> float:
+    """Return the gradient that the optimizer gets over the one that a backward gave, the median over weights.
+
+    With accumulation over k micro-batches it is at most k, after clipping below 1; NaN if it is unknown.
+    If the backward gave zeros, the gradient is that of earlier steps, and the figure is 1e6.
+    Weights that no optimizer owns are left out: ``optimizer.zero_grad()`` does not clear their gradients.
+    """
+    unowned = history.curves("unowned_parameters")
+    fresh = {name: c for name, c in history.fresh("weight_micro_gradients_norm2") if name not in unowned}
+    pairs = [(c.last, fresh[name].last) for name, c in history.fresh("weight_gradients_norm2") if name in fresh]
+    return middle([used / given if given > 0 else _CARRIED_OVER for used, given in pairs if used > 0])
+
+
+def gradient_scales(history: History) -> list[tuple[str, float]]:
+    """Return the root mean square of the gradient of each weight matrix, in the order of the network; embeddings are left out."""
+    network = history.network
+    return [
+        (name, curve.last / math.sqrt(network.size_of(name)))
+        for name, curve in history.matrices("weight_gradients_norm2")
+        if "Embedding" not in network.class_of(name)
+    ]
+
+
+def median_ratio(history: History) -> float:
+    """Return the norm of an update over that of its weight, the median over the weight matrices that moved; NaN if none did."""
+    return middle([c.last for _, c in history.matrices("weight_updates_weights_ratio") if c.last > 0])
+
+
+def guessing_loss(history: History) -> float:
+    """Return the cross-entropy of a guess among all classes, log C; NaN if the outputs are no classification."""
+    classes: TimeSeries | None = history.curve("output_classes")
+    return math.log(classes.last) if classes is not None and classes.last > 1 else math.nan
+
+
+def scale_of_loss(history: History) -> float:
+    """Return the loss that a rise is compared with: that of a guess or that of the first steps, whichever is larger."""
+    curve = history.curve("loss")
+    if curve is None:
+        return math.nan
+    first, guess = abs(middle(curve.first[:5])), guessing_loss(history)
+    return max(first, guess) if guess == guess else first
+
+
+def stays_below(curve: TimeSeries, limit: float, number: int) -> bool:
+    """Return whether the last `number` values are below a limit, and the last one is not above their median.
+
+    A language model first learns how frequent each token is.  Its outputs then hardly depend on its inputs for up to 200 steps,
+    after which these values rise.
+    """
+    past = curve.tail(number)
+    return len(past) == number and max(past) < limit and curve.last <= middle(past)

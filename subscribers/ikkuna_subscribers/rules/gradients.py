@@ -1,0 +1,289 @@
+"""Rules about gradients."""
+
+import math
+from collections.abc import Iterator
+
+from ikkuna.diagnosis import History, Rule, Score
+from ikkuna.diagnosis.history import middle
+from ikkuna_subscribers.rules.figures import gradient_growth, gradient_scales, sources
+
+__all__ = [
+    "ClippedHardRule",
+    "ExplodingGradientRule",
+    "GradientSpikeRule",
+    "NoGradientRule",
+    "NotZeroedRule",
+    "ScalerSkipsRule",
+    "VanishingGradientRule",
+    "ZeroGradientRule",
+]
+
+
+class ExplodingGradientRule(Rule):
+    """At the first step the gradient of a weight matrix is far larger than that of the last one.
+
+    Threshold: 100 times; healthy runs stay below 3.  Weights in front of a normalisation are left out: in a ResNet-50 of the usual
+    initialisation their gradients are up to 1,000 times that of the last layer, and it learns.
+    Cannot see: a gradient that explodes later (that is the rule gradient_spike).
+    """
+
+    name = "exploding_gradient"
+    needs = sources("weight_gradients_norm2")
+    thresholds = ("factor",)
+    factor: float = 100.0
+    patience = 1
+    origin = "worst"
+    explains = frozenset(("nonfinite", "diverges", "loss_spike", "no_learning", "plateau"))
+    meaning = "At the first step the gradient of this weight is {figure:.0f} times that of the last layer."
+    advice = "use a smaller initialisation, a normalisation, or clip gradients"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each matrix at the first step."""
+        if history.step != 0:
+            return
+        *scales, (_, last) = gradient_scales(history) or [("", 0.0)]
+        for name, scale in scales:
+            if last > 0 and not history.network.is_normalised(name):
+                yield Score(scale / last / self.factor, scale / last, name)
+
+
+class VanishingGradientRule(Rule):
+    """The gradients of the first weight matrices are far smaller than the largest of the network.
+
+    The figure is the root mean square of a gradient over the largest of all matrices.
+    Threshold: 1e-4 for all of the first matrices up to one, and for none behind it, for 5 samples in a row; healthy runs of classifiers
+    stay above 1.6e-3.  Small gradients behind larger ones are not made by depth: those of queries and keys, on which a nearly even
+    attention hardly depends, and those behind a layer scale of 1e-6.
+    A deep LSTM that has learned only how frequent each token is, and does not use its state yet, falls to 1e-5.
+    Cannot see: a gradient that is exactly zero (that is the rule zero_gradient); weights of embeddings and of norms;
+    gradients that vanish only in a part of the network.
+    """
+
+    name = "vanishing_gradient"
+    needs = sources("weight_gradients_norm2")
+    thresholds = ("share",)
+    share: float = 1e-4
+    patience = 5
+    origin = "last"
+    explains = frozenset(("ignores_input", "no_learning", "plateau", "class_collapse"))
+    meaning = "The gradient of this weight is only {figure:.1g} of the largest of the network."
+    advice = "use rectifiers, residual connections, a normalisation or a larger initialisation"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each matrix but the last one."""
+        scales = [(name, scale) for name, scale in gradient_scales(history) if scale > 0]
+        largest = max((scale for _, scale in scales), default=0.0)
+        small = [scale <= self.share * largest for _, scale in scales]
+        is_by_depth = small == sorted(small, reverse=True)
+        for name, scale in scales[:-1]:
+            yield Score(self.share * largest / scale if is_by_depth else 0.0, scale / largest, name)
+
+
+class GradientSpikeRule(Rule):
+    """The gradients of half of the weight matrices are far above their usual size, for several samples in a row.
+
+    Logarithms are compared: the median over matrices of the distance of the gradient's norm from the median of its last 20 samples.
+    Threshold: a factor of 30, for 2 samples in a row.
+    Cannot see: the first 10 samples; a single spike.
+    """
+
+    name = "gradient_spike"
+    needs = sources("weight_gradients_norm2")
+    thresholds = ("factor",)
+    factor: float = 30.0
+    patience = 2
+    explains = frozenset(("loss_spike", "nonfinite", "plateau"))
+    meaning = "The gradients are {figure:.0f} times as large as usual."
+    advice = "lower the learning rate, or clip gradients at their usual norm"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        distances = []
+        for _, curve in history.matrices("weight_gradients_norm2"):
+            usual = curve.median(20, skip=2)
+            if curve.count > 12 and usual > 0 and curve.last > 0:
+                distances.append(math.log(curve.last / usual))
+        distance = middle(distances)
+        if distance == distance:
+            yield Score(distance / math.log(self.factor), math.exp(min(distance, 700.0)))
+
+
+class ClippedHardRule(Rule):
+    """Clipping reduces the gradients to a small part of what backward gave, at every sample.
+
+    Threshold: 1/100, for 5 samples in a row; with a usual clipping at norm 1 it is above 1/30 on four model families.
+    Cannot see: clipping before an optimizer that ignores the scale of gradients, such as Adam, does little harm; the rule does not know it.
+    """
+
+    name = "clipped_hard"
+    needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2")
+    uses = sources("unowned_parameters")
+    judged_on = frozenset(needs)
+    thresholds = ("share",)
+    share: float = 0.01
+    patience = 5
+    explains = frozenset(("lr_too_low", "no_learning", "plateau", "update_ratio"))
+    meaning = "Clipping leaves only {figure:.2g} of the gradient, in every sample."
+    advice = "raise the clipping threshold to about the usual norm of the gradient"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        growth = gradient_growth(history)
+        if growth > 0:
+            yield Score(self.share / growth, growth)
+
+
+_SAMPLES = 3
+
+
+class NoGradientRule(Rule):
+    """Backward never reaches a trainable weight of a module that is called, but reaches others.
+
+    Threshold: a fact, in 3 samples in a row; in the first sample if exactly the weights from the input up to one layer have no gradient,
+    because separate branches, whose losses may take turns, do not look like this.
+    Cannot see: a gradient that is detached in some steps only; a module that is never called, because unused modules are common;
+    an optimizer that fills missing gradients with zeros (that is the rule zero_gradient).
+    """
+
+    name = "no_gradient"
+    needs = sources("weight_gradients_norm2", "weight_updates_norm2")
+    uses = sources("weight_requires_grad", "activations_variance")
+    severity = "error"
+    patience = 1
+    origin = "last"
+    explains = frozenset(
+        ("signal_lost", "no_learning", "lr_too_low", "ignores_input", "never_moves", "plateau", "vanishing_gradient")
+    )
+    meaning = "The weight is trainable and in an optimizer, but no gradient ever reaches it, while others receive one."
+    advice = "search for detach(), .data, torch.no_grad(), an argmax or a conversion to numpy behind this module"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 for each owned weight without a gradient."""
+        reached = history.curves("weight_gradients_norm2")
+        trainable = history.curves("weight_requires_grad")
+        called = {history.network.module(name) for name in history.curves("activations_variance")}
+        if not any(curve.step == history.step for curve in reached.values()):
+            return
+        used = [
+            name
+            for name, _ in history.fresh("weight_updates_norm2")
+            if not (name in trainable and trainable[name].last == 0)
+            and not (called and history.network.module(name) not in called)
+        ]
+        flags = [name not in reached for name in used]
+        is_certain = bool(called) and flags == sorted(flags, reverse=True)  # the unreached ones come first
+        memory = history.memory[self.name]
+        for name, is_unreached in zip(used, flags, strict=True):
+            memory[name] = seen = [*memory.get(name, ()), history.step][:_SAMPLES] if is_unreached else []
+            is_found = is_unreached and (is_certain or len(seen) == _SAMPLES)
+            yield Score(float(is_found), 0.0, name, step=seen[0] if seen else None)
+
+
+class ZeroGradientRule(Rule):
+    """The gradient of a weight matrix is exactly zero at every sample, while others are not.
+
+    Either its inputs are zero, as those behind dead units are, or nothing reaches it from the loss, as behind a product with zero.
+    Threshold: a fact, without a number, for 5 samples in a row.
+    Cannot see: gradients that are tiny and not zero (that is the rule vanishing_gradient).
+    """
+
+    name = "zero_gradient"
+    needs = sources("weight_gradients_norm2")
+    severity = "error"
+    patience = 5
+    origin = "last"
+    explains = frozenset(
+        (
+            "signal_lost",
+            "no_learning",
+            "lr_too_low",
+            "ignores_input",
+            "never_moves",
+            "rank_collapse",
+            "plateau",
+            "vanishing_gradient",
+        )
+    )
+    meaning = "Every gradient of the weight has been exactly zero, while other weights receive one."
+    advice = (
+        "look at its inputs, which are zero if the units of the layer before it are dead, "
+        "and at what uses its output: a product with zero, or a branch that the loss does not use"
+    )
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 for each matrix whose gradient is zero."""
+        matrices = history.matrices("weight_gradients_norm2")
+        some = any(curve.last > 0 for _, curve in matrices)
+        for name, curve in matrices:
+            is_zero_from_the_start = not any(curve.first)
+            yield Score(
+                float(some and curve.last == 0 and (is_zero_from_the_start or not any(curve.tail(20)))), 0.0, name
+            )
+
+
+class NotZeroedRule(Rule):
+    """The gradients that the optimizer uses outgrow those of a single backward pass: they are not cleared.
+
+    The figure is the norm of the gradient at the optimizer's step over that of one backward pass, the median over weights,
+    compared with its value in the first sample, which accumulation explains.
+    Threshold: 3 times the first value, and 3; without ``zero_grad()`` it reaches 10 within 30 steps.
+    Cannot see: gradients that are cleared in some steps.
+    """
+
+    name = "not_zeroed"
+    needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2")
+    uses = sources("unowned_parameters")
+    judged_on = frozenset(needs)
+    thresholds = ("factor",)
+    factor: float = 3.0
+    severity = "error"
+    patience = 1
+    explains = frozenset(
+        (
+            *(
+                "diverges",
+                "nonfinite",
+                "lr_too_high",
+                "no_learning",
+                "dead_units",
+                "class_collapse",
+            ),
+            *("ignores_input", "loss_spike", "vanishing_gradient", "saturated", "gradient_spike", "update_ratio"),
+            *("plateau", "zero_gradient", "logit_growth", "overfit"),
+        )
+    )
+    meaning = "The gradient at the optimizer's step is {figure:.0f} times that of one backward pass, and grows."
+    advice = "call optimizer.zero_grad() in every step"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        growth = gradient_growth(history)
+        if growth != growth:
+            return
+        first = history.memory[self.name].setdefault("first", growth if history.is_complete else max(growth, 1.0))
+        yield Score(growth / max(1.0, first) / self.factor, growth)
+
+
+class ScalerSkipsRule(Rule):
+    """The gradient scaler skips many of the steps because gradients overflow.
+
+    Threshold: a fifth of the last 50 steps, after the first 50, in which the scaler searches for its scale;
+    a scaler that has found its scale skips 1 in 2000.
+    Cannot see: steps that the training loop skips by itself.
+    """
+
+    name = "scaler_skips"
+    needs = sources("step_skipped")
+    thresholds = ("share",)
+    share: float = 0.2
+    patience = 2
+    stride = 10
+    meaning = "{figure:.0%} of the last 50 steps were skipped because gradients overflow."
+    advice = "search for the layer whose gradients overflow, or train in bfloat16"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        curve = history.now("step_skipped")
+        if curve is not None and curve.count >= 100:
+            share = sum(curve.tail(50)) / 50
+            yield Score(share / self.share, share)

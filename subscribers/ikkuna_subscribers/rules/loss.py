@@ -1,0 +1,362 @@
+"""Rules about the loss."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
+from ikkuna.diagnosis.history import middle
+from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
+from ikkuna_subscribers.predictions import PredictionSubscriber
+from ikkuna_subscribers.rules.figures import guessing_loss, scale_of_loss, sources
+
+__all__ = [
+    "DivergesRule",
+    "LogitGrowthRule",
+    "LossAtInitRule",
+    "LossScaleRule",
+    "LossSpikeRule",
+    "NoLearningRule",
+    "OverfitRule",
+    "PlateauRule",
+]
+
+
+class DivergesRule(Rule):
+    """The loss, median of ten steps, stays above its level at the start: training made it worse.
+
+    Threshold: 1.3 times the first level and a fifth of the loss of a guess more, at two judgements in a row, which are 10 steps apart;
+    healthy runs stay below a quarter of this.
+    Cannot see: losses that are negative at the start, such as rewards, and those of adversarial networks, which are games;
+    a slow rise after a long fall.
+    """
+
+    name = "diverges"
+    needs = sources("loss")
+    uses = sources("output_classes")
+    thresholds = ("factor",)
+    factor: float = 1.3
+    severity = "error"
+    patience = 2
+    stride = 10
+    explains = frozenset(
+        (
+            "no_learning",
+            "ignores_input",
+            "class_collapse",
+            "rank_collapse",
+            "plateau",
+            "logit_growth",
+            "loss_spike",
+            "overfit",
+        )
+    )
+    meaning = "The loss has risen to {figure:.3g}, above its level at the start."
+    advice = "lower the learning rate, check the sign of the loss, clip gradients"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score from the 20th step on."""
+        curve = history.now("loss")
+        if curve is None or curve.count <= 20 or not min(curve.first[:10]) > 0:
+            return
+        memory = history.memory[self.name]
+        if "level" not in memory:
+            medians = [middle(curve.first[max(i - 9, 0) : i + 1]) for i in range(20)]
+            memory["level"] = max(middle(curve.first[:5]), min(medians))
+        level: float = memory["level"]
+        recent = middle([value if math.isfinite(value) else math.inf for value in curve.tail(10)])
+        figure = recent if math.isfinite(recent) else 1e300
+        yield Score(min(figure / (self.factor * level), (figure - level) / (0.2 * scale_of_loss(history))), figure)
+
+
+class LossSpikeRule(Rule):
+    """The loss is suddenly above everything of the last thirty values, twice in a row.
+
+    A value is the mean over at least 32 labels, so that tiny batches make no noise.
+    Threshold: a fifth of the loss of a guess (or of the first loss) above the largest of them, and 6 robust deviations
+    (median absolute deviation) above their median; healthy runs reach a third of this.
+    Cannot see: the first 40 values; a spike that lasts one step; slow rises (that is the rule diverges).
+    """
+
+    name = "loss_spike"
+    needs = sources("loss")
+    uses = sources("output_classes", "label_count")
+    judged_on = frozenset(("loss",))
+    stride = 10
+    thresholds = ("rise", "deviations")
+    rise: float = 0.2
+    deviations: float = 6.0
+    patience = 1
+    meaning = "The loss jumped to {figure:.3g}, far above its last thirty values."
+    advice = "lower the learning rate, clip gradients, look at the batch and at the learning rate of this step"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield the worst score of the values since the last judgement."""
+        curve, scale = history.now("loss"), scale_of_loss(history)
+        if curve is None:
+            return
+        memory = history.memory[self.name]
+        values, steps = memory.setdefault("values", []), memory.setdefault("steps", [])
+        fresh = _add_means(memory, curve, _group(history))
+        begin = max(len(values) - fresh, 39)
+        if begin < len(values) and scale > 0:
+            scores = [
+                self._score(values[i - 31 : i - 1], values[i - 1 : i + 1], scale) for i in range(begin, len(values))
+            ]
+            worst = scores.index(max(scores))
+            yield Score(scores[worst], max(values[begin + worst - 1 : begin + worst + 1]), step=steps[begin + worst])
+        if len(values) > 80:
+            del values[:-60], steps[:-60]
+
+    def _score(self, past: list[float], now: list[float], scale: float) -> float:
+        """Return how far two values are above the thirty before them; 0 if one of the two is not finite."""
+        high, low, top = max(now), min(now), max(past)
+        score = min((high - top) / scale / self.rise, (low - top) / scale / (0.1 * self.rise))
+        if not score >= self.release or low == -math.inf:
+            return 0.0 if low == -math.inf or not score > 0 else score
+        known = [value for value in past if value > -math.inf]
+        if len(known) < 20:
+            return 0.0
+        center = middle(known)
+        deviation = max(1.4826 * middle([abs(value - center) for value in known]), 1e-9)
+        return min(score, (high - center) / deviation / self.deviations)
+
+
+def _group(history: History) -> int:
+    """Return the number of steps that together have at least 32 labels."""
+    counts = history.curve("label_count")
+    usual = counts.median(20) if counts is not None else math.inf
+    return max(math.ceil(32 / max(usual, 1)), 1) if usual > 0 else 1
+
+
+def _add_means(memory: dict[Any, Any], curve: TimeSeries, group: int) -> int:
+    """Append the means over groups of new values, and return their number.
+
+    A mean that is not finite is stored as minus infinity.
+    """
+    used = max(memory.get("used", 0), curve.count - len(curve.values))
+    number: int = (curve.count - used) // group
+    first = len(curve.values) - (curve.count - used)
+    for i in range(first, first + number * group, group):
+        part = [curve.values[j] for j in range(i, i + group)]
+        mean = sum(part) / group
+        memory["values"].append(mean if math.isfinite(mean) else -math.inf)
+        memory["steps"].append(curve.steps[i])
+    memory["used"] = used + number * group
+    return number
+
+
+class LossAtInitRule(Rule):
+    """Before the first update the cross-entropy is far above log C, the loss of a guess among C classes.
+
+    Threshold: twice log C; healthy networks start below 1.1 times (largest of 140 runs), and a pre-trained one lower;
+    deep residual networks whose blocks end with a scale of 1, such as a ResNet-110, start at 1.2 to 1.7 times.
+    The rule is silent if the usual initialisation of the last layer explains the loss, such as that by the number of outputs
+    in EfficientNet and MobileNet, which gives 2 to 9 times log C for five classes.
+    Cannot see: losses that are no classification; a run that was resumed; features that are up to as large as their initialisation intends.
+    """
+
+    name = "loss_at_init"
+    needs = sources("output_cross_entropy", "output_classes")
+    uses = sources("weights_norm2")
+    judged_on = frozenset(needs)
+    thresholds = ("factor",)
+    factor: float = 2.0
+    patience = 1
+    explains = frozenset(
+        (
+            "logit_growth",
+            "ignores_input",
+            "lr_too_high",
+            "exploding_gradient",
+            "no_learning",
+            "diverges",
+            "dead_units",
+            "loss_spike",
+            "saturated",
+        )
+    )
+    meaning = "Before the first update the cross-entropy is {figure:.1f} times that of a guess."
+    advice = "scale down the initial weights of the last layer, and check the normalisation of the inputs"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for outputs and labels."""
+        return (PredictionSubscriber(subsample=every),)
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score at the first step of the training."""
+        curve, guess = history.now("output_cross_entropy"), guessing_loss(history)
+        if curve is not None and curve.count == 1 and curve.step == 0 and math.isfinite(guess):
+            ratio = curve.last / guess
+            yield Score(min(ratio / self.factor, curve.last / _explained_loss(history, guess)), ratio)
+
+
+def _explained_loss(history: History, guess: float) -> float:
+    """Return the cross-entropy that the last weights explain if they have a usual scale; at least that of a guess."""
+    classes = round(math.exp(guess))
+    for name, curve in reversed(history.matrices("weights_norm2")):
+        shape = history.network.shape_of(name)
+        if shape is not None and shape[0] == classes:
+            return initial_cross_entropy(
+                classes, initial_logit_deviation(shape, curve.last / math.sqrt(math.prod(shape)))
+            )
+    return guess
+
+
+class LossScaleRule(Rule):
+    """The loss is the sum of the cross-entropies of a batch, not their mean.
+
+    The gradient then grows with the size of the batch.
+    Threshold: the loss is within 2% of the mean cross-entropy times the number of labels, for 3 samples in a row.
+    Cannot see: other losses, and batches of more than 512 items, of which the cross-entropy is a sample.
+    """
+
+    name = "loss_scale"
+    needs = sources("loss", "output_cross_entropy", "label_count")
+    judged_on = frozenset(("output_cross_entropy",))
+    thresholds = ("tolerance",)
+    tolerance: float = 0.02
+    explains = frozenset(
+        (
+            *("lr_too_high", "diverges", "nonfinite", "no_learning", "dead_units", "ignores_input", "lr_too_low"),
+            *("loss_spike", "loss_at_init", "class_collapse", "update_ratio", "plateau", "zero_gradient"),
+        )
+    )
+    meaning = "The loss is {figure:.0f} times the mean cross-entropy, which is the number of labels: it is a sum."
+    advice = 'use reduction="mean", or divide the loss by the number of labels'
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if the loss is the sum."""
+        loss, mean, count = (history.now(kind) for kind in ("loss", "output_cross_entropy", "label_count"))
+        if loss is None or mean is None or count is None or not mean.last > 0 or count.last < 4:
+            return
+        ratio = loss.last / mean.last
+        yield Score(float(abs(ratio / count.last - 1) < self.tolerance), ratio)
+
+
+class NoLearningRule(Rule):
+    """The weights have moved, but the cross-entropy is that of a guess, and no better than a hundred steps ago.
+
+    The guess has the frequencies of the labels (their entropy, corrected for the size of the batch after Miller and Madow), at most log C.
+    Threshold: 0.95 of the guess, less than 2% better than 10 samples before, after updates that add up to 0.05 of the weights' size,
+    for 3 samples in a row.  A value is the median over samples with at least 200 labels together.
+    Cannot see: tasks that need longer than a hundred steps before anything happens look the same for a while; other losses.
+    """
+
+    name = "no_learning"
+    needs = sources(
+        "output_cross_entropy", "output_classes", "label_entropy", "label_count", "weight_updates_weights_ratio"
+    )
+    thresholds = ("share", "labels")
+    share: float = 0.95
+    labels: float = 200
+    patience = 3
+    explains = frozenset(("ignores_input", "class_collapse", "plateau"))
+    meaning = "The cross-entropy is {figure:.0%} of that of a guess, and does not fall."
+    advice = "check whether labels and inputs belong together, the learning rate, and the gradients of the first layers"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        mean = history.now("output_cross_entropy")
+        entropy, count, classes = (history.curve(kind) for kind in ("label_entropy", "label_count", "output_classes"))
+        if mean is None or entropy is None or count is None or classes is None or not classes.last > 1:
+            return
+        memory = history.memory[self.name]
+        ratios = [curve.last for _, curve in history.matrices("weight_updates_weights_ratio") if curve.last > 0]
+        if ratios:
+            memory["moved"] = memory.get("moved", 0.0) + sorted(ratios)[len(ratios) // 2]
+        bias = (classes.last - 1) / (2 * max(count.median(10), 1))
+        most = math.log(classes.last)
+        guess = min(entropy.median(10) + bias, most)
+        window = max(math.ceil(self.labels / max(count.median(10), 1)), 4)
+        if mean.count < window + 10 or memory.get("moved", 0.0) < 0.005 or guess < 0.2:
+            return
+        pairs = zip(mean.tail(window + 10), entropy.tail(window + 10), strict=False)
+        shares = [loss / min(max(labels, 0.2) + bias, most) for loss, labels in pairs]
+        now, before = middle(shares[-window:]), middle(shares[:window])
+        yield Score(now / self.share if now > 0.98 * before else 0.0, now)
+
+
+class OverfitRule(Rule):
+    """The loss of another pass over data has risen from its best value and is twice that of training.
+
+    Overfitting on purpose is usual; the finding is therefore only an info.
+    Threshold: 1.05 times the best value, which is at least 3 passes old, for 2 passes in a row.
+    Cannot see: runs without a pass named ``testing`` or ``validation``.
+    """
+
+    name = "overfit"
+    needs = sources("loss")
+    thresholds = ("factor", "passes")
+    factor: float = 1.05
+    passes: float = 3
+    stride = 10
+    severity = "info"
+    patience = 2
+    meaning = "The loss on held-out data is {figure:.2f} times its best value, while the training loss is less than half of it."
+    advice = "stop earlier, use more data, augmentation, dropout or weight decay"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each pass over held-out data."""
+        training = history.curve("loss")
+        for name in ("testing", "validation"):
+            curve = history.curve("loss", name)
+            seen = history.memory[self.name]
+            if curve is None or training is None or curve.count < 3 or seen.get(name) == curve.count:
+                continue
+            seen[name] = curve.count
+            known = [value for value in curve.values if value == value]
+            figure = curve.last / min(known) if known and min(known) > 0 else 0.0
+            is_late = len(known) - known.index(min(known)) > self.passes if known else False
+            yield Score(figure / self.factor if is_late and curve.last > 2 * training.median(20) else 0.0, figure)
+
+
+class PlateauRule(Rule):
+    """The loss has not fallen below its level of long ago, and is still near its first value.
+
+    The median of the last 100 steps is compared with that of the 100 steps before the last 200, in units of its noise.
+    Threshold: less than 0.5% lower, and above 0.9 times the first value, for 50 steps in a row (5 judgements).
+    A loss without a trend is usual for adversarial networks and reinforcement learning; the finding is therefore only an info.
+    Cannot see: a plateau at a low loss, which is the end of most trainings; the first 300 steps.
+    """
+
+    name = "plateau"
+    needs = sources("loss")
+    thresholds = ("share",)
+    share: float = 0.9
+    severity = "info"
+    patience = 5
+    stride = 10
+    meaning = "The loss has stayed at {figure:.3g} for 300 steps, near its first value."
+    advice = "check the learning rate, and whether labels and inputs belong together"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score every tenth step."""
+        curve = history.now("loss")
+        if curve is None or curve.count < 320:
+            return
+        recent, before, first = curve.median(100), curve.median(100, skip=200), middle(curve.first)
+        is_flat = recent > 0.995 * before and first > 0
+        yield Score(recent / first / self.share if is_flat else 0.0, recent)
+
+
+class LogitGrowthRule(Rule):
+    """The logarithm of the softmax's normaliser is far from zero: the logits drift together.
+
+    Threshold: the mean of log Z is above 30 + log C, for 5 samples in a row; the z-loss of PaLM (Chowdhery et al., 2022) keeps it near 0.
+    Cannot see: logits that grow apart, as they do when a network becomes certain.
+    """
+
+    name = "logit_growth"
+    needs = sources("output_log_normalizer", "output_classes")
+    thresholds = ("limit",)
+    limit: float = 30.0
+    patience = 5
+    meaning = "The logits have drifted: the mean logarithm of the softmax's normaliser is {figure:.3g}."
+    advice = "add a z-loss, lower the learning rate, or normalise the inputs of the last layer"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        curve, classes = history.now("output_log_normalizer"), history.now("output_classes")
+        if curve is not None and classes is not None and classes.last > 1:
+            yield Score(abs(curve.last) / (self.limit + math.log(classes.last)), curve.last)

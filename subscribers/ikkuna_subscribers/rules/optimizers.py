@@ -1,0 +1,162 @@
+"""Rules about what optimizers own, tied weights, and weights of ranks."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import distributed
+
+from ikkuna.diagnosis import History, Network, Rule, Score
+from ikkuna_subscribers.activations import ModuleStateSubscriber
+from ikkuna_subscribers.rules.figures import sources
+from ikkuna_subscribers.training import OptimizerStateSubscriber, RankSpreadSubscriber
+
+__all__ = ["FrozenInsideRule", "NotInOptimizerRule", "OptimizerResetRule", "RanksDifferRule", "UntiedWeightsRule"]
+
+
+class OptimizerResetRule(Rule):
+    """The optimizer's own count of steps does not grow: it is created again, and its state is lost.
+
+    Threshold: the count is below half of the number of steps since the sample before, for 3 samples in a row.
+    Cannot see: optimizers without a count of steps, such as SGD; an optimizer that is created once more on purpose.
+    """
+
+    name = "optimizer_reset"
+    needs = sources("weight_state_step_mean")
+    severity = "error"
+    explains = frozenset(("no_learning", "plateau"))
+    meaning = "The optimizer has counted only {figure:.0f} steps since it was created, again and again."
+    advice = "create the optimizer once, before the loop"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for the count of one weight."""
+        names = [entry.name for entry in network.modules if any(role == "weight" for role, _ in entry.parameters)]
+        if not names:
+            return ()
+        return (OptimizerStateSubscriber("step", "mean", modules=names[len(names) // 2], subsample=every),)
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for the first weight."""
+        curve = history.now("weight_state_step_mean")
+        if curve is not None and len(curve.values) > 1:
+            between = curve.steps[-1] - curve.steps[-2]
+            yield Score(float(curve.last - curve.values[-2] <= 0 and curve.last < between), curve.last)
+
+
+class NotInOptimizerRule(Rule):
+    """A trainable parameter belongs to no optimizer, so it never changes.
+
+    Every optimizer of the process counts.
+    Threshold: a fact, without a number.
+    Cannot see: parameters of modules that are not observed; a run in which a step is made by hand.
+    """
+
+    name = "not_in_optimizer"
+    needs = sources("unowned_parameters")
+    severity = "error"
+    patience = 1
+    explains = frozenset(("no_learning", "lr_too_low", "plateau"))
+    meaning = "No optimizer owns this parameter, so it is not trained, and optimizer.zero_grad() does not clear its gradients."
+    advice = "pass it to the optimizer, or call requires_grad_(False) if it is meant to stay as it is"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 for each parameter without an optimizer."""
+        for name, curve in history.fresh("unowned_parameters"):
+            yield Score(curve.last if name else 0.0, 1.0, name or None)
+
+
+class FrozenInsideRule(Rule):
+    """A weight matrix is frozen although one before it and one behind it are trained.
+
+    Networks are usually frozen from the input on, or everywhere but in adapters.
+    The rule is silent if most of the matrices are frozen.
+    Threshold: at most a quarter of the matrices.
+    Cannot see: a layer that is frozen on purpose; the finding is therefore only an info.
+    """
+
+    name = "frozen_inside"
+    needs = sources("weight_requires_grad")
+    thresholds = ("share",)
+    share: float = 0.25
+    severity = "info"
+    patience = 1
+    meaning = "The weight is frozen, while weights before and behind it are trained."
+    advice = "call requires_grad_(True) if this is not intended"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 for each frozen matrix behind a trained one."""
+        curves = history.curves("weight_requires_grad")
+        flags = [(name, curve.last > 0) for name, curve in curves.items() if name and history.network.is_matrix(name)]
+        trained = [i for i, (_, is_trained) in enumerate(flags) if is_trained]
+        if not trained:
+            return
+        inside = [name for name, is_trained in flags[trained[0] : trained[-1]] if not is_trained]
+        if 0 < len(inside) <= max(self.share * len(flags), 1):
+            yield from (Score(1.0, 0.0, name) for name in inside)
+
+
+class UntiedWeightsRule(Rule):
+    """An output layer and an embedding had one weight, or equal weights, and have two now.
+
+    A copy of a model, an assignment of new parameters, or the loading of a checkpoint separates them; each is then trained by itself.
+    Threshold: a fact, without a number, at one sample.
+    Cannot see: weights that should be tied according to a configuration and had different values from the start
+    (that is the check untied_weights of ``ikkuna.preflight``); tied weights of other layers than embeddings and linear ones.
+    """
+
+    name = "untied_weights"
+    needs = sources("untied_weights")
+    patience = 1
+    severity = "error"
+    explains = frozenset(("not_in_optimizer", "never_moves", "no_gradient"))
+    meaning = "The weight of this layer is no longer that of the embedding, although both were tied."
+    advice = "assign the weight of the embedding again after the model has been copied or loaded, before the optimizer is created"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for the flags of modules."""
+        return (ModuleStateSubscriber(subsample=every),)
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 for each layer whose weight is no longer tied."""
+        for name, curve in history.fresh("untied_weights"):
+            yield Score(curve.last, curve.last, name)
+
+
+class RanksDifferRule(Rule):
+    """A weight that was equal on all ranks differs between them.
+
+    The figure is the difference between the largest and the smallest norm of a weight over ranks, relative to the largest.
+    Threshold: 1e-5, for 2 samples in a row; the norms of equal weights differ by rounding only, by less than 1e-6.
+    If a norm differs in the first sample, the weights are shards, as those of FSDP, and none is judged.
+    Cannot see: ranks whose weights differ from the first step on; buffers; differences that leave the norm unchanged;
+    a run with one process.
+    """
+
+    name = "ranks_differ"
+    needs = sources("weights_ranks_norm2_min", "weights_ranks_norm2_max")
+    judged_on = frozenset(("weights_ranks_norm2_max",))
+    thresholds = ("difference",)
+    difference: float = 1e-5
+    patience = 2
+    severity = "error"
+    meaning = "The norms of this weight differ between ranks by a share of {figure:.1g}, but were equal before."
+    advice = "search for parameters that change outside of the optimizer, and for gradients that are not reduced over all ranks"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber if there are several ranks."""
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+            return ()
+        return (RankSpreadSubscriber("weights", "norm2", subsample=every),)
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each weight."""
+        smallest = history.curves("weights_ranks_norm2_min")
+        figures = {
+            name: 1 - smallest[name].last / curve.last
+            for name, curve in history.fresh("weights_ranks_norm2_max")
+            if name in smallest and curve.last > 0
+        }
+        largest = max(figures.values(), default=0.0)
+        if history.memory[self.name].setdefault("has_shards", largest >= self.difference):
+            return
+        for name, figure in figures.items():
+            yield Score(figure / self.difference, figure, name)

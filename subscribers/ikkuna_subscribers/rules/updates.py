@@ -1,0 +1,280 @@
+"""Rules about learning rates and updates."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ikkuna.diagnosis import History, Network, Rule, Score
+from ikkuna.diagnosis.history import middle
+from ikkuna_subscribers.rules.figures import guessing_loss, median_ratio, sources
+from ikkuna_subscribers.updates import RatioSubscriber
+
+__all__ = [
+    "LostUpdatesRule",
+    "LrTooHighRule",
+    "LrTooLowRule",
+    "LrVanishedRule",
+    "NeverMovesRule",
+    "UpdateRatioRule",
+    "WeightDecayRule",
+]
+
+
+class LostUpdatesRule(Rule):
+    """Most elements of the weights with a gradient do not change in a step, because the weights' dtype rounds the update away.
+
+    The figure is the share of changed elements over the share of elements with a gradient, the median over the weight matrices.
+    Threshold: 0.25; in float32 it is near 1, in bfloat16 with a usual learning rate 0.1 (measured on four model families).
+    Cannot see: optimizers that add noise or keep the rounding error, which lose nothing.
+    """
+
+    name = "lost_updates"
+    needs = sources("weight_updates_sparsity", "weight_gradients_sparsity")
+    thresholds = ("share",)
+    share: float = 0.25
+    severity = "error"
+    explains = frozenset(("no_learning", "lr_too_low", "never_moves", "plateau"))
+    meaning = "Only {figure:.0%} of the elements that receive a gradient change in a step; the rest is rounded away."
+    advice = "keep the weights in float32 (autocast), use stochastic rounding, or a larger learning rate"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        gradients = dict(history.matrices("weight_gradients_sparsity"))
+        shares = [
+            (1 - curve.last) / (1 - gradients[name].last)
+            for name, curve in history.matrices("weight_updates_sparsity")
+            if name in gradients and gradients[name].last < 0.9
+        ]
+        share = middle(shares)
+        if share == share and share > 0:
+            yield Score(self.share / share, share)
+
+
+class LrTooHighRule(Rule):
+    """One of the first steps moves the weights of half of the layers by a third of their size or more.
+
+    Threshold: 0.3 within the first 30 steps; a healthy step moves about 1/1000, the largest healthy value was 0.09.
+    Cannot see: weights that are zero at first; a rate that is too high only by a factor of a few; optimizers that evaluate the model
+    themselves, such as LBFGS, one step of which may move a linear model to its minimum.
+    """
+
+    name = "lr_too_high"
+    needs = sources("weight_updates_weights_ratio")
+    uses = sources("optimizer_closure")
+    judged_on = frozenset(needs)
+    thresholds = ("ratio",)
+    ratio: float = 0.3
+    severity = "error"
+    patience = 1
+    explains = frozenset(
+        (
+            *("dead_units", "diverges", "no_learning", "ignores_input", "vanishing_gradient"),
+            *(
+                "loss_spike",
+                "nonfinite",
+                "saturated",
+                "class_collapse",
+                "zero_gradient",
+                "update_ratio",
+                "rank_collapse",
+                "plateau",
+            ),
+            *("logit_growth", "gradient_spike"),
+        )
+    )
+    meaning = "A step moves half of the layers by {figure:.0%} of their weights or more."
+    advice = "lower the learning rate by a factor of 10 to 100, or begin with a warm-up"
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber for the ratio."""
+        return (RatioSubscriber(["weight_updates", "weights"], subsample=every),)
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score in the first 30 steps."""
+        if history.step > 30 or not history.is_complete or history.curve("optimizer_closure") is not None:
+            return
+        ratio = middle([curve.last for _, curve in history.matrices("weight_updates_weights_ratio")])
+        if ratio == ratio:
+            yield Score(ratio / self.ratio, ratio)
+
+
+class LrTooLowRule(Rule):
+    """The network is untrained, its loss is where it began, and a step moves the weights by less than 1e-4 of their size.
+
+    Threshold: 1e-4 for the median over weight matrices in every sample so far, from step 50 on,
+    while the loss is above 0.95 times its first value
+    and above 0.85 log C at the start; healthy runs have 1e-3, the smallest healthy value was 8e-4 under these conditions.
+    Cannot see: losses that are no classification; fine-tuning with a rate that is too low, which looks like careful fine-tuning.
+    """
+
+    name = "lr_too_low"
+    needs = sources("weight_updates_weights_ratio", "loss", "output_cross_entropy", "output_classes")
+    judged_on = frozenset(("weight_updates_weights_ratio",))
+    thresholds = ("ratio",)
+    ratio: float = 1e-4
+    patience = 5
+    explains = frozenset(("no_learning", "plateau", "update_ratio", "class_collapse"))
+    meaning = "A step moves the weights by only {figure:.1g} of their size, and the loss does not fall."
+    advice = "raise the learning rate by a factor of 10 to 100"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score from step 50 on."""
+        loss, first = history.curve("loss"), history.curve("output_cross_entropy")
+        ratio, guess = median_ratio(history), guessing_loss(history)
+        if loss is None or first is None or not ratio > 0 or not history.is_complete:
+            return
+        memory = history.memory[self.name]
+        largest = memory["ratio"] = max(ratio, memory.get("ratio", 0.0))
+        if history.step < 50:
+            return
+        is_flat = loss.median(10) > 0.95 * middle(loss.first[:5])
+        is_untrained = first.first[0] > 0.85 * guess if math.isfinite(guess) else False
+        yield Score(self.ratio / largest if is_flat and is_untrained else 0.0, largest)
+
+
+class LrVanishedRule(Rule):
+    """The learning rate is far below its largest value, for many steps.
+
+    A scheduler of epochs that is called in every batch does this.
+    Threshold: 1/10000 of the largest value, for 30 steps; a cosine schedule is below that for the last 0.6% of its steps only.
+    Cannot see: a rate that falls to a hundredth too early.
+    """
+
+    name = "lr_vanished"
+    needs = sources("learning_rate")
+    thresholds = ("share", "steps")
+    share: float = 1e-4
+    steps: float = 30
+    patience = 1
+    stride = 10
+    explains = frozenset(("lr_too_low", "no_learning", "plateau", "update_ratio", "lost_updates", "never_moves"))
+    meaning = "The learning rate has fallen to {figure:.1g}, less than 1/10000 of its largest value."
+    advice = "check whether the scheduler is called once per epoch or once per batch"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each parameter group."""
+        memory = history.memory[self.name]
+        for name, curve in history.fresh("learning_rate"):
+            largest, since = memory.get(name, (0.0, history.step))
+            largest = max(largest, *curve.tail(self.stride))
+            if curve.last > self.share * largest or largest == 0:
+                since = history.step
+            memory[name] = largest, since
+            yield Score((history.step - since) / self.steps, curve.last, name or None)
+
+
+_SAMPLES = 5
+
+
+class NeverMovesRule(Rule):
+    """A weight receives gradients and is in an optimizer, but no element of it changes.
+
+    Threshold: a fact, in 5 samples in a row; in the first sample if the learning rate of one group is 0 and that of another is not,
+    because the learning rates of all groups are 0 at the start of a warm-up.
+    Cannot see: a part of a weight that does not change (that is the rule lost_updates).
+    """
+
+    name = "never_moves"
+    needs = sources("weight_gradients_norm2", "weight_updates_norm2")
+    uses = sources("learning_rate")
+    judged_on = frozenset(needs)
+    patience = 1
+    explains = frozenset(("no_learning", "lr_too_low", "plateau"))
+    meaning = "The weight receives gradients, but its updates are exactly zero."
+    advice = "check the learning rate of its parameter group, and whether updates are lost in bfloat16 or float16"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 for each weight with a gradient and without an update."""
+        gradients = history.curves("weight_gradients_norm2")
+        rates = [curve.last for curve in history.curves("learning_rate").values()]
+        needed = 1 if any(rates) and not all(rates) else _SAMPLES
+        memory = history.memory[self.name]
+        for name, curve in history.fresh("weight_updates_norm2"):
+            gradient = gradients.get(name)
+            has_gradient = gradient is not None and gradient.step == history.step and gradient.last > 0
+            is_still = curve.last == 0 and has_gradient
+            memory[name] = seen = [*memory.get(name, ()), history.step][:_SAMPLES] if is_still else []
+            yield Score(float(len(seen) >= needed), 0.0, name, step=seen[0] if seen else None)
+
+
+class UpdateRatioRule(Rule):
+    """The updates of one weight matrix are a large part of it, and far larger than those of the others.
+
+    The figure is the norm of an update over that of the weight; after step 30 the median of the last 5 samples.
+    Threshold: 1 in the first 30 steps, 0.1 later, and 30 times the median of the network;
+    1/1000 is usual (Karpathy).  Weights that begin near zero, below 0.01 of the usual root mean square of the weights, are left out:
+    they start high and settle, with a warm-up after more than 40 steps.
+    Weights in front of a normalisation are left out in the first 30 steps: they grow with each large step, which makes the next one
+    smaller.  The first step of a ResNet-50 of the usual initialisation is 1.2 to 9 times its first weight, and the network learns.
+    Cannot see: weights that begin near zero, as those of adapters; a network that moves too fast as a whole (that is the rule lr_too_high).
+    """
+
+    name = "update_ratio"
+    needs = sources("weight_updates_weights_ratio")
+    uses = sources("weights_norm2")
+    thresholds = ("ratio", "factor")
+    ratio: float = 0.1
+    factor: float = 30.0
+    patience = 1
+    origin = "worst"
+    explains = frozenset(
+        (
+            "rank_collapse",
+            "loss_spike",
+        )
+    )
+    meaning = "Each step changes this weight by {figure:.0%}, far more than the others."
+    advice = "lower the learning rate of this layer, or check its initialisation"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each matrix."""
+        is_early = history.step <= 30
+        number, limit = (1, 10 * self.ratio) if is_early else (5, self.ratio)
+        figures = [(name, c.median(number)) for name, c in history.matrices("weight_updates_weights_ratio")]
+        usual, near_zero = middle([figure for _, figure in figures]), _near_zero(history)
+        for name, figure in figures:
+            is_left_out = name in near_zero or (is_early and history.network.is_normalised(name))
+            if figure > 0 and usual > 0 and len(figures) > 2 and not is_left_out:
+                yield Score(min(figure / limit, figure / usual / self.factor), figure, name)
+
+
+def _near_zero(history: History) -> set[str]:
+    """Return the matrices whose first weights are far smaller than those of the others."""
+    size_of = history.network.size_of
+    scales = {name: curve.first[0] / math.sqrt(size_of(name)) for name, curve in history.matrices("weights_norm2")}
+    usual = middle([*scales.values()])
+    return {name for name, scale in scales.items() if scale < 0.01 * usual}
+
+
+class WeightDecayRule(Rule):
+    """The weight matrices have shrunk to a small part of what they were.
+
+    Threshold: 0.3 of their first norm for the median over matrices, for 3 samples in a row; healthy runs stay above 0.8.
+    Cannot see: weights that shrink and are meant to, as by pruning.
+    """
+
+    name = "weight_decay"
+    needs = sources("weights_norm2")
+    thresholds = ("share",)
+    share: float = 0.3
+    explains = frozenset(
+        (
+            "vanishing_gradient",
+            "ignores_input",
+            "no_learning",
+            "dead_units",
+            "class_collapse",
+            "rank_collapse",
+            "plateau",
+            "zero_gradient",
+        )
+    )
+    meaning = "The weights have shrunk to {figure:.0%} of their first norm."
+    advice = "lower the weight decay, or its product with the learning rate"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        shares = [c.last / c.first[0] for _, c in history.matrices("weights_norm2") if c.first[0] > 0]
+        share = middle(shares)
+        if share >= 0:
+            yield Score(self.share / max(share, 1e-9), share)
