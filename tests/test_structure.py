@@ -18,103 +18,32 @@ CORE = sorted((ROOT / "ikkuna").rglob("*.py"))
 METRICS = sorted((ROOT / "subscribers").rglob("*.py"))
 PACKAGED = [path for path in (*CORE, *METRICS) if "build" not in path.parts]
 
-# The parts of ikkuna, and the other parts that each of them may import.
-LAYERS = {
-    "errors": (),
-    "version": (),
-    "failures": (),
-    "atomic_file": (),
-    "signal_handlers": ("errors",),
-    "background": ("signal_handlers",),
-    "device_thread": ("background",),
-    "logger": ("signal_handlers",),
-    "torch_internals": (),
-    "undisturbed": ("torch_internals",),
-    "overriding": (),
-    "schedules": ("errors",),
-    "modules": ("errors",),
-    "plugins": ("errors", "logger"),
-    "arrays": ("errors", "numerics"),
-    "native": ("atomic_file", "logger"),
-    "numerics": ("errors", "atomic_file", "background", "logger", "native", "torch_internals"),
-    "probe": ("errors", "torch_internals", "modules", "undisturbed", "arrays", "numerics"),
-    "plot": ("errors", "modules", "arrays", "numerics", "probe"),
-    "visualization": (
-        *(
-            "errors",
-            "atomic_file",
-            "background",
-            "failures",
-            "signal_handlers",
-            "logger",
-            "overriding",
-            "plugins",
-            "numerics",
-            "plot",
-        ),
-    ),
-    "integrations": ("errors", "atomic_file", "signal_handlers", "logger", "visualization", "export", "watching"),
-    "distributed": ("errors", "torch_internals", "background", "logger", "numerics"),
-    "netdict": ("errors", "atomic_file", "modules", "undisturbed", "arrays", "numerics", "probe", "plot"),
-    "monitor": ("errors", "torch_internals", "modules", "numerics", "netdict"),
-    "running": ("errors", "arrays", "numerics"),
-    "diagnosis": (
-        *("errors", "atomic_file", "background", "failures", "signal_handlers", "logger", "plugins", "modules"),
-        *("undisturbed", "arrays", "numerics", "probe", "visualization", "reading"),
-        "torch_internals",
-    ),
-    "export": (
-        *("errors", "failures", "signal_handlers", "logger", "plugins", "modules", "undisturbed", "numerics"),
-        *("device_thread", "overriding", "torch_internals", "distributed", "visualization", "diagnosis"),
-    ),
-    "reading": ("errors", "logger", "native", "visualization"),
-    "report": ("version", "errors", "atomic_file", "visualization", "reading", "diagnosis"),
-    "watching": ("errors", "logger", "modules", "plugins", "visualization", "diagnosis", "reading", "report", "export"),
-    "cli": (
-        *("version", "errors", "plugins", "native", "numerics", "visualization", "reading", "diagnosis", "report"),
-        "export",
-        "watching",
-    ),
-}
-# The rooms of ikkuna.export: each imports only rooms that stand before it.
-ROOMS = (
-    *(
-        "messages",
-        "steps",
-        "model",
-        "subscriber",
-        "bus",
-        "rows",
-        "ranks",
-        "hooks",
-        "logged_values",
-        "worker_exporter",
-        "session",
-    ),
-    *(
-        "rule_statistics",
-        "rule_subscriber",
-        "rules",
-        "recorder",
-        "evaluation",
-        "at_exit",
-        "health",
-        "checkpoint",
-        "attachment",
-        "exporter",
-        "preset",
-        "replay",
-    ),
+# The rooms of ikkuna, one floor a line: a room imports rooms of the lines before it only.
+FLOORS = (
+    ("errors", "version"),
+    ("schedules", "support"),
+    ("numerics",),
+    ("figures", "store", "distributed"),
+    ("backends", "diagnosis", "inspect"),
+    ("metrics", "report"),
+    ("observation",),
+    ("flight_recorder",),
+    ("export",),
+    ("integrations", "cli", "testing"),
+    # public import names of rooms below
+    ("visualization", "reading", "netdict", "plot", "probe", "monitor", "running"),
 )
+LIVE = ("metrics", "observation", "flight_recorder", "export", "integrations", "backends", "diagnosis")
 # What a metric may import of ikkuna: the same as the metrics of other packages.
 DOORS = (
     "ikkuna.diagnosis",
     "ikkuna.errors",
     "ikkuna.export.messages",
-    "ikkuna.metrics.preset",
     "ikkuna.export.subscriber",
-    "ikkuna.support.modules",
+    "ikkuna.metrics",
     "ikkuna.numerics",
+    "ikkuna.store.values",
+    "ikkuna.support.modules",
     "ikkuna.support.undisturbed",
     "ikkuna.visualization",
 )
@@ -171,32 +100,28 @@ def below(name, parts, package="ikkuna"):
 
 @each(CORE)
 def test_imports_point_downward(path):
-    part = path.relative_to(ROOT / "ikkuna").parts[0].removesuffix(".py")
-    if part not in LAYERS:
+    room = path.relative_to(ROOT / "ikkuna").parts[0].removesuffix(".py")
+    if room in ("__init__", "__main__"):
         return
+    floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
+    allowed = {room, *(lower for rooms in FLOORS[:floor] for lower in rooms)}
     for name, line in imports(path):
         if name.startswith("ikkuna."):
-            assert below(name, (part, *LAYERS[part])), f"{relative(path)}:{line}: {part} imports {name}"
+            assert name.split(".")[1] in allowed, f"{relative(path)}:{line}: {room} imports {name}"
 
 
-EXPORT = [path for path in (ROOT / "ikkuna" / "export").rglob("*.py") if path != ROOT / "ikkuna/export/__init__.py"]
-
-
-@each(EXPORT)
-def test_rooms_of_the_export_import_only_rooms_before_them(path):
-    room = path.relative_to(ROOT / "ikkuna" / "export").parts[0].removesuffix(".py")
-    allowed = ROOMS[: ROOMS.index(room) + 1]
+@each([path for path in CORE if set(path.parts) & set(LIVE)])
+def test_nothing_that_runs_in_training_imports_the_inspection(path):
     for name, line in imports(path):
-        if name.startswith("ikkuna.export"):
-            assert below(name, allowed, "ikkuna.export"), f"{relative(path)}:{line}: {room} imports {name}"
+        assert not name.startswith("ikkuna.inspect"), f"{relative(path)}:{line}: imports {name}"
 
 
-@each([path for path in EXPORT if "steps" in path.parts])
+@each([path for path in CORE if "steps" in path.parts])
 def test_steps_need_no_torch_and_nothing_of_ours_but_stamps_and_errors(path):
     for name, line in imports(path):
         assert name.split(".")[0] not in ("torch", "numpy"), f"{relative(path)}:{line}: imports {name}"
         if name.startswith("ikkuna."):
-            allowed = ("errors", "export.steps", "export.messages.stamp")
+            allowed = ("errors", "observation.steps", "metrics.messages.stamp")
             assert below(name, allowed), f"{relative(path)}:{line}: imports {name}"
 
 
@@ -517,11 +442,11 @@ def wide_handlers(path):
                 yield node.lineno, [part for statement in node.body for part in ast.walk(statement)]
 
 
-NOT_IN_TRAINING = ("ikkuna/backends/jsonl.py",)  # it reads files
-TRAINING = [path for path in PACKAGED if {"export", "visualization", "logger.py"} & set(path.parts)]
+ON_THE_TRAINING_THREAD = ("export", "metrics", "observation", "flight_recorder", "backends")
+TRAINING = [path for path in CORE if path.relative_to(ROOT / "ikkuna").parts[0] in ON_THE_TRAINING_THREAD]
 
 
-@each([path for path in TRAINING if "files" not in path.parts and relative(path) not in NOT_IN_TRAINING])
+@each(TRAINING)
 def test_code_on_the_training_thread_catches_no_exception_of_a_signal_handler(path):
     for line, body in wide_handlers(path):
         called = {ast.unparse(part.func).rpartition(".")[2] for part in body if isinstance(part, ast.Call)}

@@ -1,1 +1,1 @@
-"""What happens in a training step: hooks, steps, the observed model, rows of measurements."""
+"""The observation of training steps: hooks, steps, the observed model, rows of measurements."""

@@ -1,4 +1,4 @@
-"""What can be shown beside numbers: histograms, matrices, images, and tables of modules."""
+"""Values that are no numbers: histograms, matrices, images, and tables of modules."""
 
 import io
 import math

@@ -1,1 +1,1 @@
-"""What every other package may use: errors, threads, files, plugins, names of modules."""
+"""Tools of all other packages: threads, files, plugins, names of modules."""

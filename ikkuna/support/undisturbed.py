@@ -17,8 +17,10 @@ from ikkuna.support.modules import wrapped_modules
 from ikkuna.support.torch_internals import kept_version, set_grad_enabled
 
 __all__ = [
+    "as_tensor",
     "isolated",
     "restoring",
+    "run_model",
     "run_undisturbed",
     "undisturbed",
     "undisturbed_randomness",
@@ -276,3 +278,26 @@ def without_replica_wrappers(model: nn.Module) -> nn.Module:
 def _has_cuda_rnn(model: nn.Module) -> bool:
     rnns = (module for module in model.modules() if isinstance(module, nn.RNNBase))
     return any(p.device.type == "cuda" for rnn in rnns for p in rnn.parameters())
+
+
+def as_tensor(value: Any, model: nn.Module) -> Any:
+    """Return arrays, lists and numbers as tensors on the device of the model, and other values unchanged.
+
+    Floating-point data gets the dtype of the model's parameters.
+    """
+    if isinstance(value, Tensor) or not (hasattr(value, "__array__") or isinstance(value, list | int | float)):
+        return value
+    tensor = torch.as_tensor(value)
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if like is None:
+        return tensor
+    return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+def run_model(model: nn.Module, x: Any) -> Any:
+    """Return ``model(x)``; a tuple is passed as several arguments, a dictionary as named arguments."""
+    if isinstance(x, dict):
+        return model(**{name: as_tensor(value, model) for name, value in x.items()})
+    if isinstance(x, tuple) and not hasattr(x, "_fields"):
+        return model(*(as_tensor(value, model) for value in x))
+    return model(as_tensor(x, model))

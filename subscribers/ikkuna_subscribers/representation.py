@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from ikkuna.export.messages import ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.representation import (
     Scatter,
     centred_kernels,
@@ -442,12 +442,12 @@ class LayerSaturationSubscriber(ProbeSubscriber):
             }
 
         def emit(message: NetworkMessage, found: dict[str, float]) -> None:
-            for name, dimension in found.items():
+            for name, used in found.items():
                 n, width = scatters[name].n, len(scatters[name].mean)
                 if n <= width:
                     self.warn_once(name, f"{n} rows of {width} features have at most {n - 1} directions")
-                share, reason = dimension / width if width else math.nan, "its outputs are constant or not finite"
+                share, reason = used / width if width else math.nan, "its outputs are constant or not finite"
                 self.emit_module(message, name, share, self.publishes[0], reason=reason)
-                self.emit_module(message, name, dimension, self.publishes[1])
+                self.emit_module(message, name, used, self.publishes[1])
 
         self.conclude(message, dimensions, emit)

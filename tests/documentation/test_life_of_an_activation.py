@@ -40,10 +40,10 @@ def test_a_step_is_short(calls):
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):
-    assert files(calls)[0].startswith("ikkuna/export/hooks/")
+    assert files(calls)[0].startswith("ikkuna/observation/hooks/")
     assert calls[0].thread == "training"
     assert calls[-1].thread == "writer"
-    assert calls[-1].file.startswith("ikkuna/visualization/files/")
+    assert calls[-1].file.startswith("ikkuna/store/")
     assert any(call.file == "ikkuna_subscribers/norm.py" for call in calls)
 
 

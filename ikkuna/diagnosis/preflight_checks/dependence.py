@@ -27,9 +27,9 @@ from ikkuna.diagnosis.preflight_checks.training_setup import (
     share_between_samples,
 )
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_output
-from ikkuna.inspect.probe.outputs import run_model
 from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import BATCH_NORMS
+from ikkuna.support.undisturbed import run_model
 
 __all__ = ["batch_leak", "ignores_input", "random_output", "relative_change", "time_leak"]
 

@@ -23,8 +23,8 @@ from ikkuna.diagnosis.preflight_checks.training_setup import (
     recorded,
     summarised,
 )
-from ikkuna.inspect.probe.outputs import run_model
 from ikkuna.support.torch_internals import pytree
+from ikkuna.support.undisturbed import run_model
 
 __all__ = ["run_first_step"]
 

@@ -19,11 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from ikkuna.diagnosis.flight_recorder.random_states import RandomReader, RandomStates
 from ikkuna.errors import ConfigTypeError
-from ikkuna.inspect.probe.outputs import run_model
 from ikkuna.numerics.layers import dead_share, unit_counters
 from ikkuna.support.modules import class_name, named_modules, named_parameters
 from ikkuna.support.torch_internals import BATCH_NORMS, pytree
-from ikkuna.support.undisturbed import isolated, undisturbed, without_replica_wrappers
+from ikkuna.support.undisturbed import isolated, run_model, undisturbed, without_replica_wrappers
 
 __all__ = [
     "Batch",

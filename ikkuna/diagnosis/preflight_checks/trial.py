@@ -24,8 +24,8 @@ from ikkuna.diagnosis.preflight_checks.training_setup import (
     main_output,
     train_norms,
 )
-from ikkuna.inspect.probe.outputs import run_model
 from ikkuna.support.torch_internals import pytree
+from ikkuna.support.undisturbed import run_model
 
 __all__ = ["Check", "Trial", "perturbed_loss", "perturbed_output"]
 

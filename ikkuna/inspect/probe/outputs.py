@@ -12,43 +12,18 @@ from torch.nn import functional
 from ikkuna.errors import ConfigError
 from ikkuna.inspect.probe.capture import Call, LayerId, capture, find_layers, first_tensor
 from ikkuna.support.modules import class_name, named_parameters
-from ikkuna.support.undisturbed import isolated, without_replica_wrappers
+from ikkuna.support.undisturbed import as_tensor, isolated, run_model, without_replica_wrappers
 
 __all__ = [
-    "as_tensor",
     "checked_calls",
     "choose_part",
     "compute_loss",
     "get_gradients",
     "get_outputs",
     "pad_value",
-    "run_model",
     "sequence_summary",
     "shape_result",
 ]
-
-
-def as_tensor(value: Any, model: nn.Module) -> Any:
-    """Return arrays, lists and numbers as tensors on the device of the model, and other values unchanged.
-
-    Floating-point data gets the dtype of the model's parameters.
-    """
-    if isinstance(value, Tensor) or not (hasattr(value, "__array__") or isinstance(value, list | int | float)):
-        return value
-    tensor = torch.as_tensor(value)
-    like = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if like is None:
-        return tensor
-    return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
-
-
-def run_model(model: nn.Module, x: Any) -> Any:
-    """Return ``model(x)``; a tuple is passed as several arguments, a dictionary as named arguments."""
-    if isinstance(x, dict):
-        return model(**{name: as_tensor(value, model) for name, value in x.items()})
-    if isinstance(x, tuple) and not hasattr(x, "_fields"):
-        return model(*(as_tensor(value, model) for value in x))
-    return model(as_tensor(x, model))
 
 
 def compute_loss(output: Any, y: Any, loss_fn: Callable[..., Any] | None, sample_weight: Any = None) -> Tensor:

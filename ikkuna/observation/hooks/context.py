@@ -1,4 +1,4 @@
-"""What all adapters of torch's hooks share: the call stack, permits of native functions, graph operators.
+"""Objects that all adapters of torch's hooks share: the call stack, permits of native functions, graph operators.
 
 The compiler neither looks into these operators nor removes them.  Their bodies end where the eager hooks end, so a compiled step is
 measured by the same code.  They keep no tensor: the compiler reuses its memory as soon as the operator has returned.
