@@ -18,11 +18,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, Subscriber, VarianceSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, Subscriber, VarianceSubscriber
 from ikkuna.numerics.statistics.device import statistics as device_statistics
 from ikkuna.numerics.statistics.device import triton_launcher
 from ikkuna.observation.rows import recorder

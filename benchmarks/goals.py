@@ -25,6 +25,12 @@ from pathlib import Path
 
 import gpu_models
 import torch
+from overhead import FULL, KINDS, MODELS, Workload, bare, fields, floor, histograms, norms, watched
+from scaling import chain
+
+import ikkuna
+from ikkuna.backends.backend import NullBackend
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     MeanSubscriber,
@@ -34,12 +40,6 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
-from overhead import FULL, KINDS, MODELS, Workload, bare, fields, floor, histograms, norms, watched
-from scaling import chain
-
-import ikkuna
-from ikkuna.backends.backend import NullBackend
-from ikkuna.export import Exporter
 
 Found = dict[str, float]
 Attach = Callable[[Workload], object]

@@ -20,6 +20,11 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from ikkuna_subscribers.preset import DefaultPreset
+from torch import Tensor, nn
+
+from benchmarks.gpu_models import MODELS, Workload
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     HistogramSubscriber,
@@ -30,11 +35,6 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
-from ikkuna_subscribers.preset import DefaultPreset
-from torch import Tensor, nn
-
-from benchmarks.gpu_models import MODELS, Workload
-from ikkuna.export import Exporter
 
 KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
 STATISTICS = (NormSubscriber, MeanSubscriber, VarianceSubscriber, MinMaxSubscriber, SparsitySubscriber)

@@ -11,9 +11,9 @@ import sys
 import time
 
 import torch
-from ikkuna.netdict import get_weight
 from torch import nn
 
+from ikkuna.netdict import get_weight
 from ikkuna.numerics.statistics.histogram import percentiles
 
 REPETITIONS = 7

@@ -17,11 +17,11 @@ import tracemalloc
 
 import numpy as np
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 
 KINDS = ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates")
 NOTES = 200

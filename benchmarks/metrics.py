@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from ikkuna.export.messages import MessageBus
 from ikkuna_subscribers.training import resident_peak
 from torch import nn
 
@@ -27,6 +26,7 @@ from ikkuna import observe
 from ikkuna.backends.backend import NullBackend
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
+from ikkuna.export.messages import MessageBus
 from ikkuna.support.plugins import plugin_names
 
 TABLE = Path(__file__).with_name("metrics.md")

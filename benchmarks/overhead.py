@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber, SharedStatisticSubscriber, Subscriber
 from ikkuna_subscribers.distribution import HistogramSubscriber, PercentileSubscriber
 from torch import nn
 
 from ikkuna.backends.backend import NullBackend
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber, SharedStatisticSubscriber, Subscriber
 
 KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
 FULL = ("n", "mean", "m2", "min", "max", "l1", "sumsq", "zeros", "nans", "infs")

@@ -23,11 +23,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ikkuna.export.subscriber import Subscriber
 from overhead import MODELS, Workload
 
 import ikkuna
 from ikkuna.diagnosis import RecorderOptions
+from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.preset import GROUP, Preset
 from ikkuna.observation.steps import counters
 from ikkuna.store.values import ModuleEntry

@@ -16,14 +16,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CKASubscriber
 from overhead import conv, transformer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ikkuna.backends.backend import NullBackend
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CKASubscriber
 from ikkuna.numerics.curvature import HessianProduct
 from ikkuna.numerics.curvature.lanczos import lanczos
 

@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from ikkuna.reading import StoredRun
 from synthetic_run import values_of_step, write_run
 
+from ikkuna.reading import StoredRun
 from ikkuna.store.event_format import float32, scalar_prefix, step_record
 
 

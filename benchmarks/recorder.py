@@ -10,13 +10,13 @@ With ``--every 1`` each step is sampled.
 import statistics
 import time
 
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import LossSubscriber, NormSubscriber, VarianceSubscriber
 from interleaved import main
 from overhead import MODELS, Workload
 
 from ikkuna.diagnosis import RecorderOptions
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import LossSubscriber, NormSubscriber, VarianceSubscriber
 
 
 def observe(workload: Workload, every: int, recorder: bool) -> None:

@@ -15,12 +15,12 @@ from collections import defaultdict
 
 import overhead
 import torch
-from ikkuna.export.messages import MessageBus
 from interleaved import main
 from overhead import Workload
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
 from ikkuna.metrics.preset import GROUP, Preset
 from ikkuna.support.plugins import load_plugin
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-from ikkuna.reading import StoredHistogram
 
+from ikkuna.reading import StoredHistogram
 from ikkuna.store.event_format import float32, histogram_value, scalar_prefix, step_record, text_value
 from ikkuna.store.names import Series, series_tag
 from ikkuna.store.values import ModuleEntry, module_table

@@ -5,14 +5,14 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
-from ikkuna.export.subscriber import SparsitySubscriber
-from ikkuna.plot import layer_step_heatmap
-from ikkuna.reading import find_runs, read_run
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import nn
 
 import ikkuna
+from ikkuna.export.subscriber import SparsitySubscriber
+from ikkuna.plot import layer_step_heatmap
+from ikkuna.reading import find_runs, read_run
 
 
 def network():

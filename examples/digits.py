@@ -4,6 +4,12 @@ import sys
 from collections import OrderedDict
 
 import torch
+from sklearn.datasets import load_digits
+from table import print_table
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ikkuna.export import Exporter  # *
 from ikkuna.export.subscriber import (  # *
     LossSubscriber,
     NormSubscriber,
@@ -12,12 +18,6 @@ from ikkuna.export.subscriber import (  # *
     TrainAccuracySubscriber,
     VarianceSubscriber,
 )
-from sklearn.datasets import load_digits
-from table import print_table
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from ikkuna.export import Exporter  # *
 
 
 class NearZeroSubscriber(Subscriber):  # * a metric of your own

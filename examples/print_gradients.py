@@ -6,10 +6,10 @@ python examples/print_gradients.py [STEPS]
 import sys
 
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber
 
 
 def print_gradient(message):

@@ -4,11 +4,11 @@ import sys
 from pydoc_data.topics import topics
 
 import torch
-from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscriber, RatioSubscriber  # *
 from table import print_table
 from torch import nn
 
 from ikkuna.export import Exporter  # *
+from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscriber, RatioSubscriber  # *
 
 CONTEXT = 64
 

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
 from torch.optim import optimizer as torch_optimizer
 
+from ikkuna.export.messages import MessageBus
 from ikkuna.observation.hooks import optimizers
 from tests import simulated_device
 

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.store.json_lines import read
 from ikkuna.support.threads import BackgroundThread
 

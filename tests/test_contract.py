@@ -4,14 +4,14 @@ import random
 
 import pytest
 import torch
-from ikkuna.export.subscriber import GROUP, Subscriber
-from ikkuna.visualization import get_backend
 
 from ikkuna.backends.backend import GROUP as BACKENDS
 from ikkuna.backends.backend import Backend
 from ikkuna.export import subscriber as installed
+from ikkuna.export.subscriber import GROUP, Subscriber
 from ikkuna.support.plugins import plugin_names
 from ikkuna.testing import RecordingBackend, check_backend, check_subscriber, run
+from ikkuna.visualization import get_backend
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
 
 

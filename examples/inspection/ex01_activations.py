@@ -7,10 +7,11 @@ The second picture uses one scale for all channels, which shows the magnitudes.
 from pathlib import Path
 
 import torch
-from ikkuna.plot import features_1D
-from ikkuna.probe import get_outputs
 from networks import Recurrent, make_data, train
 from torch import nn
+
+from ikkuna.plot import features_1D
+from ikkuna.probe import get_outputs
 
 
 def relu_rnn(*args, **kwargs):

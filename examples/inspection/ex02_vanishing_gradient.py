@@ -7,9 +7,10 @@ Where the curve is flat, the network learns nothing from these timesteps.
 from pathlib import Path
 
 import torch
+from networks import Recurrent, train
+
 from ikkuna.plot import features_1D
 from ikkuna.probe import get_gradients, vanishing
-from networks import Recurrent, train
 
 
 def main(directory="."):

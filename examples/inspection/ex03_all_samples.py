@@ -7,9 +7,10 @@ If only the right edge is coloured, the network ignores the early timesteps.
 from pathlib import Path
 
 import torch
+from networks import Recurrent, train
+
 from ikkuna.plot import features_1D, features_2D
 from ikkuna.probe import get_gradients
-from networks import Recurrent, train
 
 
 def main(directory=".", iterations=20):

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import torch
+from networks import Recurrent, train
+
 from ikkuna.plot import features_1D, features_2D
 from ikkuna.probe import get_gradients
-from networks import Recurrent, train
 
 
 def main(directory="."):

@@ -7,10 +7,11 @@ The lower half of the channels reads the sequence backwards.
 from pathlib import Path
 
 import torch
-from ikkuna.plot import features_2D
-from ikkuna.probe import get_gradients
 from networks import Recurrent, train
 from torch import nn
+
+from ikkuna.plot import features_2D
+from ikkuna.probe import get_gradients
 
 
 def main(directory="."):

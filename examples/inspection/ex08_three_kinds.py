@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import torch
-from ikkuna.plot import features_2D
-from ikkuna.probe import get_gradients
 from networks import Recurrent, train
 from torch import nn
+
+from ikkuna.plot import features_2D
+from ikkuna.probe import get_gradients
 
 
 def main(directory="."):

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import torch
+from networks import Recurrent
+
 from ikkuna.plot import rnn_heatmap, rnn_histogram
 from ikkuna.probe import get_rnn_weights
-from networks import Recurrent
 
 
 def main(directory="."):

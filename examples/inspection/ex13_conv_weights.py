@@ -6,10 +6,11 @@ Some input channels are uniformly weak, others have bands of strong weights.
 from pathlib import Path
 
 import torch
-from ikkuna.plot import features_2D
-from ikkuna.probe import get_weights
 from torch import nn
 from torch.nn.functional import mse_loss
+
+from ikkuna.plot import features_2D
+from ikkuna.probe import get_weights
 
 
 def main(directory="."):

@@ -14,11 +14,11 @@ from pathlib import Path
 import digits_data
 import matplotlib.pyplot as plt
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CKASubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CKASubscriber
 from ikkuna.testing import RecordingBackend
 
 

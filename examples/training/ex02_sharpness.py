@@ -11,12 +11,12 @@ from pathlib import Path
 import digits_data
 import matplotlib.pyplot as plt
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import HessianSubscriber, LossSubscriber
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import HessianSubscriber, LossSubscriber
 from ikkuna.testing import RecordingBackend
 
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from ikkuna.export.messages import Message, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ikkuna.diagnosis.tied_weights import embedding_pairs, have_same_values
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import Message, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.layers import (
     active_units,
     count_saturated,

@@ -9,13 +9,13 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from ikkuna.export.messages import ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.layers import AttentionRow, attention_means, attention_row, scores_row
 from ikkuna.support.modules import class_name, named_modules

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from ikkuna.export.messages import Message, ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber, SharedStatisticSubscriber, name_results
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import Message, ModuleMessage
+from ikkuna.export.subscriber import PlotSubscriber, SharedStatisticSubscriber, name_results
 from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.geometry import ROW_STATISTICS, row_means, row_sums

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ikkuna.export.messages import ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber
 from torch import nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage
+from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["FreezeSubscriber"]

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.metrics.messages.kinds import MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.geometry import dot, squared_norm

@@ -6,11 +6,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from ikkuna.export.messages import NetworkMessage
-from ikkuna.export.subscriber import name_results
 from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.messages import NetworkMessage
+from ikkuna.export.subscriber import name_results
 from ikkuna.numerics.curvature import HessianProduct
 from ikkuna.numerics.curvature.hessian_product import quadratic_forms, trace_of
 from ikkuna.numerics.curvature.lanczos import Coefficients, Density, Ritz, density_of, lanczos_coefficients, ritz_of

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, SharedStatisticSubscriber
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import PlotSubscriber, SharedStatisticSubscriber
 from ikkuna.numerics.elements import has_numbers, pieces, readable, without_repeats
 from ikkuna.numerics.statistics import Record
 from ikkuna_subscribers._helpers.arguments import require_integers

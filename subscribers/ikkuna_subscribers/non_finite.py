@@ -10,10 +10,10 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
 from torch import Tensor
 
+from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.metrics.messages.batch import BatchNames
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.numerics.elements import all_finite, has_numbers

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ikkuna.export.messages import MessageBundle, NetworkMessage
-from ikkuna.export.subscriber import Pending, PlotSubscriber, SharedStatisticSubscriber, name_results
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.messages import MessageBundle, NetworkMessage
+from ikkuna.export.subscriber import Pending, PlotSubscriber, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.noise import RunningMean
 from ikkuna.numerics.prediction import PREDICTION_FIGURES, count_correct, perplexity, prediction_figures, shifted
 from ikkuna.numerics.statistics import Record

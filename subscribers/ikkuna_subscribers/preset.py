@@ -3,7 +3,6 @@
 from types import MappingProxyType
 
 from ikkuna.export.subscriber import Subscriber
-
 from ikkuna.metrics.preset import Preset
 from ikkuna_subscribers.activations import DeadUnitsSubscriber
 from ikkuna_subscribers.distribution import HistogramSubscriber, PercentileSubscriber

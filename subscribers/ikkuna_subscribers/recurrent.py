@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS
 from ikkuna.numerics.elements import readable
 from ikkuna.store.values import ModuleEntry

@@ -5,12 +5,12 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-from ikkuna.export.messages import Message, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import Message, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.layers import dispatch_row, router_figures, router_row
 from ikkuna.numerics.prediction import z_loss_row

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import DeferredRow, PlotSubscriber, name_results
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage
+from ikkuna.export.subscriber import DeferredRow, PlotSubscriber, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.spectrum import (
     condition_number,

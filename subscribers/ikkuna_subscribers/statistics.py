@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
 
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.statistics import Record, merge
 from ikkuna.numerics.statistics.histogram import SIGMA, Histogram, together
 from ikkuna.store.values import ModuleEntry

@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from ikkuna.export.messages import MessageBatch, ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber, SharedStatisticSubscriber, name_results
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import MessageBatch, ModuleMessage, NetworkMessage
+from ikkuna.export.subscriber import PlotSubscriber, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.statistics import Record
 from ikkuna_subscribers._helpers.arguments import SampleCount
 

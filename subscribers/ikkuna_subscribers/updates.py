@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from ikkuna.export.messages import BatchBundle, Message, MessageBatch, MessageBundle, ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.messages import BatchBundle, Message, MessageBatch, MessageBundle, ModuleMessage
+from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.geometry import (
     adam_decay,
     cosine,

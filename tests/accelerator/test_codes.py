@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.subscriber import HistogramSubscriber, PercentileSubscriber
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import HistogramSubscriber, PercentileSubscriber
 from ikkuna.numerics.statistics import closure
 from ikkuna.numerics.statistics.device import DeviceStatistics, buffers, statistics, triton_launcher
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING, codes, draw_seed, sampled_codes

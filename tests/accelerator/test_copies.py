@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from ikkuna.export.subscriber import NormSubscriber, PlotSubscriber, name_results
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import NormSubscriber, PlotSubscriber, name_results
 from ikkuna.numerics.statistics.device import DeviceStatistics
 from ikkuna.observation.rows import rows as rows_module
 from ikkuna.observation.rows.host_copy import HostCopy

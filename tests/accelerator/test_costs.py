@@ -5,6 +5,9 @@ from functools import cache, partial
 
 import pytest
 import torch
+from torch import nn
+
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -16,9 +19,6 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
-from torch import nn
-
-from ikkuna.export import Exporter
 from ikkuna.numerics.statistics import closure
 from ikkuna.numerics.statistics.device import operators
 from tests.accelerator.models import MODELS, train

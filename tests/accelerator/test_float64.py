@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.subscriber import PlotSubscriber
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import PlotSubscriber
 from ikkuna.numerics.statistics import FIELDS, closure
 from ikkuna.numerics.statistics.device import DeviceStatistics, exact
 from ikkuna.numerics.statistics.device.exact import exact_sums, sum_of

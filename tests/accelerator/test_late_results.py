@@ -4,6 +4,9 @@ import threading
 
 import pytest
 import torch
+from torch import nn
+
+from ikkuna.export import Exporter
 from ikkuna.export.messages import ModuleMessage
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -14,9 +17,6 @@ from ikkuna.export.subscriber import (
     RankSubscriber,
     TestAccuracySubscriber,
 )
-from torch import nn
-
-from ikkuna.export import Exporter
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.support import threads

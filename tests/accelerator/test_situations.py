@@ -4,11 +4,11 @@ import threading
 
 import pytest
 import torch
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics.device import triton_launcher
 from ikkuna.testing import RecordingBackend
 from tests.simulated_device import Stream, recorded

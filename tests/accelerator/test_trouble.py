@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber, SparsitySubscriber, VarianceSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber, SparsitySubscriber, VarianceSubscriber
 from ikkuna.numerics.statistics.device import triton_launcher
 from ikkuna.observation.hooks import hook
 from ikkuna.testing import RecordingBackend

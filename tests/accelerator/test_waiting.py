@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import SpeedSubscriber
 
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import SpeedSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.gpu.loops import DeviceLoop
 from tests.simulated_device import recorded

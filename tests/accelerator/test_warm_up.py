@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, VarianceSubscriber
 from torch import Tensor, nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, VarianceSubscriber
 from ikkuna.numerics.statistics.device import triton_launcher
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING
 

@@ -10,10 +10,10 @@ import sys
 import time
 
 import pytest
-from ikkuna.reading import read_run
 
 from ikkuna import cli
 from ikkuna.cli.sample_training import train_sample
+from ikkuna.reading import read_run
 
 
 @pytest.fixture(scope="module")

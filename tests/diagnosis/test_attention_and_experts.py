@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import AttentionSubscriber, RouterSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import AttentionSubscriber, RouterSubscriber
 from tests.diagnosis import networks
 
 

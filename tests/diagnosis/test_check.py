@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from ikkuna.reading import read_run
 from torch import nn
 
 import ikkuna
@@ -15,6 +14,7 @@ from ikkuna.backends.jsonl import JSONLinesBackend
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.diagnosis.judge import check
 from ikkuna.errors import ConfigError
+from ikkuna.reading import read_run
 from ikkuna.store.names import Series
 from ikkuna.testing import small_model
 

@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus, Stamp
-from ikkuna.export.subscriber import NormSubscriber
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -15,6 +13,8 @@ import ikkuna
 from ikkuna.diagnosis import Rule, Score
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus, Stamp
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.metrics.live_rules import RuleSubscriber, StatisticsReader
 from ikkuna.observation.rows.plan import Demand
 from ikkuna.testing import RecordingBackend, small_model

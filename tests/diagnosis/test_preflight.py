@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 from torch.nn import functional
 
@@ -20,6 +18,8 @@ from ikkuna.diagnosis.findings import Finding, Findings
 from ikkuna.diagnosis.preflight import CHECKS
 from ikkuna.errors import ConfigTypeError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.diagnosis import healthy_timm
 from tests.diagnosis.healthy_models import CASES, LanguageModel, Transformer, images, resnet, stack, tokens, vectors

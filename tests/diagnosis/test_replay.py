@@ -6,8 +6,6 @@ import sys
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber, VarianceSubscriber
 from torch import nn
 
 import ikkuna
@@ -15,6 +13,8 @@ from ikkuna.cli import main
 from ikkuna.diagnosis import RecorderOptions, Rule, Score, get_rules, read_dump
 from ikkuna.errors import ConfigError, ConfigTypeError, DumpError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber, VarianceSubscriber
 
 X = torch.randn(256, 6, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long() + (X[:, 1] > 0)

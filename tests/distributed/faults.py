@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +16,7 @@ from ikkuna.distributed import rendezvous
 from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import LogDirError
 from ikkuna.export import subscriber as installed
+from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from ikkuna.observation import ranks
 from tests.distributed import loops
 from tests.distributed.loops import data, local, network

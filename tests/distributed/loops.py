@@ -4,12 +4,12 @@ import contextlib
 import hashlib
 
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
 
 STEPS = 3

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
@@ -12,6 +11,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
+from ikkuna.export.messages import MessageBus
 from tests.distributed import loops
 
 MICRO_BATCHES = 4

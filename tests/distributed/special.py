@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +18,8 @@ from torch.utils.data import TensorDataset
 from ikkuna.diagnosis import RecorderOptions, read_dump
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber
 from ikkuna.testing import small_model
 from tests.distributed import loops
 from tests.distributed.loops import data, local, network
@@ -168,9 +168,8 @@ def pipeline(rank, size):
     stage = model.block if rank else model.first
     loss = nn.CrossEntropyLoss()
     made = [installed.NormSubscriber(kind, backend="null") for kind in ("weights", "activations", "layer_gradients")]
-    from ikkuna.export.messages import MessageBus
-
     from ikkuna.export import Exporter
+    from ikkuna.export.messages import MessageBus
 
     bus, published = MessageBus("stage"), {}
     with Exporter(message_bus=bus, on_error="raise") as exporter:
@@ -211,9 +210,8 @@ def evaluation_on_rank_0(rank, size):
 
 def two_exporters(rank, size):
     """Two exporters share a bus, and another one follows."""
-    from ikkuna.export.messages import MessageBus
-
     from ikkuna.export import Exporter
+    from ikkuna.export.messages import MessageBus
 
     inputs, labels = local(*data(), rank, size)
     bus, published, loss = MessageBus("both"), {}, nn.CrossEntropyLoss()

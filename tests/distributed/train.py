@@ -5,11 +5,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from ikkuna.export.subscriber import LossSubscriber, NormSubscriber, TrainAccuracySubscriber
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import LossSubscriber, NormSubscriber, TrainAccuracySubscriber
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
 from tests.distributed.loops import data, local, network
 

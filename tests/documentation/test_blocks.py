@@ -6,10 +6,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from ikkuna.export.messages import get_default_bus
-from ikkuna.export.subscriber import GROUP
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import get_default_bus
+from ikkuna.export.subscriber import GROUP
 from ikkuna.metrics.messages.kinds import BUILT_IN
 from ikkuna.support.plugins import plugin_names
 from tests.language import BANNED

@@ -18,12 +18,12 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 import ikkuna
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 
 FOLDERS = [Path(path or "").parent for path in (ikkuna.__file__, sys.modules[NormSubscriber.__module__].__file__)]
 COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")

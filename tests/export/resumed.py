@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import torch
-from ikkuna.export.messages import MessageBus
 from torch import nn
 
 import ikkuna
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
 from ikkuna.store.values import Matrix
 from ikkuna.testing import RecordingBackend
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import ikkuna_subscribers
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import GlobalNormSubscriber, NormSubscriber, RatioSubscriber, Subscriber
 from torch import nn
 
 import ikkuna
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import GlobalNormSubscriber, NormSubscriber, RatioSubscriber, Subscriber
 from ikkuna.testing import RecordingBackend
 
 OURS = tuple(str(Path(package.__file__).parent) for package in (ikkuna, ikkuna_subscribers))

@@ -6,6 +6,8 @@ from dataclasses import astuple, is_dataclass
 import numpy as np
 import pytest
 import torch
+
+from ikkuna.export import Exporter, subscriber
 from ikkuna.export.messages import MessageBatch, ModuleMessage, Stamp
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -15,8 +17,6 @@ from ikkuna.export.subscriber import (
     SharedStatisticSubscriber,
     Subscriber,
 )
-
-from ikkuna.export import Exporter, subscriber
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.batch import BatchNames
 from ikkuna.metrics.subscriber.registered import Registered

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, MinMaxSubscriber, NormSubscriber, Subscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, MinMaxSubscriber, NormSubscriber, Subscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.observation.rows import host_list
 from ikkuna.testing import RecordingBackend

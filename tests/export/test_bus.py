@@ -7,6 +7,10 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from torch import nn
+
+from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, LogDirError, PluginError, UnknownKindError
+from ikkuna.export import Exporter, subscriber
 from ikkuna.export.messages import MessageBus, ModuleMessage, NetworkMessage, Stamp, get_default_bus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -19,10 +23,6 @@ from ikkuna.export.subscriber import (
     TrainAccuracySubscriber,
     VarianceSubscriber,
 )
-from torch import nn
-
-from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, LogDirError, PluginError, UnknownKindError
-from ikkuna.export import Exporter, subscriber
 from ikkuna.metrics.messages.kinds import BUILT_IN
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.testing import RecordingBackend

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber, TrainAccuracySubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber, TrainAccuracySubscriber
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop, mlp
 

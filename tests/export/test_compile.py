@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.testing import RecordingBackend
 from tests.export.test_invisible import same

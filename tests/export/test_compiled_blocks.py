@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 from torch._dynamo.utils import counters
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.export.test_invisible import same
 

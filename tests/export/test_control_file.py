@@ -8,11 +8,11 @@ import time
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.store import writer
 from ikkuna.store.run_directory import ControlFile, SamplingRequest
 

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.observation.hooks.hook import Hook
 

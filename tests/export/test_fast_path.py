@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
 
 KINDS = ("activations", "layer_gradients")

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
+from ikkuna.backends.pictures.redraw import RedrawThread
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus, Stamp
 from ikkuna.export.subscriber import (
     MinMaxSubscriber,
@@ -14,10 +18,6 @@ from ikkuna.export.subscriber import (
     Subscriber,
     TrainAccuracySubscriber,
 )
-from torch import nn
-
-from ikkuna.backends.pictures.redraw import RedrawThread
-from ikkuna.export import Exporter
 from ikkuna.observation.rows.delivery import Finished
 from ikkuna.observation.rows.plan import Demand
 from ikkuna.observation.rows.recorder import Recorder

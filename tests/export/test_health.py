@@ -4,13 +4,13 @@ import time
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from torch import nn
 
 import ikkuna
 from ikkuna.errors import ConfigTypeError, PluginError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.observation.steps.counters import Stopwatch
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop

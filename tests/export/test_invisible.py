@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber, Subscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.testing import RecordingBackend
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS

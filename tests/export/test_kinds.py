@@ -5,10 +5,10 @@ import gc
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, NormSubscriber, VarianceSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, NormSubscriber, VarianceSubscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop

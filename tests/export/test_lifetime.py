@@ -9,15 +9,15 @@ import weakref
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
-from ikkuna.visualization import get_backend
 from torch import nn
 
 import ikkuna
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.observation.hooks import optimizers
+from ikkuna.visualization import get_backend
 
 
 def mlp():

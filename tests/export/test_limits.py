@@ -4,11 +4,11 @@ import threading
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
 
 KINDS = ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates")

@@ -10,14 +10,14 @@ from multiprocessing.context import set_spawning_popen
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber, HistogramSubscriber, NormSubscriber
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, HistogramSubscriber, NormSubscriber
 from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.store.values import Matrix
 from ikkuna.testing import RecordingBackend

@@ -9,6 +9,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.func import functional_call
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from ikkuna.errors import ConfigError
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -18,13 +25,6 @@ from ikkuna.export.subscriber import (
     Subscriber,
     TrainAccuracySubscriber,
 )
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.func import functional_call
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
-
-from ikkuna.errors import ConfigError
-from ikkuna.export import Exporter
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.numerics.statistics import native
 from ikkuna.testing import RecordingBackend

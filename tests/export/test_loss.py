@@ -4,6 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ikkuna
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     LossSubscriber,
@@ -12,12 +18,6 @@ from ikkuna.export.subscriber import (
     PredictionSubscriber,
     TrainAccuracySubscriber,
 )
-from torch import nn
-from torch.nn import functional as F
-
-import ikkuna
-from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export import Exporter
 from ikkuna.testing import RecordingBackend
 
 X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])

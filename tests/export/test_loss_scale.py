@@ -5,10 +5,10 @@ import logging
 
 import pytest
 import torch
-from ikkuna.export.subscriber import NonFiniteSubscriber, NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import NonFiniteSubscriber, NormSubscriber
 from ikkuna.testing import RecordingBackend
 
 pytestmark = pytest.mark.devices

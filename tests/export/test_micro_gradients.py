@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber
 from ikkuna.metrics.messages.kinds import MICRO_KINDS
 from tests.zoo import CASES, Loop
 
@@ -77,7 +77,6 @@ def test_a_gradient_that_is_only_asked_for_is_not_seen(bus):
 
 def test_of_a_closure_the_last_evaluation_counts(bus):
     from ikkuna.export.subscriber import NormSubscriber
-
     from ikkuna.testing import RecordingBackend
 
     loop, recording = Loop(CASES["mlp-lbfgs"]), RecordingBackend()

@@ -6,6 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -14,10 +18,6 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from ikkuna.export import Exporter
 from ikkuna.numerics.statistics import native
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.gradients import LayerGradientHooks

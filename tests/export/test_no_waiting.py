@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBundle, ModuleMessage
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ikkuna.export.messages import MessageBundle, ModuleMessage
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.registered import Registered
@@ -83,9 +83,8 @@ def test_no_measure_of_a_subscriber_waits(name, monkeypatch):
 
 def test_a_model_is_watched_on_its_device_without_waiting(bus, monkeypatch):
     """The whole way from hook to row, with tensors that say they are elsewhere."""
-    from ikkuna.export.subscriber import MomentsSubscriber, NormSubscriber
-
     from ikkuna.export import Exporter
+    from ikkuna.export.subscriber import MomentsSubscriber, NormSubscriber
 
     def on_host(tensor, *arguments, **options):
         raise AssertionError("the host's kernel was used")

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import MeanSubscriber, NormSubscriber
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ikkuna
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import MeanSubscriber, NormSubscriber
 from ikkuna.observation.hooks import observed
 from ikkuna.testing import RecordingBackend
 

@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber, Subscriber
 
 from ikkuna.backends.jsonl import JSONLinesBackend
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber, Subscriber
 from ikkuna.store.json_lines import read
 from ikkuna.store.values import Matrix
 from ikkuna.testing import RecordingBackend

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 import torch
-from ikkuna.export.subscriber import NormSubscriber, PercentileSubscriber, SpectralNormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import NormSubscriber, PercentileSubscriber, SpectralNormSubscriber
 from ikkuna.numerics.elements import readable
 from ikkuna.testing import RecordingBackend
 

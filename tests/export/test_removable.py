@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.observation.hooks import optimizers, parameter_recorder
 from ikkuna.observation.rows.host_list import CopiedList

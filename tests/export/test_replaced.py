@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from torch import nn
 from torch.nn.utils import prune
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.support.modules import named_modules, owned_parameters
 from ikkuna.testing import RecordingBackend

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, PercentileSubscriber, PrecisionSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, PercentileSubscriber, PrecisionSubscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.numerics.elements import host_array, to_array
 from ikkuna.numerics.statistics.histogram import percentiles

@@ -8,6 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+
+from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import (
     CKASubscriber,
     DistanceFromInitSubscriber,
@@ -16,8 +18,6 @@ from ikkuna.export.subscriber import (
     NormSubscriber,
     PrecisionSubscriber,
 )
-
-from ikkuna.errors import ConfigError
 from ikkuna.metrics.subscriber.state import pack, unpack
 from tests.export.resumed import BrokenTraining, K, LargeTraining, Training, run_of
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS, labelled_rows, outputs_of_any_model

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscriber
-from ikkuna.reading import read_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import ikkuna
 from ikkuna.errors import ConfigError, LogDirError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import LossSubscriber, MeanSubscriber, NormSubscriber
+from ikkuna.reading import read_run
 from ikkuna.store.json_lines import read
 from ikkuna.store.run_directory import read_run_file
 from tests.export.resumed import Training

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ikkuna.export.messages import Message, ModuleMessage
-from ikkuna.export.subscriber import Subscriber
 from torch import Tensor
 
+from ikkuna.export.messages import Message, ModuleMessage
+from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.observation.rows.delivery import Finished

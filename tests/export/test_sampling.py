@@ -4,6 +4,12 @@ import logging
 
 import pytest
 import torch
+from torch import nn
+
+import ikkuna
+from ikkuna import schedules
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
@@ -13,12 +19,6 @@ from ikkuna.export.subscriber import (
     RatioSubscriber,
     SpectralNormSubscriber,
 )
-from torch import nn
-
-import ikkuna
-from ikkuna import schedules
-from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export import Exporter
 from ikkuna.testing import RecordingBackend
 
 

@@ -10,11 +10,11 @@ import time
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from torch import nn
 
 from ikkuna.backends.backend import Backend
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.testing import RecordingBackend
 
 

@@ -26,9 +26,9 @@ The expected text has a word for each decision: ``open0``, ``0=ab`` (step 0 is c
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ikkuna.export.messages import Stamp
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import Stamp
 from ikkuna.observation.steps.forwards import (
     FIRST_PART,
     MAX_PENDING,

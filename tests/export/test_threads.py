@@ -4,12 +4,12 @@ import threading
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.testing import RecordingBackend
 
 

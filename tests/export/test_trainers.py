@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
 from ikkuna.support.modules import unwrap
 from ikkuna.testing import RecordingBackend
 

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 import torch
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
 
 pytestmark = pytest.mark.devices(slow=True)

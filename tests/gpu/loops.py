@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     HistogramSubscriber,
@@ -12,8 +13,6 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
-
-from ikkuna.export import Exporter
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, PARAMETER_KINDS
 from ikkuna.testing import RecordingBackend
 from tests.zoo import CASES, Loop

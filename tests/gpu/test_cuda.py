@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.gpu.loops import HISTOGRAMS, KINDS, STEPS, DeviceLoop, published, subscribers, watched
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from ikkuna.probe import get_gradients, get_outputs, vanishing
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from ikkuna.errors import ConfigError
+from ikkuna.probe import get_gradients, get_outputs, vanishing
 from tests.inspection.networks import ONES, Stack, by_hand, reference
 
 KINDS = {

@@ -5,15 +5,15 @@ import math
 import pickle
 import re
 
-import ikkuna.netdict as nnstat
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from ikkuna.netdict import NetDict
 from torch import nn
 
+import ikkuna.netdict as nnstat
 from ikkuna.errors import ConfigError, SnapshotError
+from ikkuna.netdict import NetDict
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import gc
 import math
 
-import ikkuna.plot as plot
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+import ikkuna.plot as plot
 from ikkuna import monitor
 from ikkuna.backends.pictures.chart import Chart
 from ikkuna.backends.pictures.drawing import draw_chart

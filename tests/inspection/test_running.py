@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ikkuna.running import RunningMoments, combine_mean_std
 
 from ikkuna.errors import ConfigError
+from ikkuna.running import RunningMoments, combine_mean_std
 
 
 def moments(values, **options):

@@ -2,15 +2,16 @@
 
 from types import SimpleNamespace
 
-import ikkuna.monitor as monitor
-import ikkuna.netdict as nnstat
 import numpy as np
 import pytest
 import torch
-from ikkuna.plot import features_0D, features_1D, features_2D, rnn_heatmap, rnn_histogram
-from ikkuna.probe import get_gradients, get_outputs
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+
+import ikkuna.monitor as monitor
+import ikkuna.netdict as nnstat
+from ikkuna.plot import features_0D, features_1D, features_2D, rnn_heatmap, rnn_histogram
+from ikkuna.probe import get_gradients, get_outputs
 
 NNSTAT_BASIC = """
 W0 = nnstat.get_weight(model)

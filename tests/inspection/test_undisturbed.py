@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from ikkuna.probe import get_gradients, get_outputs, get_rnn_weights, get_weights, rnn_summary, weights_norm
 from torch import nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.probe import get_gradients, get_outputs, get_rnn_weights, get_weights, rnn_summary, weights_norm
 from ikkuna.support.undisturbed import undisturbed, undisturbed_randomness
 
 

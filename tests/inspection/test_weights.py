@@ -5,6 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+from ikkuna.errors import ConfigError
 from ikkuna.probe import (
     channel_correlation,
     channel_health,
@@ -18,9 +21,6 @@ from ikkuna.probe import (
     weight_penalties,
     weights_norm,
 )
-from torch import nn
-
-from ikkuna.errors import ConfigError
 from tests.inspection.networks import ONES, by_hand, reference
 
 

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import AttentionSubscriber, NormSubscriber
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -14,6 +12,8 @@ from torch.utils.data import TensorDataset
 
 from ikkuna import monitor, netdict, plot, probe
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import AttentionSubscriber, NormSubscriber
 from ikkuna.support.modules import is_bias, named_modules, named_parameters, unwrap
 from ikkuna.testing import RecordingBackend
 

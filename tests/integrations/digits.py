@@ -4,6 +4,11 @@ import logging
 from functools import cache
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import ikkuna
 from ikkuna.export.subscriber import (
     DistanceFromInitSubscriber,
     LearningRateSubscriber,
@@ -11,11 +16,6 @@ from ikkuna.export.subscriber import (
     NormSubscriber,
     RatioSubscriber,
 )
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-import ikkuna
 from ikkuna.store.json_lines import read
 
 ACCUMULATION, CLIP, RATE, EPOCHS, VALIDATIONS = 2, 0.1, 0.05, 2, 4

@@ -5,12 +5,12 @@ from importlib import import_module, reload
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, LossSubscriber, NormSubscriber
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import ikkuna
 from ikkuna.errors import ConfigError, PluginError
+from ikkuna.export.subscriber import CallbackSubscriber, LossSubscriber, NormSubscriber
 from tests.integrations import digits
 
 # a training that is resumed uses the directories of the first one

@@ -3,11 +3,11 @@
 import sys
 
 import pytest
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 
 from ikkuna.errors import PluginError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

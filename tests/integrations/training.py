@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from ikkuna.store.names import Series
 from ikkuna.store.values import Matrix
 

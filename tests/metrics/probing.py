@@ -1,10 +1,10 @@
 """Runs in which a metric evaluates a model several times, with changes in between."""
 
 import torch
-from ikkuna.export.messages import MessageBus
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves
 

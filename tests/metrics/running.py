@@ -3,10 +3,10 @@
 from collections import defaultdict
 
 import torch
-from ikkuna.export.messages import MessageBus
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
 from ikkuna.testing import RecordingBackend
 
 

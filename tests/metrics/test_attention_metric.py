@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from ikkuna.export.subscriber import AttentionSubscriber
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import Dataset
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.subscriber import AttentionSubscriber
 from tests.metrics.probing import evaluated, unchanged
 from tests.numerics.test_attention import dense
 

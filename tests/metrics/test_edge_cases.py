@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
 from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export import subscriber as installed
+from ikkuna.export.messages import MessageBus
 from ikkuna.numerics.statistics import merge
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.store.values import Matrix

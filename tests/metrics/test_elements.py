@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from ikkuna.errors import ConfigError
 from ikkuna.export.subscriber import (
     HistogramSubscriber,
     MinMaxSubscriber,
@@ -16,8 +18,6 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     SumSubscriber,
 )
-
-from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics.float_code import bin_edges
 from tests.metrics.running import watched
 from tests.metrics.strategies import numbers, tensors

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus, ModuleMessage, Stamp
-from ikkuna.export.subscriber import CKASubscriber, FreezeSubscriber, SVCCASubscriber
 from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus, ModuleMessage, Stamp
+from ikkuna.export.subscriber import CKASubscriber, FreezeSubscriber, SVCCASubscriber
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves
 

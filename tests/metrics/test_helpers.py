@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import GradientSNRSubscriber, RankSpreadSubscriber
 from ikkuna_subscribers._helpers.arguments import SampleCount, TensorCopies, require_integers
 from ikkuna_subscribers._helpers.probe_subscriber import EarlierResults
 from ikkuna_subscribers.non_finite import find_producer
 from ikkuna_subscribers.recurrent import RecurrentLayers
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.subscriber import GradientSNRSubscriber, RankSpreadSubscriber
 from ikkuna.numerics.statistics import Record
 from ikkuna.store.values import ModuleEntry
 

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import HessianSubscriber
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import HessianSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.metrics.probing import evaluated, unchanged
 from tests.metrics.running import curves

@@ -6,6 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+import ikkuna
+from ikkuna.errors import ConfigError
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     AttentionScoresSubscriber,
@@ -13,11 +18,6 @@ from ikkuna.export.subscriber import (
     WeightDecaySubscriber,
     ZLossSubscriber,
 )
-from torch import nn
-
-import ikkuna
-from ikkuna.errors import ConfigError
-from ikkuna.export import Exporter
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves
 

@@ -7,6 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+
+from ikkuna.errors import ConfigError
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     DeadUnitsSubscriber,
@@ -14,10 +18,6 @@ from ikkuna.export.subscriber import (
     PrecisionSubscriber,
     SaturationSubscriber,
 )
-from torch import nn
-
-from ikkuna.errors import ConfigError
-from ikkuna.export import Exporter
 from ikkuna.numerics.layers import active_units
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves, watched

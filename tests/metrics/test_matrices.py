@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ikkuna.export.subscriber import AlphaSubscriber, ConditionNumberSubscriber, RankSubscriber
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.subscriber import AlphaSubscriber, ConditionNumberSubscriber, RankSubscriber
 from ikkuna.numerics.spectrum import power_law_alpha
 from tests.metrics.running import watched
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
 from tests.diagnosis import networks
 
 

@@ -6,15 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.subscriber import (
     CosineSubscriber,
     DistanceFromInitSubscriber,
     EffectiveUpdateSubscriber,
     TrustRatioSubscriber,
 )
-from torch import nn
-
-from ikkuna.errors import ConfigError, ConfigTypeError
 from tests.metrics.running import trained
 
 

@@ -6,6 +6,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     ClippingSubscriber,
@@ -19,11 +24,6 @@ from ikkuna.export.subscriber import (
     TestAccuracySubscriber,
     TrainAccuracySubscriber,
 )
-from torch import nn
-from torch.utils.data import Dataset, TensorDataset
-
-from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export import Exporter
 from ikkuna.observation.rows.rows import Rows
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves, trained

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import GradientNoiseScaleSubscriber, GradientSNRSubscriber
 from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import GradientNoiseScaleSubscriber, GradientSNRSubscriber
 from ikkuna.numerics.noise import micro_batch_noise_scale
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves

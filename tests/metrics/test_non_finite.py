@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NonFiniteSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NonFiniteSubscriber
 from ikkuna.testing import RecordingBackend
 from tests import seeds
 from tests.metrics.running import curves

@@ -8,6 +8,9 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
+
+from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import (
     DeadUnitsSubscriber,
@@ -16,9 +19,6 @@ from ikkuna.export.subscriber import (
     SpectralNormSubscriber,
     TrustRatioSubscriber,
 )
-from torch import nn
-
-from ikkuna.export import Exporter
 from ikkuna.testing import RecordingBackend
 from tests import seeds
 from tests.metrics.running import curves

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber, CKASubscriber, LayerSaturationSubscriber
 from ikkuna_subscribers._helpers.probe_subscriber import ProbeData
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, CKASubscriber, LayerSaturationSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.metrics.probing import evaluated, unchanged
 from tests.metrics.running import curves

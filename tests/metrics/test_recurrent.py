@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber, GateSubscriber, TimestepGradientSubscriber
 from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, GateSubscriber, TimestepGradientSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves
 

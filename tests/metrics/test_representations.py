@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.subscriber import CKASubscriber, LayerSaturationSubscriber, SVCCASubscriber
 from torch import nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.subscriber import CKASubscriber, LayerSaturationSubscriber, SVCCASubscriber
 from ikkuna.numerics.representation import cka_of_hsic, hsic_matrix, linear_cka
 from ikkuna.store.values import Matrix
 from tests.metrics.probing import Fixed, evaluated, rows, unchanged, with_tensors

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.subscriber import RouterSubscriber
 from torch import nn
 
 import ikkuna
 from ikkuna.errors import ConfigError
+from ikkuna.export.subscriber import RouterSubscriber
 from tests.metrics.running import trained, watched
 from tests.numerics.test_router import reference
 from tests.real_models.language_models import from_config

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ikkuna.export.subscriber import RowsSubscriber
 
+from ikkuna.export.subscriber import RowsSubscriber
 from tests.metrics.running import watched
 from tests.numerics.test_rows import random, reference
 

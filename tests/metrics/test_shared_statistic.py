@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.subscriber import SharedStatisticSubscriber
 
 from ikkuna.errors import ConfigError
 from ikkuna.export import subscriber
+from ikkuna.export.subscriber import SharedStatisticSubscriber
 from ikkuna.numerics.statistics import Record
 from tests.metrics.running import watched
 

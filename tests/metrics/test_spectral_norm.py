@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.subscriber import SpectralNormSubscriber
 from torch import nn
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.subscriber import SpectralNormSubscriber
 from ikkuna.numerics import spectrum
 from tests.metrics.running import trained, watched
 

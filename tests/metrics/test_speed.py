@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import CallbackSubscriber, SpeedSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, SpeedSubscriber
 from ikkuna.observation.steps.counters import Stopwatch
 from ikkuna.testing import RecordingBackend
 from tests.metrics.running import curves

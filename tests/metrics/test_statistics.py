@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.subscriber import StatisticsSubscriber
-from ikkuna.plot import fan_series
 from torch import nn
 
 from ikkuna import monitor
 from ikkuna.errors import ConfigError
+from ikkuna.export.subscriber import StatisticsSubscriber
+from ikkuna.plot import fan_series
 from tests.metrics.running import trained
 
 SIGMA = (0.13, 2.28, 15.87, 50.0, 84.13, 97.72, 99.87)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, PrecisionSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, PrecisionSubscriber
 from ikkuna.numerics.elements import pieces, without_repeats
 from ikkuna.numerics.precision import count_losses
 from ikkuna.numerics.statistics import FIELDS, closure

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import MeanSubscriber
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import MeanSubscriber
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics import FIELDS, closure, native
 from ikkuna.numerics.statistics.host import measure

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics import FIELDS, closure, merge, native
 from ikkuna.numerics.statistics.float_code import codes, sampled_codes
 from ikkuna.numerics.statistics.host import measure

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from ikkuna.export.subscriber import QuantizationSubscriber
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.subscriber import QuantizationSubscriber
 from ikkuna.numerics.precision import quantization_errors, quantize
 from tests.metrics.running import watched
 

@@ -174,9 +174,10 @@ def test_products_with_the_matrix_are_counted():
 
 def test_the_metric_takes_two_pairs_of_products_of_a_warm_matrix():
     """A pair is one product with the matrix and one with its transpose; four are what a step may cost."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
     from ikkuna.export.messages import ModuleMessage, Stamp
     from ikkuna.export.subscriber import SpectralNormSubscriber
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     w, products = random(1024, 1024), []
 

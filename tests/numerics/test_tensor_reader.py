@@ -5,11 +5,11 @@ import gc
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, closure, native
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native.kernels import ListMemory, flags_of

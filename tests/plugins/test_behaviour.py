@@ -5,10 +5,10 @@ import logging
 
 import pytest
 import torch
-from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber, Subscriber
 from torch import nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber, Subscriber
 from ikkuna.testing import RecordingBackend, small_model
 
 STEPS = 4

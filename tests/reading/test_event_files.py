@@ -6,7 +6,6 @@ import struct
 import numpy as np
 import pytest
 import torch
-from ikkuna.reading import StoredRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb as tensor_scalar
 from tensorboardX import SummaryWriter as XWriter
@@ -15,6 +14,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter as TorchWriter
 
 import ikkuna
+from ikkuna.reading import StoredRun
 from ikkuna.store import event_reader
 from ikkuna.store.event_format import float32, record, scalar_prefix, step_record
 from ikkuna.store.event_reader import EventFile

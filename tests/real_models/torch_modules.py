@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import MinMaxSubscriber, NormSubscriber
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ikkuna.export import Exporter
 from ikkuna.export.attachment import Health
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import MinMaxSubscriber, NormSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.real_models.comparison import (
     RELATIVE_ERROR,

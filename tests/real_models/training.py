@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import MeanSubscriber, MinMaxSubscriber, NormSubscriber, VarianceSubscriber
 from torch import Tensor, nn
 
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import MeanSubscriber, MinMaxSubscriber, NormSubscriber, VarianceSubscriber
 from ikkuna.testing import RecordingBackend
 from tests.real_models.comparison import (
     RELATIVE_ERROR,

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from ikkuna.reading import read_run
 from torch import nn
 
 import ikkuna
 from ikkuna import cli
+from ikkuna.reading import read_run
 from ikkuna.report.difference import compare_runs
 
 

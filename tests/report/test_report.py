@@ -11,13 +11,13 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from ikkuna.reading import read_run
 from torch import nn
 
 import ikkuna
 from ikkuna import cli
 from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
 from ikkuna.errors import ConfigError
+from ikkuna.reading import read_run
 from ikkuna.report import write_report
 from ikkuna.report.content import RunContent, judge_in_time
 from ikkuna.report.curves import ReportCurve, draw_chart, reduced_curve, reduced_matrix, ticks

@@ -7,8 +7,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX import SummaryWriter as XWriter
@@ -18,6 +16,8 @@ from torch.utils.tensorboard import SummaryWriter as TorchWriter
 from ikkuna.backends.loggers import FunctionBackend, LightningLoggerBackend, LoggerBackend, SummaryWriterBackend
 from ikkuna.errors import ConfigError, PluginError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from ikkuna.integrations.remote import import_extra
 from ikkuna.store.names import Series
 from ikkuna.store.values import Matrix

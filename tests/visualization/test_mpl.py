@@ -10,8 +10,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.messages import MessageBus
-from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -21,6 +19,8 @@ from ikkuna.backends.pictures.chart import CAPACITY, Chart, Curve, HistogramChar
 from ikkuna.backends.pictures.drawing import draw_chart, draw_histograms
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.store.names import Series
 from ikkuna.store.values import Matrix, ModuleEntry, ModuleOrder

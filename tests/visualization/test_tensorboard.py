@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ikkuna.reading import read_run
 from PIL import Image
 
 from ikkuna.backends.tensorboard import TensorBoardBackend, overview
+from ikkuna.reading import read_run
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.values import Matrix, ModuleEntry
 

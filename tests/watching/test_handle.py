@@ -6,11 +6,11 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from ikkuna.export.subscriber import NormSubscriber
 from torch import nn
 
 import ikkuna
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, PluginError
+from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.testing import RecordingBackend
 
 

@@ -1,6 +1,7 @@
 """The share of elements near zero."""
 
 import torch
+
 from ikkuna.export.subscriber import Subscriber
 
 __all__ = ["NearZeroSubscriber"]

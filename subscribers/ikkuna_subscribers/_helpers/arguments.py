@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 import torch
-from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
 
 __all__ = ["SampleCount", "TensorCopies", "require_integers", "require_parameter_kind", "scheduled_kind"]

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Generic, TypeVar
 
 import torch
-from ikkuna.export.messages import ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import Pending, PlotSubscriber
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Subset
 
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.export.messages import ModuleMessage, NetworkMessage
+from ikkuna.export.subscriber import Pending, PlotSubscriber
 from ikkuna_subscribers._helpers.arguments import require_integers, scheduled_kind
 
 __all__ = ["EarlierResults", "ProbeData", "ProbeSubscriber", "first_tensor"]
