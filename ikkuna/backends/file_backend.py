@@ -105,7 +105,7 @@ class FileBackend(Backend):
 
     @property
     def acked_step(self) -> int:
-        """Last step whose bytes the operating system has; -1 before."""
+        """Last step of which the operating system has all committed values; -1 before."""
         return self._writer.acked_step if self._writer else -1
 
     @property

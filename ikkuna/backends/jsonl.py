@@ -33,6 +33,8 @@ def _numbers(values: Any) -> str:
 class _LinesFormat:
     """The format of a file of JSON lines."""
 
+    replaces_bytes = True
+
     def name(self, stem: str) -> str:
         return f"values.{stem}.jsonl"
 

@@ -1,8 +1,7 @@
 """Backends that pass values to the loggers of other libraries."""
 
 import io
-import os
-import threading
+import math
 import time
 from abc import abstractmethod
 from collections import deque
@@ -19,7 +18,7 @@ from ikkuna.store.names import Series, matrix_tag, series_tag
 from ikkuna.store.run_directory import ConfigValue, config_table
 from ikkuna.store.values import Matrix
 from ikkuna.support.failures import FailureCounter, log, raise_users_exception
-from ikkuna.support.threads import BackgroundThread
+from ikkuna.support.threads import Worker
 
 __all__ = [
     "FunctionBackend",
@@ -110,13 +109,17 @@ class LoggerBackend(Backend):
         self._tags: dict[Series, str] = {}
         self._queue: deque[StepValues] = deque()
         self._waiting = self._dropped = 0
-        self._changed = threading.Condition()  # guards the queue and what is below
-        self._thread: BackgroundThread | None = None
         self._failures = FailureCounter()
         self._retry_at = 0.0
-        self._is_started = self._is_busy = self._is_full = self._is_failing = False
-        self._is_closing = self._is_finished = False
-        self._process = os.getpid()
+        self._is_started = self._is_full = self._is_failing = False
+        self._worker = Worker(
+            "ikkuna-logger",
+            self._job,
+            due=lambda: self._retry_at if self._queue else math.inf,
+            failed=self._end_failed,
+            finish=self._finish,
+            retry_seconds=retry_seconds,
+        )
 
     # -- what a logger has to provide; called in the thread ----------------------------------------------------------
 
@@ -179,14 +182,16 @@ class LoggerBackend(Backend):
         values.step = step
         if not (values.count or values.config):
             return
-        with self._changed:
-            if self._process != os.getpid() or self._is_closing or self._refuses(values):
+        if not self._worker.is_ours:
+            self._dropped += values.count
+            return
+        with self._worker.lock:
+            if self._worker.is_closing or self._refuses(values):
                 self._dropped += values.count
                 return
             self._queue.append(values)
             self._waiting += values.count
-            self._changed.notify_all()
-            self._start_thread()
+        self._worker.wake()
 
     def _refuses(self, values: StepValues) -> bool:
         """Return whether values must be dropped, because the logger has failed or too many wait."""
@@ -204,106 +209,82 @@ class LoggerBackend(Backend):
         self._is_full = is_full
         return is_full
 
-    def _start_thread(self) -> None:
-        if self._thread is None or not (self._thread.may_begin or self._thread.is_alive()):
-            self._thread = BackgroundThread(self._run, "ikkuna-logger")
-            self._thread.start()
-
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while (values := self._next()) is not None:
-            self._pass_on(values)
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-        if self._is_started:
-            self._attempt(self.finish, "finish()", None)
-        with self._changed:
-            self._is_finished = True
-            self._changed.notify_all()
+    def _job(self) -> Callable[[], None] | None:
+        if not self._queue or time.monotonic() < self._retry_at:
+            return None
+        return self._pass_on if self._is_started else self._start
 
-    def _next(self) -> StepValues | None:
-        """Wait for the next step, start the logger if necessary, and return the step; ``None`` when everything is done."""
-        while True:
-            with self._changed:
-                while not self._queue or (not self._is_closing and time.monotonic() < self._retry_at):
-                    if self._is_closing:
-                        return None
-                    pause = max(self._retry_at - time.monotonic(), 0.0) if self._queue else None
-                    self._changed.wait(pause)
-            if not self._is_started and not self._starts():
-                if self._is_closing:
-                    return None
-                continue
-            with self._changed:
-                if not self._queue:  # given up by close()
-                    continue
-                values = self._queue.popleft()
-                self._waiting -= values.count
-                self._is_busy = True
-                return values
-
-    def _starts(self) -> bool:
-        self._is_started = self._attempt(self.start, "start()", None)
-        if not self._is_started:
-            with self._changed:
-                self._retry_at = time.monotonic() + self._retry_seconds
-                self._changed.notify_all()
-        return self._is_started
-
-    def _pass_on(self, values: StepValues) -> None:
-        if self._failures.is_exhausted() or not self._attempt(lambda: self.log_step(values), "log()", values.step):
-            with self._changed:
-                self._dropped += values.count
-
-    def _attempt(self, call: Callable[[], None], what: str, step: int | None) -> bool:
-        """Call the logger; log an exception, and return whether there was none."""
+    def _start(self) -> None:
         try:
-            call()
+            self.start()
         except BaseException as error:
             raise_users_exception(error)
+            if not self._is_failing:
+                self._log("start()", error)
             self._is_failing = True
-            count = self._failures.add() if step is not None else 1
-            if FailureCounter.is_logged(count) and not (step is None and self._retry_at):
-                log.error("%s failed in %s (training is not affected)", self.label, what, exc_info=error)
-            if step is not None and self._failures.is_exhausted():
+            self._retry_at = time.monotonic() + self._retry_seconds
+        else:
+            self._is_started = True
+
+    def _pass_on(self) -> None:
+        with self._worker.lock:
+            if not self._queue:  # given up by close()
+                return
+            values = self._queue.popleft()
+            self._waiting -= values.count
+        if self._failures.is_exhausted():
+            self._dropped += values.count
+            return
+        try:
+            self.log_step(values)
+        except BaseException as error:
+            self._dropped += values.count
+            raise_users_exception(error)
+            self._is_failing = True
+            count = self._failures.add()
+            if FailureCounter.is_logged(count):
+                self._log("log()", error)
+            if self._failures.is_exhausted():
                 log.error("%s failed %d times in a row and gets no more values", self.label, count)
-            return False
-        if step is not None:
+        else:
             self._failures.reset()
             self._is_failing = False
-        return True
+
+    def _finish(self) -> None:
+        if self._is_started:
+            self.finish()
+
+    def _end_failed(self, error: BaseException) -> None:
+        self._is_failing = True
+        self._log("finish()", error)
+
+    def _log(self, what: str, error: BaseException) -> None:
+        log.error("%s failed in %s (training is not affected)", self.label, what, exc_info=error)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the logger has everything committed; return whether it has."""
-        if self._process != os.getpid():
-            return False
         dropped = self._dropped
-        with self._changed:
-            done = self._changed.wait_for(lambda: not (self._queue or self._is_busy) or self._is_failing, timeout)
-            return done and not self._queue and self._dropped == dropped
+        self._worker.wait_for(lambda: not (self._queue or self._worker.is_busy) or self._is_failing, timeout)
+        return self._worker.is_ours and not (self._queue or self._worker.is_busy) and self._dropped == dropped
 
     def close(self, timeout: float | None = 2.0) -> bool:
         """Pass everything on and release the logger; values that are not passed on within `timeout` seconds are dropped."""
-        if self._process != os.getpid():
+        if not self._worker.is_ours:
             return False
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-            if self._thread is None:
-                return self._dropped == 0
-            if not self._thread.is_current:
-                self._changed.wait_for(lambda: self._is_finished, timeout)
+        self._retry_at = 0.0
+        is_finished = self._worker.close(timeout)
+        with self._worker.lock:
             lost = sum(values.count for values in self._queue)
             self._queue.clear()
             self._waiting = 0
             self._dropped += lost
         if lost:
             log.error("%s: closed before %d values could be passed on; they are lost", self.label, lost)
-        return self._is_finished and not self._dropped
+        return is_finished and not self._dropped
 
     @property
     def is_unwritable(self) -> bool:

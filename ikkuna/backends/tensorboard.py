@@ -237,7 +237,7 @@ class TensorBoardBackend(FileBackend):
 
     def add_matrix(self, series: Series, matrix: Matrix, step: int) -> None:
         """Add a matrix; its image is drawn and written later, in an event of its own."""
-        image = MatrixImage(matrix_tag(series), matrix, step, self._write_image)
+        image = MatrixImage(matrix_tag(series), matrix, step, self._write_matrix)
         if not image.size:
             return
         if self._matrices.add(image) and self._matrices.dropped == 1:
@@ -307,7 +307,7 @@ class TensorBoardBackend(FileBackend):
 
     @property
     def acked_step(self) -> int:
-        """Last step whose bytes, with those of all earlier matrices, the operating system has; -1 before."""
+        """Last step of which the operating system has all values, with all matrices of it and before; -1 before."""
         first = min((image.step for image in self._unwritten()), default=None)
         return super().acked_step if first is None else min(super().acked_step, first - 1)
 
@@ -317,8 +317,8 @@ class TensorBoardBackend(FileBackend):
         return super().dropped + self._matrices.dropped
 
     def _unwritten(self) -> tuple[MatrixImage, ...]:
-        images = self._matrices.images(self._writer.written if self._writer is not None else 0)
-        if failed := [image for image in images if image.changed and self._thread.has_given_up(image.name)]:
+        images = self._matrices.images()
+        if failed := [image for image in images if self._thread.has_given_up(image.name)]:
             self._matrices.drop(failed)
             images = self._matrices.images()
         return images
@@ -329,12 +329,14 @@ class TensorBoardBackend(FileBackend):
             if not self._closed:
                 yield drawable
 
-    def _write_image(self, tag: str, png: bytes, step: int) -> int:
+    def _write_matrix(self, tag: str, png: bytes, step: int) -> None:
+        self._write_image(tag, png, step, 1)
+
+    def _write_image(self, tag: str, png: bytes, step: int, values: int = 0) -> None:
         """Queue an image in an event of its own; called in the drawing thread."""
-        if self._writer is None or self._closed:
-            return 0
-        block = step_record(image_value(tag, png), step, self._clock.now())
-        return self._writer.submit(block, step, 1)
+        if self._writer is not None and not self._closed:
+            block = step_record(image_value(tag, png), step, self._clock.now())
+            self._writer.submit(block, step, values, is_picture=True)
 
     def _add_layout(self) -> None:
         """Add the layout of the charts, if it has changed; TensorBoard uses the latest one."""

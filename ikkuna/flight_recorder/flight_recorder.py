@@ -168,7 +168,7 @@ class FlightRecorder(StepObserver):
     def dump(self, reason: str, timeout: float) -> Path | None:
         """Write a dump now; return its directory, or ``None`` if it was not written within `timeout` seconds."""
         job = self._write([reason], has_burst=True)
-        return job.path if job is not None and job.wait(timeout) else None
+        return None if job is None else self._writer.wait(job, timeout)
 
     def process_fails(self, error: BaseException) -> None:
         """Write a dump before the process ends."""
@@ -176,14 +176,14 @@ class FlightRecorder(StepObserver):
             if self._cool_down.allows(self._steps.step, _AT_END):
                 job = self._write([f"{type(error).__name__}: {error}"], has_burst=False)
                 if job is not None:
-                    job.wait(_LAST_WORDS)
+                    self._writer.wait(job, _LAST_WORDS)
 
     def signal_arrived(self, name: str) -> None:
         """Write a dump, and wait for it, because the signal may end the process."""
         if self._cool_down.allows(self._steps.step, _AT_END):
             job = self._write([f"signal {name}"], has_burst=False)
             if job is not None:
-                job.wait(_LAST_WORDS)
+                self._writer.wait(job, _LAST_WORDS)
 
     # -- dumps ----------------------------------------------------------------------------------------------------
 

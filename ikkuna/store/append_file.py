@@ -98,7 +98,7 @@ class ReplacedEnd(NamedTuple):
     size : int
         How many of its first bytes remain valid.
     step : int or None
-        The first step that the end contains; ``None`` if values of this step are also before it.
+        The first step that the end contains, and nothing before it; ``None`` if there is no such step.
     """
 
     name: str
@@ -126,8 +126,8 @@ class AppendFile:
 
     Attributes
     ----------
-    synced_size : int
-        The size at the last successful :meth:`sync`.
+    final_size : int
+        The size up to which no block is written again to another file; see :meth:`finish`.
 
     Raises
     ------
@@ -146,7 +146,7 @@ class AppendFile:
         except OSError as error:
             raise LogDirError(f"cannot write to log directory '{directory}': {reason(error)}") from error
         self._identity = _identity(self._descriptor)
-        self._size = self.synced_size = 0
+        self._size = self.final_size = 0
         self._torn = False
         _sync_directory(directory)
 
@@ -201,12 +201,15 @@ class AppendFile:
         """Call fsync: afterwards the content survives a power failure."""
         self._reopen()
         os.fsync(self._descriptor)
-        self.synced_size = self._size
+
+    def finish(self, kept: int) -> None:
+        """Remember that, except for the last `kept` bytes, no block is written again to another file."""
+        self.final_size = self._size - kept
 
     def retract(self) -> None:
-        """Remove the blocks that have been appended since the last successful :meth:`sync`."""
-        self._shorten(self.synced_size)
-        self._size = self.synced_size
+        """Remove what follows :attr:`final_size`, because another file contains it."""
+        self._shorten(self.final_size)
+        self._size = self.final_size
 
     def delete(self) -> None:
         """Delete the file."""
@@ -253,6 +256,10 @@ class AppendFile:
 class FileFormat(Protocol):
     """The format of a file."""
 
+    @property
+    def replaces_bytes(self) -> bool:
+        """Whether :meth:`header` names the bytes that are replaced; otherwise it names the first step that is replaced."""
+
     def name(self, stem: str) -> str:
         """Return the file's name; `stem` is different for every writer."""
 
@@ -267,6 +274,7 @@ class ReplaceableFile:
     """The file of a directory to which blocks are appended.
 
     A new file follows when this one has been deleted, when its fsync has failed, and when the directory is given up.
+    The blocks that may have to be written again are therefore always at the end of one file.
 
     Parameters
     ----------
@@ -308,14 +316,13 @@ class ReplaceableFile:
         self._file, self._header = AppendFile(self._directory, self._format.name), self._format.header()
         return self._file
 
+    def is_deleted(self) -> bool:
+        """Return whether the file has been deleted, so that nothing written to it can be read."""
+        return self._file is not None and self._file.deleted()
+
     def append(self, data: bytes) -> None:
         """Append whole blocks; if that fails, write nothing and raise `OSError`."""
         file = self._file or self._create()
-        if file.deleted():
-            gone, file = file, self._create()
-            with contextlib.suppress(OSError):
-                gone.close()
-            log.warning("'%s' was deleted while it was being written; continuing in '%s'", gone.path, self.path)
         file.append(self._header + data)
         self._header = b""
 
@@ -324,8 +331,13 @@ class ReplaceableFile:
         if self._file is not None:
             self._file.sync()
 
-    def replace_end(self, blocks: Sequence[bytes], first_step: int | None) -> None:
-        """Write the blocks since the last successful :meth:`sync` to a new file, and continue with it if its fsync succeeds.
+    def finish(self, kept: int) -> None:
+        """Remember that, except for the last `kept` bytes, no block is written again to another file."""
+        if self._file is not None:
+            self._file.finish(kept)
+
+    def replace_end(self, blocks: Sequence[bytes], first_step: int | None, why: str) -> bool:
+        """Write all blocks after :meth:`finish` to a new file, and continue with it if its fsync succeeds.
 
         The file gets its name at the end, so that whenever the process dies, readers find each block once.
 
@@ -334,11 +346,19 @@ class ReplaceableFile:
         blocks : sequence of bytes
             The blocks.
         first_step : int or None
-            The first step that they contain; ``None`` if values of this step are also before them.
+            The first step that they contain; ``None`` if there are none.
+        why : str
+            What has happened to the earlier file, for the log.
+
+        Returns
+        -------
+        bool
+            Whether the blocks have been removed from the end of the earlier file, for readers that do not know which end is
+            replaced.
         """
         assert self._file is not None
         assert self._directory is not None
-        old, replaced = self._file, ReplacedEnd(self._file.path.name, self._file.synced_size, first_step)
+        old, replaced = self._file, ReplacedEnd(self._file.path.name, self._file.final_size, first_step)
         file = AppendFile(self._directory, self._format.name, following=old)
         try:
             file.append(self._format.header(replaced) + b"".join(blocks))
@@ -349,12 +369,15 @@ class ReplaceableFile:
                 file.delete()
             raise
         self._file, self._header = file, b""
-        with contextlib.suppress(OSError):  # for readers that do not know which end is replaced
+        is_clean = True
+        try:
             old.retract()
+        except OSError as error:
+            is_clean = isinstance(error, FileNotFoundError)
+        with contextlib.suppress(OSError):
             old.close()
-        log.warning(
-            "'%s' could not be synchronised; the values since the last success are in '%s'", old.path, self.path
-        )
+        log.warning("'%s' %s; the values since the last success are in '%s'", old.path, why, self.path)
+        return is_clean
 
     def move_to_temporary_directory(self) -> bool:
         """Continue in a new file in a directory for temporary files; return ``False`` if that is impossible, too."""

@@ -271,6 +271,8 @@ class EventFormat:
         Returns the time of day in seconds.
     """
 
+    replaces_bytes = False
+
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
 

@@ -1,11 +1,7 @@
 """Writes blocks to one file in a thread, so that training never waits for the disk."""
 
 import math
-import os
-import sys
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +9,7 @@ from pathlib import Path
 
 from ikkuna.store.append_file import FileFormat, ReplaceableFile
 from ikkuna.support.failures import log, raise_users_exception
-from ikkuna.support.threads import START_SECONDS, BackgroundThread
+from ikkuna.support.threads import Worker
 
 __all__ = ["BlockQueue", "FileWriter", "QueuedBlock"]
 
@@ -21,13 +17,17 @@ __all__ = ["BlockQueue", "FileWriter", "QueuedBlock"]
 _OVERHEAD = 200  # bytes of a waiting block besides its data, so that the number of empty blocks is bounded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QueuedBlock:
     """The bytes that a step adds to a file, and the number of values in them."""
 
     data: bytes
     step: int
     values: int
+    is_picture: bool = False
+    """Whether it is an image drawn later, so that blocks of later steps may precede it."""
+    is_written: bool = False
+    is_synced: bool = False
 
 
 class BlockQueue:
@@ -36,7 +36,8 @@ class BlockQueue:
     A block that does not fit is lost and its values are counted.
     After a loss, blocks are accepted again when half of the queue is free, so that a slow disk causes few log lines.
     Before the first accepted block the queue inserts a block that reports the loss to the reader of the file.
-    Written blocks are kept until they are synchronised, so that they can be written again.
+    Written blocks are kept until they are synchronised, so that they can be written again; those of the last step until a later
+    one is synchronised, because readers can only drop whole steps of an earlier file.
 
     Parameters
     ----------
@@ -55,6 +56,9 @@ class BlockQueue:
         self._is_abandoned = False
         self.unsynced = 0
         """Bytes of written blocks that are not synchronised."""
+        self.last_step = -1
+        """The step that was written last."""
+        self._final_step = -1  # the last step whose blocks are not kept
         self._lost: tuple[int, int, int] | None = None  # values, first step, last step
         self.dropped = 0
         """Number of lost values."""
@@ -75,6 +79,12 @@ class BlockQueue:
                 break
             blocks.append(block)
         return blocks
+
+    @property
+    def acked_step(self) -> int:
+        """The last step that was written, together with all values of it and of earlier steps that are not lost; -1 before."""
+        waiting = (block.step for block in self._blocks if block.values and not block.is_synced)
+        return min(self.last_step, min(waiting, default=self.last_step + 1) - 1)
 
     def put(self, block: QueuedBlock) -> str | None:
         """Accept `block`, or count it as lost; return a line for the log if losses have begun or ended."""
@@ -114,29 +124,87 @@ class BlockQueue:
         """Remove `blocks`, which have been written, from the head, unless :meth:`abandon` has removed them."""
         for block in blocks:
             if self._blocks and self._blocks[0] is block:
-                self._written.append(self._blocks.popleft())
-                self._size -= _size(block)
+                self._written.append(self._pop())
                 self.unsynced += _size(block)
-                self.done += 1
 
-    def mark_synced(self) -> None:
-        """Forget the written blocks."""
-        self._written.clear()
-        self.unsynced = 0
+    def _pop(self) -> QueuedBlock:
+        block = self._blocks.popleft()
+        block.is_written = True
+        self._size -= _size(block)
+        self.done += 1
+        self.last_step = self.last_step if block.is_picture else block.step
+        return block
+
+    def mark_synced(self) -> int:
+        """Forget the written blocks, except those of the last step if they are small; return how many bytes these have.
+
+        They are at the end of the file, and are written again together with those that follow them, if that is necessary.
+        """
+        begin = len(self._written)
+        for place in range(begin - 1, -1, -1):
+            block = self._written[place]
+            block.is_synced = True
+            if not block.is_picture:
+                if block.step != self.last_step:
+                    break
+                begin = place
+        kept = self._written[begin:]
+        if sum(map(_size, kept)) > self._capacity // 2:
+            begin, kept = len(self._written), []
+        final = [block.step for block in self._written[:begin] if not block.is_picture]
+        self._final_step = final[-1] if final else self._final_step
+        self._written, self.unsynced = kept, 0
+        return sum(len(block.data) for block in kept)
+
+    def forget_written(self) -> None:
+        """Forget the written blocks, because their file is left as it is."""
+        self._written, self.unsynced, self._final_step = [], 0, self.last_step
 
     def restore(self) -> None:
-        """Return the written blocks to the head, because synchronising them has failed."""
+        """Return the written blocks to the head, because they may not be in a file any more."""
         if self._is_abandoned:
-            self.dropped += sum(block.values for block in self._written)
+            self.dropped += sum(block.values for block in self._written if not block.is_synced)
         else:
             self._blocks.extendleft(reversed(self._written))
-            self._size += self.unsynced
+            self._size += sum(map(_size, self._written))
         self.done -= len(self._written)
-        self.mark_synced()
+        self._written, self.unsynced = [], 0
+
+    def replacements(self, replaces_bytes: bool) -> tuple[list[QueuedBlock], list[QueuedBlock]]:
+        """Return the blocks that replace those in the file, and the other blocks.
+
+        Where a file names the first step that it replaces, the others are those of steps of which some blocks are not kept:
+        pictures of earlier steps, and steps with very large blocks.
+        """
+        if replaces_bytes:
+            return list(self._blocks), []
+        steps = [block.step for block in self._blocks if not block.is_picture]
+        is_rewound = any(step < self._final_step for step in steps)
+        first = min((step for step in steps if is_rewound or step > self._final_step), default=math.inf)
+        blocks = list(self._blocks)
+        return [block for block in blocks if block.step >= first], [block for block in blocks if block.step < first]
+
+    def mark_rewritten(self, written: list[QueuedBlock], others: list[QueuedBlock], is_clean: bool) -> None:
+        """Remove the first blocks, of which those `written` are in a new file.
+
+        The `others` are written later, unless an earlier file may contain them, because it is not `is_clean`; then those that
+        are not synchronised count as lost.
+        """
+        if self._is_abandoned:
+            return
+        again = [block for block in others if is_clean or not block.is_written]
+        self.dropped += sum(block.values for block in others if block not in again and not block.is_synced)
+        for _ in range(len(written) + len(others)):
+            self._pop()
+        self.last_step = next((block.step for block in reversed(written) if not block.is_picture), self.last_step)
+        self._written = written
+        self._blocks.extendleft(reversed(again))
+        self._size += sum(map(_size, again))
+        self.done -= len(again)
 
     def abandon(self) -> int:
         """Remove all blocks and count them as lost; return the number of their values."""
-        values = sum(block.values for block in self._blocks)
+        values = sum(block.values for block in self._blocks if not block.is_synced)
         self._is_abandoned = True
         self._blocks.clear()
         self._size = 0
@@ -160,8 +228,9 @@ class FileWriter:
     Blocks that do not fit into the queue are dropped, counted in :attr:`dropped`, and logged in two lines.
     After an error the blocks stay in the queue, and writing is tried again every `retry_seconds`.
     Blocks are kept until fsync has succeeded.  If it fails, the operating system may have discarded them, and it reports
-    this only once.  They are then written again to a new file, which replaces the old one when its fsync has succeeded.
-    If the directory is deleted, it is created again with a new file.
+    this only once.  They are then written again to a new file, which replaces the end of the old one when its fsync has
+    succeeded; in the same way a new file continues one that has been deleted, in a directory that is created again.
+    Where neither the format nor a truncation can replace them in the old file, they count as lost instead.
     In a forked child all methods do nothing.
 
     Parameters
@@ -203,39 +272,26 @@ class FileWriter:
         self._check_at = 0.0
         self._fallback = fallback
         self._file = ReplaceableFile(directory, file_format)
+        self._replaces_bytes = file_format.replaces_bytes
         self._retry_seconds = retry_seconds
         self._sync_seconds = sync_seconds
         self._capacity = capacity
         self._batch = _BATCH  # bytes that are written together
         self._queue = BlockQueue(capacity, file_format.loss)
-        self._changed = threading.Condition()  # guards the attributes below; its lock is reentrant, for signal handlers
-        self._thread: BackgroundThread | None = None
-        self._is_served = False  # whether the thread runs
-        self._is_working = False  # whether some thread does a job
-        self._has_logged_refusal = False
-        self._started_at = self._start_at = 0.0
-        self._acked = -1
+        self._worker = Worker(
+            "ikkuna-writer",
+            self._job,
+            due=self._due,
+            failed=self._fail,
+            finish=self._file.close,
+            retry_seconds=retry_seconds,
+        )
         self._synced = self._wanted = 0  # numbers of blocks: on the disk, and requested to be
-        self._synced_step = -1  # the last step on the disk
         self._synced_at = time.monotonic()
         self._retry_at = 0.0
         self._failures = 0
-        self._failing = self._closing = self._finished = False
-        self._is_unsafe = False  # fsync has failed: the file may lack blocks
-        self._process = os.getpid()
-        self._disown_in_children()
-
-    # Native code can fork without calling the hook, and a process id can be used again: hence a mark and a comparison.
-    def _disown_in_children(self) -> None:
-        disown = weakref.WeakMethod(self._disown)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=lambda: (method := disown()) and method())
-
-    def _disown(self) -> None:
-        self._process = -1
-
-    def _ours(self) -> bool:
-        return self._process == os.getpid()
+        self._failing = False
+        self._unsafe = ""  # why the file may lack blocks that were written to it
 
     @property
     def path(self) -> Path | None:
@@ -244,12 +300,15 @@ class FileWriter:
 
     @property
     def acked_step(self) -> int:
-        """Last step whose bytes the operating system has; -1 before.
+        """Last step of which the operating system has all submitted values; -1 before, and in a forked child.
 
         All values up to this step, except those in :attr:`dropped`, survive the death of the process.
         After a failed fsync it is the last step that is on the disk, until the others have been written again.
         """
-        return self._acked
+        if not self._worker.is_ours:
+            return -1
+        with self._worker.lock:
+            return self._queue.acked_step
 
     @property
     def is_failing(self) -> bool:
@@ -261,45 +320,34 @@ class FileWriter:
         """Number of lost values."""
         return self._queue.dropped
 
-    @property
-    def written(self) -> int:
-        """Number of blocks that the operating system has."""
-        return self._queue.done
-
-    def submit(self, block: bytes, step: int, values: int) -> int:
-        """Queue the block of a step and return at once.
+    def submit(self, block: bytes, step: int, values: int, is_picture: bool = False) -> None:
+        """Queue a block and return at once.
 
         Parameters
         ----------
         block : bytes
             May be empty.
         step : int
-            Its step.
+            Its step; only pictures may belong to an earlier one than the block before.
         values : int
             Number of values in the block, to be counted if it is lost.
-
-        Returns
-        -------
-        int
-            Number of blocks queued so far; the block is written when :attr:`written` reaches it.
+        is_picture : bool
+            Whether it is an image that was drawn later.
         """
-        if not self._ours():
+        if not self._worker.is_ours:
             self._queue.dropped += values
-            return 0
-        with self._changed:
-            if self._closing:
+            return
+        with self._worker.lock:
+            if self._worker.is_closing:
                 self._queue.dropped += values
-                return 0
+                return
             if not block and not self._queue:
-                self._acked = step
-                return 0
-            line = self._queue.put(QueuedBlock(block, step, values))
-            number = self._queue.accepted
-            self._changed.notify_all()
-            self._start()
+                self._queue.last_step = step
+                return
+            line = self._queue.put(QueuedBlock(block, step, values, is_picture))
+        self._worker.wake()
         if line:
             log.warning("'%s': %s", self._file.label, line)
-        return number
 
     def flush(self, timeout: float | None = None) -> bool:
         """Write everything queued so far to the disk, and return whether that was done.
@@ -307,16 +355,12 @@ class FileWriter:
         Return ``False`` after `timeout` seconds, and as soon as the disk reports an error.
         If no thread can be started, this thread writes, and waits for the disk.
         """
-        if not self._ours():
+        if not self._worker.is_ours:
             return False
-        with self._changed:
-            target, failures = self._request_sync(), self._failures
-        self._work_here(timeout)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._synced >= target or self._failures > failures or self._finished, timeout
-            )
-            return self._synced >= target
+        target, failures = self._request_sync(), self._failures
+        self._worker.wake()
+        self._worker.wait_for(lambda: self._synced >= target or self._failures > failures, timeout)
+        return self._synced >= target
 
     def close(self, timeout: float | None = 2.0) -> bool:
         """Flush, release the file, and return whether no value was lost since it was opened.
@@ -325,21 +369,17 @@ class FileWriter:
         If no thread can be started, this thread writes, and waits for the disk.
         In the writer's own thread, the rest is written after the call.
         """
-        if not self._ours():
+        if not self._worker.is_ours:
             return False
-        with self._changed:
+        with self._worker.lock:
             line = self._queue.end_losses()
-            self._closing = True
             target = self._request_sync()
-        self._work_here(timeout)
-        with self._changed:
-            if not self._is_served:
-                self._finish()
-            elif self._thread is not None and self._thread.is_current:
-                return False
-            self._changed.wait_for(lambda: self._finished, timeout)
+        is_finished = self._worker.close(timeout)
+        if self._worker.is_current:
+            return False
+        with self._worker.lock:
             lost = self._queue.abandon()
-            stored = self._finished and self._synced >= target and not self._queue.dropped
+            stored = is_finished and self._synced >= target and not self._queue.dropped
         if line:
             log.warning("'%s': %s", self._file.label, line)
         if lost:
@@ -348,71 +388,17 @@ class FileWriter:
 
     def _request_sync(self) -> int:
         """Request that everything queued so far is synchronised; return the number of the last block."""
-        self._wanted = max(self._wanted, self._queue.accepted)
-        self._retry_at = self._start_at = 0.0
-        self._changed.notify_all()
-        self._start()
-        return self._queue.accepted
-
-    def _start(self) -> None:
-        """Start the thread if it is needed and not running; try again after a pause if it does not begin."""
-        if self._is_served or self._finished or self._job() is None:
-            return
-        now, earlier = time.monotonic(), self._thread
-        if earlier is not None and (
-            now < self._start_at or (earlier.may_begin and now < self._started_at + START_SECONDS)
-        ):
-            return
-        self._started_at, self._start_at = now, now + self._retry_seconds
-        self._thread = BackgroundThread(self._run, "ikkuna-writer")
-        is_refused = not self._thread.start() or (earlier is not None and not earlier.has_begun())
-        if is_refused and not self._has_logged_refusal:
-            self._has_logged_refusal = True
-            what = "'%s': no thread can be started; values wait in memory until one can, or until flush() or close()"
-            log.error(what, self._file.label)
-
-    def _run(self) -> None:
-        with self._changed:
-            if self._is_served or self._finished:  # another one was started in the meantime
-                return
-            self._is_served = True
-            self._changed.notify_all()
-        try:
-            while self._wait_for_job():
-                self._attempt()
-            with self._changed:
-                self._finish()
-        finally:
-            with self._changed:
-                self._is_served = False
-
-    def _wait_for_job(self) -> bool:
-        with self._changed:
-            while True:
-                found = self._job() is not None
-                if not self._is_working and (found or self._closing):
-                    return found
-                self._changed.wait(None if self._is_working else self._pause())
-
-    def _work_here(self, timeout: float | None) -> None:
-        """If there is work, and no thread can be started, work in this thread."""
-        with self._changed:
-            if self._is_served or self._job() is None:
-                return
-            thread = self._thread
-        deadline = None if timeout is None else time.monotonic() + timeout
-        patience = START_SECONDS if timeout is None else min(timeout, START_SECONDS)
-        if thread is not None and (thread.has_begun(patience) or (thread.may_begin and patience < START_SECONDS)):
-            return
-        while self._attempt() and (deadline is None or time.monotonic() < deadline):
-            pass
+        with self._worker.lock:
+            self._wanted = max(self._wanted, self._queue.accepted)
+            self._retry_at = 0.0
+            return self._queue.accepted
 
     def _job(self) -> Callable[[], None] | None:
         """Return the next job that can be done now; ``None`` during the pause after an error."""
         now = time.monotonic()
-        if now < self._retry_at or self._finished:
+        if now < self._retry_at:
             return None
-        if self._is_unsafe and self._queue:
+        if self._unsafe and self._queue:
             return self._rewrite
         if self._queue.done > self._synced and (
             self._queue.done >= self._wanted > self._synced
@@ -422,54 +408,39 @@ class FileWriter:
             return self._sync
         if self._queue:
             return self._write
-        may_check = self._check is not None and self._is_served and self.path is not None and not self._closing
-        return self._check_directory if may_check and now >= self._check_at else None
+        return self._check_directory if self._may_check() and now >= self._check_at else None
 
-    def _pause(self) -> float | None:
-        """Return the seconds until the next job is due, unless something changes; ``None`` if there is none."""
+    def _may_check(self) -> bool:
+        is_open = self._worker.is_served and not self._worker.is_closing and self.path is not None
+        return is_open and self._check is not None
+
+    def _due(self) -> float:
+        """Return the time of the next job, unless something changes."""
+        due = math.inf
         if self._queue:
             due = self._retry_at
         elif self._queue.done > self._synced:
             due = max(self._retry_at, self._synced_at + self._sync_seconds)
-        else:
-            due = math.inf
-        if self._check is not None:
-            due = min(due, self._check_at)
-        return None if due == math.inf else max(due - time.monotonic(), 0.0)
-
-    def _attempt(self) -> bool:
-        """Do the next job, unless another thread does one; return whether there was one."""
-        with self._changed:
-            if (job := self._job()) is None or self._is_working:
-                return False
-            self._is_working = True
-        try:
-            job()
-        except Exception as error:
-            raise_users_exception(error)
-            self._fail(error)
-        finally:
-            with self._changed:
-                self._is_working = False
-                self._changed.notify_all()
-        return True
+        return min(due, self._check_at) if self._may_check() else due
 
     def _write(self) -> None:
         """Write waiting blocks; they stay in the queue until that has succeeded."""
         # A write for each step would release the interpreter's lock each time and fall behind a busy training thread.
         # After an error only one block is written, because it may fit where many do not, and then twice as many each time.
-        with self._changed:
+        with self._worker.lock:
             blocks = self._queue.head(self._batch)
-            if not blocks:
-                return
-        if data := b"".join(block.data for block in blocks):
+        if not blocks:  # given up by close()
+            return
+        data = b"".join(block.data for block in blocks)
+        if data and self._file.is_deleted():
+            self._distrust("was deleted while it was being written")
+            return
+        if data:
             self._file.append(data)
-        with self._changed:
+        with self._worker.lock:
             self._queue.mark_written(blocks)
-            self._acked = blocks[-1].step
             self._batch = min(2 * max(self._batch, _SMALL_BATCH), _BATCH)
             recovered, self._failing = self._failing, False
-            self._changed.notify_all()
         if recovered:
             log.warning("'%s': can be written again", self._file.label)
 
@@ -482,61 +453,57 @@ class FileWriter:
                 raise_users_exception(error)
                 log.error("'%s': a check of its directory failed and is not repeated", self._file.label, exc_info=error)
                 self._check = None
-        with self._changed:
-            self._check_at = time.monotonic() + _CHECK_SECONDS
+        self._check_at = time.monotonic() + _CHECK_SECONDS
 
     def _sync(self) -> None:
         try:
             self._file.sync()
         except OSError:
-            with self._changed:
-                self._queue.restore()
-                self._is_unsafe = True
-                self._acked = self._synced_step
+            self._distrust("could not be synchronised")
             raise
-        with self._changed:
-            self._mark_synced()
+        self._mark_synced()
+
+    def _distrust(self, why: str) -> None:
+        """Write the blocks that are kept to a new file next."""
+        with self._worker.lock:
+            self._queue.restore()
+            self._unsafe = why
 
     def _mark_synced(self) -> None:
-        self._queue.mark_synced()
-        self._synced, self._synced_step = self._queue.done, self._acked
-        self._synced_at = time.monotonic()
-        self._changed.notify_all()
+        with self._worker.lock:
+            self._file.finish(self._queue.mark_synced())
+            self._synced = self._queue.done
+            self._synced_at = time.monotonic()
 
     def _rewrite(self) -> None:
-        """Write all blocks that are not synchronised to a new file."""
-        with self._changed:
-            blocks = self._queue.head(sys.maxsize)
-            first_step = blocks[0].step if blocks[0].step > self._synced_step else None
-        self._file.replace_end([block.data for block in blocks], first_step)
-        with self._changed:
-            self._queue.mark_written(blocks)
-            self._acked = blocks[-1].step
-            self._failing = self._is_unsafe = False
+        """Write all blocks that are kept to a new file."""
+        with self._worker.lock:
+            written, others = self._queue.replacements(self._replaces_bytes)
+        first_step = min((block.step for block in written), default=None)
+        is_clean = self._file.replace_end([block.data for block in written], first_step, self._unsafe)
+        with self._worker.lock:
+            self._queue.mark_rewritten(written, others, is_clean)
+            self._failing, self._unsafe = False, ""
             self._mark_synced()
 
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
+    def _fail(self, error: BaseException) -> None:
+        with self._worker.lock:
             self._failures += 1
-            if not self._closing:
+            is_closing = self._worker.is_closing
+            if not is_closing:
                 self._wanted = self._synced
             self._synced_at = time.monotonic()
             self._batch = 0
             first, self._failing = not self._failing, True
-            is_last_chance = self._closing and self._is_unsafe and first
+            is_last_chance = is_closing and self._unsafe and first
             self._retry_at = 0.0 if is_last_chance else self._synced_at + self._retry_seconds
-            self._changed.notify_all()
         if first:
             what = "'%s' cannot be written: %s; values wait in memory, and writing is tried again every %g s"
             log.error(what, self._file.label, error, self._retry_seconds)
         if self._fallback and isinstance(error, OSError):
             self._fallback = False
             if self._file.move_to_temporary_directory():
-                self._retry_at = 0.0
-                self._is_unsafe = False
-
-    def _finish(self) -> None:
-        if not self._finished:
-            self._file.close()
-        self._finished = True
-        self._changed.notify_all()
+                with self._worker.lock:
+                    self._queue.forget_written()
+                    self._retry_at, self._unsafe = 0.0, ""
+                    self._synced = self._queue.done

@@ -1,8 +1,11 @@
 """Threads that work beside training."""
 
 import _thread
+import math
 import os
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -11,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ikkuna.support.failures import raise_users_exception
+from ikkuna.support.failures import log, raise_users_exception
 
 __all__ = [
     "MOST_BYTES",
@@ -20,6 +23,7 @@ __all__ = [
     "BackgroundThread",
     "DeviceThread",
     "Pending",
+    "Worker",
     "is_full",
     "run_beside",
 ]
@@ -54,7 +58,6 @@ class BackgroundThread:
         self._work = work
         self._name = name
         self._is_begun = False
-        self._identity: int | None = None
         self._settled, self._ended = threading.Event(), threading.Event()
 
     def start(self) -> bool:
@@ -74,7 +77,6 @@ class BackgroundThread:
             self._settled.set()
 
     def _run(self) -> None:
-        self._identity = threading.get_ident()
         self._is_begun = True
         self._settled.set()
         try:
@@ -96,14 +98,229 @@ class BackgroundThread:
         """Return whether the thread runs."""
         return self._is_begun and not self._ended.is_set()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether this is the calling thread: the garbage collector can close a run in any thread."""
-        return self.is_alive() and self._identity == threading.get_ident()
-
     def join(self, timeout: float | None = None) -> bool:
         """Return whether the thread has ended; wait for that at most `timeout` seconds."""
         return self._ended.wait(timeout)
+
+
+class Worker:
+    """A daemon thread that does jobs one after another, with one set of rules for all threads of the package.
+
+    - The queue belongs to the caller, who bounds it, and changes it under :attr:`lock`.
+    - Nothing waits for the thread: it starts when :meth:`wake` finds a job.  If the system refuses it, that is tried again
+      after `retry_seconds`, and :meth:`wait_for` and :meth:`close` do the jobs in the calling thread.
+    - One thread at a time does a job, without the lock.  An exception of a job is passed to `failed`, and the thread goes on;
+      an exception that belongs to the user is raised, and the next :meth:`wake` starts another thread.
+    - After :meth:`close` the thread ends when `next_job` returns ``None``, also if it returns jobs again later.
+    - A forked process has no such thread: :attr:`is_ours` is ``False`` there, and all methods do nothing.
+
+    Parameters
+    ----------
+    name : str
+        The name of the thread.
+    next_job : callable
+        Returns the job to do now, or ``None``.  It is called with the lock, and changes nothing.
+    due : callable, optional
+        Returns the time of `time.monotonic` at which `next_job` is called again without :meth:`wake`; by default never.
+    failed : callable, optional
+        Called with the exception of a job; by default it is logged.
+    finish : callable, optional
+        The last job.
+    retry_seconds : float
+        Pause after the system has refused a thread.
+
+    Attributes
+    ----------
+    lock : threading.RLock
+        Guards what `next_job` reads; reentrant, because a signal handler may use the worker.
+        ``with worker.lock:`` is safe against a `KeyboardInterrupt`; a condition has methods in Python that can be interrupted
+        while they hold the lock.
+    changed : threading.Condition
+        Notified after each job.
+
+    Examples
+    --------
+    >>> queue, done = [1, 2, 3], []
+    >>> worker = Worker("example", lambda: (lambda: done.append(queue.pop(0))) if queue else None)
+    >>> worker.wake(); worker.close(), done
+    (True, [1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        name: str,
+        next_job: Callable[[], Callable[[], object] | None],
+        *,
+        due: Callable[[], float] = lambda: math.inf,
+        failed: Callable[[BaseException], object] | None = None,
+        finish: Callable[[], object] = lambda: None,
+        retry_seconds: float = 10.0,
+    ) -> None:
+        self._name = name
+        self._next_job = next_job
+        self._due = due
+        self._failed = failed or self._log
+        self._finish = finish
+        self._retry_seconds = retry_seconds
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self._thread: BackgroundThread | None = None
+        self._started_at = self._start_at = 0.0
+        self._has_logged_refusal = False
+        self.is_served = False
+        """Whether the thread runs."""
+        self._busy: int | None = None  # the thread that does a job
+        self.is_closing = self.is_finished = False
+        self._process = os.getpid()
+        _workers.add(self)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has created the worker."""
+        # Native code can fork without calling the hook, and a process id can be used again: hence a mark and a comparison.
+        return self._process == os.getpid()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is being done."""
+        return self._busy is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread does a job."""
+        return self._busy == threading.get_ident()
+
+    def wake(self) -> None:
+        """Have the thread look for a job; start it if it does not run."""
+        if self.is_ours:
+            with self.lock:
+                self.changed.notify_all()
+                self._start()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait at most `timeout` seconds until `predicate` returns ``True``, or the worker is finished; return the last answer.
+
+        If no thread can be started, this thread does the jobs, however long they take.  A job does not wait for itself.
+        """
+        if not self.is_ours:
+            return False
+        self._work_here(timeout)
+        with self.lock:
+            if not self.is_current:
+                self.changed.wait_for(lambda: predicate() or self.is_finished, timeout)
+            return predicate()
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Do the jobs that are left, and end; return whether that was done within `timeout` seconds.
+
+        In a job it returns at once, and the rest is done afterwards.
+        """
+        if not self.is_ours:
+            return False
+        with self.lock:
+            self.is_closing, self._start_at = True, 0.0
+            self.wake()
+        return self.wait_for(lambda: self.is_finished, timeout)
+
+    def _job(self) -> Callable[[], object] | None:
+        if self.is_finished:
+            return None
+        return self._next_job() or (self._end if self.is_closing else None)
+
+    def _end(self) -> None:
+        try:
+            self._finish()
+        finally:
+            self.is_finished = True
+
+    def _start(self) -> None:
+        """Start the thread if it is needed and does not run; try again after a pause if it does not begin."""
+        is_needed = self._next_job() is not None or (not self.is_closing and self._due() < math.inf)
+        if self.is_served or self.is_finished or not is_needed:
+            return
+        now, earlier = time.monotonic(), self._thread
+        may_begin = earlier is not None and earlier.may_begin and now < self._started_at + START_SECONDS
+        if may_begin or (earlier is not None and now < self._start_at):
+            return
+        self._started_at, self._start_at = now, now + self._retry_seconds
+        self._thread = BackgroundThread(self._run, self._name)
+        is_refused = not self._thread.start() or (earlier is not None and not earlier.has_begun())
+        if is_refused and not self._has_logged_refusal:
+            self._has_logged_refusal = True
+            log.error(
+                "%s: no thread can be started; its work waits until one can, or until flush() or close()", self._name
+            )
+
+    def _run(self) -> None:
+        with self.lock:
+            if self.is_served or self.is_finished:  # another one was started in the meantime
+                return
+            self.is_served = True
+            self.changed.notify_all()
+        try:
+            while self._wait_for_job():
+                self._attempt()
+        finally:
+            with self.lock:
+                self.is_served = False
+
+    def _wait_for_job(self) -> bool:
+        """Wait for a job; return ``False`` when the worker is finished."""
+        with self.lock:
+            while not self.is_finished:
+                if not self.is_busy and self._job() is not None:
+                    return True
+                pause = math.inf if self.is_busy else self._due() - time.monotonic()
+                self.changed.wait(None if pause == math.inf else min(max(pause, 0.0), threading.TIMEOUT_MAX))
+        return False
+
+    def _work_here(self, timeout: float | None) -> None:
+        """If there is a job, and no thread can be started, do the jobs in this thread."""
+        with self.lock:
+            if self.is_served or self.is_busy or self._job() is None:
+                return
+            thread = self._thread
+        deadline = None if timeout is None else time.monotonic() + timeout
+        patience = START_SECONDS if timeout is None else min(timeout, START_SECONDS)
+        if thread is not None and (thread.has_begun(patience) or (thread.may_begin and patience < START_SECONDS)):
+            return
+        while self._attempt() and (deadline is None or time.monotonic() < deadline):
+            pass
+
+    def _attempt(self) -> bool:
+        """Do the next job, unless another thread does one; return whether there was one."""
+        if self.is_busy:
+            return False
+        try:
+            with self.lock:
+                if self.is_busy or (job := self._job()) is None:
+                    return False
+                self._busy = threading.get_ident()
+            job()
+        except BaseException as error:
+            raise_users_exception(error)
+            self._failed(error)
+        finally:
+            if self.is_current:
+                with self.lock:
+                    self._busy = None
+                    self.changed.notify_all()
+        return True
+
+    def _log(self, error: BaseException) -> None:
+        log.error("%s failed (training is not affected)", self._name, exc_info=error)
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    for worker in list(_workers):
+        worker._process = -1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown)
 
 
 T = TypeVar("T")
@@ -166,10 +383,10 @@ class Pending(Generic[T]):
 
 
 class DeviceThread:
-    """Calls functions one after the other in a thread, which ends when there is nothing to do.
+    """Calls functions one after the other in a thread.
 
     What a function computes on a device, it computes on a stream of its own, after everything that the streams of the caller
-    had to do when the function was added.
+    had to do when the function was added.  In a forked process the caller computes it.
 
     Parameters
     ----------
@@ -181,14 +398,12 @@ class DeviceThread:
         self._modules = [(device, torch.get_device_module(device)) for device in devices]
         self._streams: list[Any] = []
         self._queue: deque[Pending[Any]] = deque()
-        self._lock = threading.Lock()
         self._waiting: list[tuple[Callable[[], bool], int, int]] = []  # whether it is done, its owner and bytes
-        self._is_running = False
-        self._process = os.getpid()
+        self._worker = Worker("ikkuna device", lambda: self._run_first if self._queue else None)
 
     def is_full(self, owner: object) -> bool:
         """Return whether so many functions of `owner`, or so many bytes, wait that a further function would only wait longer."""
-        with self._lock:
+        with self._worker.lock:
             self._waiting = [entry for entry in self._waiting if not entry[0]()]
             count = sum(known == id(owner) for _, known, _ in self._waiting)
             return count >= MOST_WORK or sum(size for *_, size in self._waiting) >= MOST_BYTES
@@ -197,25 +412,17 @@ class DeviceThread:
         """Call a function later, and return its result to come; it refers to `size` bytes of the devices."""
         events = [module.current_stream(device).record_event() for device, module in self._modules]
         pending = Pending(lambda: self._on_own_streams(work, events))
-        with self._lock:
-            if self._process != os.getpid():  # the thread does not exist in a forked process
-                self._process, self._is_running = os.getpid(), False
+        if not self._worker.is_ours:
+            pending.run()
+            return pending
+        with self._worker.lock:
             self._queue.append(pending)
             self._waiting.append((pending.is_done, id(owner), size))
-            starts, self._is_running = not self._is_running, True
-        if starts and not BackgroundThread(self._run, "ikkuna device").start():
-            self._run()
+        self._worker.wake()
         return pending
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._is_running = False
-                    return
-                pending = self._queue.popleft()
-            pending.run()
-            del pending
+    def _run_first(self) -> None:
+        self._queue.popleft().run()
 
     def _on_own_streams(self, work: Callable[[], T], events: list[Any]) -> T:
         if not self._streams:

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 class Plain:
     """A file of lines, one per block."""
 
+    replaces_bytes = False
+
     def name(self, stem):
         return f"plain.{stem}"
 

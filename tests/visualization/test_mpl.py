@@ -320,7 +320,8 @@ def test_its_thread_ends_with_it(tmp_path):
     closed, forgotten = opened(tmp_path / "a"), opened(tmp_path / "b")
     fill(closed)
     fill(forgotten)
-    assert all(backend._thread._thread.has_begun(30) for backend in (closed, forgotten))
+    workers = [backend._thread._worker for backend in (closed, forgotten)]
+    assert all(worker.wait_for(lambda worker=worker: worker.is_served, 30) for worker in workers)
     ours = threads() - before
     assert len(ours) == 2
     assert closed.close(60)

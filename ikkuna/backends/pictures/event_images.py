@@ -13,8 +13,8 @@ from ikkuna.store.values import Matrix, ModuleOrder
 __all__ = ["HeatmapImage", "MatrixImage", "MatrixQueue", "import_renderer"]
 
 
-Write = Callable[[str, bytes, int], int]
-"""Queues an image: takes its tag, PNG and step; returns the number of the block in the file."""
+Write = Callable[[str, bytes, int], object]
+"""Queues an image: takes its tag, PNG and step."""
 
 
 def import_renderer() -> None:
@@ -97,16 +97,11 @@ class MatrixImage:
         self.name = name
         self.step = step
         self.size = matrix.values.size
-        self.block: int | None = None
-        """Number of the block with the image; ``None`` before it is drawn."""
+        self.changed = True
+        """Whether it is neither drawn nor dropped."""
         self.is_waiting = True
         self._matrix = matrix
         self._write = write
-
-    @property
-    def changed(self) -> bool:
-        """Whether it has not been drawn."""
-        return self.block is None
 
     def draw(self) -> None:
         """Draw the matrix and write the image."""
@@ -116,13 +111,14 @@ class MatrixImage:
         matrix, self.is_waiting = self._matrix, False
         try:
             picture = draw_matrix(matrix.values, matrix.rows, matrix.columns, limits=matrix.limits)
-            self.block = self._write(self.name, encode_png(picture), self.step)
+            self._write(self.name, encode_png(picture), self.step)
+            self.changed = False
         finally:
             self.is_waiting = self.changed
 
 
 class MatrixQueue:
-    """The matrices that are not yet drawn and written, at most 64 with at most 4 million values in total.
+    """The matrices that are not yet drawn, at most 64 with at most 4 million values in total.
 
     If another one does not fit, the oldest ones that wait to be drawn are dropped and counted.
     """
@@ -148,10 +144,10 @@ class MatrixQueue:
             self._images = (*self._images, image)
         return bool(surplus)
 
-    def images(self, written: int = 0) -> tuple[MatrixImage, ...]:
-        """Return the images that are not drawn, or whose block comes after the first `written` blocks of the file."""
+    def images(self) -> tuple[MatrixImage, ...]:
+        """Return the images that are not drawn."""
         with self._lock:
-            self._images = tuple(one for one in self._images if one.block is None or one.block > written)
+            self._images = tuple(one for one in self._images if one.changed)
             return self._images
 
     def drop(self, images: Iterable[MatrixImage]) -> None:
@@ -161,4 +157,4 @@ class MatrixQueue:
             self._images = tuple(one for one in self._images if one not in removed)
             for image in removed:
                 self.dropped += image.changed
-                image.block = 0  # it is not drawn any more
+                image.changed = False

@@ -1,5 +1,6 @@
 """Draws changed pictures in a thread, to files and in notebooks."""
 
+import math
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from ikkuna.support.failures import FailureCounter, log, raise_users_exception, suppressed
-from ikkuna.support.threads import START_SECONDS, BackgroundThread
+from ikkuna.support.threads import Worker
 
 __all__ = ["Drawable", "NotebookDisplay", "PNGPicture", "RedrawThread", "in_notebook"]
 
@@ -96,37 +97,6 @@ class Drawable(Protocol):
         """Draw and store it."""
 
 
-class _Rounds:
-    """Requests rounds of drawing and waits for them.
-
-    The thread refers to it instead of the :class:`RedrawThread`, so that the latter can be deleted.
-    """
-
-    def __init__(self) -> None:
-        self.state = threading.Condition()  # guards the attributes; its lock is reentrant, for signal handlers
-        self.requested = self.done = 0
-        self.deadline: float | None = None
-        self.is_last = False
-
-    def wait(self, pause: float) -> bool:
-        """Wait until the next round is due; return whether it is the last."""
-        with self.state:
-            self.state.wait_for(lambda: self.is_last or self.requested > self.done, pause)
-            return self.is_last
-
-    def end(self, deadline: float | None = None) -> None:
-        """Start the last round."""
-        with self.state:
-            self.deadline = deadline
-            self.is_last = True
-            self.state.notify_all()
-
-    def has_time(self) -> bool:
-        """Return whether there is time for another picture: not at the end of the interpreter, which stops daemon threads."""
-        late = self.deadline is not None and time.monotonic() > self.deadline
-        return not late or threading.main_thread().is_alive()
-
-
 class RedrawThread:
     """Draws changed pictures every `interval` seconds, or less often if drawing would take more than 5 % of the time.
 
@@ -157,43 +127,51 @@ class RedrawThread:
         self._drawables = drawables
         self._interval = interval
         self._prepare: Callable[[], object] | None = prepare
-        self._rounds = _Rounds()
-        self._thread: BackgroundThread | None = None
         self._failures = FailureCounter()
+        self._requested = self._done = 0  # rounds
+        self._next_at = math.inf  # the time of the next round
+        self._deadline = math.inf
         self.seconds = 0.0
+        # The worker refers to this object weakly, so that it can be deleted.
+        reference = weakref.ref(self, lambda _: worker.close(0.0))
+        worker = self._worker = Worker(
+            "ikkuna-pictures",
+            lambda: None if (thread := reference()) is None else thread._job(),
+            due=lambda: math.inf if (thread := reference()) is None else thread._next_at,
+        )
+
+    def _job(self) -> Callable[[], None] | None:
+        is_due = self._requested > self._done or (time.monotonic() >= self._next_at and not self._worker.is_closing)
+        return self.draw if is_due else None
 
     def open(self) -> None:
         """Start the thread; further calls do nothing."""
-        if self._thread is not None:
-            return
-        rounds = self._rounds
-        reference = weakref.ref(self, lambda _: rounds.end())
-        thread = BackgroundThread(lambda: _work(reference, rounds), "ikkuna-pictures")
-        if thread.start():  # otherwise close() draws
-            self._thread = thread
+        if self._next_at == math.inf:
+            self._next_at = time.monotonic() + _FIRST
+            self._worker.wake()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Draw all changed pictures, and return whether that was done within `timeout` seconds."""
-        rounds = self._rounds
-        with rounds.state:
-            rounds.requested = wanted = max(rounds.requested, rounds.done) + 1
-            rounds.state.notify_all()
-            if self._thread is not None and self._thread.has_begun(START_SECONDS) and not rounds.is_last:
-                rounds.state.wait_for(lambda: rounds.done >= wanted, timeout)
+        wanted = self._request()
+        self._worker.wake()
+        self._worker.wait_for(lambda: self._done >= wanted, timeout)
         return self.is_up_to_date()
+
+    def _request(self) -> int:
+        with self._worker.lock:
+            if self.is_up_to_date():
+                return self._requested
+            self._requested += 1
+            return self._requested
 
     def close(self, timeout: float | None = None) -> list[str]:
         """Draw all changed pictures and end; return the names of those that were not finished within `timeout` seconds.
 
         The thread continues with these until the process ends.
         """
-        self._rounds.end(None if timeout is None else time.monotonic() + timeout)
-        if self._thread is not None and self._thread.is_current:
-            return []
-        if self._thread is not None and self._thread.has_begun(START_SECONDS):
-            self._thread.join(timeout)
-        else:
-            self.draw()
+        self._deadline = math.inf if timeout is None else time.monotonic() + timeout
+        self._request()
+        self._worker.close(timeout)
         late = [drawable.name for drawable in self._drawables() if drawable.changed]
         return [name for name in late if not self.has_given_up(name)]
 
@@ -210,20 +188,24 @@ class RedrawThread:
         """Return whether no picture has changed since it was drawn."""
         return not any(drawable.changed for drawable in self._drawables())
 
-    def draw(self) -> float:
-        """Draw all changed pictures, and return the seconds to wait before the next round."""
+    def draw(self) -> None:
+        """Draw all changed pictures."""
         prepare, self._prepare = self._prepare, None
         if prepare is not None:
             with suppressed(Exception):  # the drawings fail too, and say why
                 prepare()
-        begin, wanted = time.monotonic(), self._rounds.requested
-        for drawable in self._drawables():
-            if drawable.changed and self._rounds.has_time() and not self.has_given_up(drawable.name):
-                self._draw(drawable)
-        with self._rounds.state:
-            self._rounds.done = max(self._rounds.done, wanted)
-            self._rounds.state.notify_all()
-        return max(self._interval, _SHARE * (time.monotonic() - begin))
+        begin, wanted = time.monotonic(), self._requested
+        try:
+            for drawable in self._drawables():
+                if drawable.changed and self._has_time() and not self.has_given_up(drawable.name):
+                    self._draw(drawable)
+        finally:
+            self._done = max(self._done, wanted)
+            self._next_at = time.monotonic() + max(self._interval, _SHARE * (time.monotonic() - begin))
+
+    def _has_time(self) -> bool:
+        """Return whether there is time for another picture: not at the end of the interpreter, which stops daemon threads."""
+        return time.monotonic() <= self._deadline or threading.main_thread().is_alive()
 
     def _draw(self, drawable: Drawable) -> None:
         name, began = drawable.name, time.thread_time()
@@ -240,13 +222,3 @@ class RedrawThread:
             self._failures.reset(name)
         finally:
             self.seconds += time.thread_time() - began
-
-
-def _work(reference: "weakref.ref[RedrawThread]", rounds: _Rounds) -> None:
-    pause, is_last = _FIRST, False
-    while not is_last:
-        is_last = rounds.wait(pause)
-        if (thread := reference()) is None:
-            return
-        pause = thread.draw()
-        del thread

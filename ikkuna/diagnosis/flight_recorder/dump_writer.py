@@ -1,6 +1,5 @@
 """A thread that writes dumps, so that training does not wait for the disk."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from ikkuna.diagnosis.flight_recorder.dump_files import DumpContent, add_arrays, write_dump
 from ikkuna.support.failures import log
-from ikkuna.support.threads import BackgroundThread
+from ikkuna.support.threads import Worker
 
 __all__ = ["DumpJob", "DumpWriter"]
 
@@ -31,13 +30,15 @@ class DumpJob:
     ----------
     path : Path or None
         The directory of the dump once it is written.
+    is_finished : bool
+        Whether it was written or given up.
     """
 
     def __init__(self, content: DumpContent, directory: Callable[[], Path]) -> None:
         self._content: DumpContent | None = content
         self._directory = directory
-        self._done = threading.Event()
         self.path: Path | None = None
+        self.is_finished = False
 
     def run(self) -> Path:
         """Write the dump."""
@@ -46,14 +47,9 @@ class DumpJob:
         return self.path
 
     def finish(self) -> None:
-        """Release the content, and wake those who wait."""
+        """Release the content."""
         self._content = None
-        self._done.set()
-
-    def wait(self, timeout: float | None) -> bool:
-        """Return whether the dump was written within `timeout` seconds."""
-        self._done.wait(timeout)
-        return self.path is not None
+        self.is_finished = True
 
 
 class DumpWriter:
@@ -73,8 +69,7 @@ class DumpWriter:
         self.written: list[Path] = []
         self.failed = 0
         self._jobs: deque[Callable[[], None]] = deque()
-        self._thread: BackgroundThread | None = None
-        self._lock = threading.Lock()
+        self._worker = Worker("ikkuna dumps", lambda: self._run_first if self._jobs else None)
 
     def write(self, job: DumpJob) -> None:
         """Write a dump soon."""
@@ -109,27 +104,25 @@ class DumpWriter:
         log.error("a dump cannot be written (training is not affected): %s: %s", type(error).__name__, error)
 
     def _add(self, run: Callable[[], None]) -> bool:
-        if len(self._jobs) >= _WAITING:
+        if len(self._jobs) >= _WAITING or not self._worker.is_ours:
             self.failed += 1
             log.error("a dump is left out: the disk is too slow for %d others", _WAITING)
             return False
         self._jobs.append(run)
-        thread = BackgroundThread(self._work, "ikkuna dumps")
-        if thread.start():
-            self._thread = thread
-            return True
-        self._jobs.pop()
-        self.failed += 1
-        return False
+        self._worker.wake()
+        return True
 
-    def _work(self) -> None:
-        with self._lock:
-            while self._jobs:
-                self._jobs[0]()
-                self._jobs.popleft()
+    def _run_first(self) -> None:
+        try:
+            self._jobs[0]()
+        finally:
+            self._jobs.popleft()
+
+    def wait(self, job: DumpJob, timeout: float) -> Path | None:
+        """Return the directory of a dump, or ``None`` if it was not written within `timeout` seconds."""
+        self._worker.wait_for(lambda: job.is_finished, timeout)
+        return job.path
 
     def close(self, timeout: float) -> bool:
         """Wait for the thread, at most `timeout` seconds; return whether everything was written."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return not self._jobs
+        return self._worker.close(timeout)
