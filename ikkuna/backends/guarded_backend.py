@@ -207,9 +207,14 @@ class GuardedBackend:
 
     @property
     def safe_step(self) -> int | None:
-        """As :attr:`acked_step`, but at least the step before the first value, since earlier steps have nothing to lose."""
-        acked = self.acked_step
-        return None if acked is None else max(acked, (self._opened_at or 0) - 1)
+        """As :attr:`acked_step`, but at least the step before the first value, since earlier steps have nothing to lose.
+
+        It is before the steps of the values that are not committed.
+        """
+        acked, opened_at = self.acked_step, self._opened_at or 0
+        if acked is None:
+            return None
+        return max(min(acked, self._step - 1) if self._pending else acked, opened_at - 1)
 
     def _read(self, name: str) -> int | None:
         """Return an attribute of the backend; ``None`` if it is no integer or cannot be read."""

@@ -1,6 +1,7 @@
 """One run of a training: its directory and its backends."""
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -99,6 +100,7 @@ class Run:
         self._lock = threading.RLock()  # the threads of several backends create the directory
         self._backends: dict[Hashable, GuardedBackend] = {}
         self._closed: bool | None = None
+        self._open_step = math.inf  # the first step of which further values can come
         self._refused = 0
         self._process = os.getpid()
 
@@ -224,8 +226,12 @@ class Run:
         announce(f"ikkuna: {self._settings.subject} {verb} '{_shortest(directory)}'{how}")
 
     def commit(self, step: int) -> None:
-        """Pass on the values of a step, if there are any; called at every step, in increasing order."""
+        """Pass on the values of a step, if there are any; called at every step, in increasing order.
+
+        Further values of the same step may follow, but none of earlier steps: those are complete.
+        """
         if self._closed is None and self._process == os.getpid():
+            self._open_step = step
             for guarded in self._backends.values():
                 guarded.commit(step)
 
@@ -237,8 +243,14 @@ class Run:
                 guarded.rewind(step)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Write everything committed to the disk; return whether that was done within `timeout` seconds."""
-        return self._process == os.getpid() and self._share("flush", timeout)
+        """Write everything committed to the disk; return whether that was done within `timeout` seconds.
+
+        The last step is complete now, unless further values of it are committed later.
+        """
+        if self._process != os.getpid():
+            return False
+        self._open_step = math.inf
+        return self._share("flush", timeout)
 
     def settle(self, timeout: float) -> bool:
         """Wait until the operating system has the committed values of all storing backends; return whether it has."""
@@ -258,7 +270,7 @@ class Run:
         if self._process != os.getpid():
             return False
         if self._closed is None:
-            self._closed = False
+            self._closed, self._open_step = False, math.inf
             self._share("draw", drawing)
             self._closed = self._share("close", timeout)
         return self._closed
@@ -280,11 +292,15 @@ class Run:
 
     @property
     def acked_step(self) -> int:
-        """Last step whose values the operating system has received from every storing backend; -1 before."""
+        """Last complete step whose values the operating system has received from every storing backend; -1 before.
+
+        A step is complete when no further value of it can come: when a later one has been committed, by :meth:`flush`, and by
+        :meth:`close`.
+        """
         acked = [(guarded.acked_step, guarded.safe_step) for guarded in list(self._backends.values())]
         if all(step is None or step < 0 for step, _ in acked):
             return -1
-        return min(safe for _, safe in acked if safe is not None)
+        return int(min(self._open_step - 1, *(safe for _, safe in acked if safe is not None)))
 
     @property
     def unwritable(self) -> tuple[str, ...]:

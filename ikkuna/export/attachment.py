@@ -53,7 +53,8 @@ class Health:
     Parameters
     ----------
     acked_step : int
-        The last step whose values were written to the operating system; -1 before the first.
+        The last step whose values the operating system has; -1 before the first.  Further values of a step, such as those of
+        ``log()``, can come until the next step ends, so the last step is acknowledged by then, or by ``close()``.
     steps : int
         Number of training steps.
     errors : int
@@ -134,7 +135,7 @@ def health_of(
     for registered in subscribers:
         seconds[registered.label] = seconds.get(registered.label, 0.0) + registered.seconds
     return Health(
-        acked_step=run.acked_step if run is not None else -1,
+        acked_step=-1 if run is None else int(min(run.acked_step, session.logged.first_step - 1)),
         steps=session.cycle.steps,
         errors=bus.error_guard.errors,
         dropped=(run.dropped if run is not None else 0)

@@ -342,7 +342,7 @@ class Exporter:
             A second value of the same name and step replaces the first.
         step : int, optional
             The step of the value.  A later step waits until the training reaches it.
-            An earlier one than the last that was stored is dropped, counted in ``health().dropped``, and logged once.
+            An earlier one than the last that has ended is dropped, counted in ``health().dropped``, and logged once.
 
         Raises
         ------

@@ -1,5 +1,6 @@
 """Values that the user logs by name."""
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,7 @@ class LoggedValues:
         self._bus = bus
         self._lock = threading.RLock()  # reentrant, because a signal handler may log
         self._waiting: dict[Stamp, dict[str, Any]] = {}
+        self._posted: list[_LoggedStep] = []
         self._newest = -1
         self._sender = Sender("log()")
         self.dropped = 0
@@ -70,27 +72,36 @@ class LoggedValues:
             if is_late or sum(map(len, self._waiting.values())) >= _MOST:
                 self.dropped += 1
                 if self.dropped == 1:
-                    why = (
-                        f"step {self._newest} was stored already" if is_late else f"{_MOST} values wait for their steps"
-                    )
+                    why = f"step {self._newest} has ended" if is_late else f"{_MOST} values wait for their steps"
                     log.warning("log(%r): a value of step %d is dropped: %s", name, stamp.global_step, why)
                 return
             self._waiting.setdefault(stamp, {})[name] = kept
 
-    def step_ends(self, step: int | None = None) -> None:
-        """Post the values of all steps up to this one, or all."""
-        if not self._waiting:
-            return
+    @property
+    def first_step(self) -> float:
+        """The first step of which values wait or are on their way to the run; infinite if there is none."""
         with self._lock:
+            stamps = [*self._waiting, *(posted.stamp for posted in self._posted if not posted.is_over)]
+        return min((stamp.global_step for stamp in stamps), default=math.inf)
+
+    def step_ends(self, step: int | None = None, is_epoch: bool = False) -> None:
+        """Post the values of all steps up to this one, or all; those of the step itself are committed with it, or the epoch."""
+        with self._lock:
+            self._newest = self._newest if step is None else step
+            if not self._waiting:
+                return
             due = sorted(
                 (stamp for stamp in self._waiting if step is None or stamp.global_step <= step),
                 key=lambda stamp: stamp.global_step,
             )
             values = {stamp: self._waiting.pop(stamp) for stamp in due}
-            if due:
-                self._newest = due[-1].global_step
-        for stamp, named in values.items():
-            self._bus.queue.append(_LoggedStep(stamp, named, self._sender))
+            posted = [
+                _LoggedStep(stamp, named, self._sender, is_epoch or stamp.global_step != step)
+                for stamp, named in values.items()
+            ]
+            self._posted = [earlier for earlier in self._posted if not earlier.is_over] + posted
+        for logged in posted:
+            self._bus.queue.append(logged)
 
     def rewind(self, step: int) -> None:
         """Accept values from `step` on again."""
@@ -100,8 +111,10 @@ class LoggedValues:
 class _LoggedStep:
     """The values of one step, on their way to the host; see `Measurements`."""
 
-    def __init__(self, stamp: Stamp, values: dict[str, Any], sender: Sender) -> None:
+    def __init__(self, stamp: Stamp, values: dict[str, Any], sender: Sender, commits: bool) -> None:
         self.stamp = stamp
+        self.is_over = False
+        self._commits = commits
         self._values = values
         self._sender = sender
         by_device: dict[torch.device, list[str]] = {}
@@ -125,7 +138,9 @@ class _LoggedStep:
                 self._deliver(bus, name, _shown(value), backends)
             except Exception as error:
                 bus.error_guard.report_internal(f"log({name!r})", error)
-        bus.commit(self.stamp.global_step)
+        if self._commits:
+            bus.commit(self.stamp.global_step)
+        self.is_over = True
 
     def _deliver(self, bus: MessageBus, name: str, value: Any, backends: tuple[str | Backend, ...]) -> None:
         if value is None:
@@ -137,6 +152,7 @@ class _LoggedStep:
 
     def abandon(self, bus: MessageBus) -> None:
         """Forget the values."""
+        self.is_over = True
 
 
 def _backends(bus: MessageBus) -> tuple[str | Backend, ...]:

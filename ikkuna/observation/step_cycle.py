@@ -370,7 +370,7 @@ class StepCycle:
 
     def _finish_epoch(self, stamp: Stamp) -> None:
         bus = self._bus
-        self._logged.step_ends(stamp.global_step)
+        self._logged.step_ends(stamp.global_step, is_epoch=True)
         bus.queue.append(event := Event(NetworkMessage(stamp, "epoch_finished")))
         self._replaced.follow()
         if bus.calls_model and not self._exchange.is_shared:

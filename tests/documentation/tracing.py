@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,11 +148,9 @@ def trace() -> list[Call]:
 
 def wait_until_written(exporter: Exporter, step: int) -> None:
     """Wait until the values of a step are in the file."""
-    end = time.monotonic() + TIMEOUT
-    while exporter.health().acked_step != step:
-        if time.monotonic() > end:
-            raise TimeoutError(f"step {step} was not written in {TIMEOUT:g} s: {exporter.health()}")
-        time.sleep(0.001)
+    run = exporter.message_bus.run
+    if run is None or not run.settle(TIMEOUT):
+        raise TimeoutError(f"step {step} was not written in {TIMEOUT:g} s: {exporter.health()}")
 
 
 def files(calls: list[Call]) -> list[str]:

@@ -147,7 +147,7 @@ def test_steps_of_the_user(watched, caplog):
     exporter.close()
     assert logged(backend, "x") == [(3, 30.0), (9, 90.0)]
     assert exporter.health().dropped == 2
-    assert caplog.text.count("is dropped: step 3 was stored already") == 1
+    assert caplog.text.count("is dropped: step 4 has ended") == 1
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "1"])

@@ -94,7 +94,7 @@ WHOLE = """
 show(range(20))
 run.flush(0.2)
 show(range(20, 40))
-wait_for(lambda: run.acked_step == 39)
+wait_for(lambda: run.acked_step == 38)
 run.flush(10) or run.flush(10)
 print(json.dumps([run.close(10), run.acked_step, run.dropped]))
 """
