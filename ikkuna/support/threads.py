@@ -195,7 +195,8 @@ class Worker:
         if self.is_ours:
             with self.lock:
                 self.changed.notify_all()
-                self._start()
+                if not (self.is_served or self.is_finished):
+                    self._start()
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds until `predicate` returns ``True``, or the worker is finished; return the last answer.
@@ -235,8 +236,7 @@ class Worker:
 
     def _start(self) -> None:
         """Start the thread if it is needed and does not run; try again after a pause if it does not begin."""
-        is_needed = self._next_job() is not None or (not self.is_closing and self._due() < math.inf)
-        if self.is_served or self.is_finished or not is_needed:
+        if self._next_job() is None and (self.is_closing or self._due() == math.inf):
             return
         now, earlier = time.monotonic(), self._thread
         may_begin = earlier is not None and earlier.may_begin and now < self._started_at + START_SECONDS
