@@ -19,8 +19,8 @@ from ikkuna.export.subscriber import (
 )
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.support import threads
-from ikkuna.support.threads import run_beside
+from ikkuna.support import device_thread
+from ikkuna.support.device_thread import run_beside
 from ikkuna.testing import RecordingBackend
 from tests.simulated_device import Stream, memory, recorded
 
@@ -196,7 +196,7 @@ class Held(PlotSubscriber):
 def test_rows_that_take_longer_than_the_steps_between_them_are_dropped(bus, caplog, monkeypatch, limit):
     """Neither copies nor steps that wait for delivery grow with the steps; the newest rows are dropped."""
     if limit == "bytes":
-        monkeypatch.setattr(threads, "MOST_BYTES", 150)  # more than the copies of one step, 42 floats
+        monkeypatch.setattr(device_thread, "MOST_BYTES", 150)  # more than the copies of one step, 42 floats
     kept = {"steps": 4, "bytes": 1}[limit]
     recording = RecordingBackend()
     held = Held(backend=recording)

@@ -44,7 +44,7 @@ def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):
     assert calls[0].thread == "training"
     assert calls[-1].thread == "writer"
     assert calls[-1].file.startswith("ikkuna/store/")
-    assert any(call.file == "ikkuna_subscribers/norm.py" for call in calls)
+    assert any(call.file == "ikkuna_subscribers/moments.py" for call in calls)
 
 
 def test_every_step_runs_the_same_functions(calls):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ikkuna import monitor
 from ikkuna.errors import ConfigError
+from ikkuna.inspect import monitor
 
 
 def linear(weight, bias=None):

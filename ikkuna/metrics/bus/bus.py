@@ -34,8 +34,8 @@ from ikkuna.metrics.subscriber.sampling import Sampling
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.run_directory import Continued, RunSettings, check_log_dir
 from ikkuna.store.values import ModuleEntry
+from ikkuna.support.device_thread import Pending
 from ikkuna.support.modules import NamedModule, signature
-from ikkuna.support.threads import Pending
 
 __all__ = ["Handle", "MessageBus", "get_default_bus"]
 

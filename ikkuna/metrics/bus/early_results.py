@@ -10,8 +10,8 @@ from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.messages.message import Message
 from ikkuna.metrics.subscriber.base import Host, Subscriber
 from ikkuna.store.values import ModuleEntry
+from ikkuna.support.device_thread import Pending
 from ikkuna.support.modules import NamedModule
-from ikkuna.support.threads import Pending
 
 __all__ = ["EarlyResults"]
 

@@ -14,8 +14,8 @@ from ikkuna.metrics.subscriber.plot import PlotSubscriber
 from ikkuna.metrics.subscriber.result_names import name_results
 from ikkuna.metrics.subscriber.shared_statistic import SharedStatisticSubscriber
 from ikkuna.metrics.subscriber.subscription import Subscription, SynchronizedSubscription
+from ikkuna.support.device_thread import Pending
 from ikkuna.support.plugins import load_plugin, plugin_names
-from ikkuna.support.threads import Pending
 
 if TYPE_CHECKING:
     __all__ = [

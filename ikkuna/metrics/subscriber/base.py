@@ -25,9 +25,9 @@ from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subs
 from ikkuna.numerics.statistics import closure
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.values import ModuleEntry
+from ikkuna.support.device_thread import Pending, is_full, run_beside
 from ikkuna.support.modules import NamedModule
 from ikkuna.support.overriding import overrides_both
-from ikkuna.support.threads import Pending, is_full, run_beside
 
 __all__ = ["MERGES", "Host", "Subscriber"]
 

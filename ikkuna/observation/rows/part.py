@@ -13,7 +13,7 @@ from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.numerics.elements import widest_float
 from ikkuna.numerics.statistics.device import DeviceStatistics, Doubts
 from ikkuna.numerics.statistics.host import HostStatistics
-from ikkuna.support.threads import is_full
+from ikkuna.support.device_thread import is_full
 
 __all__ = ["Part", "PartPool"]
 

@@ -26,8 +26,8 @@ from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.row_index import Key, RowIndex
 from ikkuna.observation.rows.selection import Selections
 from ikkuna.observation.rows.site import Site
+from ikkuna.support.device_thread import Pending, run_beside
 from ikkuna.support.failures import raise_users_exception
-from ikkuna.support.threads import Pending, run_beside
 
 __all__ = ["RankMerge", "Rows"]
 
