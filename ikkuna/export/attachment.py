@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ikkuna.backends.run import Run
 from ikkuna.errors import ClosedError
-from ikkuna.flight_recorder.flight_recorder import FlightRecorder
+from ikkuna.flight_recorder.recorder import FlightRecorder
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.observation import checkpoint, evaluation

@@ -8,10 +8,11 @@ from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
-from ikkuna.diagnosis import Findings, RecorderOptions
+from ikkuna.diagnosis import Findings
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.attachment import Attachment, Health, release_unreachable
-from ikkuna.flight_recorder.flight_recorder import FlightRecorder
+from ikkuna.flight_recorder.options import RecorderOptions
+from ikkuna.flight_recorder.recorder import FlightRecorder
 from ikkuna.metrics.bus.bus import MessageBus, get_default_bus
 from ikkuna.metrics.live_rules import RuleSelection, RuleSubscriber, register_rules
 from ikkuna.metrics.messages.stamp import TRAINING

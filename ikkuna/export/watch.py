@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from ikkuna.backends.backend import Backend
-from ikkuna.diagnosis import RecorderOptions
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.attachment import attachments_of
 from ikkuna.export.handle import WatchHandle
+from ikkuna.flight_recorder.options import RecorderOptions
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.live_rules import RuleSelection
 from ikkuna.metrics.preset import GROUP, Preset

@@ -14,11 +14,11 @@ from torch import nn
 
 import ikkuna
 from ikkuna.diagnosis import RecorderOptions, Rule, Score, read_dump
-from ikkuna.diagnosis.flight_recorder.random_states import RandomReader, RandomStates
 from ikkuna.errors import ConfigError, ConfigTypeError, DumpError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
+from ikkuna.flight_recorder.random_states import RandomReader, RandomStates
 from ikkuna.testing import small_model
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))

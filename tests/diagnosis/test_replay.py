@@ -211,7 +211,7 @@ def test_the_thresholds_of_the_training_are_used(tmp_path):
 
 
 def test_a_function_that_returns_unknown_names_is_refused(tmp_path):
-    from ikkuna.export.replay.script import arguments_of_script
+    from ikkuna.cli.commands.replay import arguments_of_script
 
     (tmp_path / "named.py").write_text("def build():\n    return {'network': 1}\ndef nothing():\n    return {}\n")
     with pytest.raises(ConfigError, match="returns 'network'; known are model"):

@@ -1,10 +1,19 @@
 """``ikkuna replay``: runs the step of a dump again."""
 
 import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 from ikkuna.cli.terminal import Command, Terminal
+from ikkuna.errors import ConfigError
 
-__all__ = ["command"]
+__all__ = ["arguments_of_script", "command"]
+
+_NAMES = ("model", "loss", "optimizer", "step", "rules")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,18 +27,71 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
-    from ikkuna.diagnosis import read_dump
+    from ikkuna.flight_recorder.dump_reading import read_dump
 
     dump = read_dump(options.path)
     if options.script is None:
         terminal.write(str(dump))
         return 0
-    from ikkuna.export.replay.replay import replay
-    from ikkuna.export.replay.script import arguments_of_script
+    from ikkuna.flight_recorder.replay import replay
 
     result = replay(dump, **arguments_of_script(options.script))
     terminal.write(str(result))
     return int(not result.is_reproduced)
+
+
+def arguments_of_script(reference: str) -> dict[str, Any]:
+    """Return the arguments of `replay` that a function of a script returns.
+
+    Parameters
+    ----------
+    reference : str
+        ``module:function`` or ``path/to/script.py:function``.  The function takes no argument, and returns
+        the model, a tuple ``(model, loss, optimizer)``, or a dict with the names of the arguments.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such function, or if it returns something else.
+    """
+    made = _function(reference)()
+    if isinstance(made, Mapping):
+        if unknown := made.keys() - set(_NAMES):
+            raise ConfigError(f"{reference} returns {sorted(map(str, unknown))[0]!r}; known are {', '.join(_NAMES)}")
+        found = dict(made)
+    else:
+        found = dict(zip(_NAMES, made if isinstance(made, tuple) else (made,), strict=False))
+    if "model" not in found:
+        raise ConfigError(f"{reference} returns no model")
+    return found
+
+
+def _function(reference: str) -> Callable[[], Any]:
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"--script needs module:function or script.py:function, got {reference!r}")
+    if place.endswith(".py"):
+        path = Path(place)
+        if not path.is_file():
+            raise ConfigError(f"there is no script '{path}'")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        sys.path.insert(0, str(path.parent.resolve()))
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"the module of {reference!r} cannot be imported: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{place} has no function {name!r}")
+    found: Callable[[], Any] = function
+    return found
 
 
 command = Command(

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from ikkuna.diagnosis.flight_recorder.random_states import RandomReader, RandomStates
 from ikkuna.errors import ConfigTypeError
+from ikkuna.flight_recorder.random_states import RandomReader, RandomStates
 from ikkuna.numerics.layers import dead_share, unit_counters
 from ikkuna.support.modules import class_name, named_modules, named_parameters
 from ikkuna.support.torch_internals import BATCH_NORMS, pytree

@@ -15,17 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from ikkuna.diagnosis.findings import SEVERITIES, Finding
-from ikkuna.diagnosis.flight_recorder.dump_files import DumpContent
-from ikkuna.diagnosis.flight_recorder.dump_writer import DumpJob, DumpWriter
-from ikkuna.diagnosis.flight_recorder.options import RecorderOptions
-from ikkuna.diagnosis.flight_recorder.stored_history import rule_facts
-from ikkuna.diagnosis.flight_recorder.triggers import CoolDown, NonFiniteTrigger, SpikeTrigger
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.distributed.rendezvous import World
-from ikkuna.flight_recorder.burst import Burst, BurstSubscriber
-from ikkuna.flight_recorder.input_hashes import InputHashSubscriber
+from ikkuna.flight_recorder.burst import Burst, BurstSubscriber, InputHashSubscriber
+from ikkuna.flight_recorder.dump_writing import DumpContent, DumpJob, DumpWriter
+from ikkuna.flight_recorder.options import RecorderOptions
 from ikkuna.flight_recorder.process_hooks import hook_process
-from ikkuna.flight_recorder.recorded_steps import RecordedSteps
+from ikkuna.flight_recorder.recorded_steps import RecordedSteps, rule_facts
+from ikkuna.flight_recorder.triggers import CoolDown, NonFiniteTrigger, SpikeTrigger
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
@@ -37,7 +34,6 @@ from ikkuna.observation.rows.rows import Rows
 from ikkuna.support.failures import suppressed
 
 __all__ = ["FlightRecorder"]
-
 
 _LAST_WORDS = 5.0  # seconds for a dump of a process that ends
 _OF_NUMBERS, _OF_RULE, _AT_END = range(3)

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from ikkuna.diagnosis.findings import Finding
-from ikkuna.diagnosis.flight_recorder.dump_files import FORMAT, INDEX
 from ikkuna.errors import DumpError
+from ikkuna.flight_recorder.dump_writing import FORMAT, INDEX
 from ikkuna.numerics.statistics.table import COLUMN
 
 __all__ = ["Dump", "DumpRow", "read_dump"]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ikkuna.diagnosis.flight_recorder.random_states import RandomStates
 from ikkuna.distributed.dtensor import is_distributed
+from ikkuna.flight_recorder.random_states import RandomStates
 from ikkuna.support.failures import log, raise_users_exception
 
 __all__ = ["CannotCopyError", "CapturedStep", "StepCapture", "copy_state", "copy_values", "size_of"]
-
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
