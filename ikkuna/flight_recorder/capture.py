@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import is_distributed
+from ikkuna.flight_recorder.memory import MemoryBudget
 from ikkuna.flight_recorder.random_states import RandomStates
 from ikkuna.support.failures import log, raise_users_exception
 
@@ -56,8 +57,10 @@ class StepCapture:
     ----------
     state_every : int
         See `RecorderOptions`.
+    budget : MemoryBudget
+        The largest sizes of the batches of all steps that are kept, and of a copy of the state.
     max_bytes : int
-        The largest size of the batches of all steps that are kept.
+        The largest size of a dump.
 
     Attributes
     ----------
@@ -65,9 +68,10 @@ class StepCapture:
         Why something was not copied; empty if nothing was refused.
     """
 
-    def __init__(self, state_every: int, max_bytes: int) -> None:
+    def __init__(self, state_every: int, budget: MemoryBudget, max_bytes: int) -> None:
+        self._budget = budget
         self._state_every = state_every
-        self._max_bytes = max_bytes
+        self._max_bytes, self._max_state = min(max_bytes // 2, budget.steps), min(max_bytes, budget.state)
         self._steps: deque[CapturedStep] = deque()
         self._bytes = 0
         self.refusal = ""
@@ -84,7 +88,7 @@ class StepCapture:
         ):  # it was skipped or abandoned, or an earlier one was loaded
             self._forget(self._steps.pop())
         if self._state_every and step.step % self._state_every == 0 and model is not None:
-            step.state = self._copied(lambda: copy_state(model, optimizers))
+            step.state = self._copied(lambda: self._copy_state(model, optimizers))
         self._steps.append(step)
         if step.state is not None:
             with_state = [i for i, each in enumerate(self._steps) if each.state is not None]
@@ -111,6 +115,17 @@ class StepCapture:
         if self._steps and (copy := self._copied(lambda: copy_values([args[1:], dict(kwargs)]))) is not None:
             self._steps[-1].loss_calls.append(copy)
             self._count(copy)
+
+    def _copy_state(self, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        needed = _size_of_state(model, optimizers)
+        if needed > self._max_state:
+            raise CannotCopyError(
+                f"the state of the training has {needed} bytes, more than {self._max_state}; "
+                "RecorderOptions(max_bytes=…, max_memory=…) allow more"
+            )
+        if not self._budget.has_room(needed):
+            raise CannotCopyError(f"the state of the training has {needed} bytes, and memory is short")
+        return copy_state(model, optimizers)
 
     def _copied(self, copy: Any) -> Any:
         try:
@@ -146,6 +161,14 @@ def copy_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
             },
             "optimizers": [_copy_optimizer(optimizer) for optimizer in optimizers],
         }
+
+
+def _size_of_state(model: nn.Module, optimizers: list[Optimizer]) -> int:
+    """Return the size of what :func:`copy_state` would copy."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    states = [dict(state) for optimizer in optimizers for state in optimizer.state.values()]
+    return size_of([parameters, list(model.buffers()), gradients, states])
 
 
 def _copy_optimizer(optimizer: Optimizer) -> dict[str, Any]:

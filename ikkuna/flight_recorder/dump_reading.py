@@ -1,24 +1,127 @@
 """Reads a dump of the flight recorder."""
 
-import io
 import json
 import os
-import zlib
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ikkuna.diagnosis.findings import Finding
+from ikkuna.diagnosis.findings import SEVERITIES, Finding
 from ikkuna.errors import DumpError
-from ikkuna.flight_recorder.dump_writing import FORMAT, INDEX
-from ikkuna.numerics.statistics.table import COLUMN
+from ikkuna.flight_recorder import checks
+from ikkuna.flight_recorder.dump_writing import FORMAT, INDEX, INDEX_BYTES
+from ikkuna.support.failures import raise_users_exception
 
 __all__ = ["Dump", "DumpRow", "read_dump"]
+
+_Found = TypeVar("_Found")
+
+
+def _file_name(value: Any, place: str) -> str:
+    if not re.fullmatch(r"[a-z_]{1,40}\.(npz|pt)", checks.text(value, place)):
+        raise DumpError(f"{place} must be the name of a file, such as 'rows.npz', got {value!r:.60}")
+    return str(value)
+
+
+def _severity(value: Any, place: str) -> str:
+    if value not in SEVERITIES:
+        raise DumpError(f"{place} must be one of {', '.join(SEVERITIES)}, got {value!r:.60}")
+    return str(value)
+
+
+def _none(value: Any, place: str) -> None:
+    if value is not None:
+        raise DumpError(f"{place} must be null, got {value!r:.60}")
+
+
+_TEXTS, _STEP = checks.list_of(checks.text), checks.integer()
+_TEXT_OR_NONE, _STEP_OR_NONE = checks.one_of(_none, checks.text), checks.one_of(_none, checks.integer(-1))
+_FINDING = checks.record(
+    {"rule": checks.text, "severity": _severity, "message": checks.text},
+    {
+        "module": _TEXT_OR_NONE,
+        "kind": _TEXT_OR_NONE,
+        "step": _STEP_OR_NONE,
+        "value": checks.one_of(_none, checks.number),
+        "advice": checks.text,
+        "evidence": checks.list_of(checks.pair_of(checks.one_of(_STEP, checks.text), checks.number)),
+        "modules": _TEXTS,
+        "consequences": _TEXTS,
+    },
+)
+_INDEX = checks.record(
+    {
+        "format": checks.integer(1, FORMAT),
+        "step": _STEP,
+        "reasons": _TEXTS,
+        "findings": checks.list_of(_FINDING),
+        "rules": checks.list_of(checks.record({"name": checks.text, "patience": checks.integer()}, checks.number)),
+        "files": checks.map_of(checks.record({"bytes": _STEP, "crc32": checks.integer(0, 2**32 - 1)}), _file_name),
+        "left_out": checks.map_of(checks.text),
+        "options": checks.record({"every": checks.integer(1)}),
+    }
+)
+_AXES = {
+    "rows.npz": {
+        "steps": ("i", "S"),
+        "values": ("f", "S R C"),
+        "columns": ("U", "C"),
+        "kinds": ("U", "R"),
+        "modules": ("U", "R"),
+        "paths": ("U", "R"),
+        "log_steps": ("i", "L"),
+        "loss": ("f", "L"),
+        "learning_rates": ("f", "L G"),
+        "seconds": ("fi?", "L"),
+        "skipped": ("biu?", "L"),
+        "groups": ("U?", "N"),
+        "hash_steps": ("i?", "H"),
+        "hash_names": ("U?", "H"),
+        "hashes": ("f?", "H"),
+    },
+    "burst.npz": {
+        "steps": ("i", "S"),
+        "values": ("f", "S R C"),
+        "histograms": ("i", "H 4"),
+        "kinds": ("U", "R"),
+        "modules": ("U", "R"),
+        "paths": ("U", "R"),
+    },
+    "history.npz": {
+        "kinds": ("U", "K"),
+        "names": ("U", "K"),
+        "passes": ("U", "K"),
+        "series": ("i", "P"),
+        "steps": ("i", "P"),
+        "values": ("f", "P"),
+    },
+}
+_CALL = checks.pair_of(checks.list_of(checks.plain), checks.map_of(checks.plain))
+_OPTIMIZER = checks.record(
+    {
+        "state": checks.map_of(checks.map_of(checks.plain), checks.integer()),
+        "param_groups": checks.list_of(checks.record({"params": checks.list_of(checks.integer())})),
+    }
+)
+_TENSORS = {name: checks.map_of(checks.tensor) for name in ("parameters", "buffers", "gradients")}
+_CONTENT = {
+    "state.pt": checks.record(
+        {"step": _STEP, **_TENSORS, "evaluated": _TEXTS, "optimizers": checks.list_of(_OPTIMIZER)}
+    ),
+    "batches.pt": checks.list_of(
+        checks.record(
+            {
+                **dict.fromkeys(("step", "train_step", "epoch"), _STEP),
+                **{name: checks.list_of(_CALL) for name in ("model_calls", "loss_calls")},
+            }
+        )
+    ),
+}
 
 
 class DumpRow(NamedTuple):
@@ -97,8 +200,10 @@ class Dump:
         """
         try:
             row = self.names.index(DumpRow(kind, module, path))
-            values = self.rows["values"][:, row, COLUMN[column]]
-        except (ValueError, KeyError) as error:
+            values = self.rows["values"][:, row, self.rows["columns"].tolist().index(column)]
+        except ValueError as error:
+            if isinstance(error, DumpError):
+                raise
             raise DumpError(f"the dump has no {column} of {DumpRow(kind, module, path)}") from error
         found = zip(self.steps.tolist(), values.tolist(), strict=True)
         return {step: value for step, value in found if not np.isnan(value)}
@@ -120,13 +225,9 @@ class Dump:
         DumpError
             If the file is missing or damaged.
         """
-        try:
-            with np.load(io.BytesIO(self._checked(name)), allow_pickle=False) as file:
-                return {key.replace("|", "/"): file[key] for key in file.files}
-        except DumpError:
-            raise
-        except (ValueError, OSError, KeyError) as error:
-            raise DumpError(f"'{self.path / name}' is damaged: {error}") from error
+        found = {key.replace("|", "/"): each for key, each in self._read(name, checks.arrays_of).items()}
+        checks.check_axes(found, _AXES.get(name, {}), f"'{self.path / name}'")
+        return found
 
     def tensors(self, name: str) -> Any:
         """Return the content of a ``.pt`` file, on the host.
@@ -136,42 +237,36 @@ class Dump:
         DumpError
             If the file is missing or damaged.
         """
-        try:
-            return torch.load(io.BytesIO(self._checked(name)), weights_only=True, map_location="cpu")
-        except DumpError:
-            raise
-        except Exception as error:  # any error of the parser means that the file is damaged
-            raise DumpError(f"'{self.path / name}' is damaged: {error}") from error
+        found = self._read(name, checks.checked_tensors)
+        return _CONTENT[name](found, f"'{self.path / name}'") if name in _CONTENT else found
 
-    def _checked(self, name: str) -> bytes:
-        """Return the bytes of a file if they are those that were written."""
+    def _read(self, name: str, parse: Callable[[IO[bytes], int], _Found]) -> _Found:
+        """Return the content of a file if it is the one that was written."""
         if (known := self.facts["files"].get(name)) is None:
-            why = self.facts.get("left_out", {}).get(name)
+            why = self.facts["left_out"].get(name)
             raise DumpError(f"the dump '{self.path}' has no {name}" + (f": {why}" if why else ""))
-        try:
-            data = (self.path / name).read_bytes()
-        except OSError as error:
-            raise DumpError(f"'{self.path / name}' cannot be read: {error.strerror}") from error
-        if len(data) != known["bytes"] or zlib.crc32(data) != known["crc32"]:
-            raise DumpError(f"'{self.path / name}' is damaged: its content has changed since it was written")
-        return data
+        with checks.open_regular(self.path / name, known["bytes"], known["crc32"]) as file:
+            try:
+                return parse(file, known["bytes"])
+            except Exception as error:  # any error of a parser means that the file is damaged
+                raise_users_exception(error)
+                raise DumpError(f"'{self.path / name}' is damaged: {error}") from error
 
     def __str__(self) -> str:
         steps = self.steps
         kept = f"{len(steps)} sampled steps ({steps[0]} to {steps[-1]})" if len(steps) else "no sampled step"
         lines = [f"dump of step {self.step}: {'; '.join(self.reasons)}", f"  {kept}, {len(self.names)} rows each"]
         lines += [f"  {name}: {facts['bytes']} bytes" for name, facts in self.facts["files"].items()]
-        lines += [f"  without {name}: {why}" for name, why in self.facts.get("left_out", {}).items()]
+        lines += [f"  without {name}: {why}" for name, why in self.facts["left_out"].items()]
         return "\n".join(lines)
 
 
 def _finding(entry: Mapping[str, Any]) -> Finding:
-    values = dict(entry)
-    for name in ("modules", "consequences"):
-        values[name] = tuple(values[name])
-    values["evidence"] = tuple((place, float(value)) for place, value in values["evidence"])
-    if values["value"] is not None:
-        values["value"] = float(values["value"])
+    names = Finding.__dataclass_fields__
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items() if name in names
+    }
+    values["evidence"] = tuple((place, value) for place, value in entry.get("evidence", ()))
     return Finding(**values)
 
 
@@ -185,18 +280,19 @@ def read_dump(path: str | os.PathLike[str]) -> Dump:
     """
     root = Path(path)
     index = root / INDEX
-    if not index.is_file():
+    if not index.exists():
         found = sorted(child.parent.name for child in root.glob(f"*/{INDEX}")) if root.is_dir() else []
         hint = f"; it contains {', '.join(found[:5])}" if found else ""
         raise DumpError(f"'{root}' is not a dump: it has no {INDEX}{hint}")
     try:
-        facts = json.loads(index.read_text(encoding="utf-8"))
-        if facts["format"] > FORMAT:
-            raise DumpError(
-                f"'{root}' was written by a newer ikkuna: format {facts['format']}, known are those up to {FORMAT}"
-            )
-        return Dump(root, facts)
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, DumpError):
-            raise
+        with checks.open_regular(index, limit=INDEX_BYTES) as file:
+            facts = json.loads(file.read(INDEX_BYTES + 1))
+    except DumpError:
+        raise
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise_users_exception(error)
         raise DumpError(f"'{index}' is damaged: {error}") from error
+    written = facts.get("format") if isinstance(facts, dict) else None
+    if type(written) is int and written > FORMAT:
+        raise DumpError(f"'{root}' was written by a newer ikkuna: format {written}, known are those up to {FORMAT}")
+    return Dump(root, _INDEX(facts, f"'{index}'"))

@@ -6,29 +6,55 @@ import json
 import os
 import shutil
 import threading
+import time
+import zipfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ikkuna.support.failures import log
+from ikkuna.flight_recorder.capture import size_of
+from ikkuna.flight_recorder.checks import INFLATED, PLAIN
+from ikkuna.support.failures import log, suppressed
 from ikkuna.support.files import atomic_path
 from ikkuna.support.threads import BackgroundThread
 
-__all__ = ["FORMAT", "INDEX", "DumpContent", "DumpJob", "DumpWriter", "add_arrays", "file_bytes", "write_dump"]
+fcntl: Any = None
+with contextlib.suppress(ImportError):  # Windows has none
+    fcntl = import_module("fcntl")
+
+__all__ = [
+    "FORMAT",
+    "INDEX",
+    "INDEX_BYTES",
+    "DumpContent",
+    "DumpJob",
+    "DumpWriter",
+    "add_arrays",
+    "remove_unfinished",
+    "write_arrays",
+    "write_dump",
+]
 
 FORMAT = 1
 """The version of the format, stored in ``dump.json``."""
 
 INDEX = "dump.json"
 """The file that describes a dump, and lists its other files."""
+
+INDEX_BYTES = 1 << 22
+"""The largest size of this file."""
+
+_WAITING = 4
+_OLD = 86_400.0  # seconds after which an unfinished dump is removed where the file system has no locks
 
 
 @dataclass
@@ -42,12 +68,12 @@ class DumpContent:
     facts : dict
         What ``dump.json`` says, as plain values.
     arrays : dict of str to dict of str to array
-        The ``.npz`` files.
+        The ``.npz`` files, the most important one first.
     tensors : dict of str to object
-        The ``.pt`` files: tensors, numbers and texts in lists and dicts.  They are left out, the first one first,
-        if the dump would be larger than `max_bytes`.
+        The ``.pt`` files: tensors, numbers and texts in lists and dicts, the least important one first.
     max_bytes : int
-        The largest size of all files.
+        The largest size of all files.  Files that do not fit are left out, the least important ones first: tensors before arrays.
+        A quarter is kept for a burst, which is added later.
     """
 
     name: str
@@ -61,7 +87,7 @@ def write_dump(parent: Path, content: DumpContent) -> Path:
     """Write a dump as a new directory below `parent`, and return it.
 
     The files are written and synchronised in a hidden directory, which then gets its name, so that a reader never sees half a dump,
-    and a dump that exists survives ``kill -9`` and a loss of power.
+    and a dump that exists survives ``kill -9`` and a loss of power.  Only the user can read it, because it holds training data.
 
     Raises
     ------
@@ -70,7 +96,8 @@ def write_dump(parent: Path, content: DumpContent) -> Path:
     """
     parent.mkdir(parents=True, exist_ok=True)
     partial = parent / f".{content.name}.{os.urandom(8).hex()}"
-    partial.mkdir()
+    partial.mkdir(mode=0o700)
+    lock = _lock(partial)
     try:
         _write_files(partial, content)
         target = _rename_unused(partial, parent, content.name)
@@ -78,36 +105,145 @@ def write_dump(parent: Path, content: DumpContent) -> Path:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
     return target
+
+
+def remove_unfinished(log_dir: Path) -> None:
+    """Remove what processes that were killed while they wrote a dump have left in the runs of a directory.
+
+    A process that lives holds a lock on what it writes.  Where the file system has no locks, what is older than a day is removed.
+    """
+    for pattern in ("*/dumps", "dumps_rank*", "dumps"):
+        for partial in log_dir.glob(f"{pattern}/.step_*"):
+            with contextlib.suppress(OSError):
+                is_old = time.time() - partial.stat().st_mtime > _OLD
+                if not is_old and not any(partial.iterdir()):  # it is new, and may not be locked yet
+                    continue
+                try:
+                    lock = _lock(partial)
+                except BlockingIOError:
+                    continue
+                if lock is not None:
+                    os.close(lock)
+                if lock is not None or is_old:
+                    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _lock(directory: Path) -> int | None:
+    """Lock a directory; return a descriptor that holds the lock until it is closed, or ``None`` where there are no locks.
+
+    Raises
+    ------
+    BlockingIOError
+        If another process holds it.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _write_files(directory: Path, content: DumpContent) -> None:
     files: dict[str, Any] = {}
     left_out: dict[str, str] = dict(content.facts.get("left_out", {}))
-    size = 0
-    for name, arrays in content.arrays.items():
-        size += _write(directory / name, _npz(arrays), files)
-    for name, value in reversed(content.tensors.items()):
-        expected = _size_of(value)
-        if size + expected > content.max_bytes:
-            left_out[name] = f"it has {expected} bytes, and a dump has at most {content.max_bytes}"
-            continue
+    facts = content.facts | {"format": FORMAT, "files": files, "left_out": left_out}
+    left = content.max_bytes - content.max_bytes // 4 - len(_index(facts, content.max_bytes)) - _RESERVED
+    jobs: list[tuple[str, Any, Callable[[IO[bytes], Any], None]]] = [
+        *((name, arrays, write_arrays) for name, arrays in content.arrays.items()),
+        *((name, value, _write_tensors) for name, value in reversed(content.tensors.items())),
+    ]
+    for name, value, write in jobs:
         try:
-            size += _write(directory / name, _torch_file(value), files)
+            if size_of(value) > left and write is _write_tensors:
+                raise _TooLargeError
+            _write(directory / name, lambda file, write=write, value=value: write(file, value), files, left)  # type: ignore[misc]
+            left -= files[name]["bytes"]
+        except _TooLargeError:
+            left_out[name] = f"a dump has at most {content.max_bytes} bytes"
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # an object that cannot be stored
             left_out[name] = f"{type(error).__name__}: {error}"
-    facts = content.facts | {"format": FORMAT, "files": files, "left_out": left_out}
-    _write(directory / INDEX, json.dumps(_finite(facts), indent=1).encode(), {})
+        if name in left_out:
+            (directory / name).unlink(missing_ok=True)
+    _write(directory / INDEX, lambda file: file.write(_index(facts, content.max_bytes)), {}, INDEX_BYTES)
     _synchronise(directory)
 
 
-def _write(path: Path, data: bytes, files: dict[str, Any]) -> int:
-    with path.open("xb") as file:
-        file.write(data)
+_RESERVED = 1024  # of dump.json, for the facts about the files
+
+
+def _index(facts: dict[str, Any], max_bytes: int) -> bytes:
+    """Return ``dump.json``; without the modules, and with shorter lists, if it would be too large."""
+    limit = min(INDEX_BYTES, max(max_bytes // 4, 2048))
+    shorter: dict[str, Any]
+    for shorter in ({}, {"modules": []}, {"findings": [], "rules": []}):
+        facts = facts | shorter
+        data = json.dumps(_finite(facts), separators=(",", ":")).encode()
+        if len(data) <= limit:
+            return data
+    return json.dumps(_finite(facts | {"reasons": [str(reason)[:200] for reason in facts["reasons"][:3]]})).encode()
+
+
+class _TooLargeError(Exception):
+    """A file of a dump is larger than allowed."""
+
+
+class _Checked(io.RawIOBase):
+    """Passes on what is written to a file, and computes its size and CRC-32; it cannot seek, so each byte passes once.
+
+    An error is kept and not raised, because torch ends the process if a file raises while it writes.
+
+    Parameters
+    ----------
+    file : file
+        The file.
+    limit : int
+        The largest size.
+    """
+
+    def __init__(self, file: IO[bytes], limit: int) -> None:
+        self._file, self._limit = file, limit
+        self.size = self.crc32 = 0
+        self.error: Exception | None = None
+
+    def writable(self) -> bool:
+        """Return ``True``."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, unless an error has occurred."""
+        count = memoryview(data).nbytes
+        self.size += count
+        if self.error is None:
+            try:
+                if self.size > self._limit:
+                    raise _TooLargeError
+                self.crc32 = zlib.crc32(data, self.crc32)
+                self._file.write(data)
+            except Exception as error:
+                self.error = error
+        return count
+
+
+def _write(path: Path, write: Callable[[IO[bytes]], object], files: dict[str, Any], limit: int) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        checked = _Checked(file, limit)
+        write(cast(IO[bytes], checked))
+        if checked.error is not None:
+            raise checked.error
         file.flush()
         os.fsync(file.fileno())
-    files[path.name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    return len(data)
+    files[path.name] = {"bytes": checked.size, "crc32": checked.crc32}
 
 
 def _rename_unused(partial: Path, parent: Path, name: str) -> Path:
@@ -120,8 +256,16 @@ def _rename_unused(partial: Path, parent: Path, name: str) -> Path:
     raise AssertionError
 
 
-def add_arrays(directory: Path, name: str, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
+def add_arrays(
+    directory: Path,
+    name: str,
+    arrays: Mapping[str, NDArray[Any]],
+    facts: Mapping[str, Any],
+    max_bytes: int = 1 << 28,
+) -> None:
     """Add a ``.npz`` file, and further facts, to a dump; each file is replaced in one step.
+
+    Histograms are left out if the dump would be larger than `max_bytes`, and then the file.
 
     Raises
     ------
@@ -130,11 +274,19 @@ def add_arrays(directory: Path, name: str, arrays: Mapping[str, NDArray[Any]], f
     """
     index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
     files: dict[str, Any] = {}
-    with atomic_path(directory / name) as partial:
-        _write(partial, _npz(arrays), files)
-    index["files"][name] = files.popitem()[1]
+    limit = max_bytes - sum(file.stat().st_size for file in directory.iterdir()) - _RESERVED
+    for given in (arrays, {**arrays, "histograms": np.zeros((0, 4), np.int64)}):
+        with contextlib.suppress(_TooLargeError), atomic_path(directory / name) as partial:
+            _write(partial, lambda file, given=given: write_arrays(file, given), files, limit)  # type: ignore[misc]
+            break
+        index["left_out"][name] = f"its histograms are too large; a dump has at most {max_bytes} bytes"
+    if files:
+        index["files"][name] = files.popitem()[1]
+    else:
+        index["left_out"][name] = f"a dump has at most {max_bytes} bytes"
+    data = json.dumps(_finite(index | dict(facts)), separators=(",", ":")).encode()
     with atomic_path(directory / INDEX) as partial:
-        _write(partial, json.dumps(_finite(index | dict(facts)), indent=1).encode(), {})
+        _write(partial, lambda file: file.write(data), {}, INDEX_BYTES)
     _synchronise(directory)
 
 
@@ -148,35 +300,37 @@ def _synchronise(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _npz(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **{key.replace("/", "|"): array for key, array in arrays.items()})
-    return buffer.getvalue()
+def write_arrays(file: IO[bytes], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write arrays as a ``.npz`` file, piece by piece; compressed unless they are so large that a reader refuses them."""
+    small = sum(array.nbytes + 1024 for array in arrays.values()) <= INFLATED
+    method = zipfile.ZIP_DEFLATED if small else zipfile.ZIP_STORED
+    with zipfile.ZipFile(file, "w", method, compresslevel=4) as archive:
+        for key, array in arrays.items():
+            with archive.open(f"{key.replace('/', '|')}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
-def _torch_file(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(_on_host(value), buffer)
-    data = buffer.getvalue()
-    torch.load(io.BytesIO(data), weights_only=True)  # raises if it contains more than tensors and plain values
-    return data
+def _write_tensors(file: IO[bytes], value: Any) -> None:
+    torch.save(_on_host(value), file)
 
 
 def _on_host(value: Any) -> Any:
+    """Return a nested value with its tensors on the host.
+
+    Raises
+    ------
+    TypeError
+        If it contains what a reader refuses.
+    """
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, dict):
         return {key: _on_host(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_on_host(item) for item in value)
+    if not isinstance(value, PLAIN):
+        raise TypeError(f"a {type(value).__name__} cannot be stored")
     return value
-
-
-def _size_of(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.itemsize
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(_size_of, items))
 
 
 def _finite(value: Any) -> Any:
@@ -186,14 +340,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return repr(value) if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def file_bytes(directory: Path, name: str) -> bytes:
-    """Return the content of one file of a dump."""
-    return (directory / name).read_bytes()
-
-
-_WAITING = 4
 
 
 class DumpJob:
@@ -229,6 +375,10 @@ class DumpJob:
         self._content = None
         self._done.set()
 
+    def has_failed(self) -> bool:
+        """Return whether the dump could not be written."""
+        return self._done.is_set() and self.path is None
+
     def wait(self, timeout: float | None) -> bool:
         """Return whether the dump was written within `timeout` seconds."""
         self._done.wait(timeout)
@@ -254,6 +404,7 @@ class DumpWriter:
         self._jobs: deque[Callable[[], None]] = deque()
         self._thread: BackgroundThread | None = None
         self._lock = threading.Lock()
+        self._has_said = False
 
     def write(self, job: DumpJob) -> None:
         """Write a dump soon."""
@@ -262,6 +413,7 @@ class DumpWriter:
             try:
                 path = job.run()
                 self.written.append(path)
+                self._has_said = False
                 log.warning("the last steps are in '%s'", path)
             except Exception as error:
                 self._report(error)
@@ -271,26 +423,49 @@ class DumpWriter:
         if not self._add(run):
             job.finish()
 
-    def extend(self, job: DumpJob, name: str, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
-        """Add a file to a dump after it was written."""
+    def extend(
+        self,
+        job: DumpJob,
+        name: str,
+        arrays: Mapping[str, NDArray[Any]],
+        facts: Mapping[str, Any],
+        limit: Callable[[Path], int],
+    ) -> None:
+        """Add a file to a dump after it was written; `limit` returns the largest size of the dump, and is called in the thread."""
 
         def run() -> None:
             if job.path is not None:
                 try:
-                    add_arrays(job.path, name, arrays, facts)
+                    add_arrays(job.path, name, arrays, facts, limit(job.path))
                 except Exception as error:
                     self._report(error)
 
         self._add(run)
 
+    def remove_unfinished(self, log_dir: Path) -> None:
+        """Remove what killed processes have left, see :func:`remove_unfinished`."""
+
+        def run() -> None:
+            with suppressed(Exception):
+                remove_unfinished(log_dir)
+
+        if len(self._jobs) < _WAITING - 1:
+            self._add(run)
+
     def _report(self, error: Exception) -> None:
         self.failed += 1
-        log.error("a dump cannot be written (training is not affected): %s: %s", type(error).__name__, error)
+        self._say("a dump cannot be written (training is not affected): %s: %s", type(error).__name__, error)
+
+    def _say(self, text: str, *values: object) -> None:
+        """Log an error once, until a dump is written again; `failed` counts all."""
+        if not self._has_said:
+            self._has_said = True
+            log.error(f"{text}; further failures are counted in health() until a dump succeeds", *values)
 
     def _add(self, run: Callable[[], None]) -> bool:
         if len(self._jobs) >= _WAITING:
             self.failed += 1
-            log.error("a dump is left out: the disk is too slow for %d others", _WAITING)
+            self._say("a dump is left out: the disk is too slow for %d others", _WAITING)
             return False
         self._jobs.append(run)
         thread = BackgroundThread(self._work, "ikkuna dumps")

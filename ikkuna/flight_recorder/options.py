@@ -33,9 +33,14 @@ class RecorderOptions:
     cool_down : int
         Number of steps after an automatic dump in which no other one is written.
     max_dumps : int
-        Number of dumps of a run; those of ``exporter.dump()`` do not count.
+        Number of dumps of a run, and one more at the end of the process; those of ``exporter.dump()`` and those that cannot be written
+        do not count.
     max_bytes : int
-        The size of a dump; what does not fit is left out, batches first, then the state.
+        The size of a dump; what does not fit is left out: batches first, then the state, then histograms and rows.
+        ``dump.json`` is always written; it has about 2 kB then.
+    max_memory : int
+        The memory that the recorder uses in the training process.  A burst measures fewer histograms, and states and batches
+        are not copied, if they do not fit, or if they need more than half of the memory that the machine or the container has left.
 
     Raises
     ------
@@ -61,6 +66,7 @@ class RecorderOptions:
     cool_down: int = 200
     max_dumps: int = 5
     max_bytes: int = 1 << 28
+    max_memory: int = 1 << 30
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -21,7 +21,7 @@ class _Recorder(Protocol):
     def process_fails(self, error: BaseException) -> None:
         """Handle an exception that ends the process."""
 
-    def signal_arrived(self, name: str) -> None:
+    def signal_arrived(self, name: str, is_end: bool) -> None:
         """Handle a signal."""
 
 
@@ -104,7 +104,7 @@ class ProcessHooks:
         name = signal.Signals(number).name
         for recorder in list(self._signals.get(number, ())):
             try:
-                recorder.signal_arrived(name)
+                recorder.signal_arrived(name, name not in _HARMLESS)
             except Exception as error:
                 raise_users_exception(error)
                 log.exception("a dump at %s failed", name)

@@ -94,8 +94,16 @@ class RandomStates(NamedTuple):
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> "RandomStates":
-        """Return the states that :meth:`arrays` has returned."""
+        """Return the states that :meth:`arrays` has returned.
+
+        Raises
+        ------
+        ValueError or KeyError
+            If they are of something else.
+        """
         position, has_gauss, gauss = arrays["numpy_rest"].tolist()
+        if arrays["numpy_key"].shape != (624,) or not 0 <= position <= 624:  # numpy reads beyond its key otherwise
+            raise ValueError("the state of numpy.random has another size")
         version, python_gauss = arrays["python_rest"].tolist()
         devices = {name.removeprefix("device "): array for name, array in arrays.items() if name.startswith("device ")}
         return cls(

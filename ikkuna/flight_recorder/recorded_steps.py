@@ -13,6 +13,7 @@ from ikkuna.diagnosis.judge import Judge
 from ikkuna.diagnosis.rule import Rule
 from ikkuna.flight_recorder.burst import names_of
 from ikkuna.flight_recorder.capture import CapturedStep, StepCapture
+from ikkuna.flight_recorder.memory import MemoryBudget
 from ikkuna.flight_recorder.options import RecorderOptions
 from ikkuna.flight_recorder.random_states import RandomReader, RandomStates
 from ikkuna.flight_recorder.ring import RowRing, StepLog
@@ -95,6 +96,8 @@ class RecordedSteps:
         Of the exporter.
     options : RecorderOptions
         The settings.
+    budget : MemoryBudget
+        How much memory may be used.
 
     Attributes
     ----------
@@ -102,13 +105,13 @@ class RecordedSteps:
         The last step.
     """
 
-    def __init__(self, context: HookContext, options: RecorderOptions) -> None:
+    def __init__(self, context: HookContext, options: RecorderOptions, budget: MemoryBudget) -> None:
         self._context, self._options = context, options
-        self._ring, self._log = RowRing(options.length), StepLog()
+        self._ring, self._log = RowRing(options.length, budget.ring), StepLog()
         self._random: deque[tuple[int, RandomStates]] = deque(maxlen=options.length)
         self._reader: RandomReader | None = None
         self._captures = options.record_batches or options.state_every > 0
-        self._capture = StepCapture(options.state_every, options.max_bytes // 2)
+        self._capture = StepCapture(options.state_every, budget, options.max_bytes)
         self._takes_call = False
         self._plans: dict[int, tuple[Plan, bool]] = {}
         self._keys: Any = ()

@@ -19,10 +19,11 @@ from ikkuna.diagnosis.judge import Judge
 from ikkuna.distributed.rendezvous import World
 from ikkuna.flight_recorder.burst import Burst, BurstSubscriber, InputHashSubscriber
 from ikkuna.flight_recorder.dump_writing import DumpContent, DumpJob, DumpWriter
+from ikkuna.flight_recorder.memory import MemoryBudget
 from ikkuna.flight_recorder.options import RecorderOptions
 from ikkuna.flight_recorder.process_hooks import hook_process
 from ikkuna.flight_recorder.recorded_steps import RecordedSteps, rule_facts
-from ikkuna.flight_recorder.triggers import CoolDown, NonFiniteTrigger, SpikeTrigger
+from ikkuna.flight_recorder.triggers import AT_END, CoolDown, NonFiniteTrigger, SpikeTrigger
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
@@ -31,12 +32,14 @@ from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.observer import StepObserver
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.rows import Rows
-from ikkuna.support.failures import suppressed
+from ikkuna.support.failures import log, suppressed
 
 __all__ = ["FlightRecorder"]
 
 _LAST_WORDS = 5.0  # seconds for a dump of a process that ends
-_OF_NUMBERS, _OF_RULE, _AT_END = range(3)
+_OF_NUMBERS, _OF_RULE = range(2)  # the importance of a dump; that of `AT_END` is larger
+_HISTOGRAM_BYTES = 1 << 19
+_SMALL_BURST = 1 << 20
 _QUIET = frozenset(("activations", "layer_inputs", "input_data", "network_output"))  # may contain Inf on purpose
 
 
@@ -58,7 +61,8 @@ class FlightRecorder(StepObserver):
     def __init__(self, context: HookContext, bus: MessageBus, options: RecorderOptions) -> None:
         self._context, self._bus, self.options = context, bus, options
         self._writer = DumpWriter()
-        self._steps = RecordedSteps(context, options)
+        self._budget = MemoryBudget(options.max_memory)
+        self._steps = RecordedSteps(context, options, self._budget)
         self._nonfinite, self._spike = NonFiniteTrigger(), SpikeTrigger()
         self._cool_down = CoolDown(options.cool_down, options.max_dumps)
         self._reasons: list[str] = []
@@ -66,6 +70,7 @@ class FlightRecorder(StepObserver):
         self._burst: Burst | None = None
         self._burst_job: DumpJob | None = None
         self._process = os.getpid()
+        self._is_cleaned = self._has_said = False
         self.judge: Judge | None = None
         self._hashes = InputHashSubscriber(context.model.loss is not None, options.length, subsample=options.every)
         self._unhook = hook_process(self, options.signals)
@@ -137,8 +142,7 @@ class FlightRecorder(StepObserver):
             return
         try:
             reasons, self._reasons = self._reasons, []
-            if self._cool_down.allows(stamp.global_step, _OF_RULE if self._findings else _OF_NUMBERS):
-                self._write(reasons, has_burst=True)
+            self._write_if_allowed(reasons, _OF_RULE if self._findings else _OF_NUMBERS, has_burst=True)
             self._findings = []
         except Exception as error:
             self._context.error_guard.report_internal("writing a dump", error)
@@ -169,17 +173,15 @@ class FlightRecorder(StepObserver):
     def process_fails(self, error: BaseException) -> None:
         """Write a dump before the process ends."""
         with suppressed(Exception):
-            if self._cool_down.allows(self._steps.step, _AT_END):
-                job = self._write([f"{type(error).__name__}: {error}"], has_burst=False)
-                if job is not None:
-                    self._writer.wait(job, _LAST_WORDS)
-
-    def signal_arrived(self, name: str) -> None:
-        """Write a dump, and wait for it, because the signal may end the process."""
-        if self._cool_down.allows(self._steps.step, _AT_END):
-            job = self._write([f"signal {name}"], has_burst=False)
+            job = self._write_if_allowed([f"{type(error).__name__}: {error}"], AT_END)
             if job is not None:
                 self._writer.wait(job, _LAST_WORDS)
+
+    def signal_arrived(self, name: str, is_end: bool) -> None:
+        """Write a dump, and wait for it, because the signal may end the process; `is_end` is whether it usually does."""
+        job = self._write_if_allowed([f"signal {name}"], AT_END if is_end else _OF_RULE)
+        if job is not None:
+            self._writer.wait(job, _LAST_WORDS)
 
     # -- dumps ----------------------------------------------------------------------------------------------------
 
@@ -193,10 +195,28 @@ class FlightRecorder(StepObserver):
         """Number of dumps that could not be written."""
         return self._writer.failed
 
+    def _write_if_allowed(self, reasons: list[str], importance: int, has_burst: bool = False) -> DumpJob | None:
+        """Write an automatic dump, unless another one was written shortly before, or too many in this run."""
+        step = self._steps.step
+        if not self._cool_down.allows(step, importance):
+            if self._cool_down.is_used_up and not self._has_said and self.options.max_dumps:
+                self._has_said = True
+                log.warning(
+                    "%d dumps of this run are written (RecorderOptions(max_dumps=…)); further ones are left out, "
+                    "except one at the end of the process",
+                    self.options.max_dumps,
+                )
+            return None
+        job = self._write(reasons, has_burst)
+        if job is not None:
+            self._cool_down.add(step, importance, job.has_failed)
+        return job
+
     def _write(self, reasons: list[str], has_burst: bool) -> DumpJob | None:
         """Copy what is kept, and pass it to the writer."""
         if self._process != os.getpid():
             return None
+        self._remove_unfinished()
         job = DumpJob(self._content(reasons), self._directory())
         self._writer.write(job)
         if has_burst and self.options.burst and self._burst is None and World.here().size == 1:
@@ -205,13 +225,47 @@ class FlightRecorder(StepObserver):
 
     def _begin_burst(self, job: DumpJob) -> None:
         model, steps = self._context.model, self.options.burst
-        # the graph of a compiled model would have to be compiled again to measure inside it
-        subscriber = BurstSubscriber(not model.is_compiled, model.loss is not None)
+        if not self._budget.has_room(self._budget.histograms + 4 * self._budget.burst):
+            return
+        in_modules = not model.is_compiled  # the graph would have to be compiled again to measure inside it
+        subscribers = [
+            BurstSubscriber(in_modules, model.loss is not None),
+            BurstSubscriber(in_modules, histograms_of=self._modules_with_histograms(in_modules)),
+        ]
 
         def finish(arrays: dict[str, NDArray[Any]]) -> None:
-            self._writer.extend(job, "burst.npz", arrays, {"burst_steps": arrays["steps"].tolist()})
+            facts = {"burst_steps": arrays["steps"].tolist()}
+            self._writer.extend(job, "burst.npz", arrays, facts, self._size_with_burst)
 
-        self._burst = Burst(self._bus, subscriber, steps, finish)
+        self._burst = Burst(self._bus, subscribers, steps, self._budget.burst, finish)
+
+    def _modules_with_histograms(self, in_modules: bool) -> list[str]:
+        """Return the modules whose histograms fit into memory, those with findings first."""
+        named = [finding.module for finding in self._findings]
+        left, chosen = self._budget.histograms, []
+        for entry in sorted(self._bus.network, key=lambda entry: entry.name not in named):
+            left -= (3 * in_modules + 3 * len(entry.parameters)) * _HISTOGRAM_BYTES
+            if left < 0:
+                break
+            chosen.append(entry.name)
+        return chosen
+
+    def _size_with_burst(self, dump: Path) -> int:
+        """Return the largest size of a dump with its burst: a burst is not larger than the other files of the run, or 1 MiB."""
+        run = dump.parent.parent
+        of_run = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
+        own = sum(file.stat().st_size for file in dump.iterdir())
+        return min(
+            self.options.max_bytes,
+            own + max(of_run // self.options.max_dumps if self.options.max_dumps else 0, _SMALL_BURST),
+        )
+
+    def _remove_unfinished(self) -> None:
+        """Let the writer remove what killed processes have left, once."""
+        log_dir = Path(self._bus.log_dir or "run")
+        if not self._is_cleaned and log_dir.is_dir():
+            self._is_cleaned = True
+            self._writer.remove_unfinished(log_dir.absolute())
 
     def _directory(self) -> Callable[[], Path]:
         """Return a function that returns the directory of the dumps: that of the run, or one of this rank."""
@@ -266,6 +320,7 @@ class FlightRecorder(StepObserver):
             if self._burst is not None:
                 self._burst.end()
             self._handle.remove()
+            self._remove_unfinished()
             self._writer.close(2.0)
         except Exception as error:
             self._context.error_guard.report_internal("closing the flight recorder", error)

@@ -1,5 +1,6 @@
 """Runs the step of a dump again, from the state before it, and compares what is measured."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from ikkuna.diagnosis.findings import Finding
 from ikkuna.diagnosis.rule import Rule, get_rules
-from ikkuna.errors import ConfigTypeError, DumpError
+from ikkuna.errors import ConfigTypeError, DumpError, IkkunaError
 from ikkuna.export.exporter import Exporter
 from ikkuna.flight_recorder.dump_reading import Dump, read_dump
 from ikkuna.flight_recorder.random_states import RandomStates
@@ -130,16 +131,27 @@ class _LastRows(StepObserver):
         }
 
 
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise `DumpError` for any error inside, because the values of a dump can be of another training, or damaged."""
+    try:
+        yield
+    except IkkunaError:
+        raise
+    except Exception as error:
+        raise DumpError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 class _Calls(list[Any]):
     """The calls of the model in a step; before each of them the states of the random generators are restored."""
 
-    def __init__(self, calls: list[Any], states: Callable[[int], RandomStates]) -> None:
+    def __init__(self, calls: list[Any], restore: Callable[[int], None]) -> None:
         super().__init__(calls)
-        self._states = states
+        self._restore = restore
 
     def __iter__(self) -> Iterator[Any]:
         for number, call in enumerate(super().__iter__()):
-            self._states(number).restore()
+            self._restore(number)
             yield call
 
 
@@ -166,6 +178,8 @@ class ReplayRun:
         self._dump, self._model, self._loss, self._optimizers = dump, model, loss, optimizers
         self._step = step or self._default_step
         self._random = dump.arrays("random_calls.npz")
+        if dump.rows["columns"].tolist() != list(COLUMNS):
+            raise DumpError(f"'columns' of '{dump.path / 'rows.npz'}' are not those of this version of ikkuna")
         row = int(np.flatnonzero(dump.steps == dump.step)[-1]) if (dump.steps == dump.step).any() else None
         self._expected: Values = np.zeros((0, len(COLUMNS))) if row is None else dump.rows["values"][row]
 
@@ -216,22 +230,32 @@ class ReplayRun:
     def _feed(self, exporter: Exporter, before: int) -> None:
         rules = exporter._rules
         if rules is not None and self._dump.has("history.npz"):
-            feed_history(rules.judge, self._dump.arrays("history.npz"), before)
+            arrays = self._dump.arrays("history.npz")
+            if len(arrays["series"]) and not 0 <= arrays["series"].min() <= arrays["series"].max() < len(
+                arrays["kinds"]
+            ):
+                raise DumpError(
+                    f"'series' of '{self._dump.path / 'history.npz'}' has other numbers than 'kinds' has names"
+                )
+            with _explained(f"'{self._dump.path / 'history.npz'}' cannot be judged"):
+                feed_history(rules.judge, arrays, before)
 
     def _run(self, batch: dict[str, Any]) -> None:
         step = batch["step"]
         calls = [[_to(call, self._device) for call in batch[name]] for name in ("model_calls", "loss_calls")]
         self._set_rates(step)
-        self._random_states(step, 0).restore()
-        self._step(_Calls(calls[0], lambda number: self._random_states(step, number)), calls[1])
+        with _explained(f"step {step} cannot run again"):
+            self._restore_random(step, 0)
+            self._step(_Calls(calls[0], lambda number: self._restore_random(step, number)), calls[1])
 
-    def _random_states(self, step: int, number: int) -> RandomStates:
-        """Return the states of the random generators before a call of the model."""
+    def _restore_random(self, step: int, number: int) -> None:
+        """Restore the states of the random generators before a call of the model."""
         prefix = f"{step} {number} "
         own = {name.removeprefix(prefix): array for name, array in self._random.items() if name.startswith(prefix)}
         if not own:
             raise DumpError(f"the dump lacks the random states of step {step}")
-        return RandomStates.of_arrays(own)
+        with _explained(f"'random_calls.npz' has no random states of step {step}"):
+            RandomStates.of_arrays(own).restore()
 
     @property
     def _device(self) -> torch.device:
@@ -307,7 +331,13 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def check_fits(dump: Dump, model: nn.Module, state: dict[str, Any], optimizers: list[Optimizer]) -> None:
     """Raise `DumpError` if the state of a dump is not that of such a model and such optimizers."""
-    for what, own in (("parameters", dict(model.named_parameters())), ("buffers", dict(model.named_buffers()))):
+    parameters = dict(model.named_parameters())
+    with_gradients = {name: parameters[name] for name in state["gradients"].keys() & parameters.keys()}
+    for what, own in (
+        ("parameters", parameters),
+        ("buffers", dict(model.named_buffers())),
+        ("gradients", with_gradients),
+    ):
         stored = state[what]
         missing, unknown = sorted(stored.keys() - own.keys()), sorted(own.keys() - stored.keys())
         if missing or unknown:
@@ -342,7 +372,8 @@ def restore_state(model: nn.Module, state: dict[str, Any], optimizers: list[Opti
     for stored, optimizer in zip(state["optimizers"], optimizers, strict=False):
         kept = optimizer.state_dict()["param_groups"]  # what a dump cannot hold stays as the script has set it
         groups = [own | new for own, new in zip(kept, stored["param_groups"], strict=True)]
-        optimizer.load_state_dict({"state": stored["state"], "param_groups": groups})
+        with _explained(f"the state of the {type(optimizer).__name__} cannot be restored"):
+            optimizer.load_state_dict({"state": stored["state"], "param_groups": groups})
 
 
 def _listed(names: list[str]) -> str:
@@ -405,7 +436,8 @@ def replay(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     state, batches = found.tensors("state.pt"), found.tensors("batches.pt")
     steps = [batch for batch in batches if state["step"] <= batch["step"] <= found.step]
-    if [batch["step"] for batch in steps] != [*range(state["step"], found.step + 1)]:
+    is_whole = len(steps) == found.step - state["step"] + 1
+    if not steps or not is_whole or any(batch["step"] != state["step"] + i for i, batch in enumerate(steps)):
         raise DumpError(f"the dump lacks batches of the steps {state['step']} to {found.step}")
     check_fits(found, model, state, optimizers)
     restore_state(model, state, optimizers)

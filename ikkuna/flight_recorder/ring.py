@@ -8,10 +8,7 @@ from numpy.typing import NDArray
 
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 
-__all__ = ["MAX_ROWS", "RowRing", "StepLog", "StepRows", "Tasks", "measured_columns"]
-
-MAX_ROWS = 20_000
-"""The largest number of rows of a step that are kept; 20 steps then need 45 MB."""
+__all__ = ["RowRing", "StepLog", "StepRows", "Tasks", "measured_columns"]
 
 _FIRST_CAPACITY = 64
 
@@ -47,18 +44,21 @@ class RowRing:
     ----------
     length : int
         Number of steps.
+    max_bytes : int
+        The largest size of the tables of all steps; the last rows of larger ones are not kept.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, max_bytes: int) -> None:
+        self._max_rows = max(max_bytes // (length * len(COLUMNS) * 8), 1)
         self._steps = np.full(length, -1, np.int64)
         self._counts = np.zeros(length, np.int64)
-        self._values = np.empty((length, _FIRST_CAPACITY, len(COLUMNS)))
+        self._values = np.empty((length, min(_FIRST_CAPACITY, self._max_rows), len(COLUMNS)))
         self._tasks: list[Tasks | None] = [None] * length
         self._next = 0
 
     def add(self, step: int, values: Values, tasks: Tasks) -> None:
         """Copy the table of a step over that of the oldest one."""
-        slot, count = self._next, min(len(values), MAX_ROWS)
+        slot, count = self._next, min(len(values), self._max_rows)
         if count > self._values.shape[1]:
             self._grow(count)
         self._steps[slot] = -1
@@ -68,7 +68,7 @@ class RowRing:
         self._next = (slot + 1) % len(self._steps)
 
     def _grow(self, count: int) -> None:
-        wider = np.empty((len(self._steps), min(2 * count, MAX_ROWS), len(COLUMNS)))
+        wider = np.empty((len(self._steps), min(2 * count, self._max_rows), len(COLUMNS)))
         wider[:, : self._values.shape[1]] = self._values
         self._values = wider
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 import numpy as np
@@ -9,7 +10,10 @@ from numpy.typing import NDArray
 
 from ikkuna.numerics.statistics.table import COLUMN, Values
 
-__all__ = ["CoolDown", "NonFiniteTrigger", "SpikeTrigger"]
+__all__ = ["AT_END", "CoolDown", "NonFiniteTrigger", "SpikeTrigger"]
+
+AT_END = 2
+"""The importance of a dump at the end of the process."""
 
 _NANS, _INFS = COLUMN["nans"], COLUMN["infs"]  # these columns are neighbours
 _NONE = np.zeros(0, np.int64)
@@ -102,40 +106,58 @@ class SpikeTrigger:
 class CoolDown:
     """Decides whether an automatic dump is written, so that a run that is broken does not write dumps for ever.
 
+    A dump that could not be written does not count.  One more dump than `limit` is kept for the end of the process.
+
     Parameters
     ----------
     steps : int
-        Number of steps after a dump without another one.
+        Number of steps after a dump without another one; a tenth of it after a failure.
     limit : int
         Number of dumps of a run.
 
     Examples
     --------
-    >>> cool_down = CoolDown(steps=100, limit=2)
-    >>> [step for step in (10, 50, 150, 300) if cool_down.allows(step)]
-    [10, 150]
-    >>> cool_down = CoolDown(steps=100, limit=2)
-    >>> [cool_down.allows(10), cool_down.allows(11, importance=1), cool_down.allows(12, importance=1)]
-    [True, True, False]
+    >>> def written(cool_down, *events):
+    ...     return [step for step, importance in events if cool_down.allows(step, importance) and not cool_down.add(step, importance)]
+    >>> written(CoolDown(steps=100, limit=2), (10, 0), (50, 0), (150, 0), (300, 0), (301, AT_END), (500, AT_END))
+    [10, 150, 301]
+    >>> written(CoolDown(steps=100, limit=2), (10, 0), (11, 1), (12, 1))
+    [10, 11]
     """
 
     def __init__(self, steps: int, limit: int) -> None:
-        self._steps, self._left = steps, limit
-        self._last: tuple[int, int] | None = None
+        self._steps, self._limit = steps, limit
+        self._dumps: list[tuple[int, int, Callable[[], bool]]] = []
+        self._retry = -1
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether as many dumps are written as a run may have."""
+        return len(self._dumps) >= self._limit
 
     def allows(self, step: int, importance: int = 0) -> bool:
-        """Return whether a dump may be written now, and count it.
+        """Return whether a dump may be written now.
 
         Parameters
         ----------
         step : int
             The step.
         importance : int
-            A recent dump of less importance does not prevent this one.
+            A recent dump of less importance does not prevent this one.  `AT_END` may use the dump that is kept.
         """
-        is_recent = self._last is not None and self._last[1] >= importance and 0 <= step - self._last[0] < self._steps
-        if not self._left or is_recent:
+        failed = [dump for dump in self._dumps if dump[2]()]
+        if failed:
+            self._dumps = [dump for dump in self._dumps if dump not in failed]
+            self._retry = failed[-1][0] + self._steps // 10
+        is_end = importance >= AT_END
+        if len(self._dumps) >= self._limit + (is_end and self._limit > 0):
             return False
-        self._left -= 1
-        self._last = step, importance
-        return True
+        if self._dumps:
+            last, its_importance, _ = self._dumps[-1]
+            if its_importance >= importance and 0 <= step - last < self._steps:
+                return False
+        return is_end or step >= self._retry
+
+    def add(self, step: int, importance: int = 0, has_failed: Callable[[], bool] = lambda: False) -> None:
+        """Count a dump; `has_failed` returns whether it could not be written."""
+        self._dumps.append((step, importance, has_failed))

@@ -1,0 +1,331 @@
+"""Checks of what a dump contains, because a dump may be damaged, or be made to harm its reader.
+
+A check is a function of a value and of the name of its field.  It returns the value, or raises `DumpError` with that name.
+"""
+
+import io
+import math
+import os
+import reprlib
+import stat
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ikkuna.errors import DumpError
+
+__all__ = [
+    "INFLATED",
+    "PLAIN",
+    "arrays_of",
+    "check_axes",
+    "checked_tensors",
+    "integer",
+    "list_of",
+    "map_of",
+    "number",
+    "one_of",
+    "open_regular",
+    "pair_of",
+    "plain",
+    "record",
+    "tensor",
+    "text",
+]
+
+INFLATED = 1 << 26
+"""The largest size of the arrays of a compressed file; larger ones are stored without compression, so no file becomes larger in memory."""
+
+_DEPTH, _ITEMS = 64, 1_000_000
+_MAX_INT = 1 << 62
+PLAIN = (bool, int, float, str, type(None))
+"""The types of the plain values that a ``.pt`` file may contain."""
+
+Check = Callable[[Any, str], Any]
+
+
+def _refuse(place: str, expected: str, value: object) -> DumpError:
+    return DumpError(f"{place} must be {expected}, got {reprlib.repr(value)}")
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def integer(low: int = 0, high: int = _MAX_INT) -> Check:
+    """Return a check of an int from `low` to `high`."""
+
+    def check(value: Any, place: str) -> Any:
+        if type(value) is not int or not low <= value <= high:
+            raise _refuse(place, f"an int from {low} to {high}", value)
+        return value
+
+    return check
+
+
+def number(value: Any, place: str) -> float:
+    """Return a float; JSON has NaN and infinities as texts."""
+    if (type(value) in (int, float) and abs(value) <= _MAX_INT) or type(value) is float:
+        return float(value)
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise _refuse(place, "a number", value)
+
+
+def text(value: Any, place: str) -> str:
+    """Check a text."""
+    if not isinstance(value, str):
+        raise _refuse(place, "a text", value)
+    return value
+
+
+def tensor(value: Any, place: str) -> torch.Tensor:
+    """Check a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise _refuse(place, "a tensor", value)
+    return value
+
+
+def plain(value: Any, place: str) -> Any:
+    """Check nothing more: tensors and plain values in lists and dicts, which :func:`checked_tensors` has counted."""
+    return value
+
+
+def one_of(*checks: Check) -> Check:
+    """Return a check of a value that one of several checks accepts; the error is that of the last one."""
+
+    def check(value: Any, place: str) -> Any:
+        for each in checks[:-1]:
+            try:
+                return each(value, place)
+            except DumpError:
+                continue
+        return checks[-1](value, place)
+
+    return check
+
+
+def list_of(item: Check) -> Check:
+    """Return a check of a list, and of each of its items."""
+
+    def check(value: Any, place: str) -> Any:
+        if not isinstance(value, list | tuple):
+            raise _refuse(place, "a list", value)
+        return [item(each, f"{place}[{i}]") for i, each in enumerate(value)]
+
+    return check
+
+
+def pair_of(first: Check, second: Check) -> Check:
+    """Return a check of a list of two items."""
+
+    def check(value: Any, place: str) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise _refuse(place, "a list of two", value)
+        return [first(value[0], f"{place}[0]"), second(value[1], f"{place}[1]")]
+
+    return check
+
+
+def map_of(item: Check, key: Check = text) -> Check:
+    """Return a check of a dict, of its keys, and of its values."""
+
+    def check(value: Any, place: str) -> Any:
+        if not isinstance(value, dict):
+            raise _refuse(place, "a dict", value)
+        return {key(name, f"a key of {place}"): item(each, f"{place}[{name!r:.60}]") for name, each in value.items()}
+
+    return check
+
+
+def record(needed: Mapping[str, Check], others: Mapping[str, Check] | Check | None = None) -> Check:
+    """Return a check of a dict of named fields.
+
+    Parameters
+    ----------
+    needed : mapping of str to check
+        The fields that must be there.
+    others : mapping of str to check, or check, optional
+        Fields that may be there, or the check of all further fields.  By default they are not checked.
+    """
+
+    def check(value: Any, place: str) -> Any:
+        if not isinstance(value, dict):
+            raise _refuse(place, "a dict", value)
+        if missing := [name for name in needed if name not in value]:
+            raise DumpError(f"{place} has no field {missing[0]!r}")
+        found = {}
+        for name, each in value.items():
+            known = needed.get(name) or (others.get(name, plain) if isinstance(others, Mapping) else others or plain)
+            found[text(name, f"a field of {place}")] = known(each, f"{name!r:.60} of {place}")
+        return found
+
+    return check
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path, size: int | None = None, crc32: int | None = None, limit: int | None = None) -> IO[bytes]:
+    """Open a regular file for reading.
+
+    Parameters
+    ----------
+    path : Path
+        The file; a link to a regular file is followed, a pipe or a device is not opened.
+    size, crc32 : int, optional
+        What is known about its content.
+    limit : int, optional
+        The largest size in bytes.
+
+    Raises
+    ------
+    DumpError
+        If it cannot be read, is no regular file, is too large, or has another content.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before it is opened, because opening a device can have an effect
+            raise DumpError(f"'{path}' cannot be read: it is not a regular file")
+        file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    except (OSError, ValueError) as error:
+        if isinstance(error, DumpError):
+            raise
+        raise DumpError(f"'{path}' cannot be read: {getattr(error, 'strerror', error)}") from error
+    try:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise DumpError(f"'{path}' cannot be read: it is not a regular file")
+        if limit is not None and found.st_size > limit:
+            raise DumpError(f"'{path}' is damaged: it has {found.st_size} bytes, more than {limit}")
+        if (size is not None and found.st_size != size) or (crc32 is not None and _crc32(file) != crc32):
+            raise DumpError(f"'{path}' is damaged: its content has changed since it was written")
+        file.seek(0)
+        return file
+    except OSError as error:
+        file.close()
+        raise DumpError(f"'{path}' cannot be read: {error.strerror}") from error
+    except BaseException:
+        file.close()
+        raise
+
+
+def _crc32(file: IO[bytes]) -> int:
+    found = 0
+    while piece := file.read(1 << 20):
+        found = zlib.crc32(piece, found)
+    return found
+
+
+def arrays_of(file: IO[bytes], size: int) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a ``.npz`` file of `size` bytes.
+
+    Raises
+    ------
+    ValueError or another exception
+        If it is damaged, or if its arrays are larger than the file and than 64 MiB.
+    """
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        _check_size(members, max(size, INFLATED))
+        return {member.filename.removesuffix(".npy"): _array(archive, member) for member in members}
+
+
+def _check_size(members: list[zipfile.ZipInfo], limit: int) -> None:
+    if (inflated := sum(member.file_size for member in members)) > limit:
+        raise ValueError(f"its content has {inflated} bytes, more than {limit}")
+
+
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    with archive.open(member) as stream:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(stream)
+        if dtype.hasobject or dtype.kind not in "biufU":
+            raise ValueError(f"{member.filename} has the type {dtype}")
+        expected = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
+        if expected > member.file_size or min(shape, default=0) < 0 or len(shape) > 8:
+            raise ValueError(f"{member.filename} has no {shape} elements")
+        data = stream.read(expected)
+        if len(data) != expected or stream.read(1):
+            raise ValueError(f"{member.filename} has no {shape} elements")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+def check_axes(arrays: Mapping[str, NDArray[Any]], axes: Mapping[str, tuple[str, str]], place: str) -> None:
+    """Check types and shapes of arrays.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        The arrays.
+    axes : mapping of str to tuple
+        For each array the letters of the types, as in ``numpy.dtype.kind``, and the names of its axes; equal names mean equal lengths,
+        and a number is a length.  An array whose types end with ``?`` may be missing.
+    place : str
+        The name of the file.
+
+    Examples
+    --------
+    >>> check_axes({"steps": np.arange(3), "loss": np.zeros(2)}, {"steps": ("i", "S"), "loss": ("f", "S")}, "rows.npz")
+    Traceback (most recent call last):
+    ikkuna.errors.DumpError: 'loss' of rows.npz has 2 elements along the axis S, expected 3
+    """
+    lengths: dict[str, int] = {}
+    for name, (kinds, letters) in axes.items():
+        if name not in arrays:
+            if kinds.endswith("?"):
+                continue
+            raise DumpError(f"{place} has no array {name!r}")
+        found, names = arrays[name], letters.split()
+        if found.dtype.kind not in kinds or found.ndim != len(names):
+            raise DumpError(f"{name!r} of {place} must have the axes ({letters}), got {found.dtype} {found.shape}")
+        for axis, length in zip(names, found.shape, strict=True):
+            expected = int(axis) if axis.isdigit() else lengths.setdefault(axis, length)
+            if length != expected:
+                raise DumpError(f"{name!r} of {place} has {length} elements along the axis {axis}, expected {expected}")
+
+
+def checked_tensors(file: IO[bytes], size: int) -> Any:
+    """Return the content of a ``.pt`` file of `size` bytes, on the host: dense tensors and plain values in lists and dicts.
+
+    Raises
+    ------
+    ValueError or another exception
+        If it is damaged, contains something else, or becomes larger in memory.
+    """
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        _check_size(members, size)
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise ValueError("it is compressed")
+    file.seek(0)
+    found = torch.load(io.BytesIO(file.read()), weights_only=True, map_location="cpu")
+    _count(found, size)
+    return found
+
+
+def _count(value: Any, left: int) -> None:
+    """Raise `ValueError` for too many values, as a list that contains another one many times has, and for expanded tensors."""
+    waiting, items = [(value, 0)], 0
+    while waiting:
+        each, depth = waiting.pop()
+        items += 1
+        if items > _ITEMS or depth > _DEPTH:
+            raise ValueError(f"it has more than {_ITEMS} values, or is nested more than {_DEPTH} times")
+        if isinstance(each, torch.Tensor):
+            if type(each) not in (torch.Tensor, torch.nn.Parameter) or each.layout != torch.strided or each.is_meta:
+                raise ValueError(f"it contains a {type(each).__name__} of the layout {each.layout}")
+            left -= each.numel() * each.itemsize
+            if left < 0:
+                raise ValueError("its tensors are larger than the file")
+        elif isinstance(each, dict):
+            waiting += [(item, depth + 1) for pair in each.items() for item in pair]
+        elif isinstance(each, list | tuple):
+            waiting += [(item, depth + 1) for item in each]
+        elif not isinstance(each, PLAIN):
+            raise ValueError(f"it contains a {type(each).__name__}")
