@@ -7,7 +7,6 @@ import io
 import math
 import os
 import reprlib
-import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ikkuna.errors import DumpError
+from ikkuna.support.files import open_regular
 
 __all__ = [
     "INFLATED",
@@ -31,7 +31,7 @@ __all__ = [
     "map_of",
     "number",
     "one_of",
-    "open_regular",
+    "open_checked",
     "pair_of",
     "plain",
     "record",
@@ -171,7 +171,7 @@ def record(needed: Mapping[str, Check], others: Mapping[str, Check] | Check | No
 # -- files --------------------------------------------------------------------------------------------------------
 
 
-def open_regular(path: Path, size: int | None = None, crc32: int | None = None, limit: int | None = None) -> IO[bytes]:
+def open_checked(path: Path, size: int | None = None, crc32: int | None = None, limit: int | None = None) -> IO[bytes]:
     """Open a regular file for reading.
 
     Parameters
@@ -189,17 +189,11 @@ def open_regular(path: Path, size: int | None = None, crc32: int | None = None, 
         If it cannot be read, is no regular file, is too large, or has another content.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # before it is opened, because opening a device can have an effect
-            raise DumpError(f"'{path}' cannot be read: it is not a regular file")
-        file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+        file = open_regular(path)
     except (OSError, ValueError) as error:
-        if isinstance(error, DumpError):
-            raise
         raise DumpError(f"'{path}' cannot be read: {getattr(error, 'strerror', error)}") from error
     try:
         found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise DumpError(f"'{path}' cannot be read: it is not a regular file")
         if limit is not None and found.st_size > limit:
             raise DumpError(f"'{path}' is damaged: it has {found.st_size} bytes, more than {limit}")
         if (size is not None and found.st_size != size) or (crc32 is not None and _crc32(file) != crc32):

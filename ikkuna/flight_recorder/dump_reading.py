@@ -245,7 +245,7 @@ class Dump:
         if (known := self.facts["files"].get(name)) is None:
             why = self.facts["left_out"].get(name)
             raise DumpError(f"the dump '{self.path}' has no {name}" + (f": {why}" if why else ""))
-        with checks.open_regular(self.path / name, known["bytes"], known["crc32"]) as file:
+        with checks.open_checked(self.path / name, known["bytes"], known["crc32"]) as file:
             try:
                 return parse(file, known["bytes"])
             except Exception as error:  # any error of a parser means that the file is damaged
@@ -285,7 +285,7 @@ def read_dump(path: str | os.PathLike[str]) -> Dump:
         hint = f"; it contains {', '.join(found[:5])}" if found else ""
         raise DumpError(f"'{root}' is not a dump: it has no {INDEX}{hint}")
     try:
-        with checks.open_regular(index, limit=INDEX_BYTES) as file:
+        with checks.open_checked(index, limit=INDEX_BYTES) as file:
             facts = json.loads(file.read(INDEX_BYTES + 1))
     except DumpError:
         raise

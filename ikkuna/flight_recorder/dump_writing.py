@@ -54,6 +54,7 @@ INDEX_BYTES = 1 << 22
 """The largest size of this file."""
 
 _WAITING = 4
+_CANNOT = "a dump cannot be written (training is not affected): %s: %s"  # said again after one that succeeds
 _OLD = 86_400.0  # seconds after which an unfinished dump is removed where the file system has no locks
 
 
@@ -404,7 +405,7 @@ class DumpWriter:
         self._jobs: deque[Callable[[], None]] = deque()
         self._thread: BackgroundThread | None = None
         self._lock = threading.Lock()
-        self._has_said = False
+        self._said: set[str] = set()
 
     def write(self, job: DumpJob) -> None:
         """Write a dump soon."""
@@ -413,7 +414,7 @@ class DumpWriter:
             try:
                 path = job.run()
                 self.written.append(path)
-                self._has_said = False
+                self._said.discard(_CANNOT)
                 log.warning("the last steps are in '%s'", path)
             except Exception as error:
                 self._report(error)
@@ -454,13 +455,13 @@ class DumpWriter:
 
     def _report(self, error: Exception) -> None:
         self.failed += 1
-        self._say("a dump cannot be written (training is not affected): %s: %s", type(error).__name__, error)
+        self._say(_CANNOT, type(error).__name__, error)
 
     def _say(self, text: str, *values: object) -> None:
-        """Log an error once, until a dump is written again; `failed` counts all."""
-        if not self._has_said:
-            self._has_said = True
-            log.error(f"{text}; further failures are counted in health() until a dump succeeds", *values)
+        """Log an error once; `failed` counts all."""
+        if text not in self._said:
+            self._said.add(text)
+            log.error(f"{text}; health() counts further ones", *values)
 
     def _add(self, run: Callable[[], None]) -> bool:
         if len(self._jobs) >= _WAITING:

@@ -33,12 +33,12 @@ class MemoryBudget:
     Examples
     --------
     >>> MemoryBudget(1 << 30).ring
-    53687091
+    33554432
     """
 
     def __init__(self, total: int) -> None:
-        self.ring = self.burst = total // 20
-        self.histograms, self.steps, self.state = total // 10, total // 10, total // 10
+        self.ring = self.burst = total // 32
+        self.histograms, self.steps, self.state = total // 16, total // 10, total // 6
 
     @staticmethod
     def has_room(size: int) -> bool:

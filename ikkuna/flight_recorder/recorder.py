@@ -228,10 +228,9 @@ class FlightRecorder(StepObserver):
         if not self._budget.has_room(self._budget.histograms + 4 * self._budget.burst):
             return
         in_modules = not model.is_compiled  # the graph would have to be compiled again to measure inside it
-        subscribers = [
-            BurstSubscriber(in_modules, model.loss is not None),
-            BurstSubscriber(in_modules, histograms_of=self._modules_with_histograms(in_modules)),
-        ]
+        subscribers = [BurstSubscriber(in_modules, model.loss is not None)]
+        if names := self._modules_with_histograms(in_modules):
+            subscribers.append(BurstSubscriber(in_modules, histograms_of=names))
 
         def finish(arrays: dict[str, NDArray[Any]]) -> None:
             facts = {"burst_steps": arrays["steps"].tolist()}

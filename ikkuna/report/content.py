@@ -3,7 +3,6 @@
 Applies the rules to a run in limited time.
 """
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from ikkuna.diagnosis.judge import judge_run
 from ikkuna.report.curves import ReportChart, ReportCurve, draw_chart, sparkline
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.store import StoredRun
+from ikkuna.store.run_directory import stored_facts
 
 __all__ = [
     "ModuleRow",
@@ -96,7 +96,7 @@ class RunContent:
     def read_settings(self) -> None:
         """Read ``run.json`` in the directory of the run, if there is one."""
         try:
-            stored = json.loads((self.run.path / "run.json").read_bytes())
+            stored = stored_facts(self.run.path)
         except (OSError, ValueError):
             return
         if isinstance(stored, dict):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError
 from ikkuna.store.append_file import make_directories, reason
 from ikkuna.support.failures import log, raise_users_exception
-from ikkuna.support.files import atomic_file
+from ikkuna.support.files import atomic_file, read_regular
 
 __all__ = [
     "CONTROL_FILE",
@@ -41,6 +41,7 @@ __all__ = [
     "make_run_directory",
     "plain_config",
     "read_run_file",
+    "stored_facts",
     "write_run_file",
 ]
 
@@ -185,6 +186,8 @@ def _version(name: str) -> str:
 
 RUN_FILE = "run.json"
 
+_LIMIT_OF_run_file = 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
@@ -223,6 +226,22 @@ def write_run_file(directory: Path, content: RunFile) -> None:
                 file.write(json.dumps(data, indent=1).encode())
 
 
+def stored_facts(directory: str | os.PathLike[str]) -> Any:
+    """Return the JSON value of ``run.json`` in a directory, whoever has written it.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read, is no regular file, or has more than 16 MiB.
+    ValueError
+        If it is no JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(read_regular(Path(directory) / RUN_FILE, _LIMIT_OF_run_file))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def read_run_file(directory: str | os.PathLike[str]) -> RunFile | None:
     """Return the content of ``run.json`` in a directory; ``None`` if there is none or if it cannot be read.
 
@@ -235,7 +254,7 @@ def read_run_file(directory: str | os.PathLike[str]) -> RunFile | None:
     {'lr': 0.1}
     """
     try:
-        data = json.loads((Path(directory) / RUN_FILE).read_bytes())
+        data = stored_facts(directory)
         config, model = data.get("config") or {}, data.get("model")
         if not isinstance(config, dict) or not isinstance(model, dict | None):
             return None

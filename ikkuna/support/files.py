@@ -11,8 +11,10 @@ from typing import IO
 __all__ = [
     "atomic_file",
     "atomic_path",
+    "open_regular",
     "private_directory",
     "read_private_file",
+    "read_regular",
     "safe_directory",
     "write_private_file",
 ]
@@ -85,6 +87,44 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """
     with atomic_path(path) as partial, open(os.open(partial, _FLAGS, mode), "wb") as file:
         yield file
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; a link to one is followed.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened, or if it is a pipe, a device or a directory: reading those may never end.
+    """
+    _require_regular(path.stat(), path)  # before it is opened, because opening a device can have an effect
+    file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    try:
+        _require_regular(os.fstat(file.fileno()), path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _require_regular(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read, is no regular file, or is larger.
+    """
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+    return data
 
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH

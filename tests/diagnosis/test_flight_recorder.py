@@ -18,6 +18,8 @@ from ikkuna.errors import ConfigError, ConfigTypeError, DumpError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
+from ikkuna.flight_recorder import memory
+from ikkuna.flight_recorder.memory import available_bytes
 from ikkuna.flight_recorder.random_states import RandomReader, RandomStates
 from ikkuna.testing import small_model
 
@@ -334,6 +336,173 @@ def test_memory_does_not_grow_with_steps(tmp_path):
     finally:
         tracemalloc.stop()
         loop.close()
+
+
+def wide(layers):
+    return nn.Sequential(nn.Linear(4, 3), *(nn.Linear(3, 3) for _ in range(layers)))
+
+
+def test_a_burst_counts_as_many_histograms_as_memory_permits_those_with_findings_first(tmp_path):
+    class LateRule(FromStepRule):
+        def scores(self, history):
+            yield Score(float(history.step >= 30), history.step, module="39")
+
+    loop = Loop(tmp_path, model=wide(40), rules=LateRule(), every=1, max_memory=1 << 28, burst=2).run(34)
+    [dump] = loop.close()
+    assert [finding.module for finding in dump.findings] == ["39"]
+    burst = dump.arrays("burst.npz")
+    counted = {str(burst["modules"][row]) for row in burst["histograms"][:, 1]}
+    assert "39" in counted
+    assert 2 <= len(counted) < 41
+    assert len(set(burst["modules"]) - {""}) == 41  # all other statistics are there
+
+
+def test_the_rows_that_are_kept_fit_into_the_budget(tmp_path):
+    loop = Loop(tmp_path, model=wide(40), every=1, max_memory=1 << 22, length=10, burst=3).run(12)
+    path = loop.exporter.dump()
+    loop.run(5).close()
+    rows = read_dump(path).rows["values"]
+    assert 10 < rows.shape[1] < 120
+    assert rows.nbytes <= (1 << 22) // 32
+
+
+def test_a_state_that_does_not_fit_is_not_copied(tmp_path, caplog):
+    loop = Loop(tmp_path, model=wide(400), state_every=1, max_memory=1 << 16).run(3)
+    path = loop.exporter.dump()
+    loop.close()
+    assert "the state of the training has" in caplog.text
+    assert not read_dump(path).has("state.pt")
+
+
+GROUP_FILES = {"max": "1000000", "current": "900000", "stat": "anon 700000\ninactive_file 150000"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 2000 kB\n"}, 2_048_000),
+        ({}, 1 << 62),
+        (
+            {"proc/self/cgroup": "0::/a/b\n", **{f"sys/fs/cgroup/a/memory.{k}": v for k, v in GROUP_FILES.items()}},
+            250_000,
+        ),
+        ({"proc/self/cgroup": "0::/\n", **{f"sys/fs/cgroup/memory.{k}": v for k, v in GROUP_FILES.items()}}, 250_000),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/docker/x\n0::/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "6000",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0",
+            },
+            0,
+        ),
+        ({"proc/self/cgroup": "0::/\n", **{f"sys/fs/cgroup/memory.{k}": "max" for k in GROUP_FILES}}, 1 << 62),
+    ],
+)
+def test_the_memory_that_a_container_has_left_is_known(tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_bytes(tmp_path) == expected
+
+
+def test_without_memory_nothing_is_copied_and_no_burst_follows(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 0)
+    loop = Loop(tmp_path, state_every=1).run(3)
+    path = loop.exporter.dump()
+    loop.run(12).close()
+    dump = read_dump(path)
+    assert not dump.has("state.pt")
+    assert not dump.has("burst.npz")
+    assert "and memory is short" in caplog.text
+    assert loop.exporter.health().errors == 0
+
+
+@pytest.mark.parametrize("max_bytes", [1000, 20_000, 60_000])
+def test_a_dump_with_its_burst_is_not_larger_than_allowed(tmp_path, max_bytes):
+    loop = Loop(tmp_path, state_every=1, max_bytes=max_bytes, burst=3).run(8)
+    path = loop.exporter.dump()
+    loop.run(6).close()
+    size = sum(file.stat().st_size for file in path.iterdir())
+    assert size <= max(max_bytes, 2048)
+    dump = read_dump(path)
+    assert dump.step == 7
+    assert dump.has("rows.npz") == (max_bytes > 1000)
+    assert max_bytes < 60_000 or size > max_bytes // 4
+
+
+def test_only_the_user_can_read_a_dump(tmp_path):
+    loop = Loop(tmp_path, burst=2).run(3)
+    path = loop.exporter.dump()
+    loop.run(4).close()
+    assert (path / "burst.npz").exists()
+    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {"0o600"}
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+# -- which dumps are written --------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_is_used_up_is_said_once_and_one_dump_is_kept_for_the_end(tmp_path, caplog):
+    loop = Loop(tmp_path, cool_down=0, max_dumps=2, burst=0).run(45)
+    for _ in range(5):
+        loop.run(50).run(1, factor=1e5)
+    assert loop.exporter.health().dumps == 2
+    assert caplog.text.count("2 dumps of this run are written") == 1
+    loop.exporter._attachment.recorder.process_fails(RuntimeError("the end"))
+    assert read_dump(loop.exporter.dumps[-1]).reasons == ["RuntimeError: the end"]
+    loop.exporter._attachment.recorder.process_fails(RuntimeError("again"))
+    assert len(loop.close()) == 3
+
+
+def test_dumps_that_a_failing_disk_refuses_do_not_count(tmp_path, caplog, monkeypatch):
+    loop = Loop(tmp_path, cool_down=10, max_dumps=1, burst=0).run(45)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for _ in range(3):
+        loop.run(50).run(1, factor=1e5)
+        loop.exporter._attachment.recorder._writer.close(10.0)
+    assert loop.exporter.health().failed_dumps == 3
+    assert caplog.text.count("a dump cannot be written") == 1
+    monkeypatch.undo()
+    loop.run(50).run(1, factor=1e5)
+    [dump] = loop.close()
+    assert dump.reasons[0].startswith("the loss jumped")
+
+
+UNFINISHED = """
+import os, sys
+from pathlib import Path
+from ikkuna.flight_recorder import dump_writing
+dump_writing._rename_unused = lambda *_: (print("writing", flush=True), sys.stdin.read())
+dump_writing.write_dump(Path(sys.argv[1]), dump_writing.DumpContent("step_000001", {"reasons": []}, {}))
+"""
+
+
+def test_what_killed_processes_left_is_removed_by_the_next_run_and_what_others_write_is_not(tmp_path):
+    directory = tmp_path / "run0001" / "dumps"
+    writing = [
+        subprocess.Popen([sys.executable, "-c", UNFINISHED, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    try:
+        assert [process.stdout.readline() for process in writing] == [b"writing\n"] * 2
+        assert len([*directory.iterdir()]) == 2
+        writing[0].kill()
+        writing[0].wait()
+        Loop(tmp_path).run(1).close()
+        assert len([*directory.iterdir()]) == 1
+        writing[1].kill()
+        writing[1].wait()
+        Loop(tmp_path).run(1).close()
+        assert [*directory.iterdir()] == []
+    finally:
+        for process in writing:
+            process.kill()
+            process.communicate()
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------
