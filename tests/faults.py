@@ -518,6 +518,39 @@ LIBRARY = {
     ),
 }
 
+RECORDER = {
+    501: Fault(
+        "a disk that refuses dumps",
+        "the first failure is logged, ``health().failed_dumps`` counts all; failures do not count as dumps of the run, so the disk is "
+        "used again when it recovers",
+    ),
+    502: Fault(
+        "a run with more mistakes than dumps",
+        "``max_dumps`` are written, which is logged once, and one more at the end of the process",
+    ),
+    503: Fault(
+        "a process that is killed while it writes a dump",
+        "no reader sees it, and the next run in the same log directory removes it; a lock marks those of living processes",
+        "without locks, as on some network file systems, it is removed after a day",
+    ),
+    504: Fault(
+        "a model with more layers than the recorder has memory for",
+        "``max_memory`` holds: a burst counts histograms of some modules only, and what does not fit is not copied, which is logged",
+    ),
+    505: Fault(
+        "a machine or a container that is short of memory",
+        "states and batches that need more than half of what is left are not copied, and no burst follows a dump",
+    ),
+    506: Fault(
+        "a dump that is damaged, or made to harm its reader",
+        "``DumpError`` names the file or the field; a file never becomes larger in memory than it is, or than 64 MiB; no code runs",
+    ),
+    507: Fault(
+        "a pipe or a device in the place of a file of a dump, or of ``run.json``",
+        "it is not opened: ``DumpError``, or a run without configuration",
+    ),
+}
+
 SECTIONS = {
     "arguments": ARGUMENTS,
     "plugins": PLUGINS,
@@ -527,6 +560,7 @@ SECTIONS = {
     "files": FILES,
     "endings": ENDINGS,
     "threads": THREADS,
+    "recorder": RECORDER,
 }
 
 FAULTS = {number: fault for section in SECTIONS.values() for number, fault in section.items()}

@@ -1,4 +1,4 @@
-"""What the recorder measures itself: everything for a few steps after a dump, and hashes of the inputs."""
+"""Measures everything for a few steps after a dump, and hashes of the inputs of the steps before it."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -148,9 +148,9 @@ def record(needed: Mapping[str, Check], others: Mapping[str, Check] | Check | No
 
     Parameters
     ----------
-    needed : mapping of str to check
+    needed : mapping of str to callable
         The fields that must be there.
-    others : mapping of str to check, or check, optional
+    others : mapping of str to callable, or callable, optional
         Fields that may be there, or the check of all further fields.  By default they are not checked.
     """
 

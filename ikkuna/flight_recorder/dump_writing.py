@@ -206,7 +206,7 @@ class _Checked(io.RawIOBase):
 
     Parameters
     ----------
-    file : file
+    file : file object
         The file.
     limit : int
         The largest size.

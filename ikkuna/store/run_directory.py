@@ -227,7 +227,7 @@ def write_run_file(directory: Path, content: RunFile) -> None:
 
 
 def stored_facts(directory: str | os.PathLike[str]) -> Any:
-    """Return the JSON value of ``run.json`` in a directory, whoever has written it.
+    """Return the JSON value of ``run.json`` in a directory, which can be of any form.
 
     Raises
     ------

@@ -342,6 +342,7 @@ def wide(layers):
     return nn.Sequential(nn.Linear(4, 3), *(nn.Linear(3, 3) for _ in range(layers)))
 
 
+@pytest.mark.fault(504)
 def test_a_burst_counts_as_many_histograms_as_memory_permits_those_with_findings_first(tmp_path):
     class LateRule(FromStepRule):
         def scores(self, history):
@@ -406,6 +407,7 @@ def test_the_memory_that_a_container_has_left_is_known(tmp_path, files, expected
     assert available_bytes(tmp_path) == expected
 
 
+@pytest.mark.fault(505)
 def test_without_memory_nothing_is_copied_and_no_burst_follows(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(memory, "available_bytes", lambda: 0)
     loop = Loop(tmp_path, state_every=1).run(3)
@@ -443,6 +445,7 @@ def test_only_the_user_can_read_a_dump(tmp_path):
 # -- which dumps are written --------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(502)
 def test_a_budget_that_is_used_up_is_said_once_and_one_dump_is_kept_for_the_end(tmp_path, caplog):
     loop = Loop(tmp_path, cool_down=0, max_dumps=2, burst=0).run(45)
     for _ in range(5):
@@ -455,6 +458,7 @@ def test_a_budget_that_is_used_up_is_said_once_and_one_dump_is_kept_for_the_end(
     assert len(loop.close()) == 3
 
 
+@pytest.mark.fault(501)
 def test_dumps_that_a_failing_disk_refuses_do_not_count(tmp_path, caplog, monkeypatch):
     loop = Loop(tmp_path, cool_down=10, max_dumps=1, burst=0).run(45)
 
@@ -482,6 +486,7 @@ dump_writing.write_dump(Path(sys.argv[1]), dump_writing.DumpContent("step_000001
 """
 
 
+@pytest.mark.fault(503)
 def test_what_killed_processes_left_is_removed_by_the_next_run_and_what_others_write_is_not(tmp_path):
     directory = tmp_path / "run0001" / "dumps"
     writing = [

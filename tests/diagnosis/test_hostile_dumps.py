@@ -228,6 +228,7 @@ def read_all_of_run(path):
     RunContent("r", run).read_settings()
 
 
+@pytest.mark.fault(506)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_mutated_dumps_and_runs_raise_documented_errors_only(tmp_path, seed, caplog):
     caplog.set_level("CRITICAL", "ikkuna")
@@ -344,6 +345,7 @@ def make_pipe(path):
     os.mkfifo(path)
 
 
+@pytest.mark.fault(507)
 @pytest.mark.parametrize("make", [make_pipe, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
 @pytest.mark.parametrize("name", ["dump.json", "rows.npz", "run.json"])
 def test_what_is_no_regular_file_is_not_read(tmp_path, make, name):
