@@ -118,19 +118,24 @@ def remove_unfinished(log_dir: Path) -> None:
     A process that lives holds a lock on what it writes.  Where the file system has no locks, what is older than a day is removed.
     """
     for pattern in ("*/dumps", "dumps_rank*", "dumps"):
-        for partial in log_dir.glob(f"{pattern}/.step_*"):
+        for partial in [*log_dir.glob(f"{pattern}/.step_*"), *log_dir.glob(f"{pattern}/step_*/.*")]:
             with contextlib.suppress(OSError):
-                is_old = time.time() - partial.stat().st_mtime > _OLD
-                if not is_old and not any(partial.iterdir()):  # it is new, and may not be locked yet
-                    continue
-                try:
-                    lock = _lock(partial)
-                except BlockingIOError:
-                    continue
-                if lock is not None:
-                    os.close(lock)
-                if lock is not None or is_old:
-                    shutil.rmtree(partial, ignore_errors=True)
+                _remove_if_unused(partial)
+
+
+def _remove_if_unused(partial: Path) -> None:
+    """Remove a hidden directory, or a hidden file in a dump, unless another process writes it."""
+    is_old = time.time() - partial.stat().st_mtime > _OLD
+    directory = partial if partial.is_dir() else partial.parent
+    if not is_old and not any(directory.iterdir()):  # it is new, and may not be locked yet
+        return
+    lock = _lock(directory)
+    try:
+        if lock is not None or is_old:
+            shutil.rmtree(partial) if partial is directory else partial.unlink()
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def _lock(directory: Path) -> int | None:
@@ -206,7 +211,7 @@ class _Checked(io.RawIOBase):
 
     Parameters
     ----------
-    file : file object
+    file : IO
         The file.
     limit : int
         The largest size.
@@ -273,6 +278,17 @@ def add_arrays(
     OSError
         If it cannot be written; the dump is as before then.
     """
+    lock = _lock(directory)
+    try:
+        _add_arrays(directory, name, arrays, facts, max_bytes)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _add_arrays(
+    directory: Path, name: str, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any], max_bytes: int
+) -> None:
     index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
     files: dict[str, Any] = {}
     limit = max_bytes - sum(file.stat().st_size for file in directory.iterdir()) - _RESERVED

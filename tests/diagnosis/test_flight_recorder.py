@@ -481,29 +481,34 @@ UNFINISHED = """
 import os, sys
 from pathlib import Path
 from ikkuna.flight_recorder import dump_writing
-dump_writing._rename_unused = lambda *_: (print("writing", flush=True), sys.stdin.read())
-dump_writing.write_dump(Path(sys.argv[1]), dump_writing.DumpContent("step_000001", {"reasons": []}, {}))
+content = dump_writing.DumpContent("step_000001", {"reasons": []}, {})
+dump = dump_writing.write_dump(Path(sys.argv[1]), content) if sys.argv[2] == "burst" else None
+dump_writing.write_arrays = lambda *_: (print("writing", flush=True), sys.stdin.read())
+if dump is None:
+    content.arrays["rows.npz"] = {}
+    dump_writing.write_dump(Path(sys.argv[1]), content)
+dump_writing.add_arrays(dump, "burst.npz", {}, {})
 """
 
 
 @pytest.mark.fault(503)
-def test_what_killed_processes_left_is_removed_by_the_next_run_and_what_others_write_is_not(tmp_path):
+@pytest.mark.parametrize("what", ["dump", "burst"])
+def test_what_killed_processes_left_is_removed_by_the_next_run_and_what_others_write_is_not(tmp_path, what):
     directory = tmp_path / "run0001" / "dumps"
-    writing = [
-        subprocess.Popen([sys.executable, "-c", UNFINISHED, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
+    command = [sys.executable, "-c", UNFINISHED, directory, what]
+    writing = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    hidden = {"dump": ".step_*", "burst": "step_*/.*"}[what]
     try:
         assert [process.stdout.readline() for process in writing] == [b"writing\n"] * 2
-        assert len([*directory.iterdir()]) == 2
+        assert len([*directory.glob(hidden)]) == 2
         writing[0].kill()
         writing[0].wait()
         Loop(tmp_path).run(1).close()
-        assert len([*directory.iterdir()]) == 1
+        assert len([*directory.glob(hidden)]) == 1
         writing[1].kill()
         writing[1].wait()
         Loop(tmp_path).run(1).close()
-        assert [*directory.iterdir()] == []
+        assert [*directory.glob(hidden)] == []
     finally:
         for process in writing:
             process.kill()
