@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
 
         return preflight
     if name == "replay":
-        from ikkuna.flight_recorder.replay import replay
+        from ikkuna.export.replay import replay
 
         return replay
     if name == "observe":

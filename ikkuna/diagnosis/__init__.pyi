@@ -1,11 +1,7 @@
-from ikkuna.diagnosis.finding import Finding
-from ikkuna.diagnosis.findings import Findings
-from ikkuna.diagnosis.history import History
-from ikkuna.diagnosis.installed import get_rules
+from ikkuna.diagnosis.findings import Finding, Findings
+from ikkuna.diagnosis.history import History, Network, TimeSeries
 from ikkuna.diagnosis.judge import Judge
-from ikkuna.diagnosis.network import Network
-from ikkuna.diagnosis.rule import GROUP, Rule, Score
-from ikkuna.diagnosis.time_series import TimeSeries
+from ikkuna.diagnosis.rule import GROUP, Rule, Score, get_rules
 from ikkuna.flight_recorder.dump_reading import Dump, read_dump
 from ikkuna.flight_recorder.options import RecorderOptions
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import is_distributed
 from ikkuna.flight_recorder.memory import MemoryBudget
-from ikkuna.flight_recorder.random_states import RandomStates
 from ikkuna.support.failures import log, raise_users_exception
+from ikkuna.support.random_states import RandomStates
 
 __all__ = ["CannotCopyError", "CapturedStep", "StepCapture", "copy_state", "copy_values", "size_of"]
 

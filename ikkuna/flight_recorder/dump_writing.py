@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-import threading
 import time
 import zipfile
 import zlib
@@ -25,7 +24,7 @@ from ikkuna.flight_recorder.capture import size_of
 from ikkuna.flight_recorder.checks import INFLATED, PLAIN
 from ikkuna.support.failures import log, suppressed
 from ikkuna.support.files import atomic_path
-from ikkuna.support.threads import BackgroundThread
+from ikkuna.support.threads import Worker
 
 fcntl: Any = None
 with contextlib.suppress(ImportError):  # Windows has none
@@ -373,13 +372,15 @@ class DumpJob:
     ----------
     path : Path or None
         The directory of the dump once it is written.
+    is_finished : bool
+        Whether it was written or given up.
     """
 
     def __init__(self, content: DumpContent, directory: Callable[[], Path]) -> None:
         self._content: DumpContent | None = content
         self._directory = directory
-        self._done = threading.Event()
         self.path: Path | None = None
+        self.is_finished = False
 
     def run(self) -> Path:
         """Write the dump."""
@@ -388,18 +389,13 @@ class DumpJob:
         return self.path
 
     def finish(self) -> None:
-        """Release the content, and wake those who wait."""
+        """Release the content."""
         self._content = None
-        self._done.set()
+        self.is_finished = True
 
     def has_failed(self) -> bool:
         """Return whether the dump could not be written."""
-        return self._done.is_set() and self.path is None
-
-    def wait(self, timeout: float | None) -> bool:
-        """Return whether the dump was written within `timeout` seconds."""
-        self._done.wait(timeout)
-        return self.path is not None
+        return self.is_finished and self.path is None
 
 
 class DumpWriter:
@@ -419,8 +415,7 @@ class DumpWriter:
         self.written: list[Path] = []
         self.failed = 0
         self._jobs: deque[Callable[[], None]] = deque()
-        self._thread: BackgroundThread | None = None
-        self._lock = threading.Lock()
+        self._worker = Worker("ikkuna dumps", lambda: self._run_first if self._jobs else None)
         self._said: set[str] = set()
 
     def write(self, job: DumpJob) -> None:
@@ -480,27 +475,25 @@ class DumpWriter:
             log.error(f"{text}; health() counts further ones", *values)
 
     def _add(self, run: Callable[[], None]) -> bool:
-        if len(self._jobs) >= _WAITING:
+        if len(self._jobs) >= _WAITING or not self._worker.is_ours:
             self.failed += 1
             self._say("a dump is left out: the disk is too slow for %d others", _WAITING)
             return False
         self._jobs.append(run)
-        thread = BackgroundThread(self._work, "ikkuna dumps")
-        if thread.start():
-            self._thread = thread
-            return True
-        self._jobs.pop()
-        self.failed += 1
-        return False
+        self._worker.wake()
+        return True
 
-    def _work(self) -> None:
-        with self._lock:
-            while self._jobs:
-                self._jobs[0]()
-                self._jobs.popleft()
+    def _run_first(self) -> None:
+        try:
+            self._jobs[0]()
+        finally:
+            self._jobs.popleft()
+
+    def wait(self, job: DumpJob, timeout: float) -> Path | None:
+        """Return the directory of a dump, or ``None`` if it was not written within `timeout` seconds."""
+        self._worker.wait_for(lambda: job.is_finished, timeout)
+        return job.path
 
     def close(self, timeout: float) -> bool:
         """Wait for the thread, at most `timeout` seconds; return whether everything was written."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return not self._jobs
+        return self._worker.close(timeout)

@@ -15,7 +15,6 @@ from ikkuna.flight_recorder.burst import names_of
 from ikkuna.flight_recorder.capture import CapturedStep, StepCapture
 from ikkuna.flight_recorder.memory import MemoryBudget
 from ikkuna.flight_recorder.options import RecorderOptions
-from ikkuna.flight_recorder.random_states import RandomReader, RandomStates
 from ikkuna.flight_recorder.ring import RowRing, StepLog
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.metrics.messages.message import NetworkMessage
@@ -24,6 +23,7 @@ from ikkuna.numerics.statistics.table import COLUMN, COLUMNS
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.rows import Rows
+from ikkuna.support.random_states import RandomReader, RandomStates
 
 __all__ = ["RecordedSteps", "feed_history", "history_arrays", "rule_facts"]
 

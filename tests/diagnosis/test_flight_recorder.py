@@ -20,7 +20,7 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
 from ikkuna.flight_recorder import memory
 from ikkuna.flight_recorder.memory import available_bytes
-from ikkuna.flight_recorder.random_states import RandomReader, RandomStates
+from ikkuna.support.random_states import RandomReader, RandomStates
 from ikkuna.testing import small_model
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))

@@ -370,7 +370,7 @@ def test_an_index_that_is_nested_deeply_or_large_is_refused(tmp_path):
 
 
 def test_a_random_state_that_numpy_would_read_beyond_is_refused():
-    from ikkuna.flight_recorder.random_states import RandomReader, RandomStates
+    from ikkuna.support.random_states import RandomReader, RandomStates
 
     arrays = RandomReader().read().arrays()
     for position in (-1, 625, float("nan")):

@@ -33,7 +33,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.script is None:
         terminal.write(str(dump))
         return 0
-    from ikkuna.flight_recorder.replay import replay
+    from ikkuna.export.replay import replay
 
     result = replay(dump, **arguments_of_script(options.script))
     terminal.write(str(result))

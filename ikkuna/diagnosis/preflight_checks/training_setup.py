@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ikkuna.errors import ConfigTypeError
-from ikkuna.flight_recorder.random_states import RandomReader, RandomStates
 from ikkuna.numerics.layers import dead_share, unit_counters
 from ikkuna.support.modules import class_name, named_modules, named_parameters
+from ikkuna.support.random_states import RandomReader, RandomStates
 from ikkuna.support.torch_internals import BATCH_NORMS, pytree
 from ikkuna.support.undisturbed import isolated, run_model, undisturbed, without_replica_wrappers
 

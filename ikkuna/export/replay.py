@@ -16,7 +16,6 @@ from ikkuna.diagnosis.rule import Rule, get_rules
 from ikkuna.errors import ConfigTypeError, DumpError, IkkunaError
 from ikkuna.export.exporter import Exporter
 from ikkuna.flight_recorder.dump_reading import Dump, read_dump
-from ikkuna.flight_recorder.random_states import RandomStates
 from ikkuna.flight_recorder.recorded_steps import feed_history
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.kinds import is_built_in, is_of_module
@@ -25,6 +24,7 @@ from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 from ikkuna.observation.rows.observer import StepObserver
 from ikkuna.observation.rows.rows import Rows
+from ikkuna.support.random_states import RandomStates
 
 __all__ = ["Replay", "ReplayRun", "Step", "check_fits", "replay", "restore_state"]
 

@@ -1,4 +1,0 @@
-from ikkuna.export.exporter import Exporter
-from ikkuna.export.health import Health
-
-__all__ = ["Exporter", "Health"]
