@@ -53,7 +53,8 @@ def lines(directory):
 def events(directory):
     reader = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
     tags = [tag for tag in reader.Tags()["scalars"] if not tag.startswith("Dashboard/")]
-    return Counter((tag, event.step, event.value) for tag in tags for event in reader.Scalars(tag))
+    scalars = Counter((tag, event.step, event.value) for tag in tags for event in reader.Scalars(tag))
+    return scalars + Counter((tag, event.step, 0.0) for tag in reader.Tags()["images"] for event in reader.Images(tag))
 
 
 READERS = {"jsonl": lines, "tb": events}
@@ -80,6 +81,8 @@ class Writing(RuleBasedStateMachine):
         self.run_ = Run(self.directory)
         self.values = {}
         self.step = self.count = 0
+        self.acked = -1
+        self.is_flushed = False
 
     @contextlib.contextmanager
     def process(self):
@@ -109,6 +112,7 @@ class Writing(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3))
     def train(self, count):
+        self.is_flushed = False
         for _ in range(count):
             self.show(self.step, Series("loss"))
             self.step += 1
@@ -116,15 +120,25 @@ class Writing(RuleBasedStateMachine):
     @precondition(lambda self: self.step)
     @rule(pass_name=st.sampled_from(["training", "testing"]))
     def show_more_of_the_last_step(self, pass_name):
-        """As log() after the step, and as an evaluation."""
+        """As log() after the step, and as an evaluation: the step is not acknowledged before, except by a flush."""
+        assert self.is_flushed or self.run_.acked_step < self.step - 1
+        self.acked = min(self.acked, self.step - 2)
         self.show(self.step - 1, Series("logged", f"value{self.count}", pass_name))
+
+    @precondition(lambda self: self.step > 2)
+    @rule(age=st.integers(1, 3))
+    def draw_a_picture_of_an_earlier_step(self, age):
+        self.count += 1
+        self.backends[1]._write_image(f"Heatmaps/{self.count}", bytes(24), self.step - age)
 
     @precondition(lambda self: self.step > 2)
     @rule()
     def go_back(self):
         with self.process():
+            self.is_flushed = False
             self.run_.rewind(self.step - 2)
             self.step -= 2
+            self.acked = min(self.acked, self.step - 1)
             self.values = {key: value for key, value in self.values.items() if key[1] < self.step}
             self.show(self.step, Series("loss"))
             self.step += 1
@@ -139,6 +153,7 @@ class Writing(RuleBasedStateMachine):
     @rule()
     def flush(self):
         with self.process():
+            self.is_flushed = True
             self.run_.flush(0.2)
 
     @rule(call=st.sampled_from(list(CALLS)), later=st.integers(0, 2), times=st.integers(1, 2), dies=st.booleans())
@@ -151,6 +166,7 @@ class Writing(RuleBasedStateMachine):
         """As after SIGKILL at this moment: nothing is buffered in the process."""
         acked, dropped = self.run_.acked_step, self.run_.dropped
         assert acked <= self.step
+        acked = self.acked = max(self.acked, acked)  # no fault here takes back what the operating system has
         found = list(self.directory.glob("run*"))
         if not found:
             assert acked == -1 or not self.values
