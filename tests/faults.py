@@ -316,10 +316,11 @@ FILES = {
     82: Fault("a system clock that is set back", "the times of values never decrease"),
     301: Fault(
         "an error of fsync, after which the system may discard what was not synchronised",
-        "the blocks since the last success are written again to a new file, which replaces the end of the old one; if that fails, "
+        "the blocks since the last success, with all of their first step, are written again to a new file, which replaces the end "
+        "of the old one, so that TensorBoard and readers of JSON find each value once; if that fails, "
         "they count as lost, ``flush()`` and ``close()`` return ``False``, and the error is logged once",
         "``acked_step`` returns to the last step on the disk until the others are written again; "
-        "an fsync after each step would cost milliseconds",
+        "an fsync after each step would cost milliseconds; an image of an earlier step counts as lost if the old end cannot be cut",
     ),
     304: Fault(
         "a slow disk at the first value",

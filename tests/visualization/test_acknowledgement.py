@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -197,3 +198,56 @@ TestWriting = Writing.TestCase
 TestWriting.settings = settings(
     max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Twenty steps are on the disk, with a second block of the last one that is not synchronised; faults by call."""
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    faults = {call: [] for call in CALLS}
+    for call in CALLS:
+        monkeypatch.setattr(os, call, Writing.faulty(SimpleNamespace(faults=faults), call, getattr(os, call)))
+    backends = [JSONLinesBackend(retry_seconds=0.0), TensorBoardBackend(retry_seconds=0.0)]
+    run = Run(tmp_path)
+    for step in range(20):
+        run.show(Series("loss"), step, step, backends)
+        run.commit(step)
+    assert run.flush()
+    run.show(Series("logged", "value"), 0.5, 19, backends)
+    run.commit(19)
+    for backend in backends:
+        backend._writer._worker._attempt()
+    return run, backends, faults
+
+
+@pytest.mark.fault(301)
+@pytest.mark.parametrize("fault", [OSError(errno.EIO, "Input/output error"), Died()], ids=["an error", "death"])
+def test_the_end_of_a_file_that_cannot_be_cut_is_read_once(written, fault):
+    """Death comes after the new file has its name."""
+    run, backends, faults = written
+    for backend in backends:
+        faults["fsync"], faults["ftruncate"] = [OSError(errno.EIO, "Input/output error")], [fault]
+        with contextlib.suppress(Died):
+            assert backend.flush(30)
+        assert faults["ftruncate"] == []
+    for reader in READERS.values():
+        assert set(reader(run.directory).values()) == {1}
+        assert len(reader(run.directory)) == 21
+    assert run.dropped == 0
+
+
+@pytest.mark.fault(71, 301)
+def test_values_are_read_once_after_a_stale_handle_and_a_failed_fsync(written):
+    run, backends, faults = written
+    for backend in backends:
+        backend.add_scalar(Series("loss"), 20, 20)
+        backend.commit(20)
+        faults["fstat"] = [OSError(errno.ESTALE, "Stale file handle")]
+        backend._writer._worker._attempt()
+        faults["fsync"] = [OSError(errno.EIO, "Input/output error")]
+        assert backend.flush(30)
+        assert faults["fsync"] == []
+    assert run.close(30)
+    for reader in READERS.values():
+        assert set(reader(run.directory).values()) == {1}
+        assert len(reader(run.directory)) == 22
