@@ -248,9 +248,7 @@ def test_an_interrupt_at_any_line_leaves_a_worker_that_works(monkeypatch):
     monkeypatch.setattr("_thread.start_new_thread", lambda *arguments: refuse(None))
     code, begin = inspect.getsourcelines(Worker._attempt)
     release = begin + next(number for number, line in enumerate(code) if line.strip() == "finally:")
-    functions = {
-        getattr(Worker, name).__code__ for name in ("_attempt", "_work_here", "_job", "wake", "wait_for", "close")
-    }
+    functions = {getattr(Worker, name).__code__ for name in ("_attempt", "_work_here", "wake", "wait_for", "close")}
 
     def interrupt(countdown):
         def trace(frame, event, argument):

@@ -316,15 +316,17 @@ class ReplaceableFile:
         self._file, self._header = AppendFile(self._directory, self._format.name), self._format.header()
         return self._file
 
-    def is_deleted(self) -> bool:
-        """Return whether the file has been deleted, so that nothing written to it can be read."""
-        return self._file is not None and self._file.deleted()
+    def append(self, data: bytes) -> bool:
+        """Append whole blocks; if that fails, write nothing and raise `OSError`.
 
-    def append(self, data: bytes) -> None:
-        """Append whole blocks; if that fails, write nothing and raise `OSError`."""
+        Return ``False`` if the file has been deleted, so that nothing written to it can be read.
+        """
         file = self._file or self._create()
+        if file.deleted():
+            return False
         file.append(self._header + data)
         self._header = b""
+        return True
 
     def sync(self) -> None:
         """Call fsync: afterwards the content survives a power failure."""

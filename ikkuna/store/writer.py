@@ -432,11 +432,9 @@ class FileWriter:
         if not blocks:  # given up by close()
             return
         data = b"".join(block.data for block in blocks)
-        if data and self._file.is_deleted():
+        if data and not self._file.append(data):
             self._distrust("was deleted while it was being written")
             return
-        if data:
-            self._file.append(data)
         with self._worker.lock:
             self._queue.mark_written(blocks)
             self._batch = min(2 * max(self._batch, _SMALL_BATCH), _BATCH)

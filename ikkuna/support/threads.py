@@ -176,7 +176,7 @@ class Worker:
 
     def wake(self) -> None:
         """Have the thread look for a job; start it if it does not run."""
-        if self.is_ours:
+        if self._process == os.getpid():
             with self.lock:
                 self.changed.notify_all()
                 if not (self.is_served or self.is_finished):
@@ -206,11 +206,6 @@ class Worker:
             self.is_closing, self._start_at = True, 0.0
             self.wake()
         return self.wait_for(lambda: self.is_finished, timeout)
-
-    def _job(self) -> Callable[[], object] | None:
-        if self.is_finished:
-            return None
-        return self._next_job() or (self._end if self.is_closing else None)
 
     def _end(self) -> None:
         try:
@@ -252,16 +247,16 @@ class Worker:
         """Wait for a job; return ``False`` when the worker is finished."""
         with self.lock:
             while not self.is_finished:
-                if not self.is_busy and self._job() is not None:
+                if self._busy is None and (self.is_closing or self._next_job() is not None):
                     return True
-                pause = math.inf if self.is_busy else self._due() - time.monotonic()
+                pause = math.inf if self._busy is not None else self._due() - time.monotonic()
                 self.changed.wait(None if pause == math.inf else min(max(pause, 0.0), threading.TIMEOUT_MAX))
         return False
 
     def _work_here(self, timeout: float | None) -> None:
         """If there is a job, and no thread can be started, do the jobs in this thread."""
         with self.lock:
-            if self.is_served or self.is_busy or self._job() is None:
+            if self.is_served or self.is_busy or not (self.is_closing or self._next_job()):
                 return
             thread = self._thread
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -273,11 +268,14 @@ class Worker:
 
     def _attempt(self) -> bool:
         """Do the next job, unless another thread does one; return whether there was one."""
-        if self.is_busy:
+        if self._busy is not None:
             return False
         try:
             with self.lock:
-                if self.is_busy or (job := self._job()) is None:
+                if self._busy is not None or self.is_finished:
+                    return False
+                job = self._next_job() or (self._end if self.is_closing else None)
+                if job is None:
                     return False
                 self._busy = threading.get_ident()
             job()
@@ -285,7 +283,7 @@ class Worker:
             raise_users_exception(error)
             self._failed(error)
         finally:
-            if self.is_current:
+            if self._busy == threading.get_ident():
                 with self.lock:
                     self._busy = None
                     self.changed.notify_all()

@@ -285,3 +285,16 @@ def test_passes_have_their_own_series(watched):
     exporter.close()
     shown = [(series.pass_name, value, step) for series, value, step in backend.values if series.name == "x"]
     assert shown == [("testing", 5.0, 0), ("training", 6.0, 1)]
+
+
+def test_a_step_is_acknowledged_with_the_values_that_are_logged_after_it(tmp_path):
+    model = nn.Linear(3, 2)
+    with ikkuna.watch(model, NormSubscriber("weights", backend="jsonl"), log_dir=tmp_path, rules=None) as exporter:
+        train(model, 3)
+        assert exporter.message_bus.run.flush(30)
+        assert exporter.health().acked_step == 2
+        exporter.log("x", 1.0)
+        assert exporter.health().acked_step == 1
+        train(model, 1)
+        assert exporter.message_bus.run.flush(30)
+        assert exporter.health().acked_step == 3

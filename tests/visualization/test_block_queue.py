@@ -100,3 +100,35 @@ def test_blocks_that_return_after_the_end_are_counted():
     queue.restore()
     assert not queue
     assert queue.dropped == 15
+
+
+def test_steps_of_which_blocks_are_not_kept_are_not_replaced():
+    """A new file would hide their other blocks, and pictures belong to earlier steps."""
+    queue = BlockQueue(10_000, describe)
+    fill(queue, [2])
+    fill(queue, [3], size=6000)
+    drain(queue, 2)
+    assert queue.mark_synced() == 0  # too large to be kept
+    fill(queue, [3, 4])
+    queue.put(QueuedBlock(b"picture", 1, 1, is_picture=True))
+    drain(queue, 3)
+    queue.restore()
+    queue.put(QueuedBlock(b"waiting", 2, 1, is_picture=True))
+    written, others = queue.replacements(replaces_bytes=False)
+    assert ([block.step for block in written], [block.step for block in others]) == ([4], [3, 1, 2])
+    assert [block.step for block in queue.replacements(replaces_bytes=True)[0]] == [3, 4, 1, 2]
+    queue.mark_rewritten(written, others, is_clean=False)
+    assert queue.dropped == 5 + 1
+    assert [block.data for block in queue.head(10_000)] == [b"waiting"]
+
+
+def test_blocks_after_a_return_to_an_earlier_step_are_all_replaced():
+    queue = BlockQueue(10_000, describe)
+    fill(queue, range(5))
+    drain(queue, 5)
+    queue.mark_synced()
+    fill(queue, [2, 3])
+    drain(queue, 2)
+    queue.restore()
+    written, others = queue.replacements(replaces_bytes=False)
+    assert ([block.step for block in written], others) == ([4, 2, 3], [])

@@ -434,6 +434,20 @@ def test_the_acknowledged_step_is_that_of_the_slowest(tmp_path):
     assert run.acked_step == 101
 
 
+def test_a_step_is_acknowledged_when_no_further_value_of_it_can_come(tmp_path):
+    run, backend, answers = Run(tmp_path), Stored(9), []
+    for step in range(3):
+        run.show(LOSS, 1.0, step, (backend,))
+        answers.append(run.acked_step)
+        run.commit(step)
+        answers.append(run.acked_step)
+    assert answers == [-1, -1, -1, 0, 0, 1]
+    run.flush()
+    assert run.acked_step == 2
+    run.show(LOSS, 1.0, 2, (backend,))
+    assert run.acked_step == 1
+
+
 def test_the_acknowledged_step_does_not_go_back_when_a_backend_comes_late(tmp_path):
     run, early, late = Run(tmp_path), Stored(), Stored()
     run.show(LOSS, 1.0, 9, (early,))
