@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import ikkuna
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
@@ -290,11 +291,11 @@ def test_passes_have_their_own_series(watched):
 def test_a_step_is_acknowledged_with_the_values_that_are_logged_after_it(tmp_path):
     model = nn.Linear(3, 2)
     with ikkuna.watch(model, NormSubscriber("weights", backend="jsonl"), log_dir=tmp_path, rules=None) as exporter:
-        train(model, 3)
+        train(model, 3, lambda step: None)
         assert exporter.message_bus.run.flush(30)
         assert exporter.health().acked_step == 2
         exporter.log("x", 1.0)
         assert exporter.health().acked_step == 1
-        train(model, 1)
+        train(model, 1, lambda step: None)
         assert exporter.message_bus.run.flush(30)
         assert exporter.health().acked_step == 3
