@@ -32,7 +32,7 @@ from ikkuna.observation.steps.forwards import (
 )
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.store.run_directory import CONTROL_FILE
-from ikkuna.support.failures import log
+from ikkuna.support.failures import log, remember_handlers
 
 __all__ = ["MissingLossWarning", "ReplacedModules", "SamplingPlans", "StepCycle"]
 
@@ -271,6 +271,8 @@ class StepCycle:
             if recorder.rows is not None:  # an exception has kept them from being closed
                 recorder.close()
             self.record(stamp)
+        if recorder.rows is not None:  # the code of others will run
+            remember_handlers()
         if (observer := self._context.observer) is not None:
             observer.step_opened(stamp, recorder.plan)
         if recorder.plan.takes_data:

@@ -4,19 +4,31 @@ Python runs a signal handler between two instructions of whatever function runs 
 Its exception, such as that of a time limit or of a dead worker process, then appears to come from that function.
 """
 
+import _signal  # type: ignore[import-not-found]  # signal.getsignal() creates an enumeration at each call
 import contextlib
+import dis
 import functools
 import inspect
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Hashable, Iterator
+from itertools import pairwise
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from ikkuna.errors import StopTraining
 
-__all__ = ["FailureCounter", "announce", "log", "raise_users_exception", "suppressed", "users_exception"]
+__all__ = [
+    "FailureCounter",
+    "announce",
+    "log",
+    "raise_users_exception",
+    "remember_handlers",
+    "suppressed",
+    "users_exception",
+]
 
 
 class FailureCounter:
@@ -72,6 +84,11 @@ class FailureCounter:
 
 
 _REQUESTS = (KeyboardInterrupt, SystemExit, StopTraining)
+_SIGNALS = tuple(map(int, signal.valid_signals()))
+_OVERWRITTEN = object()
+# an exception may have properties of these names
+_cause = BaseException.__dict__["__cause__"].__get__
+_traceback = BaseException.__dict__["__traceback__"].__get__
 
 
 def users_exception(error: BaseException) -> BaseException | None:
@@ -88,9 +105,9 @@ def users_exception(error: BaseException) -> BaseException | None:
     """
     found: BaseException | None = error
     for _ in range(100):  # exceptions can cause each other in a circle
-        if found is None or isinstance(found, _REQUESTS) or _is_of_handler(found.__traceback__):
+        if found is None or issubclass(type(found), _REQUESTS) or _is_of_handler(_traceback(found)):
             return found
-        found = found.__cause__
+        found = _cause(found)
     return None
 
 
@@ -103,18 +120,34 @@ def raise_users_exception(error: BaseException) -> None:
         raise users
 
 
-def _is_of_handler(traceback: TracebackType | None) -> bool:
-    """Return whether a traceback goes through a signal handler."""
-    if traceback is None or (traceback := traceback.tb_next) is None:  # the first frame is that which catches the error
-        return False
-    installed = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    while traceback is not None:
-        frame = traceback.tb_frame
-        # A handler that replaces itself before it raises is no longer installed, and one may delete its arguments.
-        if frame.f_code in installed or _received_its_caller(frame):
-            return True
-        traceback = traceback.tb_next
-    return False
+class _Handlers:
+    """The signal handlers that were installed when :meth:`remember` was called.
+
+    A handler that removes itself before it raises is recognised by them.
+
+    Attributes
+    ----------
+    signals : set of int
+        The signals that have had a handler in Python.
+    codes : set of CodeType
+        The code of these handlers, as far as they are functions, methods, or objects with a ``__call__`` in Python.
+    """
+
+    def __init__(self) -> None:
+        self.signals: set[int] = set()
+        self.codes: set[CodeType] = set()
+
+    def remember(self) -> None:
+        """Add the handlers that are installed now; this takes some microseconds."""
+        for number, handler in zip(_SIGNALS, map(_signal.getsignal, _SIGNALS), strict=True):
+            if not isinstance(handler, int | None) and handler is not signal.default_int_handler:
+                self.signals.add(number)
+                if (code := _code(handler)) is not None:
+                    self.codes.add(code)
+
+
+_HANDLERS = _Handlers()
+remember_handlers = _HANDLERS.remember
 
 
 def _code(handler: Any) -> CodeType | None:
@@ -126,12 +159,44 @@ def _code(handler: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def _received_its_caller(frame: FrameType) -> bool:
-    """Return whether a function was called with the frame that it interrupted, as only signal handlers are."""
-    arguments = inspect.getargvalues(frame)
-    values = [arguments.locals.get(name) for name in arguments.args]
-    values += arguments.locals.get(arguments.varargs, ()) if arguments.varargs else ()
-    return frame.f_back is not None and any(value is frame.f_back for value in values)
+def _is_of_handler(traceback: TracebackType | None) -> bool:
+    """Return whether a traceback goes through the call of a signal handler by Python itself."""
+    if traceback is None or threading.get_ident() != threading.main_thread().ident:  # handlers run on the main thread
+        return False
+    remember_handlers()
+    if not _HANDLERS.signals:
+        return False
+    while (traceback := traceback.tb_next) is not None:  # the first frame is that which catches the error
+        if _is_called_by_python(traceback.tb_frame):
+            return True
+    return False
+
+
+def _is_called_by_python(frame: FrameType) -> bool:
+    """Return whether Python has called a function as the handler of a signal.
+
+    Its arguments are then the number of the signal, which is no member of an enumeration, and the frame of the function that
+    was interrupted, which is the caller.  Nothing but a handler receives both.
+    A handler may overwrite or delete its arguments; that of which the code is known is recognised by the other one.
+    """
+    caller, code, values = frame.f_back, frame.f_code, frame.f_locals
+    names = code.co_varnames[: code.co_argcount]
+    lost = _overwritten(code) if code in _HANDLERS.codes else frozenset()
+    arguments = [_OVERWRITTEN if name in lost else values.get(name) for name in names]
+    if code.co_flags & inspect.CO_VARARGS:
+        rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+        arguments += rest if isinstance(rest, tuple) else ()
+    return caller is not None and any(
+        (number is _OVERWRITTEN or (type(number) is int and number in _HANDLERS.signals))
+        and (interrupted is _OVERWRITTEN or interrupted is caller)
+        for number, interrupted in pairwise(arguments)
+    )
+
+
+def _overwritten(code: CodeType) -> frozenset[Any]:
+    """Return the names of the variables that a function assigns or deletes."""
+    changes = [i.argval for i in dis.get_instructions(code) if i.opname.startswith(("STORE_", "DELETE_"))]
+    return frozenset(name for names in changes for name in (names if isinstance(names, tuple) else (names,)))
 
 
 @contextlib.contextmanager

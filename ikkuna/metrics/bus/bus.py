@@ -356,12 +356,28 @@ class MessageBus:
         return kind in self._by_kind
 
     def publish(self, message: Message, early: Mapping[Registered, EarlyResults] = _NONE) -> None:
-        """Deliver an event or a result to its subscribers; `early` has the results of those that have handled it already."""
-        for registered in self._by_kind.get(message.kind, ()):
-            if registered in early:
-                early[registered].deliver()
-            elif registered.takes(message):
-                self.error_guard.call(registered, "compute", registered.deliver, message)
+        """Deliver an event or a result to its subscribers; `early` has the results of those that have handled it already.
+
+        A subscriber that takes a message of a circle, such as its own, is disabled: a message that is published while others are
+        being delivered is in a circle if there are more of them than subscribers.
+        """
+        thread = self.error_guard.thread
+        outer = thread.deliveries
+        try:
+            thread.deliveries = outer + 1
+            for registered in self._by_kind.get(message.kind, ()):
+                if registered in early:
+                    early[registered].deliver()
+                elif not registered.takes(message):
+                    continue
+                elif outer > len(self.registered):
+                    self.error_guard.disable(registered, f"taking a circle of messages of the kind {message.kind!r}")
+                else:
+                    self.error_guard.call(registered, "compute", registered.deliver, message)
+            thread.deliveries = outer
+        except BaseException:
+            thread.deliveries = outer
+            raise
 
     def publish_batch(self, batch: MessageBatch) -> None:
         """Deliver the results of a step to the subscribers of their kind."""

@@ -34,9 +34,12 @@ class ThreadState(threading.local):
     ----------
     subscriber_is_running : bool
         Whether a subscriber's code runs on this thread.
+    deliveries : int
+        Number of messages that are being delivered, each by a subscriber that takes the one before.
     """
 
     subscriber_is_running = False
+    deliveries = 0
 
 
 class ErrorGuard:
@@ -73,13 +76,13 @@ class ErrorGuard:
 
     def run_recorded(self, body: Callable[[], None]) -> None:
         """Call a function and record although a subscriber's code runs, because the subscriber has started an evaluation."""
-        before = self.thread.subscriber_is_running
+        before = dict(vars(self.thread))
 
         def run() -> None:
-            self.thread.subscriber_is_running = False
+            self.thread.subscriber_is_running, self.thread.deliveries = False, 0
             body()
 
-        restoring(run, lambda: setattr(self.thread, "subscriber_is_running", before))
+        restoring(run, lambda: vars(self.thread).update(before))
 
     def before_subscribers(self, closed: "Closable") -> None:
         """Close an object, which is referred to weakly, before each call of a subscriber's code."""
