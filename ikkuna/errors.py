@@ -18,6 +18,8 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from ikkuna.printable import printable
+
 __all__ = [
     "ClosedError",
     "ConfigError",
@@ -35,6 +37,9 @@ __all__ = [
 
 class IkkunaError(Exception):
     """The base class of the exceptions of ikkuna."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), multiline=True)  # it may contain names from a file
 
 
 class ConfigError(IkkunaError, ValueError):

@@ -504,6 +504,15 @@ MODELS = {
         "modules that are nested nearly as deep as Python's recursion limit allows",
         "hooks need room for at most 8 further levels of modules, of about 245 that fit into the default limit",
     ),
+    340: Fault(
+        "names, messages or files that contain escape sequences, NUL, line feeds, or marks of bidirectional text",
+        "they are shown as escape sequences of Python in all commands, findings, errors, log lines, summaries and representations; "
+        "a name never begins a new line of a command or a log",
+    ),
+    341: Fault(
+        "a subscriber that publishes a message that it takes, or a circle of such subscribers",
+        "the subscriber in which the circle is found is disabled at once; other subscribers and training go on",
+    ),
 }
 
 LIBRARY = {

@@ -12,7 +12,7 @@ from ikkuna.backends.backend import Backend, Sender
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import ModuleEntry
-from ikkuna.support.failures import FailureCounter, log, raise_users_exception
+from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception
 
 __all__ = ["GuardedBackend"]
 
@@ -106,7 +106,7 @@ class GuardedBackend:
                 self.backend.open_later(directory)
         except BaseException as error:
             raise_users_exception(error)
-            self.disable(f"cannot be opened, its values are lost: {error}")
+            self.disable(f"cannot be opened, its values are lost: {error_text(error)}")
         else:
             self._call("describe", self._modules)
             if self._resumed_at is not None:

@@ -32,7 +32,7 @@ from ikkuna.store.run_directory import (
     write_run_file,
 )
 from ikkuna.store.values import Image, Matrix, ModuleEntry, check_histogram, checked_matrix, is_histogram
-from ikkuna.support.failures import announce, raise_users_exception
+from ikkuna.support.failures import announce, error_text, raise_users_exception
 
 __all__ = ["Run"]
 
@@ -189,7 +189,7 @@ class Run:
         except Exception as error:
             raise_users_exception(error)
             guarded = self._guarded(backend, NullBackend())
-            guarded.disable(f"cannot be created, its values are lost: {error}")
+            guarded.disable(f"cannot be created, its values are lost: {error_text(error)}")
         return self._backends.setdefault(_key(backend), guarded)
 
     def make_directory(self) -> Path:

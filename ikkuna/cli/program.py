@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from ikkuna.cli.terminal import Terminal, command_names, load_command
 from ikkuna.errors import ConfigError, IkkunaError, unknown_name
+from ikkuna.support.failures import error_text
 from ikkuna.version import __version__
 
 __all__ = ["main"]
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             if os.environ.get("IKKUNA_TRACEBACK"):
                 raise
-            terminal.error(f"internal error: {type(error).__name__}: {error} (IKKUNA_TRACEBACK=1 shows the traceback)")
+            terminal.error(f"internal error: {error_text(error)} (IKKUNA_TRACEBACK=1 shows the traceback)")
         return 2
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pkgutil
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ikkuna.cli import commands
+from ikkuna.printable import printable
 
 __all__ = ["Command", "Terminal", "command_names", "finite", "load_command"]
 
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _LEAST_WIDTH = 20
+_MARK = f"\ufdd0{os.urandom(8).hex()}"  # precedes a style, so that no text from a file looks like one
+_STYLE = re.compile(f"{_MARK}([0-9;]*);")
 
 
 class Terminal:
@@ -76,38 +80,44 @@ class Terminal:
         return True
 
     def styled(self, text: str, *styles: str) -> str:
-        """Return `text` with styles such as ``"bold"`` and ``"red"``; without colours, `text` itself."""
+        """Return `text` with styles such as ``"bold"`` and ``"red"`` for :meth:`write`; without colours, `text` itself."""
         if not styles or not text or not self.has_colour:
             return text
-        return f"\x1b[{';'.join(_CODES[style] for style in styles)}m{text}\x1b[0m"
+        return f"{_MARK}{';'.join(_CODES[style] for style in styles)};{text}{_MARK}0;"
 
-    def write(self, text: str = "") -> None:
-        """Write `text` and the end of a line."""
-        _write(self._out, f"{text}\n")
+    def write(self, value: object = "") -> None:
+        """Write a text as one line, or an object, such as findings, as all lines of its text."""
+        text = printable(str(value), multiline=not isinstance(value, str))
+        _write(self._out, _STYLE.sub(lambda style: f"\x1b[{style[1]}m", text) + "\n")
 
     def write_json(self, value: Any) -> None:
         """Write a value as JSON, with NaN and infinities as texts."""
-        self.write(json.dumps(finite(value), indent=1))
+        _write(self._out, f"{json.dumps(finite(value), indent=1)}\n")  # JSON has escape sequences of its own
 
     def write_table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Write a table; cells are aligned to the left, and the last column is not padded."""
-        cells = [tuple(map(str, row)) for row in rows]
+        cells = [tuple(printable(str(cell)) for cell in row) for row in rows]
         widths = [max(len(row[i]) for row in (tuple(header), *cells)) for i in range(len(header))]
         for row in (tuple(header), tuple("-" * width for width in widths), *cells):
             self.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
     def warn(self, text: str) -> None:
         """Write a warning to the standard error."""
-        _write(self._err, f"ikkuna: {text}\n")
+        _write(self._err, f"ikkuna: {printable(text)}\n")
 
     def error(self, text: str) -> None:
         """Write an error to the standard error."""
-        _write(self._err, f"ikkuna: {text}\n")
+        _write(self._err, f"ikkuna: {printable(text)}\n")
+
+    def clear(self) -> None:
+        """Clear the screen if a person sees the standard output."""
+        if self.is_interactive:
+            _write(self._out, "\x1b[2J\x1b[H")
 
     def progress(self, text: str) -> None:
         """Replace the line of progress on the standard error; an empty text removes it.  Without a person to see it, do nothing."""
         if _is_terminal(self._err) and os.environ.get("TERM") != "dumb":
-            _write(self._err, f"\r{text[: self.width - 1]}\x1b[K")
+            _write(self._err, f"\r{printable(text)[: self.width - 1]}\x1b[K")
 
     def flush(self) -> None:
         """Pass everything on to the operating system."""

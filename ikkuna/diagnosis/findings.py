@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ikkuna.errors import ConfigError, unknown_name
+from ikkuna.printable import printable
 
 __all__ = ["SEVERITIES", "Finding", "FindingList", "Findings"]
 
@@ -74,7 +75,7 @@ class Finding:
     def __str__(self) -> str:
         place = f" in {self.module}" if self.module else ""
         since = "" if self.step is None else f" at step {self.step}"
-        return f"{self.severity}: {self.rule}{place}{since}: {self.message}"
+        return printable(f"{self.severity}: {self.rule}{place}{since}: {self.message}")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dict of plain values."""
@@ -149,7 +150,7 @@ class Findings(tuple[Finding, ...]):
 
     def __str__(self) -> str:
         lines = [*(_table(self) if self else []), self._summary()]
-        return "\n".join([*lines, *self._reasons()])
+        return "\n".join(map(printable, [*lines, *self._reasons()]))
 
     __repr__ = __str__
 

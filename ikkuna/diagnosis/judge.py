@@ -12,7 +12,7 @@ from ikkuna.diagnosis.history import TRAINING, History, Network
 from ikkuna.diagnosis.rule import Rule, Score, get_rules
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.store import StoredRun, read_run
-from ikkuna.support.failures import FailureCounter, log
+from ikkuna.support.failures import FailureCounter, error_text, log
 
 __all__ = ["Alarm", "Judge", "Raised", "check", "judge_run"]
 
@@ -306,7 +306,7 @@ class Judge:
         if FailureCounter.is_logged(count):
             log.error("rule %s failed (training is not affected)", rule.name, exc_info=error)
         if self._failures.is_exhausted(rule.name):
-            self.disabled[rule.name] = f"{type(error).__name__}: {error}"
+            self.disabled[rule.name] = error_text(error)
             log.error("rule %s is disabled after %d failures in a row", rule.name, count)
 
     def _findings(self, rule: Rule, places: Sequence[Raised]) -> list[Finding]:

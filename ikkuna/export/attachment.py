@@ -20,6 +20,7 @@ from ikkuna.observation import checkpoint, evaluation
 from ikkuna.observation.hooks.hook_set import pause_after_fork
 from ikkuna.observation.model.roots import Root, Roots
 from ikkuna.observation.session import Session
+from ikkuna.printable import printable
 from ikkuna.store.run_directory import RunSettings
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule
@@ -117,7 +118,7 @@ class Health:
         lines = [f"{name:<{_WIDTH}}{_text(value)}" for name, value in facts.items()]
         slowest = sorted(self.seconds.items(), key=lambda pair: -pair[1])
         lines += ["seconds", *(f"  {spent:<{_WIDTH - 2}.3g}{_shortened(label)}" for label, spent in slowest)]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     __repr__ = __str__
 

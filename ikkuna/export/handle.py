@@ -21,6 +21,7 @@ from ikkuna.export.exporter import Exporter
 from ikkuna.metrics.messages.kinds import EVENT_KINDS, LOGGED
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.observation.checkpoint import store_finished
+from ikkuna.printable import printable
 from ikkuna.store import SeriesValues, StoredRun
 from ikkuna.store.names import Series
 from ikkuna.store.values import ModuleOrder
@@ -225,8 +226,8 @@ class Summary:
     """
 
     def __init__(self, lines: Sequence[str], tables: Sequence[SummaryTable]) -> None:
-        self.lines = tuple(lines)
-        self.tables = tuple(table for table in tables if table.rows)
+        self.lines = tuple(map(printable, lines))
+        self.tables = tuple(map(_printable, (table for table in tables if table.rows)))
 
     def __str__(self) -> str:
         parts = ["\n".join(self.lines), *map(_text, self.tables)]
@@ -237,6 +238,11 @@ class Summary:
     def _repr_html_(self) -> str:
         lines = "<br>".join(html.escape(line) for line in self.lines)
         return f"<div>{lines}</div>" + "".join(map(_html, self.tables))
+
+
+def _printable(table: SummaryTable) -> SummaryTable:
+    rows = [tuple(map(printable, row)) for row in table.rows]
+    return SummaryTable(printable(table.title), tuple(map(printable, table.header)), rows)
 
 
 def _text(table: SummaryTable) -> str:
@@ -507,7 +513,7 @@ class WatchHandle(Exporter):
         self.message_bus.settings = replace(self.message_bus.settings, subject=f"{self._label}; the run")
 
     def __repr__(self) -> str:
-        return f"<ikkuna.watch: {self._state()}>"
+        return printable(f"<ikkuna.watch: {self._state()}>")
 
     def _state(self) -> str:
         health, directory = self.health(), self.run_directory
@@ -536,7 +542,7 @@ class WatchHandle(Exporter):
         except IkkunaError:
             return self.summary()._repr_html_()
         maps = "".join(
-            f'<figure style="display:inline-block;width:420px;margin:4px"><figcaption>{html.escape(each.title)}'
+            f'<figure style="display:inline-block;width:420px;margin:4px"><figcaption>{html.escape(printable(each.title))}'
             f"</figcaption>{each.svg}</figure>"
             for each in heatmaps
         )

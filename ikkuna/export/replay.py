@@ -24,6 +24,7 @@ from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 from ikkuna.observation.rows.observer import StepObserver
 from ikkuna.observation.rows.rows import Rows
+from ikkuna.printable import printable
 from ikkuna.support.random_states import RandomStates
 
 __all__ = ["Replay", "ReplayRun", "Step", "check_fits", "replay", "restore_state"]
@@ -87,7 +88,7 @@ class Replay:
             state = "missing" if finding in self.missing else "reproduced"
             lines.append(f"  {state}: {finding}")
         lines += [] if self.expected else ["  the dump has no finding"]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def _agree(one: Finding, other: Finding) -> bool:

@@ -15,6 +15,7 @@ from ikkuna.diagnosis.findings import SEVERITIES, Finding
 from ikkuna.errors import DumpError
 from ikkuna.flight_recorder import checks
 from ikkuna.flight_recorder.dump_writing import FORMAT, INDEX, INDEX_BYTES
+from ikkuna.printable import printable
 from ikkuna.support.failures import raise_users_exception
 
 __all__ = ["Dump", "DumpRow", "read_dump"]
@@ -143,7 +144,7 @@ class DumpRow(NamedTuple):
 
     def __str__(self) -> str:
         place = f" of {self.module}" if self.module else ""
-        return f"{self.kind}{place}" + (f" ({self.path})" if self.path else "")
+        return printable(f"{self.kind}{place}" + (f" ({self.path})" if self.path else ""))
 
 
 class Dump:
@@ -258,7 +259,7 @@ class Dump:
         lines = [f"dump of step {self.step}: {'; '.join(self.reasons)}", f"  {kept}, {len(self.names)} rows each"]
         lines += [f"  {name}: {facts['bytes']} bytes" for name, facts in self.facts["files"].items()]
         lines += [f"  without {name}: {why}" for name, why in self.facts["left_out"].items()]
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 def _finding(entry: Mapping[str, Any]) -> Finding:

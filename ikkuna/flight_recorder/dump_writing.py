@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ikkuna.flight_recorder.capture import size_of
 from ikkuna.flight_recorder.checks import INFLATED, PLAIN
-from ikkuna.support.failures import log, suppressed
+from ikkuna.support.failures import error_text, log, suppressed
 from ikkuna.support.files import atomic_path
 from ikkuna.support.threads import Worker
 
@@ -177,7 +177,7 @@ def _write_files(directory: Path, content: DumpContent) -> None:
         except _TooLargeError:
             left_out[name] = f"a dump has at most {content.max_bytes} bytes"
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # an object that cannot be stored
-            left_out[name] = f"{type(error).__name__}: {error}"
+            left_out[name] = error_text(error)
         if name in left_out:
             (directory / name).unlink(missing_ok=True)
     _write(directory / INDEX, lambda file: file.write(_index(facts, content.max_bytes)), {}, INDEX_BYTES)

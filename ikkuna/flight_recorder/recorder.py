@@ -32,7 +32,7 @@ from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.observer import StepObserver
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.rows import Rows
-from ikkuna.support.failures import log, suppressed
+from ikkuna.support.failures import error_text, log, suppressed
 
 __all__ = ["FlightRecorder"]
 
@@ -173,7 +173,7 @@ class FlightRecorder(StepObserver):
     def process_fails(self, error: BaseException) -> None:
         """Write a dump before the process ends."""
         with suppressed(Exception):
-            job = self._write_if_allowed([f"{type(error).__name__}: {error}"], AT_END)
+            job = self._write_if_allowed([error_text(error)], AT_END)
             if job is not None:
                 self._writer.wait(job, _LAST_WORDS)
 

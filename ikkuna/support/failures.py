@@ -19,68 +19,18 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from ikkuna.errors import StopTraining
+from ikkuna.printable import printable
 
 __all__ = [
     "FailureCounter",
     "announce",
+    "error_text",
     "log",
     "raise_users_exception",
     "remember_handlers",
     "suppressed",
     "users_exception",
 ]
-
-
-class FailureCounter:
-    """Counts consecutive failures, separately for each key.
-
-    Parameters
-    ----------
-    limit : int
-        Number of consecutive failures after which :meth:`is_exhausted` returns ``True``.
-
-    Attributes
-    ----------
-    counts : dict of Hashable to int
-        The number of consecutive failures of each key that failed last.
-
-    Examples
-    --------
-    >>> failures = FailureCounter(limit=2)
-    >>> failures.add("measure"), failures.add("measure"), failures.is_exhausted("measure")
-    (1, 2, True)
-    >>> failures.reset("measure")
-    >>> failures.is_exhausted("measure")
-    False
-    """
-
-    def __init__(self, limit: int = 10) -> None:
-        self.limit = limit
-        self.counts: dict[Hashable, int] = {}
-
-    def add(self, key: Hashable = None) -> int:
-        """Count a failure; return the number of consecutive failures of `key`."""
-        count = self.counts[key] = self.counts.get(key, 0) + 1
-        return count
-
-    def reset(self, key: Hashable = None) -> None:
-        """Forget the failures of `key` after a success."""
-        self.counts.pop(key, None)
-
-    def is_exhausted(self, key: Hashable = None) -> bool:
-        """Return whether `key` has failed `limit` times in a row."""
-        return self.counts.get(key, 0) >= self.limit
-
-    @staticmethod
-    def is_logged(count: int) -> bool:
-        """Return whether the failure of this number is logged: the 1st, 10th, 100th …
-
-        Examples
-        --------
-        >>> [count for count in range(1, 2000) if FailureCounter.is_logged(count)]
-        [1, 10, 100, 1000]
-        """
-        return str(count).strip("0") == "1"
 
 
 _REQUESTS = (KeyboardInterrupt, SystemExit, StopTraining)
@@ -214,6 +164,74 @@ def suppressed(*types: type[BaseException]) -> Iterator[None]:
         raise_users_exception(error)
 
 
+class FailureCounter:
+    """Counts consecutive failures, separately for each key.
+
+    Parameters
+    ----------
+    limit : int
+        Number of consecutive failures after which :meth:`is_exhausted` returns ``True``.
+
+    Attributes
+    ----------
+    counts : dict of Hashable to int
+        The number of consecutive failures of each key that failed last.
+
+    Examples
+    --------
+    >>> failures = FailureCounter(limit=2)
+    >>> failures.add("measure"), failures.add("measure"), failures.is_exhausted("measure")
+    (1, 2, True)
+    >>> failures.reset("measure")
+    >>> failures.is_exhausted("measure")
+    False
+    """
+
+    def __init__(self, limit: int = 10) -> None:
+        self.limit = limit
+        self.counts: dict[Hashable, int] = {}
+
+    def add(self, key: Hashable = None) -> int:
+        """Count a failure; return the number of consecutive failures of `key`."""
+        count = self.counts[key] = self.counts.get(key, 0) + 1
+        return count
+
+    def reset(self, key: Hashable = None) -> None:
+        """Forget the failures of `key` after a success."""
+        self.counts.pop(key, None)
+
+    def is_exhausted(self, key: Hashable = None) -> bool:
+        """Return whether `key` has failed `limit` times in a row."""
+        return self.counts.get(key, 0) >= self.limit
+
+    @staticmethod
+    def is_logged(count: int) -> bool:
+        """Return whether the failure of this number is logged: the 1st, 10th, 100th …
+
+        Examples
+        --------
+        >>> [count for count in range(1, 2000) if FailureCounter.is_logged(count)]
+        [1, 10, 100, 1000]
+        """
+        return str(count).strip("0") == "1"
+
+
+def error_text(error: BaseException) -> str:
+    """Return the class of an exception and its text in one line, also if the text cannot be read.
+
+    Examples
+    --------
+    >>> error_text(ValueError("no"))
+    'ValueError: no'
+    """
+    try:
+        text = str(error)
+    except Exception as unreadable:
+        raise_users_exception(unreadable)
+        text = f"its text cannot be read ({type(unreadable).__name__})"
+    return printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
 class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
     """Passes records to a logger, and ignores the exceptions of its handlers and filters.
 
@@ -229,11 +247,36 @@ class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a record; its source is the caller of :meth:`warning`, :meth:`error` and so on."""
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        with suppressed(Exception):
+        with suppressed(BaseException):
             super().log(level, msg, *args, **kwargs)
 
 
+def _make_printable(record: logging.LogRecord) -> bool:
+    """Remove what would control a terminal from a record and its traceback, before a handler formats it."""
+    record.msg = printable(str(record.msg), multiline=True)
+    if isinstance(record.args, tuple):
+        record.args = tuple(map(_printable_argument, record.args))
+    if record.exc_info and record.exc_info[1] is not None:
+        error = record.exc_info[1]
+        try:
+            text = logging.Formatter().formatException(record.exc_info)
+        except Exception as unreadable:  # properties of an exception may fail
+            raise_users_exception(unreadable)
+            text = error_text(error)
+        record.exc_text = printable(text, multiline=True)
+    return True
+
+
+def _printable_argument(value: object) -> object:
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, BaseException):
+        return error_text(value).removeprefix(f"{type(value).__name__}: ")
+    return printable(str(value), multiline=not isinstance(value, str))
+
+
 log = _SafeLogger(logging.getLogger("ikkuna"))
+log.logger.addFilter(_make_printable)
 """Logs to the logger ``"ikkuna"`` of the standard library, which the user may configure."""
 
 
@@ -246,5 +289,5 @@ def announce(text: str) -> None:
     if logger.hasHandlers() or logger.level != logging.NOTSET or logging.root.level != logging.WARNING:
         log.info(text)
     elif sys.stderr is not None:
-        with suppressed(Exception):
-            sys.stderr.write(f"{text}\n")
+        with suppressed(BaseException):
+            sys.stderr.write(f"{printable(text)}\n")

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TypeVar
 
+from ikkuna.printable import printable
 from ikkuna.support.failures import log
 from ikkuna.support.files import private_directory, read_private_file, safe_directory, write_private_file
 
@@ -169,7 +170,7 @@ def _first_line(output: IO[bytes]) -> str:
     output.seek(0)
     text = output.read(_MESSAGE_BYTES).decode(errors="replace").strip()
     line = text.splitlines()[0] if text else "it said nothing"
-    return "".join(c if c.isprintable() else "?" for c in line)[:200]
+    return printable(line)[:200]
 
 
 _DIGEST = hashlib.sha256().digest_size

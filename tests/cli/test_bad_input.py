@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 
 import pytest
@@ -10,8 +11,16 @@ from tensorboardX import SummaryWriter
 from ikkuna import cli
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.cli.terminal import command_names
+from ikkuna.diagnosis import Finding, Findings
+from ikkuna.diagnosis.flight_recorder.dump import DumpRow
+from ikkuna.errors import DumpError
+from ikkuna.export.attachment import Health
+from ikkuna.export.handle import Summary, SummaryTable
+from ikkuna.export.replay.result import Replay
+from ikkuna.netdict import NetDict
 from ikkuna.store.names import Series
 from ikkuna.store.values import ModuleEntry
+from ikkuna.support.failures import announce, error_text, log
 
 NAMES = ("stem", "relu", "head")
 STEPS = 12
@@ -236,6 +245,75 @@ def test_a_wrong_argument_is_named(arguments, text, healthy, tmp_path, capsys):
     assert shown.err.count("\n") == 1
     assert "internal error" not in shown.err
     assert not list((tmp_path / "work").iterdir())
+
+
+# -- names and texts that control a terminal ----------------------------------------------------------------------------
+
+HOSTILE = "\x1b]0;title\x07\x1b[31m\x9b2J\u202egnp\0\r\nikkuna: forged\ud800"
+FOREIGN = Finding(
+    HOSTILE, "error", HOSTILE, HOSTILE, HOSTILE, 1, 1.0, HOSTILE, modules=(HOSTILE,), consequences=(HOSTILE,)
+)
+OUTPUTS = {
+    "finding": FOREIGN,
+    "findings": Findings([FOREIGN], [HOSTILE], {HOSTILE: HOSTILE}),
+    "replay": Replay(1, 0, (FOREIGN,), (), 2, 1, (0.5, 0.5), (HOSTILE,)),
+    "row": DumpRow(HOSTILE, HOSTILE, HOSTILE),
+    "summary": Summary([HOSTILE], [SummaryTable(HOSTILE, (HOSTILE,), [(HOSTILE,)])]),
+    "page": Summary([HOSTILE], [SummaryTable(HOSTILE, (HOSTILE,), [(HOSTILE,)])])._repr_html_(),
+    "weights": NetDict({HOSTILE: 1.0}),
+    "error": DumpError(HOSTILE),
+    "health": Health(0, 0, 0, 0, (HOSTILE,), (HOSTILE,), 0, 0.0, 0, 0, {HOSTILE: 1.0}),
+    "text": error_text(ValueError(HOSTILE)),
+}
+
+
+def controls(text):
+    """Return the characters other than line feeds that could control a terminal, and whether a line of another source appears."""
+    return {c for c in text if c != "\n" and not c.isprintable()}, "\nikkuna: forged" in text
+
+
+@pytest.mark.fault(340)
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
+def test_the_text_of_an_object_controls_no_terminal(output):
+    assert controls(str(output)) == (set(), isinstance(output, DumpError))
+
+
+@pytest.mark.fault(340)
+@pytest.mark.parametrize("arguments", [*COMMANDS.values()], ids=COMMANDS)
+def test_names_in_a_file_control_no_terminal(arguments, tmp_path, capsys):
+    """Only the three names of a healthy run and the kinds of metrics are legible."""
+    runs = [tmp_path / name for name in ("one", "two")]
+    for number, directory in enumerate(runs):
+        directory.mkdir()
+        values = [
+            {"kind": kind, "module": name, "pass": HOSTILE, "step": step, "value": number + 1 / (step + 1)}
+            for step in range(STEPS)
+            for kind in ("weights_norm2", HOSTILE)
+            for name in (HOSTILE, None)
+        ]
+        lines = [json.dumps(value) for value in values]
+        (directory / "values.0000000001.h.1.000.jsonl").write_text("\n".join([*lines, "damaged", ""]))
+    called(arguments, *runs)
+    shown = capsys.readouterr()
+    assert controls(shown.out + shown.err) == (set(), False)
+
+
+@pytest.mark.fault(340)
+@pytest.mark.parametrize("level", ["warning", "exception"])
+def test_a_log_line_controls_no_terminal(level, capsys):
+    handler = logging.StreamHandler()
+    log.logger.addHandler(handler)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError as error:
+        getattr(log, level)("%s failed: %s, %r, %d", HOSTILE, error, HOSTILE, 3)
+        log.warning(HOSTILE.replace("\n", ""))
+    finally:
+        log.logger.removeHandler(handler)
+    announce(HOSTILE)
+    shown = capsys.readouterr().err
+    assert "3" in shown
+    assert controls(shown)[0] == set()
 
 
 # -- terminals ----------------------------------------------------------------------------------------------------------

@@ -142,7 +142,9 @@ def test_colours_follow_the_environment(environment, expected, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert Terminal(io.StringIO()).styled("x", "bold", "red") == expected
+    terminal = Terminal(out := io.StringIO())
+    terminal.write(terminal.styled("x", "bold", "red"))
+    assert out.getvalue() == f"{expected}\n"
 
 
 def test_the_installed_command_is_the_same_program_and_imports_no_compiler():

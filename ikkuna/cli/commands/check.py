@@ -29,7 +29,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
             }
         )
     else:
-        terminal.write(str(found))
+        terminal.write(found)
     return int(any(finding.severity != "info" for finding in found))
 
 

@@ -31,12 +31,12 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
 
     dump = read_dump(options.path)
     if options.script is None:
-        terminal.write(str(dump))
+        terminal.write(dump)
         return 0
     from ikkuna.export.replay import replay
 
     result = replay(dump, **arguments_of_script(options.script))
-    terminal.write(str(result))
+    terminal.write(result)
     return int(not result.is_reproduced)
 
 

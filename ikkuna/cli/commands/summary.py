@@ -7,8 +7,6 @@ from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
-_CLEAR = "\x1b[2J\x1b[H"
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", help="the directory of a run, an event file, or a file of JSON lines")
@@ -41,7 +39,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
             if options.json:
                 terminal.write_json(summary_values(run))
             else:
-                terminal.write(_CLEAR if terminal.is_interactive else "")
+                terminal.clear()
                 write_summary(run, terminal, options.kind if run.count else None)
             terminal.flush()
         time.sleep(options.interval)

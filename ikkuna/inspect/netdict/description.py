@@ -13,6 +13,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import CHUNK, as_float64, flatten, readable
 from ikkuna.numerics.statistics import Record, closure, merge
 from ikkuna.numerics.statistics.host import measure
+from ikkuna.printable import printable
 
 __all__ = [
     "DEFAULT",
@@ -163,7 +164,7 @@ class Description(dict[str, Any]):
             rows = [["", *columns], *([key, *map(_text, row.values())] for key, row in self.items())]
         else:
             rows = [[key, _text(value)] for key, value in self.items()]
-        return _align(rows)
+        return _align([[*map(printable, row)] for row in rows])
 
 
 def _text(value: Any) -> str:

@@ -27,6 +27,7 @@ from ikkuna.inspect.netdict.description import (
     statistics_of,
 )
 from ikkuna.numerics.statistics.histogram import SIGMA, percentiles
+from ikkuna.printable import printable
 from ikkuna.support.files import atomic_file, atomic_path
 
 if TYPE_CHECKING:
@@ -343,7 +344,7 @@ class NetDict(Arithmetic):
 
     def __repr__(self) -> str:
         shown = (f"{k}={v!r}" if not isinstance(v, Tensor) else f"{k}: {tuple(v.shape)}" for k, v in self.items())
-        return f"NetDict({', '.join(shown)})"
+        return printable(f"NetDict({', '.join(shown)})")
 
     def at(self, index: int) -> Any:
         """Return the value at a position."""

@@ -2,7 +2,6 @@
 
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ import torch
 
 from ikkuna.errors import ConfigError
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.support.failures import FailureCounter, log, raise_users_exception
+from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception
 from ikkuna.support.undisturbed import restoring
 
 __all__ = ["ON_ERROR", "Closable", "ErrorGuard", "ThreadState"]
@@ -146,8 +145,7 @@ class ErrorGuard:
             log.error("subscriber %s failed in %s", registered.label, stage, exc_info=error)
         is_exhausted = self.on_error == "disable" and registered.failures.is_exhausted(stage)
         if is_exhausted or isinstance(error, torch.OutOfMemoryError):
-            last = traceback.format_exception_only(error)[-1]  # str(error) may fail as well
-            self._disable(registered, f"{count} consecutive failures; last: {last.strip()}")
+            self._disable(registered, f"{count} consecutive failures; last: {error_text(error)}")
 
     def _disable(self, registered: Registered, reason: str) -> None:
         if registered.disabled:
