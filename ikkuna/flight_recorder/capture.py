@@ -151,16 +151,15 @@ class StepCapture:
 
 def copy_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     """Return copies of parameters, buffers and optimizer states, and the names of the modules in evaluation mode."""
-    with torch.no_grad():
-        return {
-            "parameters": {name: copy_values(value) for name, value in model.named_parameters()},
-            "buffers": {name: copy_values(value) for name, value in model.named_buffers()},
-            "evaluated": [name for name, module in model.named_modules() if not module.training],
-            "gradients": {
-                name: copy_values(value.grad) for name, value in model.named_parameters() if value.grad is not None
-            },
-            "optimizers": [_copy_optimizer(optimizer) for optimizer in optimizers],
-        }
+    return {  # copy_values() detaches tensors, so that autograd need not be off
+        "parameters": {name: copy_values(value) for name, value in model.named_parameters()},
+        "buffers": {name: copy_values(value) for name, value in model.named_buffers()},
+        "evaluated": [name for name, module in model.named_modules() if not module.training],
+        "gradients": {
+            name: copy_values(value.grad) for name, value in model.named_parameters() if value.grad is not None
+        },
+        "optimizers": [_copy_optimizer(optimizer) for optimizer in optimizers],
+    }
 
 
 def _size_of_state(model: nn.Module, optimizers: list[Optimizer]) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ikkuna.errors import ConfigTypeError
 from ikkuna.support.torch_internals import holds_other_tensors, is_transformed
+from ikkuna.support.undisturbed import gradients, switched
 
 __all__ = [
     "CHUNK",
@@ -131,8 +132,7 @@ def dequantized(x: Tensor) -> Tensor | None:
     offered = x.dequantize if x.is_quantized or type(x).dequantize is not Tensor.dequantize else _unpacking(x)
     if offered is None:
         return x if _has_fractions(x) or type(x) is Tensor else None
-    with torch.no_grad():
-        found = offered()
+    found = switched([gradients(False)], offered)
     return found if type(found) in _PLAIN and _has_fractions(found) else None
 
 

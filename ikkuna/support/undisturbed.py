@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -17,11 +17,14 @@ from ikkuna.support.modules import wrapped_modules
 from ikkuna.support.torch_internals import kept_version, set_grad_enabled
 
 __all__ = [
+    "Switch",
     "as_tensor",
+    "gradients",
     "isolated",
     "restoring",
     "run_model",
     "run_undisturbed",
+    "switched",
     "undisturbed",
     "undisturbed_randomness",
     "without_replica_wrappers",
@@ -30,6 +33,38 @@ __all__ = [
 
 T = TypeVar("T")
 _Restore = Callable[[], object]
+Switch = tuple[Callable[[Any], object], Any, Any]
+"""A function that sets a global switch of torch, the present value of the switch, and another value."""
+
+
+def switched(switches: Sequence[Switch], function: Callable[..., T], *arguments: Any) -> T:
+    """Return ``function(*arguments)``, during which global switches of torch have other values.
+
+    The end of ``torch.no_grad()`` is a call of a Python function; an exception such as `KeyboardInterrupt` that comes at its
+    beginning would leave training without gradients.  This function restores the switches nevertheless.
+
+    Examples
+    --------
+    >>> switched([gradients(False)], torch.is_grad_enabled), torch.is_grad_enabled()
+    (False, True)
+    """
+    try:
+        try:
+            for set_value, _, value in switches:
+                set_value(value)
+            return function(*arguments)
+        finally:
+            for set_value, before, _ in switches:
+                set_value(before)
+    except BaseException:
+        for set_value, before, _ in switches:
+            set_value(before)
+        raise
+
+
+def gradients(enabled: bool) -> Switch:
+    """Return the switch of autograd on this thread."""
+    return set_grad_enabled, torch.is_grad_enabled(), enabled
 
 
 @contextmanager
@@ -198,20 +233,20 @@ def _training_flags(model: nn.Module) -> _Restore:
 
 
 def _buffers(model: nn.Module) -> _Restore:
-    with torch.no_grad():
-        before = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    before = [
+        (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+    ]
 
     def restore() -> None:
         for module, name, buffer, value in before:
             module._buffers[name] = buffer
             if not buffer.is_cpu and type(buffer) is Tensor and not buffer.is_inference():
-                with torch.no_grad(), kept_version(buffer):
+                with kept_version(buffer):
                     buffer.copy_(value)  # without a comparison, which would wait for the device
             elif not _equal(buffer, value):  # an unneeded copy would break a backward pass that saved the buffer
-                with torch.no_grad():
-                    buffer.copy_(value)
+                buffer.copy_(value)
 
-    return restore
+    return lambda: switched([gradients(False)], restore)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -19,6 +19,7 @@ from ikkuna.export.subscriber import PlotSubscriber, name_results
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.layers import AttentionRow, attention_means, attention_row, scores_row
 from ikkuna.support.modules import class_name, named_modules
+from ikkuna.support.undisturbed import gradients, switched
 from ikkuna_subscribers._helpers.arguments import require_integers
 from ikkuna_subscribers._helpers.probe_subscriber import ProbeSubscriber
 
@@ -67,15 +68,18 @@ def queries_and_keys(module: nn.MultiheadAttention, args: Any, kwargs: Any) -> A
     given = signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs)
     given.apply_defaults()
     query, key, padding, mask = (given.arguments[name] for name in ("query", "key", "key_padding_mask", "attn_mask"))
-    with torch.no_grad():
-        q, k = (_batch_first(module, x) @ w.mT for x, w in zip((query, key), _weights(module), strict=True))
-        if module.in_proj_bias is not None:
-            q_bias, k_bias, _ = module.in_proj_bias.chunk(3)
-            q, k = q + q_bias, k + k_bias
-        k = _extended(module, k)
+    q, k = switched([gradients(False)], _projected, module, query, key)
     heads = module.num_heads
     allowed = _allowed(mask, padding, (len(q), heads, q.shape[1], k.shape[1]))
     return AttentionCall(split_heads(q, heads), split_heads(k, heads), allowed)
+
+
+def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = (_batch_first(module, x) @ w.mT for x, w in zip((query, key), _weights(module), strict=True))
+    if module.in_proj_bias is not None:
+        q_bias, k_bias, _ = module.in_proj_bias.chunk(3)
+        q, k = q + q_bias, k + k_bias
+    return q, _extended(module, k)
 
 
 def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
 """Interrupts at any moment of a step: training is unharmed, at most that step is lost, and the monitor records again."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
 from ikkuna.backends.run import Run
+from ikkuna.flight_recorder.step_capture import copy_state
 from ikkuna.store.names import Series
+from ikkuna.support.undisturbed import gradients, switched
 from ikkuna.testing import RecordingBackend
 from tests.export.storm import Signals, Storm, Training, interrupt
 
@@ -122,3 +125,21 @@ def test_values_of_an_interrupted_delivery_are_committed_under_their_own_step():
     run.show(Series("loss"), 0.4, 6, [backend])
     run.commit(6)
     assert backend.commits == [5, 6]
+
+
+@pytest.mark.fault(302)
+@pytest.mark.parametrize("before", [False, True])
+def test_an_interrupt_leaves_no_switch_of_torch_changed(before):
+    def call():
+        switched([gradients(not before), autocast], copy_state, model, [])
+
+    model, set_autocast = torch.nn.Linear(2, 1), partial(torch.set_autocast_enabled, "cpu")
+    autocast, storm = (set_autocast, False, True), Storm()
+    call()
+    for at in range(storm.run(call)):
+        torch.set_grad_enabled(before)
+        with pytest.raises(KeyboardInterrupt):
+            storm.run(call, at)
+        state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        torch.set_grad_enabled(True)
+        assert state == (before, False), storm.where

@@ -17,6 +17,7 @@ from ikkuna.distributed.dtensor import holds_gradients, is_distributed, sharded_
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedModule, NamedParameter, parameters_of
 from ikkuna.support.torch_internals import autograd_enabled_inside_operators, current_node, will_execute
+from ikkuna.support.undisturbed import gradients, switched
 
 __all__ = ["Backward", "GradientState", "TrackedParameters", "UntrainedParameters"]
 
@@ -313,12 +314,17 @@ class TrackedParameters:
         """
         if is_distributed(parameter) or nn.parameter.is_lazy(parameter) or parameter.layout is not torch.strided:
             return None
-        with torch.enable_grad():
-            function = parameter.view_as(parameter).grad_fn
-            if function is None:  # inside an operator, which autograd does not look into
-                with autograd_enabled_inside_operators():
-                    function = parameter.view_as(parameter).grad_fn
+        function = switched([gradients(True)], _node_of_view, parameter)
         return None if function is None else function.next_functions[0][0]
+
+
+def _node_of_view(parameter: nn.Parameter) -> Any:
+    if (
+        function := parameter.view_as(parameter).grad_fn
+    ) is None:  # inside an operator, which autograd does not look into
+        with autograd_enabled_inside_operators():
+            function = parameter.view_as(parameter).grad_fn
+    return function
 
 
 def _subclasses(cls: type[Optimizer]) -> set[type[Optimizer]]:

@@ -26,7 +26,7 @@ from ikkuna.observation.rows.rows import Rows
 from ikkuna.observation.rows.selection import Selections
 from ikkuna.observation.rows.site import Site
 from ikkuna.support.failures import log, raise_users_exception
-from ikkuna.support.torch_internals import set_grad_enabled
+from ikkuna.support.undisturbed import gradients, switched
 
 __all__ = ["Recorder"]
 
@@ -388,26 +388,11 @@ class _Target(NamedTuple):
 
 
 def _without_autograd(device: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function without gradients and autocast.
-
-    The end of ``torch.no_grad()`` is a call of a Python function; an exception such as `KeyboardInterrupt` that comes at its
-    beginning would leave training without gradients.
-    """
-    gradients, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device)
-    try:
-        try:
-            set_grad_enabled(False)
-            if autocast:
-                torch.set_autocast_enabled(device, False)
-            return function(*arguments)
-        finally:
-            set_grad_enabled(gradients)
-            if autocast:
-                torch.set_autocast_enabled(device, True)
-    except BaseException:
-        set_grad_enabled(gradients)
-        torch.set_autocast_enabled(device, autocast)
-        raise
+    """Call a function without gradients and autocast."""
+    switches = [gradients(False)]
+    if torch.is_autocast_enabled(device):
+        switches.append((partial(torch.set_autocast_enabled, device), True, False))
+    return switched(switches, function, *arguments)
 
 
 def _measure(subscriber: Subscriber, message: Any) -> Tensor | DeferredRow | None:
