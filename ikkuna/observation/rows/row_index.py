@@ -24,8 +24,7 @@ class RowIndex:
     def __init__(self) -> None:
         self.keys: list[Key] = []
         self._rows: dict[Key, int] = {}
-        self._by_kind: dict[str, list[int]] = {}
-        self._sorted = 0
+        self._by_kind: tuple[int, dict[str, list[int]]] = 0, {}  # of the first rows
         self._lock = RLock()  # reentrant, because an exception can interrupt the release
 
     def row(self, site: Site, path: str) -> int:
@@ -44,10 +43,13 @@ class RowIndex:
     def rows_of_kind(self, kind: str) -> list[int]:
         """Return the rows of one kind in the order of their first measurement."""
         with self._lock:
-            for row in range(self._sorted, len(self.keys)):
-                self._by_kind.setdefault(self.keys[row][0].kind, []).append(row)
-            self._sorted = len(self.keys)
-        return self._by_kind.get(kind, [])
+            count, by_kind = len(self.keys), self._by_kind[1]
+            if count > self._by_kind[0]:
+                by_kind = {name: [*rows] for name, rows in by_kind.items()}
+                for row in range(self._by_kind[0], count):
+                    by_kind.setdefault(self.keys[row][0].kind, []).append(row)
+                self._by_kind = count, by_kind  # at once, because an exception can interrupt the loop
+            return by_kind.get(kind, [])
 
     def rows_of(self, kinds: frozenset[str]) -> Iterator[int]:
         """Yield the rows of some kinds."""
