@@ -509,6 +509,13 @@ MODELS = {
         "they are shown as escape sequences of Python in all commands, findings, errors, log lines, summaries and representations; "
         "a name never begins a new line of a command or a log",
     ),
+    342: Fault(
+        "a process that continues a run while another process, perhaps of another machine, still writes it",
+        "it writes to a new directory, with an ``id`` of its own, and logs a warning that names the other process; "
+        "the lock of a process that has ended in whatever way does not last",
+        "a file with the number of its owner does not show whether that process of another machine is alive; "
+        "a lock of BSD is kept by the workers of a data loader",
+    ),
     341: Fault(
         "a subscriber that publishes a message that it takes, or a circle of such subscribers",
         "the subscriber in which the circle is found is disabled at once; other subscribers and training go on",

@@ -27,12 +27,13 @@ from ikkuna.store.run_directory import (
     RunSettings,
     check_log_dir,
     json_config,
+    lock_run,
     log_path,
     make_run_directory,
     write_run_file,
 )
 from ikkuna.store.values import Image, Matrix, ModuleEntry, check_histogram, checked_matrix, is_histogram
-from ikkuna.support.failures import announce, error_text, raise_users_exception
+from ikkuna.support.failures import announce, error_text, log, raise_users_exception
 
 __all__ = ["Run"]
 
@@ -97,6 +98,7 @@ class Run:
         self.identity = (continued and continued.identity) or os.urandom(8).hex()
         self.control = ControlFile()
         self._directory: Path | None = None
+        self._locked: int | None = None  # a descriptor
         self._lock = threading.RLock()  # the threads of several backends create the directory
         self._backends: dict[Hashable, GuardedBackend] = {}
         self._closed: bool | None = None
@@ -208,14 +210,26 @@ class Run:
             return self._directory
 
     def _new_directory(self) -> Path:
+        """Return a directory that no other process writes to: that of the continued run, or a new one."""
         if self._continued is None:
-            return make_run_directory(self._log_dir, self._settings.name)
+            while True:
+                directory = make_run_directory(self._log_dir, self._settings.name)
+                with contextlib.suppress(BlockingIOError):  # a process that continues the latest run was faster
+                    self._locked = lock_run(directory)
+                    return directory
+        former = self._continued.directory
         try:
-            make_directories(self._continued.directory)  # it may have been deleted since
+            make_directories(former)  # it may have been deleted since
+            self._locked = lock_run(former)
+        except BlockingIOError as error:
+            self.identity, self._continued = os.urandom(8).hex(), None
+            directory = self._new_directory()
+            log.warning("process %s writes the run in '%s'; this one writes to '%s'", error.strerror, former, directory)
+            return directory
         except OSError as error:
             raise_users_exception(error)
-            raise LogDirError(f"cannot continue the run in '{self._continued.directory}': {reason(error)}") from error
-        return self._continued.directory
+            raise LogDirError(f"cannot continue the run in '{former}': {reason(error)}") from error
+        return former
 
     def _announce(self, directory: Path) -> None:
         if not self._settings.verbosity:
@@ -273,6 +287,8 @@ class Run:
             self._closed, self._open_step = False, math.inf
             self._share("draw", drawing)
             self._closed = self._share("close", timeout)
+            if self._locked is not None:
+                os.close(self._locked)
         return self._closed
 
     def _share(self, method: str, timeout: float | None) -> bool:

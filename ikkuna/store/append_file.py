@@ -14,7 +14,16 @@ from typing import NamedTuple, Protocol
 from ikkuna.errors import LogDirError
 from ikkuna.support.failures import log
 
-__all__ = ["AppendFile", "FileFormat", "ReplaceableFile", "ReplacedEnd", "make_directories", "reason", "unique_stem"]
+__all__ = [
+    "AppendFile",
+    "FileFormat",
+    "ReplaceableFile",
+    "ReplacedEnd",
+    "make_directories",
+    "process_name",
+    "reason",
+    "unique_stem",
+]
 
 
 _FLAGS = (
@@ -30,10 +39,11 @@ _FLAGS = (
 
 def unique_stem(second: int, counter: int) -> str:
     """Return `second`, host, process and `counter`, which together are different for every writer."""
-    return f"{second:010d}.{_process()}.{counter:03d}"
+    return f"{second:010d}.{process_name()}.{counter:03d}"
 
 
-def _process() -> str:
+def process_name() -> str:
+    """Return the name of this machine and the number of this process."""
     host = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname())[:64] or "localhost"
     return f"{host}.{os.getpid()}"
 
@@ -44,7 +54,7 @@ def _last_second(directory: Path, name: Callable[[str], str]) -> int:
     Readers sort the files of a run by their names.  A run can be resumed within a second, or by a machine with another clock.
     """
     prefix, suffix = name("\0").split("\0")
-    own, last = f".{_process()}.", -1
+    own, last = f".{process_name()}.", -1
     for entry in os.listdir(directory):
         stem = entry.removeprefix(prefix).removesuffix(suffix)
         second = stem.partition(".")[0]

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import tempfile
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError
-from ikkuna.store.append_file import make_directories, reason
+from ikkuna.store.append_file import make_directories, process_name, reason
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.files import atomic_file, read_regular
 
@@ -37,6 +38,7 @@ __all__ = [
     "find_run",
     "json_config",
     "latest_run",
+    "lock_run",
     "log_path",
     "make_run_directory",
     "plain_config",
@@ -274,6 +276,14 @@ def find_run(identity: str, *candidates: Path) -> Path | None:
     return None
 
 
+fcntl: types.ModuleType | None
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
+
+_LOCK = ".writer"
 _NAME = re.compile(r"run([0-9]{4,18})")
 
 
@@ -301,6 +311,38 @@ def make_run_directory(log_dir: Path, name: str | None = None) -> Path:
             return directory
     except OSError as error:
         raise LogDirError(f"cannot create a run directory in '{log_dir}': {reason(error)}") from error
+
+
+def lock_run(directory: Path) -> int | None:
+    """Lock a run for this process, until the descriptor that is returned is closed or the process ends in whatever way.
+
+    ``None`` is returned where files cannot be locked.  The lock is one of POSIX, which NFS passes on to its server.
+    Unlike a file with the number of a process it needs no check whether that process, perhaps of another machine, is alive;
+    unlike a lock of BSD, the workers of a data loader that outlive this process do not keep it.
+
+    Raises
+    ------
+    BlockingIOError
+        If another process has locked the run; the text is its machine and its number.
+    """
+    if fcntl is None:
+        return None
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(directory / _LOCK, flags, 0o644)
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, process_name().encode())
+    except OSError as error:
+        owner = os.read(descriptor, 200).decode(errors="replace")
+        os.close(descriptor)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise BlockingIOError(errno.EAGAIN, owner) from error
+        return None
+    return descriptor
 
 
 def _directory_name(name: str | None, number: int) -> str:

@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ikkuna.export import Exporter
 from ikkuna.export.handle import FunctionMetric
 from ikkuna.export.subscriber import CallbackSubscriber, LossSubscriber, NormSubscriber, Subscriber
 from ikkuna.metrics.live_rules import register_rules
+from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.store import run_directory
 from ikkuna.store.names import Series
 from ikkuna.store.run_directory import Continued, RunSettings
@@ -269,3 +271,26 @@ def test_no_exception_of_a_rule_reaches_training(bus, caplog):
         next(steps)
     steps.close()
     assert kinds.left == []
+
+
+@pytest.mark.fault(341)
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_circle_of_messages_ends_with_the_subscriber_that_closes_it(length, bus, caplog):
+    """Each subscriber publishes the kind that the next one takes; the last one publishes a message of the first kind again."""
+    kinds, steps, taken, others = ["weights", "logged", "epoch_finished"][:length], training(bus), [], []
+    next(steps)
+
+    def publish(message, to):
+        taken.append(message.kind)
+        bus.publish(message if to == "weights" else NetworkMessage(message.stamp, to, 1.0))
+
+    for kind, to in zip(kinds, [*kinds[1:], kinds[0]], strict=True):
+        bus.register_subscriber(CallbackSubscriber(kind, partial(publish, to=to), backend="null"))
+    bus.register_subscriber(CallbackSubscriber("batch_finished", others.append, backend="null"))
+    for _ in range(5):
+        next(steps)
+    assert len(others) == 5
+    assert (bus.error_guard.errors, len(bus.error_guard.disabled)) == (1, 1)
+    assert "a circle of messages of the kind" in caplog.text
+    assert len(taken) < 20
+    steps.close()

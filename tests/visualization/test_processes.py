@@ -10,7 +10,11 @@ import time
 
 import pytest
 
+from ikkuna.backends.run import Run
+from ikkuna.store.append_file import process_name
 from ikkuna.store.json_lines import read
+from ikkuna.store.names import Series
+from ikkuna.store.run_directory import Continued, read_run_file
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -233,3 +237,34 @@ print(json.dumps([name for name in ("torch", "tensorboardX", "matplotlib") if na
 
 def test_importing_costs_nothing(child):
     assert result(child(IMPORTED)) == []
+
+
+def continued(directory, step):
+    """Write a value of a step by another run object of this process; return the directory that it got."""
+    run = Run(directory.parent, continued=Continued(directory, step, "1a2b"))
+    run.show(Series("loss"), 0.5, step, ["jsonl"])
+    run.commit(step)
+    found = run.directory
+    assert run.close(10.0)
+    return found
+
+
+@pytest.mark.fault(342)
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_another_process_writes_is_not_continued_before_that_process_has_ended(
+    tmp_path, child, signal_number, caplog
+):
+    process = child(KILLED, tmp_path)
+    wait_for(process, lambda text: text.count("\n") > 1 and int(text.split("\n")[-2]) >= 0)
+    [directory] = tmp_path.glob("run*")
+    other = continued(directory, 5)
+    assert other.name == "run0002"
+    assert f"process {process_name().split('.')[0]}" in caplog.text
+    assert f".{process.pid} writes the run in '{directory}'; this one writes to '{other}'" in caplog.text
+    assert read_run_file(other).id != "1a2b"
+    assert line_steps(other) == [5]
+    process.send_signal(signal_number)
+    process.wait(10)
+    acked = int(process.output.read_text().split("\n")[-2])  # of the last whole line
+    assert continued(directory, acked + 1) == directory
+    assert line_steps(directory) == [*range(acked + 2)]
