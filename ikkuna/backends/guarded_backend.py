@@ -173,7 +173,7 @@ class GuardedBackend:
     @property
     def dropped(self) -> int:
         """Number of values lost here or in the backend."""
-        return self._dropped + (self._read("dropped") or 0)
+        return self._dropped + max(self._read("dropped") or 0, 0)
 
     @property
     def acked_step(self) -> int | None:

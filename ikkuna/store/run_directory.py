@@ -224,7 +224,7 @@ def write_run_file(directory: Path, content: RunFile) -> None:
     data["environment"] = content.environment or environment()
     with contextlib.suppress(OSError):
         if not path.exists():
-            with atomic_file(path) as file:
+            with atomic_file(path, 0o600) as file:  # a configuration may contain secrets
                 file.write(json.dumps(data, indent=1).encode())
 
 

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -41,8 +42,16 @@ _TUNINGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), 
 _MESSAGE_BYTES = 1 << 16
 
 
+_PASSING = re.compile("signal|killed|memory|space left|quota|temporarily", re.IGNORECASE)
+
+
 class CompilerError(RuntimeError):
-    """The compiler failed, and would probably fail again."""
+    """The compiler failed."""
+
+    @property
+    def will_recur(self) -> bool:
+        """Whether it would probably fail again: its message names no lack of memory or disk space, and no signal."""
+        return not _PASSING.search(str(self))
 
 
 class Compiler:
@@ -107,7 +116,7 @@ class Compiler:
                 status, message = _run(arguments, deadline, Path(directory))
                 if status == 0:
                     return self._result(made)
-        raise CompilerError(f"{self} failed: {message}")
+        raise CompilerError(f"{self} failed: {message if status >= 0 else f'ended by signal {-status}'}")
 
     def _result(self, made: Path) -> bytes:
         try:
@@ -332,7 +341,8 @@ def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made]) -> Made:
         library = _build(compiler, source, cached.directory)
         made = make(_load(library))
     except RuntimeError as error:
-        cached.store_failure(name, str(error))
+        if not isinstance(error, CompilerError) or error.will_recur:
+            cached.store_failure(name, str(error))
         raise
     cached.store(name, library)
     return made

@@ -471,6 +471,19 @@ def test_a_failed_build_is_remembered_and_tried_again_later(world, monkeypatch, 
     assert world.runs > runs
 
 
+@pytest.mark.fault(310)
+@pytest.mark.parametrize(
+    "script", ["kill -9 $$", "echo No space left on device >&2; exit 1", "echo out of memory >&2; exit 1"]
+)
+def test_a_build_that_failed_for_a_passing_cause_is_tried_again_at_once(world, script):
+    world.compile_with(script)
+    assert world.library() is None
+    world.compile_with(script)
+    runs = world.runs
+    assert world.library() is None
+    assert world.runs > runs
+
+
 def test_another_compiler_is_tried_at_once(world):
     world.compile_with("exit 1")
     assert world.library() is None

@@ -601,3 +601,13 @@ def test_an_odd_answer_of_a_backend_harms_nothing(tmp_path, odd):
     assert run.acked_step == {np.int64: 5, int: -1}.get(type(odd), 9)
     assert isinstance(run.acked_step, int)
     run.close()
+
+
+@pytest.mark.parametrize(("reported", "counted"), [(-5, 0), (None, 0), ("many", 0), (math.nan, 0), (7, 7)])
+def test_a_backend_cannot_take_back_values_that_were_lost(reported, counted):
+    class Lying(RecordingBackend):
+        dropped = reported
+
+    backend, run = Lying(), Run()
+    run.show(Series("loss"), 0.5, 0, [backend])
+    assert run.dropped == counted
