@@ -42,6 +42,8 @@ _TUNINGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), 
 _MESSAGE_BYTES = 1 << 16
 
 
+_PREFIX = "ikkuna-build-"
+_OLD_SECONDS = 3600.0
 _PASSING = re.compile("signal|killed|memory|space left|quota|temporarily", re.IGNORECASE)
 
 
@@ -106,9 +108,9 @@ class Compiler:
             If there is no such place, or the compiler cannot be run.
         """
         deadline = time.monotonic() + self._seconds
-        with tempfile.TemporaryDirectory(
-            prefix="ikkuna-", dir=safe_directory(parent), ignore_cleanup_errors=True
-        ) as directory:
+        parent = safe_directory(parent)
+        _remove_old(parent)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as directory:
             read, made = Path(directory) / "kernels.cpp", Path(directory) / "kernels.so"
             read.write_bytes(source)
             for tuning in _TUNINGS:
@@ -126,6 +128,15 @@ class Compiler:
 
     def __str__(self) -> str:
         return shlex.join(self.command)
+
+
+def _remove_old(parent: Path) -> None:
+    """Remove the directories of builds that were killed, which are older than an hour."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = directory.lstat()
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _OLD_SECONDS:
+                shutil.rmtree(directory)
 
 
 def _find() -> list[str]:

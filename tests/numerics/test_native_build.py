@@ -484,6 +484,22 @@ def test_a_build_that_failed_for_a_passing_cause_is_tried_again_at_once(world, s
     assert world.runs > runs
 
 
+@pytest.mark.fault(310)
+def test_directories_of_builds_that_were_killed_are_removed_after_an_hour(world, monkeypatch):
+    parent = world.root / "temporary"
+    parent.mkdir(mode=0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(parent))
+    old, new, other = (parent / name for name in ("ikkuna-build-old", "ikkuna-build-new", "ikkuna-other"))
+    for directory in (old, new, other):
+        directory.mkdir()
+        (directory / "kernels.cpp").touch()
+    for directory in (old, other):
+        os.utime(directory, (0, 0))
+    world.compile_with("exit 1")
+    assert world.library() is None
+    assert sorted(parent.iterdir()) == [new, other]
+
+
 def test_another_compiler_is_tried_at_once(world):
     world.compile_with("exit 1")
     assert world.library() is None
