@@ -493,7 +493,7 @@ MODELS = {
     ),
     318: Fault(
         "a hundred runs in one process whose exporters are never closed",
-        "at most two of them are open at a time, each with one thread and one file",
+        "at most two of them are open at a time, each with one thread and two files, one of which is a lock",
     ),
     319: Fault("a sparse parameter", "its weights are measured, and no error reaches the loop or the log"),
     323: Fault(

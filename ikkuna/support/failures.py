@@ -36,6 +36,7 @@ __all__ = [
 _REQUESTS = (KeyboardInterrupt, SystemExit, StopTraining)
 _SIGNALS = tuple(map(int, signal.valid_signals()))
 _OVERWRITTEN = object()
+_EVENTS = frozenset(("call", "line", "return", "exception", "opcode"))
 # an exception may have properties of these names
 _cause = BaseException.__dict__["__cause__"].__get__
 _traceback = BaseException.__dict__["__traceback__"].__get__
@@ -114,8 +115,6 @@ def _is_of_handler(traceback: TracebackType | None) -> bool:
     if traceback is None or threading.get_ident() != threading.main_thread().ident:  # handlers run on the main thread
         return False
     remember_handlers()
-    if not _HANDLERS.signals:
-        return False
     while (traceback := traceback.tb_next) is not None:  # the first frame is that which catches the error
         if _is_called_by_python(traceback.tb_frame):
             return True
@@ -123,11 +122,12 @@ def _is_of_handler(traceback: TracebackType | None) -> bool:
 
 
 def _is_called_by_python(frame: FrameType) -> bool:
-    """Return whether Python has called a function as the handler of a signal.
+    """Return whether Python has called a function as the handler of a signal, or as the trace function of a debugger.
 
     Its arguments are then the number of the signal, which is no member of an enumeration, and the frame of the function that
     was interrupted, which is the caller.  Nothing but a handler receives both.
     A handler may overwrite or delete its arguments; that of which the code is known is recognised by the other one.
+    A trace function receives the frame of its caller and the name of an event.
     """
     caller, code, values = frame.f_back, frame.f_code, frame.f_locals
     names = code.co_varnames[: code.co_argcount]
@@ -137,9 +137,12 @@ def _is_called_by_python(frame: FrameType) -> bool:
         rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
         arguments += rest if isinstance(rest, tuple) else ()
     return caller is not None and any(
-        (number is _OVERWRITTEN or (type(number) is int and number in _HANDLERS.signals))
-        and (interrupted is _OVERWRITTEN or interrupted is caller)
-        for number, interrupted in pairwise(arguments)
+        (
+            (first is _OVERWRITTEN or (type(first) is int and first in _HANDLERS.signals))
+            and (second is _OVERWRITTEN or second is caller)
+        )
+        or (first is caller and type(second) is str and second in _EVENTS)
+        for first, second in pairwise(arguments)
     )
 
 

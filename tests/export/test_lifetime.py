@@ -123,7 +123,7 @@ def test_runs_that_are_forgotten_do_not_pile_up(shared, tmp_path, bus):
     threads, files, hooks = (list(column) for column in zip(*counts, strict=True))
     assert max(threads) <= 3
     assert max(hooks) <= hooks[0] + 1
-    assert max(files) <= files[0] + 4  # a thread may be synchronising its directory
+    assert max(files) <= files[0] + 6  # a thread may be synchronising its directory
     assert len(stored(tmp_path)) == 2
 
 

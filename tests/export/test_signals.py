@@ -119,6 +119,19 @@ def test_it_also_does_if_the_subscriber_raises_another_exception_because_of_it(b
 
 
 @pytest.mark.fault(303)
+def test_it_also_does_from_a_debugger(bus):
+    def quit_debugger(frame, event, arg):
+        raise Interrupted
+
+    def traced(message):
+        sys.settrace(quit_debugger)
+        plain(None, None)
+
+    with pytest.raises(Interrupted):
+        step(bus, CallbackSubscriber("weights", traced, backend="null"))
+
+
+@pytest.mark.fault(303)
 def test_it_also_does_from_a_backend(bus, handle):
     handle(plain)
     with pytest.raises(Interrupted):
