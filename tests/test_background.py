@@ -9,11 +9,11 @@ import threading
 
 import pytest
 import torch
+from ikkuna.diagnosis.flight_recorder.dump_writer import DumpWriter
 
 from ikkuna.backends.jsonl import JSONLinesBackend
 from ikkuna.backends.loggers import FunctionBackend
 from ikkuna.backends.pictures.redraw import RedrawThread
-from ikkuna.diagnosis.flight_recorder.dump_writer import DumpWriter
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber

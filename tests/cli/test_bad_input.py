@@ -6,17 +6,17 @@ import logging
 import os
 
 import pytest
+from ikkuna.diagnosis.flight_recorder.dump import DumpRow
+from ikkuna.export.replay.result import Replay
 from tensorboardX import SummaryWriter
 
 from ikkuna import cli
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.cli.terminal import command_names
 from ikkuna.diagnosis import Finding, Findings
-from ikkuna.diagnosis.flight_recorder.dump import DumpRow
 from ikkuna.errors import DumpError
 from ikkuna.export.attachment import Health
 from ikkuna.export.handle import Summary, SummaryTable
-from ikkuna.export.replay.result import Replay
 from ikkuna.netdict import NetDict
 from ikkuna.store.names import Series
 from ikkuna.store.values import ModuleEntry
