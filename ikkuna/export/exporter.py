@@ -235,7 +235,6 @@ class Exporter:
         self._attachment.require_open()
         if self._rules is not None:
             raise ConfigError("rules are applied already; pass all of them in one call of apply_rules()")
-        options.setdefault("sees_loss", self._session.context.model.sees_arguments_of_loss)
         with self.message_bus.registering():
             self._rules = register_rules(self.message_bus, rules, **options)
         self._session.hooks.optimizers.untrained.names_unowned = "unowned_parameters" not in self._rules.judge.kinds

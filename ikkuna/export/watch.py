@@ -16,7 +16,6 @@ from ikkuna.metrics.live_rules import RuleSelection
 from ikkuna.metrics.preset import GROUP, Preset
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription
-from ikkuna.observation.model.watched_model import takes_labels
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule, unwrap
 from ikkuna.support.plugins import load_plugin
@@ -61,8 +60,8 @@ def watch(
         The metrics; by default those of the preset.
     loss : nn.Module or callable, optional
         The module or function that computes the loss, see `Exporter.set_loss`.
-        By default the loss is the scalar on which ``backward()`` is called, and the accuracy is shown for models
-        that take ``labels`` and return a ``loss``, as those of transformers do.
+        By default the loss is the scalar on which ``backward()`` is called, and the labels are those that models
+        of transformers take, or that the losses of ``torch.nn.functional`` were called with.
     preset : str, optional
         Name of a preset, from the entry-point group ``ikkuna.presets``, such as ``"economy"``, ``"default"`` or ``"full"``.
         By default ``"default"`` if no subscribers are given; together with subscribers, both are registered.
@@ -122,7 +121,7 @@ def watch(
         handle.add_modules(model)
         if loss is not None:
             handle.set_loss(loss)
-        metrics = [*_subscribers_of(source, handle, _sees_labels(model, loss)), *subscribers]
+        metrics = [*_subscribers_of(source, handle), *subscribers]
         with handle.message_bus.registering():
             for subscriber in metrics:
                 if isinstance(subscriber, Subscriber):
@@ -157,15 +156,11 @@ def _close_earlier(model: nn.Module) -> None:
             other.close()
 
 
-def _subscribers_of(preset: Preset | None, handle: WatchHandle, sees_labels: bool) -> list[Subscriber]:
+def _subscribers_of(preset: Preset | None, handle: WatchHandle) -> list[Subscriber]:
     if preset is None:
         return []
     preset.network = handle.message_bus.network
-    return preset.subscribers(sees_labels)
-
-
-def _sees_labels(model: nn.Module, loss: object) -> bool:
-    return loss is not None or takes_labels(model)
+    return preset.subscribers(sees_loss=True)
 
 
 def _module_filter(modules: ModulePattern) -> Callable[[NamedModule], bool]:

@@ -299,7 +299,6 @@ class RuleSubscriber(Subscriber):
                 log.exception("on_finding failed (training is not affected)")
 
 
-_OF_LOSS = frozenset(("loss", "network_output", "input_labels"))
 _OWN = ("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters")
 
 RuleSelection = str | Rule | Iterable[str | Rule]
@@ -313,7 +312,6 @@ def register_rules(
     every: int = 10,
     later: int | None = None,
     loss_every: int | None = None,
-    sees_loss: bool = True,
     on_finding: OnFinding | None = None,
     stop: str | None = None,
     backend: str | Backend | list[str | Backend] | None = None,
@@ -337,8 +335,6 @@ def register_rules(
         The number of steps between two samples of the loss and of skipped steps; `every` is a multiple of it.
         Rules are judged at these steps.  By default 2 if `every` is even, otherwise 1: for a small model a sample of the loss alone
         costs about as much as everything else in a step without samples.
-    sees_loss : bool
-        Whether the module that computes the loss is known.
     on_finding : callable, optional
         Called with each new `Finding`.
     stop : {'info', 'warning', 'error'}, optional
@@ -365,9 +361,9 @@ def register_rules(
     handles: list[Handle] = []
     try:
         for rule in judge.rules:
-            handles += _register_needs(bus, rule, judge.history.network, (every, later), sees_loss, options)
+            handles += _register_needs(bus, rule, judge.history.network, (every, later), options)
         published = {kind for r in bus.registered for kind in r.subscriber.publishes}
-        kinds = ["batch_finished", *(("loss",) if sees_loss else ()), *sorted((judge.kinds & published) - set(_OWN))]
+        kinds = ["batch_finished", "loss", *sorted((judge.kinds & published) - set(_OWN))]
         subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, **options)
         subscriber.subscription = subscriber.subscription.sampled(subsample=loss_every)
         shared = shared_kinds(sorted(judge.kinds - published))
@@ -425,16 +421,13 @@ def _register_needs(
     rule: Rule,
     network: Network,
     distances: tuple[int, int],
-    sees_loss: bool,
     options: dict[str, Any],
 ) -> list[Handle]:
     """Register the subscribers that a rule brings along; one that cannot work with this model is left out."""
     handles = []
     published = {kind for r in bus.registered for kind in r.subscriber.publishes}
     for subscriber in rule.subscribers(network, distances[0]):
-        if not published.isdisjoint(subscriber.publishes) or (
-            _OF_LOSS.intersection(subscriber.kinds) and not sees_loss
-        ):
+        if not published.isdisjoint(subscriber.publishes):
             continue
         subscriber.serves_rules = True
         subscriber.backends = tuple(_as_list(options["backend"]))

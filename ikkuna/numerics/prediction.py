@@ -10,6 +10,7 @@ from torch.nn import functional
 from ikkuna.numerics.elements import readable
 
 __all__ = [
+    "IGNORED",
     "PREDICTION_FIGURES",
     "count_correct",
     "find_class_axis",
@@ -23,8 +24,12 @@ __all__ = [
 ]
 
 
+IGNORED = -100
+"""The label of items that are left out, unless a loss has another one."""
+
+
 def count_correct(
-    logits: Tensor, labels: Tensor, k: int = 1, ignore_index: int = -100, class_axis: int | None = None
+    logits: Tensor, labels: Tensor, k: int = 1, ignore_index: int = IGNORED, class_axis: int | None = None
 ) -> Tensor:
     r"""Count the labels that are among the `k` largest logits.
 
@@ -38,7 +43,7 @@ def count_correct(
         ``(class,)``.
     labels : Tensor
         Class indices, of the shape of `logits` without the class axis; or probabilities of the shape of `logits`, whose
-        largest is the label.
+        largest is the label.  Other numbers are no labels: no row is valid unless each is a distribution over two or more classes.
     k : int
         At least 1. If it exceeds the number of classes, every valid label is correct.
     ignore_index : int
@@ -72,7 +77,9 @@ def count_correct(
         return torch.zeros(3, dtype=torch.int64, device="cpu" if logits.is_meta else logits.device)
     logits = logits.movedim(axis, -1)
     if labels.is_floating_point():
-        labels = labels.movedim(axis, -1).argmax(-1)
+        shares = labels.movedim(axis, -1)
+        are_shares = (shares.amin() >= 0) & ((shares.float().sum(-1) - 1).abs() < 1e-2).all() & (shares.shape[-1] > 1)
+        labels = torch.where(are_shares, shares.argmax(-1), ignore_index)
     labels = labels.to(logits.device, torch.int64)
     largest, first = logits.max(-1)  # the first of equal ones; NaN in a row with a NaN
     broken = ~(largest < math.inf)
@@ -186,7 +193,7 @@ _MAX_ROWS = 512
 _MAX_ELEMENTS = 16_384
 
 
-def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int = -100) -> Tensor:
+def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int = IGNORED, seed: int = 0) -> Tensor:
     r"""Return the figures named in :data:`PREDICTION_FIGURES`.
 
     Let :math:`z_{nc}` be the outputs and :math:`y_n` the labels.
@@ -200,6 +207,8 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
     the mean of :math:`-y \log s - (1 - y) \log(1 - s)` with :math:`s = 1 / (1 + e^{-z})`, in nats,
     and 1 if all outputs are between 0 and 1, else 0.  For these labels there is also ``output_magnitude``.
     The last figure is :math:`\ln C` for a classification with C classes, the cross-entropy of equal probabilities.
+    Logarithms of probabilities have no ``output_is_probability``, ``output_magnitude`` and ``output_log_normalizer``,
+    and no figure of labels between 0 and 1: those of the outputs before the softmax are unknown.
 
     Parameters
     ----------
@@ -209,6 +218,8 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
         Class indices, or numbers between 0 and 1.  Without them, or if the shapes do not fit, there is only the first figure.
     ignore_index : int
         The label of items that are left out.
+    seed : int
+        Determines the sample.
 
     Returns
     -------
@@ -217,8 +228,8 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
 
     Notes
     -----
-    Of a classification with more than 512 items, an equally spaced sample of at least 256 of them is used;
-    of more than 16,384 numbers between 0 and 1, one of at least 4,096.
+    Of a classification with more than 512 items, a sample of 512 is used, of more than 16,384 numbers between 0 and 1 one of as many:
+    one at random from each of as many equal intervals, so that no period in the data meets one of the sample.
 
     Examples
     --------
@@ -234,11 +245,22 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
     axis = None if labels is None or labels.is_floating_point() else find_class_axis(z, labels)
     if axis is None or labels is None or z.ndim < 2 or z.shape[axis] < 2:
         none[0] = _dependence(z.reshape(len(z), -1).double())
-        return none if labels is None else _add_binary(none, z, labels)
+        return none if labels is None else _add_binary(none, z, labels, seed)
     items = z.movedim(axis, -1).reshape(-1, z.shape[axis])
     y = labels.reshape(-1).to(z.device, torch.int64)
-    stride = max(len(items) // (_MAX_ROWS // 2), 1) if len(items) > _MAX_ROWS else 1
-    return _classification(items[::stride].double(), y[::stride], ignore_index)
+    if (chosen := _sample(len(items), _MAX_ROWS, seed, z.device)) is not None:
+        items, y = items[chosen], y[chosen]
+    return _classification(items.double(), y, ignore_index)
+
+
+def _sample(count: int, size: int, seed: int, device: torch.device) -> Tensor | None:
+    """Return indices, one from each of `size` equal intervals; ``None`` for all of so few items."""
+    if count <= size:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.rand(size, dtype=torch.float64, device="cpu", generator=generator)
+    places = (torch.arange(size, dtype=torch.float64, device="cpu") + offsets) * (count / size)
+    return places.long().clamp_(max=count - 1).to(device, non_blocking=True)
 
 
 def _dependence(rows: Tensor) -> Tensor:
@@ -260,6 +282,8 @@ def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
     cross_entropy = (weight * (log_normalizer - z.gather(1, y[:, None])[:, 0])).nan_to_num(posinf=torch.inf).sum() / n
     cross_entropy = torch.where(lowest.isfinite() & highest.isfinite(), cross_entropy, torch.nan)
     is_probability = (lowest >= 0) & ((sums - 1).abs() < 1e-3).all()
+    of_logits = torch.stack([is_probability.double(), torch.maximum(-lowest, highest), log_normalizer.mean()])
+    of_logits = torch.where(_are_logarithms(log_normalizer), torch.nan, of_logits)
     mean = (weight * y).sum() / n
     predicted = torch.zeros(classes, dtype=torch.float64, device=z.device)
     predicted = predicted.index_add(0, best, torch.ones_like(weight))
@@ -269,9 +293,7 @@ def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
             _dependence(z - sums[:, None] / classes),
             cross_entropy,
             n.new_full((), classes),
-            is_probability.double(),
-            torch.maximum(-lowest, highest),
-            log_normalizer.mean(),
+            *of_logits,
             _entropy(predicted),
             _entropy(labelled),
             mean,
@@ -283,15 +305,22 @@ def _classification(z: Tensor, y: Tensor, ignore_index: int) -> Tensor:
     )
 
 
-def _add_binary(figures: Tensor, z: Tensor, labels: Tensor) -> Tensor:
+def _are_logarithms(log_normalizer: Tensor) -> Tensor:
+    """Return whether rows are logarithms of probabilities."""
+    return (log_normalizer.abs() < 1e-3).all()
+
+
+def _add_binary(figures: Tensor, z: Tensor, labels: Tensor, seed: int) -> Tensor:
     """Set the figures of labels between 0 and 1."""
     if not labels.is_floating_point() or labels.shape != z.shape:
         return figures
-    stride = -(-z.numel() // _MAX_ELEMENTS)
-    while math.gcd(stride, z.shape[-1]) > 1:  # every column is sampled
-        stride += 1
-    y = labels.detach().to(z.device).reshape(-1)[::stride].double()
-    z = z.reshape(-1)[::stride].double()
+    are_logarithms = (
+        _are_logarithms(z.double().logsumexp(1)) if z.ndim > 1 and z.shape[1] > 1 else z.new_zeros(()).bool()
+    )
+    y, z = labels.detach().to(z.device).reshape(-1), z.reshape(-1)
+    if (chosen := _sample(z.numel(), _MAX_ELEMENTS, seed, z.device)) is not None:
+        y, z = y[chosen], z[chosen]
+    y, z = y.double(), z.double()
     values = torch.stack(
         [
             z.abs().amax(),
@@ -300,7 +329,9 @@ def _add_binary(figures: Tensor, z: Tensor, labels: Tensor) -> Tensor:
         ]
     )
     places = [PREDICTION_FIGURES.index(name) for name in _OF_BINARY]
-    for place, value in zip(places, torch.where(((y >= 0) & (y <= 1)).all(), values, torch.nan), strict=True):
+    for place, value in zip(
+        places, torch.where(((y >= 0) & (y <= 1)).all() & ~are_logarithms, values, torch.nan), strict=True
+    ):
         figures[place] = value
     return figures
 

@@ -118,8 +118,8 @@ class MissingLossWarning:
         if not self._has_warned and not self._is_early(steps) and (missing := self._missing()):
             self._has_warned = True
             log.warning(
-                "a subscriber wants %s, which cannot be seen; set the module or function that computes the loss, and call what "
-                "set_loss() returns: loss = exporter.set_loss(loss)",
+                "a subscriber wants %s, which cannot be seen; pass loss= to watch(), or set the module or function that computes the "
+                "loss, and call what set_loss() returns: loss = exporter.set_loss(loss)",
                 missing,
             )
 
@@ -136,9 +136,10 @@ class MissingLossWarning:
         plan = self._context.recorder.plan
         if not self._context.model.sees_loss:
             return ""
-        if not self._losses.has_loss and (plan.together or "loss" in plan.kinds):
+        kinds = plan.kinds.union(*(registered.kinds for registered in plan.together))
+        if not self._losses.has_loss and "loss" in kinds:
             return "the loss"
-        if not self._losses.has_labels and (plan.together or "input_labels" in plan.kinds):
+        if not self._losses.has_labels and "input_labels" in kinds:
             return "the labels"
         return ""
 

@@ -5,7 +5,7 @@ The functions are aliases where possible, because some of them run in every hook
 """
 
 import ctypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
@@ -26,6 +26,7 @@ __all__ = [
     "RUNNING_NORMS",
     "TENSOR_ADDRESS",
     "autograd_enabled_inside_operators",
+    "call_around_backward",
     "compiled_programs",
     "current_node",
     "current_trace",
@@ -40,6 +41,7 @@ __all__ = [
     "native_functions",
     "parallel_for",
     "pytree",
+    "saved_by",
     "saves_tensors_elsewhere",
     "set_grad_enabled",
     "skip_in_compiler",
@@ -211,6 +213,73 @@ def saves_tensors_elsewhere() -> bool:
     """
     top = getattr(getattr(_C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """Return what a node of autograd has saved under a name, without its graph, if that is a tensor.
+
+    ``None`` if it has saved nothing under this name, if it was freed, or if torch keeps it elsewhere: to unpack what a checkpoint
+    has saved would compute the checkpoint now, and break the backward that follows.  So does a torch that does not tell.
+
+    Examples
+    --------
+    >>> node = torch.nn.functional.nll_loss(torch.zeros(2, 3, requires_grad=True), torch.tensor([2, 0])).grad_fn
+    >>> saved_by(node, "target"), saved_by(node, "ignore_index"), saved_by(node, "weight"), saved_by(node, "nothing")
+    (tensor([2, 0]), -100, None, None)
+    """
+    try:
+        raw = getattr(node, f"_raw_saved_{name}", None)
+        if raw is None:
+            return getattr(node, f"_saved_{name}", None)
+        found = None if getattr(raw, "unpack_hook", True) is not None else raw.data
+    except RuntimeError:  # it was freed
+        return None
+    return found.detach() if isinstance(found, Tensor) else None
+
+
+_around_backward: tuple[Callable[[Sequence[Any]], object], ...] = ()
+_run_backward: Any = None
+
+
+def _run_observed_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    is_outermost = graph_task() == -1
+    for call in _around_backward if is_outermost else ():
+        call(t_outputs)
+    try:
+        return _run_backward(t_outputs, *args, **kwargs)
+    finally:
+        for call in _around_backward if is_outermost else ():
+            call(())
+
+
+def call_around_backward(function: Callable[[Sequence[Any]], object], call: bool) -> None:
+    """Call a function with the tensors from which each backward starts, and with an empty tuple at its end; or do so no more.
+
+    A backward inside another one does not count.  torch has no hook for this: what a loss has saved is freed by the time the first hook
+    of a tensor runs.  So the function of torch that starts a backward is replaced while there is a function to call, as
+    :mod:`torch.compiler` does to trace; without such a function in torch, nothing is called.
+
+    Examples
+    --------
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> call_around_backward(print, True)
+    >>> x.backward()
+    (tensor(3., requires_grad=True),)
+    ()
+    >>> call_around_backward(print, False)
+    >>> x.backward()
+    """
+    global _around_backward, _run_backward
+    _around_backward = (*(each for each in _around_backward if each is not function), *((function,) if call else ()))
+    current = getattr(torch.autograd, "_engine_run_backward", None)
+    if _around_backward and current is not None and current is not _run_observed_backward:
+        _run_backward = current
+        torch.autograd._engine_run_backward = _run_observed_backward  # type: ignore[attr-defined]
+    elif not _around_backward and current is _run_observed_backward:
+        torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+
+
+skip_in_compiler(_run_observed_backward)
 
 
 def current_trace() -> Hashable:

@@ -131,7 +131,7 @@ class PredictionSubscriber(PlotSubscriber):
     def measure(self, bundle: MessageBundle) -> Tensor | None:
         """Return all figures."""
         outputs, labels = shifted(bundle["network_output"].data, bundle["input_labels"].data, self.shift)
-        return prediction_figures(outputs, labels, self.ignore_index)
+        return prediction_figures(outputs, labels, self.ignore_index, bundle.stamp.global_step)
 
     def compute(self, bundle: MessageBundle) -> None:
         """Emit the figures that are defined."""
@@ -151,7 +151,7 @@ class TrainAccuracySubscriber(PlotSubscriber):
     correct and valid labels are averaged separately, so that a small batch has a small weight.
     Labels equal to `ignore_index` are left out; a row with a NaN or +Inf among its outputs is wrong.
     The number of such rows is published as ``nonfinite_rows`` with the same ending, unless `publishes` is a single name.
-    Without a valid label, or if the shapes do not fit each other, accuracy is NaN.
+    Without a valid label, as for a regression, or if the shapes do not fit each other, nothing is published.
 
     Look for: the difference to the test accuracy, which shows overfitting.
 
@@ -208,8 +208,9 @@ class TrainAccuracySubscriber(PlotSubscriber):
         correct, valid, broken = bundle.data
         self._correct.update(correct)
         self._valid.update(valid)
-        share = self._correct.value / self._valid.value if self._valid.value else math.nan
-        self.emit(bundle, share, self.publishes[0])
+        if not self._valid.value:
+            return
+        self.emit(bundle, self._correct.value / self._valid.value, self.publishes[0])
         if len(self.publishes) > 1:
             self.emit(bundle, broken, self.publishes[1])
 

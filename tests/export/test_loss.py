@@ -298,11 +298,24 @@ def test_checkpoints():
         def forward(self, x):
             return checkpoint(self.net, x, use_reentrant=self.reentrant)
 
+    class Segments(Checkpointed):
+        def forward(self, x):
+            for layer in (*self.net, nn.Identity()):
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+            return x
+
+    subscribers = (
+        LossSubscriber,
+        TrainAccuracySubscriber,
+        lambda backend: NormSubscriber("layer_gradients", backend=backend),
+    )
     for reentrant in (False, True):
-        model = Checkpointed(reentrant)
-        watched, x = Watched(model), X.clone().requires_grad_()
-        expected = train(model, lambda model, x=x: F.cross_entropy(model(x), Y))
-        assert watched.shown() == pytest.approx(expected, rel=1e-6)
+        for make in (Checkpointed, Segments):
+            model = make(reentrant)
+            watched, x = Watched(model, subscribers=subscribers), X.clone().requires_grad_()
+            expected = train(model, lambda model, x=x: F.cross_entropy(model(x), Y))
+            assert watched.shown() == pytest.approx(expected, rel=1e-6)
+            assert len(watched.shown("train_accuracy")) == 3
 
 
 # -- functions given by the user --------------------------------------------------------------------------------------
@@ -324,12 +337,139 @@ def test_a_function_is_called_through_what_set_loss_returns():
     assert watched.shown("train_accuracy") == pytest.approx(accuracy)
 
 
-def test_a_function_that_is_called_directly_shows_the_loss_and_says_that_labels_are_unknown(caplog):
+@pytest.mark.parametrize("given", [None, F.cross_entropy], ids=["not set", "set"])
+def test_a_function_that_saves_no_labels_shows_the_loss_and_says_that_labels_are_unknown(given, caplog):
     model = network()
-    watched = Watched(model, loss=F.cross_entropy, subscribers=(LossSubscriber, TrainAccuracySubscriber))
-    expected = train(model, functional)
+    watched = Watched(model, loss=given, subscribers=(LossSubscriber, TrainAccuracySubscriber))
+    expected = train(model, lambda model: (model(X) - F.one_hot(Y)).abs().mean())
     assert watched.shown() == pytest.approx(expected, rel=1e-6)
     assert caplog.text.count("a subscriber wants the labels, which cannot be seen") == 1
+    assert watched.shown("train_accuracy") == {}
+
+
+# -- labels of functional losses --------------------------------------------------------------------------------------
+
+PADDED = torch.tensor([0, 1, 0, 2, 0, 0, 3, 1])
+PICTURE = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(4))
+
+
+class Padded(nn.Module):
+    """A loss of the user's own, which does not say which labels it leaves out."""
+
+    def forward(self, outputs, labels):
+        return F.cross_entropy(outputs, labels, ignore_index=0)
+
+
+FUNCTIONAL = {
+    "plain": lambda z, y: F.cross_entropy(z, y),
+    "nll": lambda z, y: F.nll_loss(F.log_softmax(z, 1), y),
+    "ignored": lambda z, y: F.cross_entropy(z, y, ignore_index=0),
+    "sum": lambda z, y: F.cross_entropy(z, y, ignore_index=0, reduction="sum") / 4,
+    "smoothed": lambda z, y: F.cross_entropy(z, y, ignore_index=0, label_smoothing=0.1, weight=torch.arange(4.0)),
+    "composed": lambda z, y: 0.5 * F.cross_entropy(z, y, ignore_index=0) + 0.1 * F.mse_loss(z, torch.zeros(8, 4)),
+    "sequences": lambda z, y: F.cross_entropy(z.view(2, 4, 4).mT, y.view(2, 4), ignore_index=0),
+    "images": lambda z, y: F.cross_entropy(z.view(2, 2, 2, 4).movedim(-1, 1), y.view(2, 2, 2), ignore_index=0),
+    "module": lambda z, y: nn.CrossEntropyLoss(ignore_index=0)(z, y),
+    "probabilities": lambda z, y: F.cross_entropy(z, F.one_hot(y, 4).float()),
+}
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional_losses_give_outputs_labels_and_what_is_ignored(name, kept):
+    """Also if the outputs are gone when ``backward()`` is called; their scale is unknown then."""
+    model, valid, outputs = network(), slice(None), []
+    watched = Watched(model, subscribers=(TrainAccuracySubscriber, PredictionSubscriber))
+    accuracies, entropies, magnitudes = {}, {}, {}
+    valid = PADDED >= 0 if name in ("plain", "nll", "probabilities") else PADDED != 0
+
+    def loss_of(model):
+        z = model(X)
+        outputs[:] = [z] if kept else []
+        step = len(accuracies)
+        accuracies[step] = (z.argmax(1) == PADDED)[valid].float().mean().item()
+        entropies[step] = F.cross_entropy(z[valid], PADDED[valid]).item()
+        magnitudes[step] = z.abs().max().item()
+        return FUNCTIONAL[name](z, PADDED)
+
+    train(model, loss_of)
+    assert watched.shown("train_accuracy") == pytest.approx(accuracies)
+    if name != "probabilities":
+        assert watched.shown("output_cross_entropy") == pytest.approx(entropies, rel=1e-4)
+        assert set(watched.shown("label_count").values()) == {int(valid.sum())}
+    if name not in ("sequences", "images", "probabilities", "composed"):
+        assert watched.shown("output_magnitude") == (pytest.approx(magnitudes, rel=1e-6) if kept else {})
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "is_of_classes"),
+    [
+        (F.mse_loss, torch.randn(8, 4, generator=torch.Generator().manual_seed(5)), False),
+        (F.smooth_l1_loss, torch.randn(8, 4, generator=torch.Generator().manual_seed(5)), False),
+        (F.binary_cross_entropy_with_logits, F.one_hot(Y, 4).float(), True),
+        (F.binary_cross_entropy_with_logits, torch.ones(8, 4), False),
+    ],
+)
+def test_labels_that_are_numbers_have_an_accuracy_only_if_they_are_probabilities(loss, labels, is_of_classes):
+    model, means = network(), []
+
+    class Mean(TrainAccuracySubscriber):
+        def measure(self, bundle):
+            means.append(bundle["input_labels"].data.mean().item())
+            return super().measure(bundle)
+
+    watched = Watched(model, subscribers=(Mean,))
+    train(model, lambda model: loss(model(X), labels))
+    assert len(watched.shown("train_accuracy")) == 3 * is_of_classes
+    assert means == pytest.approx([labels.mean().item()] * 3)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(ignore_index=0), Padded()])
+def test_labels_that_a_loss_module_ignores_do_not_count(loss):
+    model, accuracies = network(), {}
+    watched = Watched(model, loss=loss, subscribers=(TrainAccuracySubscriber, PredictionSubscriber))
+
+    def loss_of(model):
+        z = model(X)
+        accuracies[len(accuracies)] = (z.argmax(1) == PADDED)[PADDED != 0].float().mean().item()
+        return loss(z, PADDED)
+
+    expected = train(model, loss_of)
+    assert watched.shown("train_accuracy") == pytest.approx(accuracies)
+    assert watched.shown("output_cross_entropy") == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_inside_a_checkpoint_is_not_read():
+    """To unpack what it has saved would compute it at once, and break the backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    model, calls = network(), []
+
+    def loss(z, y):
+        calls.append(1)
+        return F.cross_entropy(z, y)
+
+    watched = Watched(model, subscribers=(LossSubscriber, TrainAccuracySubscriber))
+    expected = train(model, lambda model: checkpoint(loss, model(X), Y, use_reentrant=False))
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+    assert (len(calls), watched.shown("train_accuracy")) == (6, {})
+
+
+def test_nothing_of_torch_is_replaced_between_steps_that_measure_labels():
+    before, model, seen = torch.autograd._engine_run_backward, network(), []
+    watched = Watched(model, subscribers=(lambda backend: TrainAccuracySubscriber(subsample=2, backend=backend),))
+
+    def loss_of(model):
+        seen.append(torch.autograd._engine_run_backward is before)
+        return functional(model)
+
+    alone = network()
+    assert train(model, loss_of, 4) == train(alone, functional, 4)
+    assert all(map(torch.equal, alone.parameters(), model.parameters()))
+    model(X)
+    watched.exporter.close()
+    assert torch.autograd._engine_run_backward is before
+    assert seen[1::2] == [True, True]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -357,8 +497,7 @@ def test_watch_takes_a_function_and_shows_the_loss_without_one(tmp_path):
     model = network()
     with ikkuna.watch(model, log_dir=tmp_path) as exporter:
         kinds = {kind for r in exporter.message_bus.registered for kind in r.kinds}
-        assert "loss" in kinds
-        assert "input_labels" not in kinds
+        assert {"loss", "input_labels"} < kinds
     with ikkuna.watch(model, loss=F.cross_entropy, log_dir=tmp_path) as exporter:
         assert "train_accuracy" in exporter.message_bus.kinds
 

@@ -147,8 +147,10 @@ def in_compiled_call() -> bool:
     return compiler is not None and any(frame.f_globals is vars(compiler) for frame in _frames())
 
 
-def backward_roots() -> list[tuple[Any, Any]]:
-    """Return what the running backward starts from: tensors, each with its gradient; empty if that cannot be seen.
+def backward_roots() -> tuple[list[tuple[Any, Any]], bool]:
+    """Return what the running backward starts from, tensors, each with its gradient, and whether another one runs inside of it.
+
+    There are none if that cannot be seen.
 
     Around a reentrant checkpoint this is the user's own backward.  Hooks of tensors on an accelerator run on a thread of autograd;
     the thread that called ``backward()`` waits then, and if several of them wait, nothing is returned.
@@ -158,27 +160,29 @@ def backward_roots() -> list[tuple[Any, Any]]:
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> handle = x.register_hook(lambda grad: print(backward_roots()))
     >>> x.backward()
-    [(tensor(3., requires_grad=True), tensor(1.))]
+    ([(tensor(3., requires_grad=True), tensor(1.))], False)
     >>> backward_roots()
-    []
+    ([], False)
     """
     if not SEES_BACKWARD:
-        return []
-    if (own := _outermost_backward(sys._getframe(1))) is None:
-        waiting = [found for frame in sys._current_frames().values() if (found := _outermost_backward(frame))]
-        own = waiting[0] if len(waiting) == 1 else None
-    if own is None:
-        return []
-    values = own.f_locals
+        return [], False
+    if not (running := _backwards(sys._getframe(1))):
+        waiting = [found for frame in sys._current_frames().values() if (found := _backwards(frame))]
+        running = waiting[0] if len(waiting) == 1 else []
+    if not running:
+        return [], False
+    values = running[-1].f_locals
     gradients = values["args"][0] if values.get("args") else ()
     roots = tuple(values.get("t_outputs", ()))
-    return list(zip(roots, (*gradients, *(None for _ in roots)), strict=False))
+    return list(zip(roots, (*gradients, *(None for _ in roots)), strict=False)), len(running) > 1
 
 
-def _outermost_backward(frame: FrameType | None) -> FrameType | None:
-    found = None
+def _backwards(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames of the backwards that run on a stack, the outermost one last."""
+    found = []
     while frame is not None:
-        found = frame if frame.f_code is _ENGINE else found
+        if frame.f_code is _ENGINE:
+            found.append(frame)
         frame = frame.f_back
     return found
 

@@ -254,6 +254,7 @@ class HookSet:
     def uninstall(self) -> None:
         """Remove the hooks that stay while the exporter is open."""
         self._permanent.remove()
+        self.losses.step_ended()
         self.observed.set_wanted(False)
         self._copies.remove()
 
@@ -261,6 +262,7 @@ class HookSet:
         """Prepare for the step that has begun, and register the hooks of the modules that it samples."""
         self._micro_gradients.step_opened()
         self.optimizers.step_opened()
+        self.losses.step_opened()
         self.install_modules()
 
     def install_modules(self) -> None:

@@ -1,8 +1,10 @@
 """Finds the loss of a step, its weight, and the outputs and labels that it was computed from."""
 
-from collections.abc import Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +12,124 @@ from torch import Tensor, nn
 from ikkuna.distributed.dtensor import is_distributed
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.elements import has_numbers, widest_float
+from ikkuna.numerics.prediction import IGNORED
 from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, backward_roots
-from ikkuna.observation.hooks.hook import in_backward
+from ikkuna.observation.hooks.hook import Hook, in_backward
+from ikkuna.observation.hooks.nested_tensors import Leaves
 from ikkuna.observation.model.watched_model import is_shifted
 from ikkuna.observation.steps.forwards import Forward
+from ikkuna.support.torch_internals import call_around_backward, saved_by
 
-__all__ = ["LossHooks", "label_weight", "loss_weight"]
+__all__ = ["LossArguments", "LossHooks", "label_weight", "loss_arguments", "loss_weight", "without_ignored"]
 
 
 _BY_SEQUENCE = ("CTCLoss",)
+_MOST_NODES = 256  # a loss is composed of fewer; behind them is the model
+_SAME_ORDER = ("LogSoftmax", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias", "ToCopy", "Clone")
+
+
+class LossArguments(NamedTuple):
+    """What a functional loss was computed from.
+
+    Parameters
+    ----------
+    outputs : Tensor
+        Those of the network; their logarithms of probabilities if a cross-entropy is all that still knows them.
+    labels : Tensor
+        Class indices, probabilities of classes, or numbers.
+    ignored : int, optional
+        The label of items that are left out.
+    """
+
+    outputs: Tensor
+    labels: Tensor
+    ignored: int | None
+
+
+def loss_arguments(losses: Iterable[Any], outputs: Iterable[Tensor] = ()) -> list[LossArguments]:
+    """Return what losses were computed from, which the nodes of autograd of the losses of torch have saved.
+
+    Parameters
+    ----------
+    losses : iterable of Tensor
+        What ``backward()`` is called on, or what a loss function returns; functions of torch's losses, such as weighted sums.
+    outputs : iterable of Tensor
+        What the network has returned.
+
+    Returns
+    -------
+    list of LossArguments
+        One for each cross-entropy; if there is none, one for each other loss that has saved its labels.
+
+    Examples
+    --------
+    >>> logits = torch.zeros(2, 3, requires_grad=True).exp()
+    >>> loss = 0.5 * nn.functional.cross_entropy(logits, torch.tensor([2, 0]), ignore_index=0, label_smoothing=0.1)
+    >>> [found] = loss_arguments([loss], [logits])
+    >>> found.labels, found.ignored, torch.equal(found.outputs, logits)
+    (tensor([2, 0]), 0, True)
+    """
+    known = {x.grad_fn: x.detach() for x in outputs if x.grad_fn is not None}
+    of_classes: list[LossArguments] = []
+    of_numbers: list[LossArguments] = []
+    for node in _nodes(losses):
+        if (labels := saved_by(node, "target")) is not None and (found := saved_by(node, "self")) is not None:
+            ignored = saved_by(node, "ignore_index")
+            is_of_classes = ignored is not None or not labels.is_floating_point()
+            arguments = LossArguments(_logits(node, found, known), labels, ignored)
+            (of_classes if is_of_classes else of_numbers).append(arguments)
+        elif node.name().startswith("MulBackward") and (soft := _of_probabilities(node, known)) is not None:
+            of_classes.append(soft)
+    hard = [found for found in of_classes if not found.labels.is_floating_point()]
+    return hard or of_classes or of_numbers
+
+
+def _nodes(losses: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of a graph, those nearest to the losses first, but none behind one that has saved labels."""
+    waiting = deque(x.grad_fn for x in losses if isinstance(x, Tensor) and x.grad_fn is not None)
+    seen = set(waiting)
+    while waiting and len(seen) < _MOST_NODES:
+        yield (node := waiting.popleft())
+        if not hasattr(type(node), "_saved_target"):
+            new = [behind for behind, _ in node.next_functions if behind is not None and behind not in seen]
+            seen.update(new)
+            waiting.extend(new)
+
+
+def _of_probabilities(node: Any, known: dict[Any, Tensor]) -> LossArguments | None:
+    """Return what a cross-entropy with probabilities as labels was computed from, which multiplies them by the logarithms."""
+    behind = node.next_functions[0][0]
+    if behind is None or not behind.name().startswith("LogSoftmaxBackward"):
+        return None
+    result, labels = saved_by(behind, "result"), saved_by(node, "other")
+    if result is None or labels is None or labels.shape != result.shape:
+        return None
+    return LossArguments(_logits(node, result, known), labels, None)
+
+
+def _logits(node: Any, found: Tensor, known: dict[Any, Tensor]) -> Tensor:
+    """Return the output of the network from which a loss has taken `found`, in its shape; if there is none, `found`."""
+    while (behind := node.next_functions[0][0] if node.next_functions else None) is not None:
+        output = known.get(behind)
+        if output is not None:
+            return output.reshape(found.shape) if output.numel() == found.numel() else found
+        if behind.name().split("Backward")[0] not in _SAME_ORDER:
+            break
+        node = behind
+    return found
+
+
+def without_ignored(labels: Tensor, ignored: int | None) -> Tensor:
+    """Return labels in which -100 stands for those that a loss leaves out, as subscribers expect.
+
+    Examples
+    --------
+    >>> without_ignored(torch.tensor([0, 1, 2]), 0)
+    tensor([-100,    1,    2])
+    """
+    if ignored is None or ignored == IGNORED or labels.is_floating_point() or labels.is_complex():
+        return labels
+    return torch.where(labels == ignored, IGNORED, labels.long())
 
 
 def loss_weight(
@@ -81,13 +192,14 @@ def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) ->
     return torch.where(counts, of_labels, 0.0).sum()
 
 
-_IGNORED = -100  # the label that models of transformers leave out
+_OBJECTIVE = "objective"
 
 
 class LossHooks:
     """Records the loss, the labels, and the arguments of the loss for subscribers that measure them together.
 
-    There are three sources, in this order:
+    There are three sources, in this order; what ``backward()`` is called on has the path ``objective`` beside a loss module, and is
+    dropped where it is the same number, as it is not with a penalty, or where the user sums several calls of the module:
 
     1. The calls of the loss module that the user has set.
     2. In training, the scalar on which ``backward()`` is called.  The loss of a step is the sum over its backward passes, without the
@@ -96,6 +208,8 @@ class LossHooks:
     3. In another pass, the field ``loss`` of what the model returns.
 
     Labels are the second argument of the loss module, or the keyword argument ``labels`` of a model that returns a ``loss``.
+    Otherwise they are what the losses of ``torch.nn.functional`` have saved for their backward, see `loss_arguments`.
+    Where outputs and labels are measured together, -100 stands for the labels that the loss leaves out.
 
     Parameters
     ----------
@@ -110,13 +224,28 @@ class LossHooks:
     def __init__(self, context: HookContext) -> None:
         self.context = context
         self.has_loss = self.has_labels = False
-        self._was_called = self._is_unowned = False
+        self._was_called = self._is_unowned = self._knows_labels = False
         self._numbers: dict[int, int] = {}
         self._owned: list[set[int]] = []
+        self._last_root: weakref.ref[Tensor] | None = None
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self._arguments: list[LossArguments] = []
+        self._stop_looking: Callable[[], object] = _do_nothing
+
+    def step_opened(self) -> None:
+        """Look at what each backward starts from, if the step measures labels."""
+        plan = self.context.recorder.plan
+        self._stop_looking()
+        if plan.together or "input_labels" in plan.kinds:
+            hook = Hook(self, LossHooks.backward_starts)
+            call_around_backward(hook, True)
+            self._stop_looking = weakref.finalize(self, call_around_backward, hook, False)
 
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
-        self._was_called = self._is_unowned = False
+        self._was_called = self._is_unowned = self._knows_labels = False
+        self._arguments, self._outputs = [], []
+        self._stop_looking()
 
     # -- the loss module ------------------------------------------------------------------------------------------
 
@@ -138,21 +267,26 @@ class LossHooks:
         seen = dict(zip(("network_output", "input_labels"), given, strict=False))
         seen = {kind: tensor.detach() for kind, tensor in {**seen, "loss": output}.items()}
         labels = seen.get("input_labels")
+        ignored = getattr(module, "ignore_index", None)
+        if ignored is None:  # a module of the user's own around a loss of torch
+            ignored = next((found.ignored for found in loss_arguments([output]) if found.ignored is not None), None)
         if self.context.recorder.wants(self.context.sites("loss")):
             is_readable = labels is None or has_numbers(labels)
             weight = loss_weight(module, output, seen.get("network_output"), labels) if is_readable else None
             self._record(output, weight, forward.part)
-        self._record_arguments(seen, forward)
+        self._record_arguments(seen, forward.part, ignored)
 
     def _record(self, loss: Tensor, weight: Any, part: int, path: str = "") -> None:
         self.context.recorder.receive(self.context.sites("loss"), loss, path, weight, part=part)
 
-    def _record_arguments(self, seen: dict[str, Tensor], forward: Forward) -> None:
+    def _record_arguments(self, seen: dict[str, Tensor], part: int, ignored: int | None) -> None:
         recorder = self.context.recorder
         if (labels := seen.get("input_labels")) is not None:
             self.has_labels = True
-            recorder.receive(self.context.sites("input_labels"), labels, "", part=forward.part)
-        recorder.receive_together(seen, part=forward.part)
+            recorder.receive(self.context.sites("input_labels"), labels, "", part=part)
+            if has_numbers(labels):
+                seen = {**seen, "input_labels": without_ignored(labels, ignored)}
+        recorder.receive_together(seen, part=part)
 
     # -- a model that computes its own loss ------------------------------------------------------------------------
 
@@ -167,6 +301,7 @@ class LossHooks:
         logits, labels = _field(output, "logits"), kwargs.get("labels")
         seen = {"loss": loss.detach()}
         if isinstance(labels, Tensor):
+            self._knows_labels = True
             labels = labels.detach()
             if is_shifted(module) and labels.ndim == 2:
                 labels = labels[:, 1:]
@@ -176,9 +311,9 @@ class LossHooks:
                 seen = {"network_output": logits.detach(), **seen}
         if loss.numel() == 1 and not (is_training and SEES_BACKWARD):
             self.has_loss = True
-            weight = 1 if (found := seen.get("input_labels")) is None else label_weight(found, _IGNORED)
+            weight = 1 if (found := seen.get("input_labels")) is None else label_weight(found, IGNORED)
             self._record(loss, weight, forward.part)
-        self._record_arguments(seen, forward)
+        self._record_arguments(seen, forward.part, IGNORED)
 
     # -- the scalar of backward() ---------------------------------------------------------------------------------
 
@@ -186,11 +321,51 @@ class LossHooks:
         """Record the scalar of which the running backward computes gradients; called once for each backward."""
         context = self.context
         tracker, recorder = context.tracker, context.recorder
-        if self._was_called or context.model.stages or tracker.pass_name != TRAINING:
+        if context.model.stages or tracker.pass_name != TRAINING:
             return
-        if recorder.wants(context.sites("loss")) and (loss := _backward_loss()) is not None:
+        arguments, self._arguments = self._arguments, []
+        loss = self._backward_loss() if arguments or recorder.wants(context.sites("loss")) else None
+        if loss is not None:
             self.has_loss = self._is_unowned = True
-            self._record(loss, "total", part, _path(len(tracker.optimizers.stepped)))
+            self._record(loss, "total", part, self._path(len(tracker.optimizers.stepped)))
+        if not (self._was_called or self._knows_labels):
+            for outputs, labels, ignored in arguments:
+                seen = {"network_output": outputs, "input_labels": labels, **({} if loss is None else {"loss": loss})}
+                self._record_arguments(seen, part, ignored)
+
+    def outputs_armed(self, outputs: Leaves) -> None:
+        """Keep weak references to what the model has returned; a loss may have saved only a function of it."""
+        if self._stop_looking is not _do_nothing:
+            self._outputs += [weakref.ref(tensor) for _, tensor in outputs]
+
+    def backward_starts(self, roots: Sequence[Any]) -> None:
+        """Find what a loss was computed from before its backward frees that; `roots` are empty when the backward has ended."""
+        self._arguments = []
+        if roots and not (self._was_called or self._knows_labels or self.context.is_off):
+            if self.context.tracker.pass_name == TRAINING:
+                outputs = [x for reference in self._outputs if (x := reference()) is not None]
+                self._arguments = loss_arguments(roots, outputs)
+            self._outputs = []
+
+    def _backward_loss(self) -> Tensor | None:
+        """Return the number of which the running backward computes gradients, attached to no graph.
+
+        ``None`` if it starts from a tensor of several elements, which may be a gradient of the user's own; and for a backward
+        inside another one, as of a reentrant checkpoint, whose loss is known.
+        """
+        roots, is_nested = backward_roots()
+        if any(not isinstance(root, Tensor) or root.numel() != 1 for root, _ in roots) or not roots:
+            return None
+        last, self._last_root = self._last_root, weakref.ref(roots[0][0])
+        if is_nested and last is not None and last() is roots[0][0]:
+            return None
+        total: Tensor | None = None
+        for root, gradient in roots:
+            value = root.detach().reshape(())
+            if isinstance(gradient, Tensor) and not is_distributed(root):
+                value = value * gradient.detach().reshape(())
+            total = value if total is None else total + value
+        return total
 
     def optimizer_ends(self, optimizer: int, owned: frozenset[int]) -> None:
         """Assign the losses since the last optimizer to the one whose step ends, and remove the factor of its gradient scaler.
@@ -207,8 +382,14 @@ class LossHooks:
             number = self._numbers[optimizer] = self._new_number(owned)
         if self._is_unowned and (rows := context.recorder.rows) is not None:
             self._is_unowned = False
-            path = _path(len(context.tracker.optimizers.stepped))
-            rows.rename_total(context.sites("loss"), path, _path(number), context.loss_scale.factor)
+            site, path = context.sites("loss"), self._path(len(context.tracker.optimizers.stepped))
+            rows.rename_total(site, path, self._path(number), context.loss_scale.factor)
+            if self._was_called:
+                rows.drop_if_equal(site, self._path(number), "")
+
+    def _path(self, number: int) -> str:
+        """Return the path of what ``backward()`` was called on for an optimizer with this number."""
+        return "/".join([*([_OBJECTIVE] if self._was_called else []), *([str(number)] if number else [])])
 
     def _new_number(self, owned: frozenset[int]) -> int:
         """Return the number of an optimizer; one of the same parameters, as of another phase of the training, has the same."""
@@ -220,27 +401,11 @@ class LossHooks:
         return len(self._owned) - 1
 
 
-def _path(number: int) -> str:
-    return str(number) if number else ""
-
-
 def _field(output: Any, name: str) -> Tensor | None:
     """Return the tensor that a model returns under a name."""
     value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return value if isinstance(value, Tensor) else None
 
 
-def _backward_loss() -> Tensor | None:
-    """Return the number of which the running backward computes gradients, attached to no graph.
-
-    ``None`` if it starts from a tensor of several elements, which may be a gradient of the user's own.
-    """
-    total: Tensor | None = None
-    for root, gradient in backward_roots():
-        if not isinstance(root, Tensor) or root.numel() != 1:
-            return None
-        value = root.detach().reshape(())
-        if isinstance(gradient, Tensor) and not is_distributed(root):
-            value = value * gradient.detach().reshape(())
-        total = value if total is None else total + value
-    return total
+def _do_nothing() -> None:
+    """Stand for the function that ends what has not begun."""

@@ -12,25 +12,10 @@ from ikkuna.observation.model.roots import Root, Roots, StagePosition, stage_pos
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedModule, class_name, name_of, unwrap
 
-__all__ = ["LossFunction", "ModuleChange", "WatchedModel", "is_shifted", "observable_loss", "takes_labels"]
+__all__ = ["LossFunction", "ModuleChange", "WatchedModel", "is_shifted", "observable_loss"]
 
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-
-
-def takes_labels(model: nn.Module) -> bool:
-    """Return whether a model's forward has a parameter ``labels``.
-
-    Examples
-    --------
-    >>> takes_labels(nn.Linear(2, 2))
-    False
-    """
-    try:
-        return "labels" in inspect.signature(unwrap(model).forward).parameters
-    except (TypeError, ValueError) as error:
-        raise_users_exception(error)
-        return False
 
 
 def is_shifted(model: nn.Module) -> bool:
@@ -250,11 +235,6 @@ class WatchedModel:
     def sees_loss(self) -> bool:
         """Whether this process may compute the loss; of a pipeline only the last stage does."""
         return not self.stages or any(stage.is_last for stage in self.stages.values())
-
-    @property
-    def sees_arguments_of_loss(self) -> bool:
-        """Whether the outputs and labels are known from which the loss is computed."""
-        return self.loss is not None or any(map(takes_labels, self.callable))
 
     def names_by_stage(self) -> dict[str, list[str]]:
         """Return the names of the modules of each stage of a pipeline, by the stage's number."""

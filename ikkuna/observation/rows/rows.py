@@ -110,6 +110,7 @@ class Rows:
         self._flags: dict[int, Any] = {}
         self._scales: dict[int, Any] = {}
         self._totals: dict[int, int] = {}
+        self._repeated: dict[int, int] = {}
         self._taken: list[tuple[Taken, dict[Any, Any]]] = []
         self._device_codes: list[dict[int, dict[str, Any]]] = []
         self._copies: list[tuple[list[_Place], HostCopy]] = []
@@ -165,6 +166,10 @@ class Rows:
         self._totals[row] = self.index.row(site, name)
         if scale is not None:
             self._scales[row] = scale.detach().clone()
+
+    def drop_if_equal(self, site: Site, path: str, other: str) -> None:
+        """Leave a row of one number out if it is that of another path, up to rounding."""
+        self._repeated[self.index.row(site, path)] = self.index.row(site, other)
 
     def close(self, parts: Iterable[int] = ()) -> None:
         """Merge some parts into part 0, drop the others, and start one copy to the host per device."""
@@ -303,6 +308,11 @@ class Rows:
             if n:
                 value = np.nan if nans + infs else mean * n if reduction == "sum" else mean
                 self.values[row] = row_of(value)
+        for row, other in self._repeated.items():
+            if max(row, other) < len(self.values) and self.values[other, _N]:
+                value, known = self.values[[row, other], _MEAN]
+                if np.isclose(value, known, rtol=1e-5, atol=0, equal_nan=True):
+                    self.values[row] = _EMPTY
 
     def discard(self) -> int:
         """Forget all measurements; return how many there were."""
