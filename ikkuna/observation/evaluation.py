@@ -11,6 +11,7 @@ from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.elements import on_device
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook_set import HookSet
+from ikkuna.observation.hooks.loss import without_ignored
 from ikkuna.observation.ranks import Exchange
 from ikkuna.observation.rows.delivery import Finished
 from ikkuna.observation.rows.recorder import Recorder
@@ -134,7 +135,7 @@ def run(
     batches : iterable
         Pairs ``(inputs, labels)``, or inputs.
     visit : callable, optional
-        Called with outputs and labels.
+        Called with outputs and labels, in which -100 stands for those that the loss leaves out.
     call : callable, optional
         ``call(model, inputs)`` returns the outputs; by default a tuple or dict of inputs becomes the arguments of the model.
     """
@@ -148,7 +149,8 @@ def run(
             if loss is not None and isinstance(outputs, Tensor) and isinstance(labels, Tensor):
                 loss(outputs, labels)
             if visit is not None:
-                visit(outputs, labels)
+                ignored = getattr(loss, "ignore_index", None)
+                visit(outputs, without_ignored(labels, ignored) if isinstance(labels, Tensor) else labels)
 
     run_undisturbed(visit_all, model, batches)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.messages import MessageBundle, NetworkMessage
+from ikkuna.export.messages import Message, MessageBundle, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.noise import RunningMean
 from ikkuna.numerics.prediction import PREDICTION_FIGURES, count_correct, perplexity, prediction_figures, shifted
@@ -59,7 +59,8 @@ class LossSubscriber(PlotSubscriber):
 class PerplexitySubscriber(SharedStatisticSubscriber):
     r"""The exponential of the mean loss, :math:`e^{L}`, for a cross-entropy L in nats.
 
-    Takes ``loss``, as returned by the module given to ``set_loss``; publishes ``perplexity``, a number of choices, at least 1.
+    Takes ``loss``, as returned by the module given to ``set_loss``, or what ``backward()`` was called on;
+    publishes ``perplexity``, a number of choices, at least 1.
     Over micro-batches it is computed from the mean loss weighted by the number of labels; it is not a mean of perplexities.
     It is infinite for a loss above 709, and NaN for a loss of NaN or Inf.
 
@@ -82,6 +83,16 @@ class PerplexitySubscriber(SharedStatisticSubscriber):
     def __init__(self, **options: Any) -> None:
         options.setdefault("publishes", "perplexity")
         super().__init__("loss", **options)
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether several losses are taken in one call."""
+        return False
+
+    def compute(self, message: Message) -> None:
+        """Emit the perplexity; what is summed from several losses has none."""
+        if not (message.series_name or "").startswith("objective"):
+            super().compute(message)
 
     def values(self, record: Record) -> tuple[float]:
         """Return the perplexity."""

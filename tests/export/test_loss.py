@@ -318,6 +318,28 @@ def test_checkpoints():
             assert len(watched.shown("train_accuracy")) == 3
 
 
+@pytest.mark.parametrize(
+    ("of", "is_shown"),
+    [
+        (lambda loss, model: sum(loss(model(X[:n]), Y[:n]) for n in (3, 5, 8)), True),
+        (lambda loss, model: loss(model(X), Y) + 0.3 * model[0].weight.square().sum(), True),
+        (lambda loss, model: loss(model(X), Y), False),
+    ],
+    ids=["several calls", "penalty", "one call"],
+)
+def test_what_backward_is_called_on_is_shown_beside_the_loss_module_where_it_differs(of, is_shown):
+    model, loss = network(), nn.CrossEntropyLoss()
+    watched = Watched(model, loss=loss, subscribers=(LossSubscriber, PerplexitySubscriber))
+    seen = []
+    loss.register_forward_hook(lambda module, args, output: seen.append((output.item(), len(args[1]))))
+    expected = train(model, lambda model: of(loss, model), 1)
+    mean = sum(value * count for value, count in seen) / sum(count for _, count in seen)
+    assert watched.shown() == pytest.approx({0: mean}, rel=1e-6)
+    assert watched.shown(name="objective") == pytest.approx(expected if is_shown else {}, rel=1e-6)
+    assert watched.shown("perplexity") == pytest.approx({0: math.exp(mean)}, rel=1e-6)
+    assert watched.shown("perplexity", "objective") == {}
+
+
 # -- functions given by the user --------------------------------------------------------------------------------------
 
 

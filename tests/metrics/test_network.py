@@ -224,12 +224,14 @@ def test_making_a_test_accuracy_draws_no_randomness():
     assert states[1:] == after[1:]
 
 
-def test_ignored_labels_do_not_count_and_none_at_all_is_nan():
-    data = TensorDataset(torch.randn(4, 8), torch.full((4,), -100))
+@pytest.mark.parametrize("ignored", [-100, 1])
+def test_ignored_labels_do_not_count_and_none_at_all_is_nan(ignored):
+    data = TensorDataset(torch.randn(4, 8), torch.full((4,), ignored))
     loop = Loop(CASES["mlp"])
     recording, bus = RecordingBackend(), MessageBus()
     with Exporter(message_bus=bus, on_error="raise") as exporter:
         exporter.add_modules(loop.model)
+        exporter.set_loss(nn.CrossEntropyLoss(ignore_index=ignored))
         bus.register_subscriber(TestAccuracySubscriber(data, every=1, backend=recording))
         loop.run(1)
     assert math.isnan(curves(recording)["test_accuracy", None][0])
