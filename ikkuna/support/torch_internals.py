@@ -230,7 +230,8 @@ def saved_by(node: Any, name: str) -> Any:
     try:
         raw = getattr(node, f"_raw_saved_{name}", None)
         if raw is None:
-            return getattr(node, f"_saved_{name}", None)
+            found = getattr(node, f"_saved_{name}", None)
+            return found - (1 << 64) if isinstance(found, int) and found >> 63 == 1 else found  # torch forgets the sign
         found = None if getattr(raw, "unpack_hook", True) is not None else raw.data
     except RuntimeError:  # it was freed
         return None

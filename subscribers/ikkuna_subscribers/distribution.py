@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from ikkuna.numerics.geometry import ROW_STATISTICS, row_means, row_sums
 from ikkuna.numerics.precision import FORMATS, QUANTIZED_FORMATS, count_losses, quantization_errors, shares
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.float_code import SAMPLE, sample
-from ikkuna.numerics.statistics.histogram import Histogram, Histograms
+from ikkuna.numerics.statistics.histogram import Buckets, Histogram, Histograms
 from ikkuna.numerics.statistics.record import Records
 from ikkuna_subscribers._helpers.arguments import require_integers
 
@@ -127,7 +129,8 @@ class HistogramSubscriber(PlotSubscriber):
     bins : int
         The number of buckets shown, 1 to 1,000.
     exact : bool
-        Whether all elements are counted, which costs about five sums over them; by default a random sample of 65,536 is counted.
+        Whether all elements are counted, which costs about five sums over them; by default a random sample of 65,536 is counted,
+        and the sums that TensorBoard shows come from the middles of the bins.
     subsample : int
         The number of steps from one histogram to the next; 100 by default, because a histogram costs as much as a hundred numbers.
     **options : Any
@@ -150,19 +153,28 @@ class HistogramSubscriber(PlotSubscriber):
         super().__init__(kind, subsample=subsample, **options)
         self.bins = bins
         self.exact = exact
-        self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max")
+        sums = ("n", "mean", "sumsq") if exact else ()
+        self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max", *sums)
 
     def compute(self, message: ModuleMessage) -> None:
         """Show the histogram."""
         assert message.record is not None
         buckets = Histogram.of_record(message.record, self.exact).tensorboard_buckets(self.bins)
         if buckets.num:
-            self.show(message, buckets)
+            self.show(message, self._summed(buckets, message.record if self.exact else None))
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Show the histograms of all modules."""
         found = Histograms.of_records(batch.records, self.exact).tensorboard_buckets(self.bins)
-        self.show_batch(batch, [buckets if buckets.num else None for buckets in found])
+        records = map(batch.records.__getitem__, range(len(found))) if self.exact else repeat(None)
+        pairs = zip(found, records, strict=False)
+        self.show_batch(batch, [self._summed(buckets, record) if buckets.num else None for buckets, record in pairs])
+
+    def _summed(self, buckets: Buckets, record: Record | None) -> Buckets:
+        """Return a histogram with the sums of all elements, if these are measured and finite."""
+        if record is None or record.sumsq is None or not math.isfinite(record.sumsq):
+            return buckets
+        return replace(buckets, sum=record.mean * record.n, sum_squares=record.sumsq)
 
 
 class RowsSubscriber(PlotSubscriber):

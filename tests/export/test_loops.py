@@ -1219,6 +1219,26 @@ def test_a_frozen_backbone_under_a_trained_head(bus, whole, caplog):
     assert not caplog.records
 
 
+def test_gradients_of_a_frozen_part_between_trained_ones(bus):
+    """A part without a parameter to train has gradients of its layers; those of ``torch.autograd.grad`` for an input do not count."""
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh()).requires_grad_(False), nn.Linear(4, 1)
+    )
+    exporter, norms = recorded(bus, model[1])
+    optimizer, expected = sgd(model[0], model[2]), {}
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.ones(2, 3, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x)
+        seen = Outputs(model[1][1])
+        model(x).pow(2).sum().backward()
+        expected[step] = joint(seen.gradients)
+        optimizer.step()
+    exporter.close()
+    found = {s: value for (kind, name, s), value in norms.items() if (kind, name) == ("layer_gradients", "1")}
+    assert found == pytest.approx(expected)
+
+
 def test_gradients_by_autograd_grad(bus, model):
     """Layer gradients, as in a backward pass, if ``torch.autograd.grad`` computes the gradients of the parameters."""
     optimizer = sgd(model)

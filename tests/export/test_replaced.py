@@ -143,6 +143,54 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
+def test_a_weight_whose_pruning_is_removed_has_its_own_name_again(norms):
+    model = mlp()
+    _, values = norms(model, ("weights",))
+    step(model)
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    step(model)
+    prune.remove(model[0], "weight")
+    step(model)
+    found = {(name, step) for _, name, step in values() if name != "2"}
+    assert found == {("0", 0), ("0.weight_orig", 1), ("0", 2)}
+
+
+@pytest.mark.parametrize("when", ["before", "during training"])
+def test_the_parameters_of_a_scripted_layer_are_observed(when, norms, caplog):
+    """Scripted modules take no hooks, so that their outputs are left out; one line says so."""
+    model = mlp()
+    if when == "before":
+        model[0] = torch.jit.script(model[0])
+    _, values = norms(model)
+    step(model)
+    if when != "before":
+        model[0] = torch.jit.script(model[0])
+    step(model)
+    found = values()
+    assert {s for kind, name, s in found if (kind, name) == ("weight_updates", "0")} == {0, 1}
+    assert {s for kind, name, s in found if (kind, name) == ("activations", "2")} == {0, 1}
+    assert caplog.text.count("0 is a scripted module") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_inner_step_of_meta_learning_replaces_no_parameter(norms):
+    """The result of an inner step is no leaf; torch warns of a look at its gradient."""
+    model = mlp()
+    _, values = norms(model, ("weights", "weight_gradients_unclipped"))
+    optimizer, base, x = torch.optim.SGD(model.parameters(), 0.1), model[0].weight, torch.ones(2, 4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        [grad] = torch.autograd.grad(model(x).square().mean(), base, create_graph=True)
+        model[0]._parameters["weight"] = base - 0.1 * grad
+        model(x).square().mean().backward()
+        model[0]._parameters["weight"] = base
+        optimizer.step()
+    found = values()
+    for kind in ("weights", "weight_gradients_unclipped"):
+        assert {s for k, name, s in found if (k, name) == (kind, "0")} == {0, 1, 2}
+
+
 @pytest.mark.fault(211)
 def test_adapters_that_are_added_later_are_observed(norms, caplog):
     model = mlp()

@@ -172,6 +172,13 @@ def test_a_histogram_holds_every_finite_element(a, b, bins):
         assert np.sum(kept < limit - slack) - 1e-6 <= count <= np.sum(kept <= limit + slack) + 1e-6
 
 
+@pytest.mark.parametrize("x", [torch.tensor([100.0, 200.0, 300.0]), torch.tensor([0.1, -7.0, 1e-3, 0.0])])
+def test_an_exact_histogram_has_the_sums_of_the_elements(x):
+    [found] = values(lambda **o: HistogramSubscriber("activations", exact=True, **o), x)
+    assert found.sum == pytest.approx(x.double().sum().item(), rel=1e-6)
+    assert found.sum_squares == pytest.approx(x.double().square().sum().item(), rel=1e-6)
+
+
 @pytest.mark.fault(51)
 def test_an_empty_tensor_publishes_nothing():
     for make in (SumSubscriber, MinMaxSubscriber, SparsitySubscriber, NonFiniteSubscriber, MomentsSubscriber):

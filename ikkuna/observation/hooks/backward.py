@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ikkuna.metrics.messages.stamp import TRAINING
-from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.hooks.context import HookContext, accumulates_gradients
 from ikkuna.observation.hooks.hook import Hook, in_backward
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.nested_tensors import Leaves
@@ -104,6 +104,8 @@ class BackwardHooks:
     def _begin(self, task: int) -> _Running:
         parameters = self.context.parameters
         kind = parameters.backward_kind()
+        if kind is Backward.PASSES_BY and parameters.are_frozen() and accumulates_gradients():
+            kind = Backward.ACCUMULATES
         if kind is Backward.ACCUMULATES:
             self.report_cleared()
         before = parameters.gradient_state() if kind is Backward.CHECKPOINTED else None

@@ -53,6 +53,7 @@ __all__ = [
     "NativePath",
     "ObservedSites",
     "Sites",
+    "accumulates_gradients",
     "backward_roots",
     "count_running_calls",
     "in_compiled_call",
@@ -164,17 +165,38 @@ def backward_roots() -> tuple[list[tuple[Any, Any]], bool]:
     >>> backward_roots()
     ([], False)
     """
-    if not SEES_BACKWARD:
-        return [], False
-    if not (running := _backwards(sys._getframe(1))):
-        waiting = [found for frame in sys._current_frames().values() if (found := _backwards(frame))]
-        running = waiting[0] if len(waiting) == 1 else []
-    if not running:
+    if not (running := _running_backwards()):
         return [], False
     values = running[-1].f_locals
     gradients = values["args"][0] if values.get("args") else ()
     roots = tuple(values.get("t_outputs", ()))
     return list(zip(roots, (*gradients, *(None for _ in roots)), strict=False)), len(running) > 1
+
+
+def accumulates_gradients() -> bool:
+    """Return whether the running backward adds to gradients, as that of ``torch.autograd.grad`` does not.
+
+    Examples
+    --------
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> handle = x.register_hook(lambda grad: print(accumulates_gradients()))
+    >>> x.backward()
+    True
+    >>> gradient = torch.autograd.grad(x * 2, x)
+    False
+    """
+    running = _running_backwards()
+    return bool(running) and bool(running[-1].f_locals.get("kwargs", {}).get("accumulate_grad"))
+
+
+def _running_backwards() -> list[FrameType]:
+    """Return the frames of the backwards that this thread runs, or else the only other one, the outermost one last."""
+    if not SEES_BACKWARD:
+        return []
+    if running := _backwards(sys._getframe(1)):
+        return running
+    waiting = [found for frame in sys._current_frames().values() if (found := _backwards(frame))]
+    return waiting[0] if len(waiting) == 1 else []
 
 
 def _backwards(frame: FrameType | None) -> list[FrameType]:

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, jit, nn
 
 from ikkuna.numerics.statistics.native.kernels import Function
 from ikkuna.observation.hooks.context import (
@@ -98,7 +98,7 @@ class CompiledModules:
 
 
 def _code(module: nn.Module) -> CodeType | None:
-    return getattr(type(module).forward, "__code__", None)
+    return None if isinstance(module, jit.ScriptModule) else getattr(type(module).forward, "__code__", None)
 
 
 def _have_wrapper(modules: list[nn.Module]) -> bool:

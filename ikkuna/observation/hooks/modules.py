@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import jit, nn
 
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, OBSERVED
 from ikkuna.metrics.messages.stamp import TRAINING
@@ -19,6 +19,7 @@ from ikkuna.observation.hooks.observed import ObservedHooks
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.site import Site
 from ikkuna.observation.steps.step_tracker import State
+from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule
 
 __all__ = ["BACKWARD", "ModuleHooks"]
@@ -72,6 +73,7 @@ class ModuleHooks:
         self._gradients = gradients
         self.switch = GraphSwitch() if in_graph else None
         self._is_settled = not in_graph
+        self._has_warned_of_script = False
         self._stance = CompilerStance()
         self._compiled_modules = CompiledModules()
         self._traced: set[str] = set()
@@ -182,13 +184,23 @@ class ModuleHooks:
             )
             if sites == had and (known or not needs_calls):
                 continue
-            if may_be_compiled and self._fast_paths.is_frozen(named.module):
-                if self._is_settled:
-                    self._fast_paths.warn()
+            if self._takes_no_hook(named, may_be_compiled):
                 continue
             self._observe(named, sites, is_root=id(named.module) in roots)
             found = True
         return found
+
+    def _takes_no_hook(self, named: NamedModule, may_be_compiled: bool) -> bool:
+        """Whether a module is scripted, or a hook would change how it computes; logged once."""
+        if isinstance(named.module, jit.ScriptModule):
+            if not self._has_warned_of_script:
+                self._has_warned_of_script = True
+                log.warning("%s is a scripted module: of such modules only the parameters can be observed", named.name)
+            return True
+        if is_frozen := may_be_compiled and self._fast_paths.is_frozen(named.module):
+            if self._is_settled:
+                self._fast_paths.warn()
+        return is_frozen
 
     def _observe(self, named: NamedModule, sites: ObservedSites, is_root: bool) -> None:
         """Register the hook of a module, or let the hook that it has observe other tensors."""

@@ -39,14 +39,16 @@ class _Contents:
     def __init__(self, dictionaries: list[dict[str, Any]]) -> None:
         self._dictionaries = dictionaries
         self._sizes = list(map(len, dictionaries))
+        self._names = [*chain.from_iterable(dictionaries)]
         self._values = [*chain.from_iterable(map(dict.values, dictionaries))]
 
     def have_changed(self) -> bool:
-        """Whether a value was added, removed or replaced by another object."""
+        """Whether a value was added, removed, replaced by another object, or got another name."""
         if list(map(len, self._dictionaries)) != self._sizes:
             return True
         # a comparison of lists would call __eq__ of tensors and of the user's modules
-        return not all(map(is_, chain.from_iterable(map(dict.values, self._dictionaries)), self._values))
+        values = chain.from_iterable(map(dict.values, self._dictionaries))
+        return not (all(map(is_, values, self._values)) and [*chain.from_iterable(self._dictionaries)] == self._names)
 
 
 """The ``_modules`` or ``_parameters`` of modules, and their values at one time, kept alive so that no new object gets their ids."""
@@ -137,6 +139,10 @@ class TrackedParameters:
         if not self._held.have_changed():
             return
         observed, of_model = self._resolve(self._note_contents())
+        if not all(
+            p.is_leaf for p in of_model.values()
+        ):  # results of an inner step of meta-learning, in place of parameters
+            return
         # FSDP gathers and frees the parameters at every step; they stay the same
         if of_model.keys() != self._of_model.keys() or _names(observed) != _names(self.all):
             log.info("parameters were replaced; the new ones are observed")
@@ -146,8 +152,9 @@ class TrackedParameters:
         """Store what the modules hold now, and return the modules."""
         inside = (module for root in self._roots for module in root.modules())
         holders = list({id(m): m for m in (*inside, *(named.module for named in self._modules))}.values())
-        self._children = _Contents([module._modules for module in holders])
-        self._held = _Contents([module._parameters for module in holders])
+        changeable = [module for module in holders if not isinstance(module, torch.jit.ScriptModule)]
+        self._children = _Contents([module._modules for module in changeable])
+        self._held = _Contents([module._parameters for module in changeable])
         return holders
 
     def _resolve(self, holders: Iterable[nn.Module]) -> tuple[tuple[NamedParameter, ...], dict[int, nn.Parameter]]:
@@ -168,6 +175,10 @@ class TrackedParameters:
         self._owned.clear()
         self._observed.clear()
         self._owners = self._noted = None
+
+    def are_frozen(self) -> bool:
+        """Whether no parameter of the model can be trained, so that any optimizer and any backward is the model's own."""
+        return bool(self._roots) and next(self._trainable(), None) is None
 
     def _trainable(self) -> Iterator[nn.Parameter]:
         return (p for p in self._of_model.values() if p.requires_grad)
@@ -190,8 +201,7 @@ class TrackedParameters:
         if known is None or known[0] != size:
             self.refresh()
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            is_frozen = bool(self._roots) and next(self._trainable(), None) is None
-            owned = held if is_frozen else held & self._of_model.keys()
+            owned = held if self.are_frozen() else held & self._of_model.keys()
             known = self._owned[optimizer] = size, frozenset(owned)
             self._owners = None
         return known[1]
