@@ -197,9 +197,8 @@ class ModuleHooks:
                 self._has_warned_of_script = True
                 log.warning("%s is a scripted module: of such modules only the parameters can be observed", named.name)
             return True
-        if is_frozen := may_be_compiled and self._fast_paths.is_frozen(named.module):
-            if self._is_settled:
-                self._fast_paths.warn()
+        if (is_frozen := may_be_compiled and self._fast_paths.is_frozen(named.module)) and self._is_settled:
+            self._fast_paths.warn()
         return is_frozen
 
     def _observe(self, named: NamedModule, sites: ObservedSites, is_root: bool) -> None:
