@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.elements import readable, widest_float
+from ikkuna.numerics.elements import readable, widest_float, without_repeats
 
 __all__ = [
     "AttentionRow",
@@ -73,11 +73,17 @@ def unit_counters(activations: Tensor, channel_axis: int | None = None) -> Tenso
     if read is None or not dense.ndim or not dense.numel():
         return torch.zeros(3, 0, dtype=torch.float64, device="cpu")
     axis = channel_axis if channel_axis is not None else (-1 if dense.ndim <= 3 else 1)
-    by_unit = read[0].movedim(axis, 0).flatten(1) if dense.ndim > 1 else read[0].reshape(-1, 1)
+    by_axis = read[0].movedim(axis, 0) if dense.ndim > 1 else read[0].reshape(-1, 1)
+    units = len(by_axis)
+    small, times = without_repeats(
+        by_axis if by_axis.stride(0) else by_axis[:1]
+    )  # broadcast elements are counted, not copied
+    by_unit = small.reshape(len(small), -1)
     finite = by_unit.isfinite()
     active = torch.count_nonzero((by_unit > 0) & finite, dim=1)
     magnitude = torch.where(finite, by_unit, 0.0).abs().sum(1, dtype=torch.float64)
-    return torch.stack([active.double(), torch.count_nonzero(finite, dim=1).double(), magnitude])
+    counters = torch.stack([active.double(), torch.count_nonzero(finite, dim=1).double(), magnitude])
+    return (counters * times).expand(3, units)
 
 
 def active_units(activations: Tensor, channel_axis: int | None = None, positions: int = 8192) -> Tensor:
@@ -259,13 +265,14 @@ def count_saturated(x: Tensor, function: str, slope: float = 0.05, of: str = "ou
     if read is None:
         return torch.zeros(2, dtype=torch.int64, device="cpu")
     values, implied_zeros = read
+    values, repeats = without_repeats(values)
     middle = 0.5 if function == "sigmoid" and of == "output" else 0.0
     # The threshold has no exact value in narrow dtypes, so these are compared in float32.
     wide = values if values.dtype is torch.float64 else values.float()
-    saturated = torch.count_nonzero((wide - middle).abs() > threshold)
+    saturated = torch.count_nonzero((wide - middle).abs() > threshold) * repeats
     if implied_zeros and middle > threshold:
         saturated = saturated + implied_zeros
-    return torch.stack([saturated, torch.count_nonzero(wide == wide) + implied_zeros])
+    return torch.stack([saturated, torch.count_nonzero(wide == wide) * repeats + implied_zeros])
 
 
 _BLOCK = 1 << 22  # logits held at a time: 16 MiB of float32

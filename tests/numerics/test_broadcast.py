@@ -9,6 +9,7 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, PrecisionSubscriber
 from ikkuna.numerics.elements import pieces, without_repeats
+from ikkuna.numerics.layers import active_units, count_saturated, unit_counters
 from ikkuna.numerics.precision import count_losses
 from ikkuna.numerics.statistics import FIELDS, closure
 from ikkuna.numerics.statistics.device import DeviceStatistics
@@ -99,6 +100,21 @@ def test_67_million_elements_over_one_number(name, kind):
     record = rows.record(0, ALL)
     assert record.n == record.codes.sum() == record.sampled_codes.sum() == x.numel()
     assert record.sumsq == x.numel() * float(x[0, 0]) ** 2
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+@pytest.mark.parametrize("name", ["scalar", "row", "column, permuted", "two axes", "bfloat16", "every second one"])
+def test_units_of_broadcast_tensors_are_those_of_their_copies(name, axis):
+    x = SMALL[name]
+    assert torch.equal(unit_counters(x, axis), unit_counters(x.clone().contiguous(), axis))
+    assert torch.equal(active_units(x, axis), active_units(x.clone().contiguous(), axis))
+    assert torch.equal(count_saturated(x, "tanh"), count_saturated(x.clone().contiguous(), "tanh"))
+
+
+@pytest.mark.parametrize("count", [unit_counters, active_units, lambda x: count_saturated(x, "tanh")])
+def test_units_of_67_million_elements_over_one_number(count):
+    x = LARGE["scalar"]()
+    assert peak(lambda: count(x)) < 32
 
 
 @pytest.mark.fault(316)
