@@ -502,6 +502,20 @@ def power_law_alpha(eigenvalues: Tensor, compat: str | None = None) -> PowerLaw:
     -----
     The time grows as :math:`n^2`: 0.2 s for 2,000 values, on the host.
 
+    ``compat="weightwatcher"`` gives the numbers of the package powerlaw 2.0.0 with ``parameter_ranges={"alpha": [1, 1000]}``
+    (without, that package looks no further than :math:`\alpha = 3`).  Random matrices, numpy's generator with seed 0:
+
+    ==================  ===========  ====================  ==================  ====================
+    matrix              this alpha   this distance         that alpha          that distance
+    ==================  ===========  ====================  ==================  ====================
+    normal, 64 × 64     3.9116       0.1595                3.9116              0.1595
+    Student t3, 64²     4.6438       0.1577                5.1092              0.1380
+    normal, 256 × 128   4.7572       0.1345                14.6237             0.1167
+    t3, 256 × 128       6.4785       0.1001                6.9301              0.0835
+    normal, 512 × 512   5.4587       0.1314                5.4587              0.1314
+    t3, 512 × 512       7.4526       0.0627                7.4526              0.0376
+    ==================  ===========  ====================  ==================  ====================
+
     References
     ----------
     A. Clauset, C. Shalizi and M. Newman, Power-law distributions in empirical data, 2009.

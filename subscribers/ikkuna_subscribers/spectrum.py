@@ -109,7 +109,7 @@ class AlphaSubscriber(SpectrumSubscriber):
         The number of steps from one decomposition to the next; once an epoch is enough.
     compat : {None, 'weightwatcher'}
         ``'weightwatcher'`` takes D before each step of the data only, as that library does; see
-        `ikkuna.numerics.spectrum.power_law_alpha`.
+        `ikkuna.numerics.spectrum.power_law_alpha`, which shows both in a table: they choose another tail for some matrices.
     **options : Any
         See `Subscriber`.
 

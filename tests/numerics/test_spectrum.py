@@ -183,6 +183,24 @@ def test_the_fit_of_weightwatcher(seed):
     assert (fit.alpha, fit.ks_distance) == pytest.approx((alpha, distance), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_normal", "expected", "of_powerlaw"),
+    [
+        ((64, 64), True, (3.9116, 0.1595), (3.9116, 0.1595)),
+        ((64, 64), False, (4.6438, 0.1577), (5.1092, 0.1380)),
+        ((256, 128), True, (4.7572, 0.1345), (14.6237, 0.1167)),
+        ((256, 128), False, (6.4785, 0.1001), (6.9301, 0.0835)),
+    ],
+)
+def test_the_table_of_fits_beside_those_of_the_package_powerlaw(shape, is_normal, expected, of_powerlaw):
+    generator = np.random.default_rng(0)
+    matrix = generator.standard_normal(shape) if is_normal else generator.standard_t(3, shape)
+    values = singular_values(torch.from_numpy(matrix)) ** 2
+    for compat, (alpha, distance) in ((None, expected), ("weightwatcher", of_powerlaw)):
+        fit = power_law_alpha(values, compat)
+        assert (fit.alpha, fit.ks_distance) == pytest.approx((alpha, distance), abs=6e-5)
+
+
 def test_the_two_distances_choose_other_tails():
     fits = []
     for seed in range(12):
