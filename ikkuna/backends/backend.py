@@ -1,5 +1,6 @@
 """The base class of backends, and how a backend is found by its name."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,11 @@ class Backend(ABC):
     A run opens a backend once, adds the values of one step after another, and commits each step.
     No method may block on disk or network except :meth:`flush` and :meth:`close`, which take a time limit.
 
+    Attributes
+    ----------
+    level : int
+        The level at which pictures that are not drawn in time are logged; a run with ``verbosity=0`` sets ``logging.INFO``.
+
     Examples
     --------
     >>> class Printer(Backend):
@@ -81,6 +87,8 @@ class Backend(ABC):
     >>> Printer().add_scalar(Series("weights_norm2", "fc"), 1.5, 10)
     10 weights_norm2 fc 1.5
     """
+
+    level: int = logging.WARNING
 
     def open(self, directory: Path) -> None:  # noqa: B027 - most backends have nothing to open
         """Prepare to write below `directory`, which exists; raise `LogDirError` if that is impossible."""

@@ -233,7 +233,7 @@ class MPLBackend(Backend):
         """Draw everything; pictures that take longer than `timeout` seconds are finished in the background and logged."""
         if late := self._thread.close(timeout):
             what = "not finished drawing: %s. The PNGs on disk lack the last values unless the process keeps running."
-            log.warning(what, ", ".join(late))
+            log.log(self.level, what, ", ".join(late))
         return self._thread.is_up_to_date()
 
 

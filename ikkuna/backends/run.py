@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import logging
 import os
 import threading
 import time
@@ -183,6 +184,7 @@ class Run:
         resumed_at = None if self._continued is None else self._continued.step
         if isinstance(backend, FileBackend):
             backend.check = self.control.check
+        backend.level = logging.WARNING if self._settings.verbosity else logging.INFO
         return GuardedBackend(_label(name, backend), backend, self._modules, self._settings.config, resumed_at)
 
     def _create(self, backend: str | Backend) -> GuardedBackend:

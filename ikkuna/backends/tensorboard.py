@@ -297,9 +297,8 @@ class TensorBoardBackend(FileBackend):
             for group in self._groups.values():
                 group.heatmap.finish()
             if late := self._thread.close(None if timeout is None else 0.75 * timeout):
-                log.warning(
-                    "not finished drawing: %s. The event file lacks the latest of these images.", ", ".join(late)
-                )
+                what = "not finished drawing: %s. The event file lacks the latest of these images."
+                log.log(self.level, what, ", ".join(late))
             self._closed = True
             self._matrices.drop(self._matrices.images())
         stored = super().close(None if timeout is None else timeout - (time.monotonic() - begin))

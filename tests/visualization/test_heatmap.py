@@ -280,6 +280,21 @@ def test_closing_a_run_draws_every_picture_with_its_last_values(tmp_path, monkey
     assert run.drawing_seconds > 0
 
 
+@pytest.mark.parametrize("verbosity", [0, 1])
+def test_a_quiet_run_does_not_warn_of_drawings(verbosity, tmp_path, monkeypatch, caplog):
+    gate, network = threading.Event(), torch.nn.Linear(2, 2)
+    monkeypatch.setattr(drawing, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
+    watched = ikkuna.watch(network, every=1, log_dir=tmp_path, verbosity=verbosity, loss=torch.nn.MSELoss())
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        network(torch.ones(2, 2)).square().sum().backward()
+        optimizer.step()
+    watched.close()
+    gate.set()
+    assert ("not finished drawing" in caplog.text) == bool(verbosity)
+
+
 def test_closing_does_not_wait_for_a_drawing(tmp_path, monkeypatch, caplog):
     gate = threading.Event()
     monkeypatch.setattr(drawing, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
