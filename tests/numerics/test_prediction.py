@@ -1,5 +1,7 @@
 """Figures of outputs and labels, against formulas in float64."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ from ikkuna.numerics.prediction import PREDICTION_FIGURES, prediction_figures
 BINARY = ("output_magnitude", "output_binary_cross_entropy", "output_in_unit_interval")
 
 
-def figures(outputs, labels):
-    return dict(zip(PREDICTION_FIGURES, prediction_figures(outputs, labels).tolist(), strict=True))
+def figures(outputs, labels, **options):
+    return dict(zip(PREDICTION_FIGURES, prediction_figures(outputs, labels, **options).tolist(), strict=True))
 
 
 def drawn(*shape, seed=0):
@@ -67,3 +69,14 @@ def test_outputs_that_are_not_finite_give_no_entropy():
     found = figures(torch.tensor([0.5, torch.nan]), torch.zeros(2))
     assert np.isnan(found["output_binary_cross_entropy"])
     assert found["output_in_unit_interval"] == 0
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_sample_of_a_map_has_every_column(width):
+    """One at equal distances is a single column of each picture."""
+    columns = torch.arange(width).expand(16, width, width).clone()
+    logits = torch.zeros(16, width, width, width).movedim(-1, 1)
+    found = [figures(logits, columns, seed=seed) for seed in (0, 0, 1)]
+    assert found[0]["label_count"] == 512
+    assert found[0]["label_entropy"] > 0.9 * math.log(width)
+    assert found[0]["label_entropy"] == found[1]["label_entropy"] != found[2]["label_entropy"]

@@ -17,6 +17,7 @@ from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.store.names import Series
+from ikkuna.store.run_directory import RunSettings
 from ikkuna.store.values import ModuleEntry, ModuleOrder, module_table
 from tests.plugins.children import answer_of
 
@@ -282,17 +283,18 @@ def test_closing_a_run_draws_every_picture_with_its_last_values(tmp_path, monkey
 
 @pytest.mark.parametrize("verbosity", [0, 1])
 def test_a_quiet_run_does_not_warn_of_drawings(verbosity, tmp_path, monkeypatch, caplog):
-    gate, network = threading.Event(), torch.nn.Linear(2, 2)
+    caplog.set_level("INFO", "ikkuna")
+    gate = threading.Event()
     monkeypatch.setattr(drawing, "draw_heatmap", lambda view: gate.wait(60) and draw_heatmap(view))
-    watched = ikkuna.watch(network, every=1, log_dir=tmp_path, verbosity=verbosity, loss=torch.nn.MSELoss())
-    optimizer = torch.optim.SGD(network.parameters(), 0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        network(torch.ones(2, 2)).square().sum().backward()
-        optimizer.step()
-    watched.close()
+    run = Run(tmp_path, settings=RunSettings(verbosity=verbosity))
+    for step in range(2):
+        for name in ("a", "b"):
+            run.show(Series("weights_norm2", name), float(step), step, ["tb"])
+        run.commit(step)
+    run.close(timeout=1.0, drawing=0.1)
     gate.set()
-    assert ("not finished drawing" in caplog.text) == bool(verbosity)
+    levels = [record.levelname for record in caplog.records if "not finished drawing" in record.message]
+    assert levels == (["WARNING"] if verbosity else ["INFO"])
 
 
 def test_closing_does_not_wait_for_a_drawing(tmp_path, monkeypatch, caplog):
