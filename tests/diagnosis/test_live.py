@@ -266,7 +266,7 @@ def test_the_labels_of_a_functional_loss_are_judged(bus):
         seen = []
         bus.register_subscriber(CallbackSubscriber("output_cross_entropy", lambda message: seen.append(message.data)))
         train(model, nn.CrossEntropyLoss())
-    assert len(seen) > 10
+    assert len(seen) > 3
     assert not {"loss_spike", "no_learning", "one_label"} & set(exporter.findings.needed)
 
 
