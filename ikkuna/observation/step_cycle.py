@@ -1,6 +1,7 @@
 """Carries out the decisions of the step tracker: steps are opened, recorded, closed and delivered."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ikkuna.observation.rows.plan import Demand, Plan
 from ikkuna.observation.steps.forwards import (
     MICRO_PART,
     Abandoned,
+    Awaited,
     Closed,
     Decision,
     EpochFinished,
@@ -253,6 +255,9 @@ class StepCycle:
                     self._restart(parts, parameters)
                 case Closed():
                     self._close(decision)
+                case Awaited(stamp):
+                    if not (self._context.recorder.plan.forward or self._context.model.is_compiled):
+                        self._hooks.modules.install(self._plans.of(stamp))
                 case Abandoned():
                     self._hooks.step_ended()
                     self._hooks.optimizers.step_ended()
@@ -337,11 +342,13 @@ class StepCycle:
         }
         if lap is not None:
             report["seconds"], report["own_seconds"] = lap
-        event = NetworkMessage(closed.stamp, "batch_finished", report)
+        stamp = replace(closed.stamp, optimizers=self._hooks.losses.numbers_of(closed.optimizers))
+        event = NetworkMessage(stamp, "batch_finished", report)
         assert recorder.rows is not None
         recorder.rows.rates = dict(rates)  # rates on an accelerator travel with the rows
         plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
         assert rows is not None
+        rows.stamp = stamp
         rows.skipped = event.skipped = rows.skipped or closed.skipped
         self._exchange.take(rows, plan)
         return Finished(rows, event, self._context.observer)

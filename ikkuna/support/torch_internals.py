@@ -7,6 +7,7 @@ The functions are aliases where possible, because some of them run in every hook
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from types import CodeType
 from typing import Any
 
@@ -43,6 +44,7 @@ __all__ = [
     "pytree",
     "saved_by",
     "saves_tensors_elsewhere",
+    "sequence_number",
     "set_grad_enabled",
     "skip_in_compiler",
     "tracing_state",
@@ -99,6 +101,9 @@ set_grad_enabled: Callable[[bool], object] = getattr(_C, "_set_grad_enabled", to
 
 graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
 """Return the number of the backward that runs on this thread, or -1; without it, -1: a checkpoint's second forward is not recognised."""
+
+sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", count().__next__)
+"""Return how many operators autograd has recorded on this thread; without it, more at each call: no optimizers share a step."""
 
 current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda: None)
 """Return the node of autograd that runs on this thread; without it, ``None``: a reentrant checkpoint is not recognised."""

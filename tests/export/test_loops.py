@@ -337,7 +337,7 @@ def test_the_root_is_never_called(bus, make):
 
 
 def test_updates_by_hand(bus, model):
-    """With ``exporter.step()``: gradients from the first step on, weights and updates from the second step on."""
+    """With ``exporter.step()``: weights, gradients and updates from the first step on."""
     watched = Watched(bus, model)
     for _ in range(3):
         backward(model)
@@ -349,7 +349,7 @@ def test_updates_by_hand(bus, model):
     watched.exporter.close()
     assert watched.steps == [0, 1, 2]
     assert watched.seen("weight_gradients")["0"] == [0, 1, 2]
-    assert watched.seen("weight_updates")["0"] == [1, 2]
+    assert watched.seen("weights")["0"] == watched.seen("weight_updates")["0"] == [0, 1, 2]
     (update,), (grad,) = watched.tensors[2, "weight_updates", "0"], watched.tensors[2, "weight_gradients", "0"]
     torch.testing.assert_close(update, -0.1 * grad)
 

@@ -49,6 +49,11 @@ class Message:  # not frozen, which would cost 3 µs for each message; each subs
         return self.stamp.epoch
 
     @property
+    def optimizers(self) -> tuple[int, ...]:
+        """The optimizers that stepped; see `Stamp`."""
+        return self.stamp.optimizers
+
+    @property
     def tag(self) -> str:
         """Name of the pass."""
         return self.stamp.pass_name

@@ -127,6 +127,13 @@ class Registered:
         """Return whether data of this step is sampled."""
         if self.disabled:
             return False
+        is_due = self._is_due(stamp)
+        if is_due or not stamp.completes:
+            return is_due
+        is_paused, _ = self._sampling.at(stamp.global_step)
+        return not is_paused and self.subscription.includes(stamp) and any(map(self._is_due, stamp.completes))
+
+    def _is_due(self, stamp: Stamp) -> bool:
         if self._sampling.is_changed and stamp.pass_name == TRAINING:
             is_paused, every = self._sampling.at(stamp.global_step)
             if is_paused or every is not None:
@@ -182,7 +189,7 @@ class Registered:
 
     def selection(self, batch: MessageBatch) -> MessageBatch | None:
         """Return the messages of a batch that are delivered; ``None`` for nothing."""
-        if self.disabled or not self.subscription.samples(batch.stamp):
+        if not self.samples(batch.stamp):
             return None
         if self.subscription.modules is None:
             return batch

@@ -128,19 +128,26 @@ class Subscription:
 
     def samples(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled: a pure function of the stamp, so that all ranks agree."""
+        return self.includes(stamp) and any(map(self._is_due, (stamp, *stamp.completes)))
+
+    def _is_due(self, stamp: Stamp) -> bool:
         if not self.is_candidate(stamp):
             return False
         return self.schedule is None or stamp.pass_name != TRAINING or bool(self.schedule(stamp.global_step))
+
+    def includes(self, stamp: Stamp) -> bool:
+        """Return whether a step lies between `start` and `stop`."""
+        return stamp.global_step >= self.start and (self.stop is None or stamp.global_step < self.stop)
 
     def is_candidate(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled if the schedule agrees."""
         if self.tag is not None and self.tag != stamp.pass_name:
             return False
-        step = stamp.global_step
-        if step < self.start or (self.stop is not None and step >= self.stop):
+        if not self.includes(stamp):
             return False
         if stamp.pass_name != TRAINING:
             return True
+        step = stamp.global_step
         begin, factor = self.thinning
         return step % (self.subsample if step < begin else self.subsample * factor) == 0
 

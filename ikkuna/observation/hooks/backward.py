@@ -15,7 +15,7 @@ from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.nested_tensors import Leaves
 from ikkuna.observation.model.parameters import Backward, GradientState
 from ikkuna.observation.steps.forwards import Forward
-from ikkuna.support.torch_internals import graph_task
+from ikkuna.support.torch_internals import graph_task, sequence_number
 
 __all__ = ["BackwardHooks"]
 
@@ -103,7 +103,9 @@ class BackwardHooks:
 
     def _begin(self, task: int) -> _Running:
         parameters = self.context.parameters
+        before_kind = sequence_number()
         kind = parameters.backward_kind()
+        self.context.computation.leave_out(sequence_number() - before_kind)
         if kind is Backward.PASSES_BY and parameters.are_frozen() and accumulates_gradients():
             kind = Backward.ACCUMULATES
         if kind is Backward.ACCUMULATES:

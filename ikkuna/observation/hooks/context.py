@@ -38,7 +38,7 @@ from ikkuna.observation.steps.counters import Stopwatch
 from ikkuna.observation.steps.forwards import Decision, Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.support.failures import log
-from ikkuna.support.torch_internals import MODULE_CALL, current_trace, graph_task, insert_as_constant
+from ikkuna.support.torch_internals import MODULE_CALL, current_trace, graph_task, insert_as_constant, sequence_number
 
 __all__ = [
     "BASE",
@@ -47,6 +47,7 @@ __all__ = [
     "OUTPUTS",
     "SEES_BACKWARD",
     "VIEW",
+    "Computation",
     "GraphReceiver",
     "HookContext",
     "LossScale",
@@ -56,6 +57,7 @@ __all__ = [
     "accumulates_gradients",
     "backward_roots",
     "count_running_calls",
+    "creates_optimizer_state",
     "in_compiled_call",
     "in_dry_run",
     "in_reentrant_checkpoint",
@@ -70,11 +72,46 @@ _OF_OPTIMIZERS = vars(torch_optimizer)
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 _STAGE = "torch.distributed.pipelining.stage"
 _DRY_RUNS = ("_forward_metadata_inference", "_shape_inference")  # their name depends on the version of torch
+_CHECKPOINT, _CREATES_STATE = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
 _RECOMPUTE = CheckpointFunction.backward.__code__
 _ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 
 SEES_BACKWARD = _ENGINE is not None
 """Whether this version of torch shows on the stack what a backward starts from."""
+
+
+class Computation:
+    """Whether anything was computed for a backward since the last step of an optimizer.
+
+    autograd numbers the operators that it records on each thread.  The number is read at the steps of optimizers alone, so it costs
+    nothing between them, and it counts whatever computes gradients: roots, modules outside any root, functions.
+    All steps of optimizers inside one backward belong together.
+
+    Examples
+    --------
+    >>> computation, x = Computation(), torch.ones(2, requires_grad=True)
+    >>> computation.is_new(), x.sum().requires_grad, computation.is_new()
+    (False, True, True)
+    """
+
+    __slots__ = ("_number", "_task", "_thread")
+
+    def __init__(self) -> None:
+        self.step_ended()
+
+    def step_ended(self) -> None:
+        """Begin anew at the end of an optimizer's step."""
+        self._thread, self._task, self._number = get_ident(), graph_task(), sequence_number()
+
+    def leave_out(self, count: int) -> None:
+        """Do not count operators that ikkuna itself has called."""
+        self._number += count
+
+    def is_new(self) -> bool:
+        """Return whether anything was computed; not if the last step was that of another thread, which cannot be compared."""
+        if (task := graph_task()) != -1:
+            return task != self._task
+        return sequence_number() > self._number and get_ident() == self._thread
 
 
 def _frames() -> Iterator[FrameType]:
@@ -134,6 +171,17 @@ def in_dry_run() -> bool:
     False
     """
     return any(frame.f_code.co_name in _DRY_RUNS and frame.f_globals.get("__name__") == _STAGE for frame in _frames())
+
+
+def creates_optimizer_state() -> bool:
+    """Return whether ``torch.distributed.checkpoint`` calls an optimizer on this thread only to create its state.
+
+    Examples
+    --------
+    >>> creates_optimizer_state()
+    False
+    """
+    return any(f.f_code.co_name == _CREATES_STATE and f.f_globals.get("__name__") == _CHECKPOINT for f in _frames())
 
 
 def in_compiled_call() -> bool:
@@ -497,6 +545,8 @@ class HookContext:
         Counts the time that hooks take.
     loss_scale : LossScale
         The factor of a gradient scaler.
+    computation : Computation
+        Whether anything was computed since the last step of an optimizer.
     replicas : int
         Number of ranks over which gradients are averaged.
     is_interrupted : bool
@@ -519,6 +569,7 @@ class HookContext:
     sites: Sites = field(default_factory=Sites)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     loss_scale: LossScale = field(default_factory=LossScale)
+    computation: Computation = field(default_factory=Computation)
     replicas: int = 1
     _is_paused: bool = False
     is_interrupted: bool = False

@@ -201,7 +201,9 @@ class ForwardHooks:
             return tracker.calls.last(thread)
         if tracker.is_rootless:
             self._report_cleared(training, gradients)
-        forward, decisions = tracker.part_called(thread, training, gradients, self._running())
+        forward, decisions = tracker.part_called(
+            thread, training, gradients, self._running(), context.computation.is_new()
+        )
         if decisions:
             context.apply(decisions)
         if forward is not None and gradients and self.context.recorder.plan.counts_forwards:

@@ -6,13 +6,13 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ikkuna.metrics.messages.kinds import UNCLIPPED_KINDS
-from ikkuna.observation.hooks.context import HookContext, running_steps
+from ikkuna.observation.hooks.context import HookContext, creates_optimizer_state, running_steps
 from ikkuna.observation.hooks.hook import Hook, Remove
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.parameter_recorder import ParameterRecorder
@@ -149,7 +149,7 @@ class OptimizerHooks:
         self.has_closure = False
         self.untrained = UntrainedParameters()
         self.records = ParameterRecorder(context)
-        self._by_hand = False
+        self._by_hand: bool | None = None  # not known before the first step
         self._rescaled = 0
 
     # -- hooks ----------------------------------------------------------------------------------------------------
@@ -161,13 +161,14 @@ class OptimizerHooks:
             return
         parameters, tracker = context.parameters, context.tracker
         owned = parameters.owned_ids(optimizer)
-        closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
-        if not owned or (not closure and self._creates_state(optimizer)):
+        if not owned or (has_no_rate(optimizer) and creates_optimizer_state()):
             return
+        closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
         number = parameters.number(optimizer)
         running, scaler = running_steps()
         outer = [parameters.number(other) for other in running[1:]]
-        context.apply(tracker.optimizer_begins(number, owned, closure=closure, running=outer))
+        is_new = context.computation.is_new()
+        context.apply(tracker.optimizer_begins(number, owned, closure=closure, running=outer, computed=is_new))
         if not tracker.optimizers.is_stepping(number):
             return
         if (scaler is not None or context.loss_scale.is_used) and context.loss_scale.set_scaler(scaler):
@@ -187,11 +188,6 @@ class OptimizerHooks:
             self.records.gradients(observed, getattr(optimizer, "grad_scale", None))
             if unowned:
                 self.records.unowned_gradients()
-
-    def _creates_state(self, optimizer: Optimizer) -> bool:
-        """Return whether this is no step of training: ``torch.distributed.checkpoint`` creates the state of an optimizer so."""
-        number = self.context.parameters.number(optimizer)
-        return self.context.tracker.is_between_steps(number) and has_no_rate(optimizer)
 
     def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the end of an optimizer's step."""
@@ -219,22 +215,31 @@ class OptimizerHooks:
         if context.recorder.rows is not None:
             context.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
         context.apply(tracker.optimizer_ends(number, owners.numbers, owners.covered))
+        context.computation.step_ended()
 
     def step_by_hand(self) -> None:
-        """Handle the end of a step that no optimizer makes; weights and updates are recorded from the second one on."""
+        """Handle the end of a step that no optimizer makes."""
         context = self.context
-        if context.tracker.state is not State.IDLE:
+        self._by_hand = (
+            context.tracker.state is not State.IDLE
+        )  # otherwise it opens now, when the weights have changed already
+        if self._by_hand:
             self.records.gradients(context.parameters.all)
             self.records.updates(context.parameters.all)
+        context.apply(context.tracker.step_by_hand(context.computation.is_new()))
+        context.computation.step_ended()
         self._by_hand = True
-        context.apply(context.tracker.step_by_hand())
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step_opened(self) -> None:
         """Record the weights now if no optimizer will report when they change."""
-        if self._by_hand and self.context.recorder.plan.parameters:
-            self.records.weights(self.context.parameters.all, self.context.parameters.all)
+        parameters = self.context.parameters
+        if self._by_hand is False or not self.context.recorder.plan.parameters:
+            return
+        is_lazy = any(nn.parameter.is_lazy(named.parameter) for named in parameters.all)
+        if not is_lazy and (self._by_hand or not parameters.known_owners().numbers):
+            self.records.weights(parameters.all, parameters.all)
 
     def before_close(self) -> None:
         """Record the updates of parameters that several optimizers own."""

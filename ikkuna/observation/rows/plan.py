@@ -176,10 +176,10 @@ class Demand:
             self._results = frozenset(kind for s in subscriptions for kind in s.subscriber.publishes)
             self._distance = math.gcd(*(s.distance for s in subscriptions))
         if (
-            self._last is not None and self._last[0] == stamp
+            self._last is not None and self._last[0] == stamp and self._last[0].completes == stamp.completes
         ):  # a step is planned when the one before ends, and when it begins
             return self._last[1]
-        is_between = self._distance and stamp.global_step % self._distance and stamp.pass_name == TRAINING
+        is_between = stamp.pass_name == TRAINING and all(self._passes(each) for each in (stamp, *stamp.completes))
         sampling = () if is_between else _sampling(subscriptions, stamp)
         measuring = frozenset([s for s in sampling if s.varies and s.subscriber.measures])
         key = tuple(map(id, sampling)), measuring
@@ -187,3 +187,7 @@ class Demand:
             self._plans[key] = Plan(sampling, self._results, measuring)
         self._last = stamp, self._plans[key]
         return self._plans[key]
+
+    def _passes(self, stamp: Stamp) -> bool:
+        """Whether the number of a step alone shows that it is not due."""
+        return bool(self._distance and stamp.global_step % self._distance)

@@ -29,7 +29,7 @@ class StepCounters:
     def __init__(self) -> None:
         # global step, step in this epoch, epoch; one object, so that an interrupt cannot come between two assignments
         self._numbers = 0, 0, 0
-        self._epoch_is_open = False
+        self._epoch_is_announced = self._epoch_is_open = False
         self.steps_per_epoch: int | None = None
 
     @property
@@ -48,13 +48,14 @@ class StepCounters:
         return self._numbers[2]
 
     def stamp(self, back: int = 0, pass_name: str = TRAINING) -> Stamp:
-        """Return the stamp of the next step, or of the step that is `back` steps before it."""
+        """Return the stamp of the next step, or of the step that is `back` steps before it, after it if `back` is negative."""
         global_step, train_step, epoch = self._numbers
         return Stamp(max(global_step - back, 0), max(train_step - back, 0), epoch, pass_name)
 
-    def step_opened(self) -> bool:
-        """Return whether the step that opens is the first of its epoch."""
-        starts_epoch, self._epoch_is_open = not self._epoch_is_open, True
+    def step_opened(self, is_certain: bool = True) -> bool:
+        """Return whether the step that opens is the first of its epoch; if it is not certain, the epoch has not begun yet."""
+        starts_epoch, self._epoch_is_announced = not self._epoch_is_announced, True
+        self._epoch_is_open = self._epoch_is_open or is_certain
         return starts_epoch
 
     def step_closed(self) -> None:
@@ -75,7 +76,7 @@ class StepCounters:
     def epoch_closed(self) -> None:
         """Count an epoch."""
         self._numbers = self.global_step, 0, self.epoch + 1
-        self._epoch_is_open = False
+        self._epoch_is_announced = self._epoch_is_open = False
 
     def set_steps_per_epoch(self, steps: int | None) -> None:
         """Set the number of steps after which an epoch ends by itself.

@@ -15,12 +15,14 @@ __all__ = [
     "STEP_PART",
     "UNCLIPPED_PART",
     "Abandoned",
+    "Awaited",
     "Closed",
     "Decision",
     "EpochFinished",
     "Forward",
     "Merged",
     "Opened",
+    "OptimizerTurns",
     "PendingForwards",
     "Reach",
     "Restarted",
@@ -78,12 +80,22 @@ class Closed:
         Parts that belong to the step; all others are discarded, except `carried`.
     carried : tuple of int
         Parts that belong to the step that opens next.
+    optimizers : frozenset of int
+        The optimizers that have stepped.
     """
 
     stamp: Stamp
     skipped: bool = False
     parts: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()
+    optimizers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """The open step is complete unless another optimizer shares it; no call of a root will announce the step `stamp` that follows."""
+
+    stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +110,7 @@ class EpochFinished:
     stamp: Stamp
 
 
-Decision = Opened | Merged | Restarted | Closed | Abandoned | EpochFinished
+Decision = Opened | Merged | Restarted | Closed | Awaited | Abandoned | EpochFinished
 
 
 STEP_PART, UNCLIPPED_PART, EARLIER_PART, MICRO_PART, FIRST_PART = 0, 1, 2, 3, 4
@@ -338,6 +350,10 @@ class RunningCalls:
         return forward if not known.calls else None
 
 
+_REMEMBERED = 64
+"""An optimizer that has not stepped in so many steps is not waited for."""
+
+
 @dataclass(slots=True)
 class _Running:
     """The running step of an optimizer."""
@@ -444,3 +460,71 @@ class RunningOptimizers:
     def clear_running(self) -> None:
         """Forget the steps that are running."""
         self._running.clear()
+
+
+@dataclass(slots=True)
+class _Incomplete:
+    """A step since which `missing` optimizers have not stepped; at most `left` steps complete its samples, at best before `end`."""
+
+    stamp: Stamp
+    missing: frozenset[int]
+    end: int
+    left: int
+
+
+class OptimizerTurns:
+    """The steps whose samples later steps complete, because not all optimizers have stepped in them.
+
+    If a step is sampled, the following ones are too until each of `k` optimizers has stepped, at most ``2 * k`` steps altogether.
+    If an optimizer is expected later than that, because it steps at equal distances, its next step is sampled in place of these.
+    All of this depends only on the steps of optimizers, so that all ranks agree.
+
+    Examples
+    --------
+    >>> turns, critic, generator = OptimizerTurns(), 1, 2
+    >>> for step, optimizer in enumerate([critic, generator, critic]):
+    ...     turns.step_closed(Stamp(step, step, 0), {optimizer}, {critic, generator})
+    >>> turns.completed_by(3)
+    (Stamp(global_step=2, train_step=2, epoch=0, pass_name='training'),)
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
+        self._incomplete: list[_Incomplete] = []
+
+    def completed_by(self, step: int) -> tuple[Stamp, ...]:
+        """Return the earlier steps whose samples the step of this number completes."""
+        return tuple([each.stamp for each in self._incomplete if self._completes(step, each)])
+
+    def _completes(self, step: int, earlier: _Incomplete) -> bool:
+        expected = [self._expected.get(each, 0) for each in earlier.missing]
+        return earlier.left > 0 and (step in expected or max(step, min(expected)) < earlier.end)
+
+    def step_closed(self, stamp: Stamp, stepped: Collection[int], owners: Collection[int]) -> None:
+        """Note which optimizers have stepped.
+
+        Parameters
+        ----------
+        stamp : Stamp
+            Of the step.
+        stepped : collection of int
+            The optimizers that have stepped in it.
+        owners : collection of int
+            The living optimizers of the model; until each has stepped once, only the first step waits for those that have not.
+        """
+        if len(owners) < 2 and not self._incomplete:
+            return
+        step, owners = stamp.global_step, {*owners, *stepped}
+        for each in self._incomplete:
+            each.left -= self._completes(step, each)
+        last = {o: s for o, s in self._last.items() if o in owners and step - s <= _REMEMBERED}
+        known = {*last, *stepped} if last else owners
+        self._expected = {o: 2 * step - last[o] if o in stepped else e for o, e in self._expected.items() if o in last}
+        self._expected |= {o: 2 * step - last[o] for o in stepped if o in last}
+        self._last = last | dict.fromkeys(stepped, step)
+        most = 2 * len(known)
+        self._incomplete.append(_Incomplete(stamp, frozenset(known), step + most, most - 1))
+        for each in self._incomplete:
+            each.missing = (each.missing & owners) - set(stepped)
+        self._incomplete = [i for i in self._incomplete if i.missing and step - i.stamp.global_step < _REMEMBERED]

@@ -1,6 +1,7 @@
 """A state machine that says which optimizer step the training loop is in, and which forwards belong to it."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from enum import Enum
 
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
@@ -11,12 +12,14 @@ from ikkuna.observation.steps.forwards import (
     GRADIENT_PARTS,
     STEP_PART,
     Abandoned,
+    Awaited,
     Closed,
     Decision,
     EpochFinished,
     Forward,
     Merged,
     Opened,
+    OptimizerTurns,
     PendingForwards,
     Reach,
     Restarted,
@@ -38,6 +41,10 @@ class State(Enum):
 
 class StepTracker:
     """Counts optimizer steps, and decides which forwards belong to which step.
+
+    Each step of an optimizer is a step, except that several optimizers share one if nothing is computed for a backward between
+    their steps.  This depends on the steps of optimizers and on the calls of roots, which are seen at every step; the calls of
+    parts and the backwards, which are seen where something is recorded, decide only what is recorded.
 
     A step opens with an outermost call of the model in training mode with gradients, or with an optimizer's step.
     It closes when every optimizer that owns parameters of the model has stepped, at the latest at the next forward.
@@ -74,7 +81,7 @@ class StepTracker:
     >>> tracker.backward_reached(forward), tracker.optimizer_begins(1, owned={7})
     ((), ())
     >>> tracker.optimizer_ends(1, owners={1})
-    (Closed(stamp=Stamp(global_step=0, train_step=0, epoch=0, pass_name='training'), skipped=False, parts=(1, 3, 4), carried=()),)
+    (Closed(stamp=Stamp(global_step=0, train_step=0, epoch=0, pass_name='training'), skipped=False, parts=(1, 3, 4), carried=(), optimizers=frozenset({1})),)
     """
 
     def __init__(self) -> None:
@@ -85,21 +92,32 @@ class StepTracker:
         self.calls = RunningCalls()
         self._forwards = PendingForwards()
         self.optimizers = RunningOptimizers()
+        self._turns = OptimizerTurns()
+        self._owners: Collection[int] = ()
         self._pass_forward = Forward(STEP_PART)
         self._forwards_without_step: int | None = 0
         self._modes: set[bool] = set()
         self._trains_in_evaluation = False
         self._parts_were_called = False
         self._is_incomplete = False
+        self._is_certain = True
 
     @property
     def stamp(self) -> Stamp:
         """The stamp of the open step, or of the next one."""
-        return self.counters.stamp()
+        return self._completing(self.counters.stamp())
+
+    def _completing(self, stamp: Stamp) -> Stamp:
+        completed = self._turns.completed_by(stamp.global_step)
+        return replace(stamp, completes=completed) if completed else stamp
 
     def pass_stamp(self, name: str) -> Stamp:
-        """Return the stamp of a pass: that of the open step, or of the last one."""
-        return self.counters.stamp(back=1 if self.state is State.IDLE else 0, pass_name=name)
+        """Return the stamp of a pass: that of the open step, or of the last one.
+
+        A step that only calls of parts have opened does not count as open, because they are not seen at every step.
+        """
+        is_open = self.state is not State.IDLE and self._is_certain
+        return self.counters.stamp(back=0 if is_open else 1, pass_name=name)
 
     # -- calls of the model ---------------------------------------------------------------------------------------
 
@@ -165,13 +183,20 @@ class StepTracker:
             return None, ()
         self.is_rootless = self._is_incomplete = False
         decisions = self._prepare(running)
+        self._set_certain()
         return self._forwards.add(decisions), tuple(decisions)
 
     def counts(self, training: bool, gradients: bool) -> bool:
         """Whether a call outside any root belongs to what is recorded now."""
         return self.pass_name != TRAINING or (gradients and (training or self._trains_in_evaluation))
 
-    def _prepare(self, running: Collection[int]) -> list[Decision]:
+    def _set_certain(self) -> None:
+        """Confirm the open step, if only calls of parts have opened it."""
+        if not self._is_certain:
+            self._is_certain = True
+            self.counters.step_opened()
+
+    def _prepare(self, running: Collection[int], is_certain: bool = True) -> list[Decision]:
         """Make sure that a step is open which a forward can belong to."""
         decisions: list[Decision] = []
         if self._forwards_without_step is not None:
@@ -181,7 +206,7 @@ class StepTracker:
             if self.state is State.STEPPED:
                 decisions += self._close()
         if self.state is State.IDLE:
-            decisions.append(self._open())
+            decisions.append(self._open(is_certain))
         return decisions
 
     def forward_ends(self, thread: int) -> Forward | None:
@@ -189,9 +214,26 @@ class StepTracker:
         return self.calls.end(thread)
 
     def part_called(
-        self, thread: int, training: bool = True, gradients: bool = True, running: Collection[int] = ()
+        self,
+        thread: int,
+        training: bool = True,
+        gradients: bool = True,
+        running: Collection[int] = (),
+        computed: bool = True,
     ) -> tuple[Forward | None, tuple[Decision, ...]]:
-        """Handle the call of a module outside any root; return the forward that it belongs to, and decisions."""
+        """Handle the call of a module outside any root; return the forward that it belongs to, and decisions.
+
+        Parameters
+        ----------
+        thread : int
+            Identifier of the thread.
+        training, gradients : bool
+            Whether the module is in training mode, and whether gradients are enabled.
+        running : collection of int
+            The optimizers whose steps run around this call.
+        computed : bool
+            Whether anything was computed for a backward since the last step of an optimizer, this call included.
+        """
         if not self.counts(training, gradients):
             return None, ()
         if self.pass_name != TRAINING:
@@ -201,8 +243,12 @@ class StepTracker:
             return None, ()
         decisions: list[Decision] = []
         latest = self.latest
-        if self.is_rootless and not (latest is not None and latest.reach is Reach.NONE and self.state is State.OPEN):
-            decisions = self._prepare(running)
+        is_stepped = self.state is State.STEPPED
+        if is_stepped and not computed:  # the next optimizer may share the step
+            return None, ()
+        is_first = latest is None or latest.reach is not Reach.NONE or self.state is not State.OPEN
+        if is_stepped or (self.is_rootless and is_first):
+            decisions = self._prepare(running, is_certain=False)
             latest = self.latest
         if latest is None or latest.reach is not Reach.NONE or not latest.is_of_parts:
             latest = self._forwards.add(decisions)
@@ -265,7 +311,13 @@ class StepTracker:
     # -- optimizers -----------------------------------------------------------------------------------------------
 
     def optimizer_begins(
-        self, optimizer: int, owned: Collection[int], *, closure: bool = False, running: Collection[int] = ()
+        self,
+        optimizer: int,
+        owned: Collection[int],
+        *,
+        closure: bool = False,
+        running: Collection[int] = (),
+        computed: bool = False,
     ) -> tuple[Decision, ...]:
         """Handle the beginning of an optimizer's step.
 
@@ -281,6 +333,8 @@ class StepTracker:
             Whether the optimizer evaluates the model itself.
         running : collection of int
             The optimizers whose steps run around this one, the innermost first, each as often as it calls itself.
+        computed : bool
+            Whether anything was computed for a backward since the last step of an optimizer.
         """
         owned = frozenset(owned)
         if self.pass_name != TRAINING or not owned:
@@ -288,11 +342,12 @@ class StepTracker:
         decisions = self._forget_raised(closure, running)
         if self.optimizers.begin_inside(optimizer, owned, running):
             return tuple(decisions)
-        if optimizer in self.optimizers.stepped:
+        if optimizer in self.optimizers.stepped or (self.state is State.STEPPED and (computed or closure)):
             decisions += self._close()
         if self.state is State.IDLE:
             self._open_late(closure)
             decisions.append(self._open())
+        self._set_certain()
         self.optimizers.begin(optimizer, owned, closure)
         self.state = State.STEPPING
         return tuple(decisions)
@@ -337,18 +392,18 @@ class StepTracker:
         if not self.optimizers.end(optimizer):
             return ()
         self.state = State.STEPPING if self.optimizers else State.STEPPED
-        return tuple(self._close()) if self.optimizers.have_all_stepped(owners, covered) else ()
-
-    def is_between_steps(self, optimizer: int) -> bool:
-        """Whether nothing has happened since the last step of this optimizer that its next step could belong to."""
-        is_over = self.state is State.IDLE or (self.state is State.STEPPED and optimizer in self.optimizers.stepped)
-        return is_over and not self._parts_were_called
+        self._owners = owners
+        if self.optimizers.have_all_stepped(owners, covered):
+            return tuple(self._close())
+        if self.state is State.STEPPING or not self.is_rootless:
+            return ()
+        return (Awaited(self._completing(self.counters.stamp(back=-1))),)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> Opened:
-        self.state = State.OPEN
-        return Opened(self.stamp, self.counters.step_opened())
+    def _open(self, is_certain: bool = True) -> Opened:
+        self.state, self._is_certain = State.OPEN, is_certain
+        return Opened(self.stamp, self.counters.step_opened(is_certain))
 
     def _counting_parts(self) -> tuple[int, ...]:
         """Return the parts whose gradients are there."""
@@ -356,11 +411,13 @@ class StepTracker:
 
     def _close(self) -> list[Decision]:
         """Close the open step."""
-        closed = Closed(self.stamp, False, self._counting_parts())
+        stepped = frozenset(self.optimizers.stepped)
+        closed = Closed(self.stamp, False, self._counting_parts(), optimizers=stepped)
         if self._modes:
             self._trains_in_evaluation = self._modes == {False}
             self._modes.clear()
         self._forwards_without_step = None
+        self._turns.step_closed(self.counters.stamp(), stepped, self._owners)
         self.counters.step_closed()
         self.optimizers.step_closed()
         self._reset()
@@ -376,9 +433,20 @@ class StepTracker:
         """Close the open step if an optimizer has stepped in it."""
         return tuple(self._close()) if self.state is State.STEPPED else ()
 
-    def step_by_hand(self) -> tuple[Decision, ...]:
-        """Handle the end of a step that no optimizer makes."""
-        return tuple(self._close()) if self.state is not State.IDLE else ()
+    def step_by_hand(self, computed: bool = False) -> tuple[Decision, ...]:
+        """Handle the end of a step that no optimizer makes.
+
+        Parameters
+        ----------
+        computed : bool
+            Whether anything was computed for a backward since the last step; otherwise only an open step ends.
+        """
+        if self.state is not State.IDLE:
+            return tuple(self._close())
+        if not computed:
+            return ()
+        self.is_rootless = True
+        return self._open(), *self._close()
 
     def finish(self) -> tuple[Decision, ...]:
         """Close the open step if an optimizer has stepped in it, and abandon it otherwise."""

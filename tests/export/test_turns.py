@@ -1,0 +1,193 @@
+"""Steps of several optimizers: what is sampled never decides what a step is, and optimizers that take turns are each sampled."""
+
+import contextlib
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, LossSubscriber, NormSubscriber
+
+PARTS = "abc"
+WATCHED = {
+    "nothing": (),
+    "events": ("batch_finished",),
+    "parameters": ("batch_finished", "weights", "weight_updates"),
+    "modules": ("batch_finished", "loss", "activations", "layer_gradients"),
+    "all": (
+        "batch_finished",
+        "loss",
+        "activations",
+        "layer_gradients",
+        "weights",
+        "weight_updates",
+        "weight_gradients",
+    ),
+}
+EVERY = 1, 2, 3, 7, 10
+
+
+class Model(nn.Module):
+    """Three parts, called one by one or through the model."""
+
+    def __init__(self):
+        super().__init__()
+        for name in PARTS:
+            setattr(self, name, nn.Linear(2, 2))
+
+    def forward(self, x, names):
+        for name in names:
+            x = getattr(self, name)(x)
+        return x
+
+
+class Descent(torch.optim.Optimizer):
+    """Gradient descent that leaves graphs usable: it writes past the version counters."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.data.add_(parameter.grad, alpha=-0.01)
+
+
+def random_loop(random):
+    """Return the owners of the parts, whether the model is called as a whole, and the events of a loop.
+
+    Iterations are repeated, with changes, as in a training.
+    """
+    owners = [random.randrange(random.randint(1, 3)) for _ in PARTS]
+    whole = random.choice([True, False, None])
+    kinds = [
+        "forward",
+        "forward",
+        "backward",
+        "backward",
+        "step",
+        "step",
+        "loss",
+        "clear",
+        "evaluation",
+        "closure",
+        "probe",
+    ]
+    weights = [6, 6, 6, 6, 6, 6, 1, 3, 1, random.random() < 0.2, random.random() < 0.2]
+
+    def event():
+        names = random.sample(PARTS, random.randint(1, 2))
+        is_whole = random.random() < 0.5 if whole is None else whole
+        return random.choices(kinds, weights)[0], random.randrange(8), names, is_whole
+
+    iteration = [event() for _ in range(random.randint(3, 10))]
+    events = []
+    while len(events) < 45:
+        events += [event() if random.random() < 0.05 else known for known in iteration]
+    return owners, events
+
+
+def steps_of(owners, events):
+    """Return the optimizers of each step, by the definition.
+
+    Each step of an optimizer is one, unless nothing was computed for a backward since the step of another one: they share one.
+    """
+    steps, computed = [], True
+    for kind, choice, _, _ in events:
+        if kind in ("forward", "loss", "probe"):
+            computed = True
+        elif kind in ("step", "closure"):
+            optimizer = sorted(set(owners))[choice % len(set(owners))]
+            if computed or kind == "closure" or optimizer in steps[-1]:
+                steps.append([])
+            steps[-1].append(optimizer)
+            computed = False
+    return steps
+
+
+def play(model, optimizers, events):
+    """Run a loop."""
+    losses, outputs = [], []
+
+    def forward(names, is_whole):
+        x = torch.ones(1, 2)
+        outputs.append(model(x, names) if is_whole else Model.forward(model, x, names))
+        losses.append(outputs[-1].square().sum())
+
+    for kind, choice, names, is_whole in events:
+        if kind == "forward":
+            forward(names, is_whole)
+        elif kind == "loss" and outputs:
+            losses.append(outputs[-1 - choice % min(len(outputs), 3)].sum())
+        elif kind == "backward" and losses:
+            losses[-1 - choice % min(len(losses), 3)].backward(retain_graph=True)
+        elif kind == "clear":
+            model.zero_grad(set_to_none=bool(choice % 2))
+        elif kind in ("evaluation", "probe"):
+            model.eval()
+            with torch.no_grad() if kind == "evaluation" else contextlib.nullcontext():
+                model(torch.ones(1, 2), names)
+            model.train()
+        elif kind in ("step", "closure"):
+
+            def closure(names=names, is_whole=is_whole):
+                forward(names, is_whole)
+                losses[-1].backward(retain_graph=True)
+
+            optimizer = optimizers[choice % len(optimizers)]
+            optimizer.step(*([closure] if kind == "closure" else []))
+
+
+def sampled_steps(owners, events, every, watched):
+    """Run a loop with an exporter; return the number of steps, and the optimizers of each sampled step."""
+    torch.manual_seed(0)
+    model, bus, seen = Model(), MessageBus(), {}
+    exporter = Exporter(message_bus=bus, on_error="raise")
+    exporter.add_modules(model)
+    for kind in WATCHED[watched]:
+        if kind == "batch_finished":
+            keep = CallbackSubscriber(
+                kind, lambda m: m.skipped or seen.update({m.global_step: m.optimizers}), subsample=every
+            )
+            bus.register_subscriber(keep)
+        else:
+            made = LossSubscriber(subsample=every) if kind == "loss" else NormSubscriber(kind, subsample=every)
+            made.show_with("null")
+            bus.register_subscriber(made)
+    parameters = {o: [] for o in sorted(set(owners))}
+    for name, owner in zip(PARTS, owners, strict=True):
+        parameters[owner] += getattr(model, name).parameters()
+    play(model, [Descent(p) for p in parameters.values()], events)
+    exporter.close()
+    return exporter.health().steps, seen
+
+
+def check_random_loops(seeds, combinations):
+    for seed in seeds:
+        choose = random.Random(seed)
+        owners, events = random_loop(choose)
+        if "loss" in [e[0] for e in events]:  # a loss needs an output
+            events.insert(0, ("forward", 0, ["a"], False))
+        expected = steps_of(owners, events)
+        order = list(dict.fromkeys(o for step in expected for o in step))
+        numbers = [tuple(sorted(order.index(o) for o in step)) for step in expected]
+        for every, watched in choose.sample([(e, w) for e in EVERY for w in WATCHED], combinations):
+            count, seen = sampled_steps(owners, events, every, watched)
+            assert count == len(expected), (seed, every, watched)
+            assert seen == {step: numbers[step] for step in seen}, (seed, every, watched)
+            if watched != "nothing":
+                assert set(range(0, count, every)) <= seen.keys(), (seed, every, watched)
+
+
+def test_random_loops_have_the_same_steps_whatever_is_sampled():
+    check_random_loops(range(300), 1)
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_loops():
+    check_random_loops(range(10_000, 20_000), 2)
