@@ -285,6 +285,97 @@ def test_gan_with_two_exporters_on_one_bus(bus):
     assert [step for step, skipped in finished if not skipped] == [0, 0, 1, 1, 2, 2]
 
 
+class Adversaries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def forward(self, noise):
+        return self.generator(noise)
+
+
+def deep_convolutional(generate, critic, steps):
+    fake = generate(torch.randn(4, 2))
+    steps["critic"](critic(fake.detach()).mean() - critic(torch.randn(4, 3)).mean())
+    steps["generator"](-critic(fake).mean())
+
+
+def frozen_in_turn(generate, critic, steps):
+    critic.requires_grad_(False)
+    steps["generator"](-critic(generate(torch.randn(4, 2))).mean())
+    critic.requires_grad_(True)
+    steps["critic"](critic(generate(torch.randn(4, 2)).detach()).mean())
+
+
+def soft_actor_critic(generate, critic, steps):
+    action = generate(torch.randn(4, 2))
+    steps["critic"](critic(torch.randn(4, 3)).square().mean())
+    steps["generator"](-critic(action).mean())
+
+
+def wasserstein(generate, critic, steps):
+    for _ in range(5):
+        steps["critic"](critic(generate(torch.randn(4, 2)).detach()).mean() - critic(torch.randn(4, 3)).mean())
+    steps["generator"](-critic(generate(torch.randn(4, 2))).mean())
+
+
+def joint(generate, critic, steps):
+    critic(generate(torch.randn(4, 2))).mean().backward()
+    steps["both"]()
+
+
+@pytest.mark.parametrize("every", [1, 7, 10, 12])
+@pytest.mark.parametrize("whole", [True, False], ids=["model called", "parts called"])
+@pytest.mark.parametrize("loop", [deep_convolutional, frozen_in_turn, soft_actor_critic, wasserstein, joint])
+def test_optimizers_that_take_turns(bus, loop, whole, every):
+    """Each step of an optimizer is a step, whatever is sampled; if one is due, the following ones are sampled until all have stepped."""
+    model = Adversaries()
+    optimizers = {"generator": sgd(model.generator), "critic": sgd(model.critic)}
+    exporter = Exporter(message_bus=bus, on_error="raise")
+    exporter.add_modules(model)
+    found, updates, numbers = {}, {}, {}
+    for kind in ("weight_updates", "activations"):
+        bus.register_subscriber(NormSubscriber(kind, backend="null", subsample=every))
+
+        def keep(message):
+            found[message.kind, message.module, message.global_step] = message.data
+            numbers[message.global_step] = message.optimizers
+
+        bus.register_subscriber(CallbackSubscriber(f"{kind}_norm2", keep, backend="null"))
+
+    def step(*names, loss=None):
+        before = {name: model.get_submodule(name).weight.detach().clone() for name in names}
+        for name in names if loss is not None else ():
+            optimizers[name].zero_grad()
+        if loss is not None:
+            loss.backward()
+        for name in names:
+            optimizers[name].step()
+        updates[len(updates)] = {
+            n: (model.get_submodule(n).weight.detach() - w).norm().item() for n, w in before.items()
+        }
+
+    steps = {name: lambda loss, name=name: step(name, loss=loss) for name in optimizers}
+    steps["both"] = lambda: step("generator", "critic")
+    for _ in range(12):
+        loop(model if whole else model.generator, model.critic, steps)
+    exporter.close()
+    assert exporter.health().steps == len(updates)
+    for (kind, name, at), value in found.items():
+        assert kind == "activations_norm2" or value == pytest.approx(updates[at][name])
+    for name in optimizers:
+        dues = range(every, len(updates) - 12, every)
+        sampled = [at for kind, other, at in found if kind == "weight_updates_norm2" and other == name]
+        assert all(any(due <= at < due + 12 for at in sampled) for due in dues)
+    assert {at for at in range(0, len(updates), every)} <= numbers.keys()
+    order = list(dict.fromkeys(name for names in updates.values() for name in names))
+    assert numbers == {at: tuple(sorted(order.index(name) for name in updates[at])) for at in numbers}
+    if not whole:
+        assert {at for kind, name, at in found if (kind, name) == ("activations_norm2", "critic")} >= numbers.keys() - {
+            0
+        }
+
+
 def test_siamese_forwards(bus, model):
     """One step; the rows of both forwards are merged."""
     watched = Watched(bus, model)
