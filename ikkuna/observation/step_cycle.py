@@ -256,8 +256,7 @@ class StepCycle:
                 case Closed():
                     self._close(decision)
                 case Awaited(stamp):
-                    if not (self._context.recorder.plan.forward or self._context.model.is_compiled):
-                        self._hooks.modules.install(self._plans.of(stamp))
+                    self._prepare_following(stamp)
                 case Abandoned():
                     self._hooks.step_ended()
                     self._hooks.optimizers.step_ended()
@@ -292,6 +291,11 @@ class StepCycle:
         context.model.find_stages()
         context.replicas = self._exchange.replicas
         context.recorder.open(stamp, self._plans.of(stamp))
+
+    def _prepare_following(self, stamp: Stamp) -> None:
+        """Register the hooks of the step that the next call of a part opens, while the present one waits for other optimizers."""
+        if not (self._context.recorder.plan.forward or self._context.model.is_compiled):
+            self._hooks.modules.install(self._plans.of(stamp))
 
     def _restart(self, parts: tuple[int, ...], parameters: bool) -> None:
         if (rows := self._context.recorder.rows) is None:

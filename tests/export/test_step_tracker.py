@@ -13,6 +13,7 @@ Events are words.  Forwards have names; an optimizer has a number.
 ``clear``          gradients are seen to be cleared
 ``1`` to ``3``     the whole step of an optimizer
 ``1[`` and ``1]``  an optimizer's step begins; it ends (``1{``: it begins with a closure)
+``calc``           something is computed for a backward, which no event reports: parts are called in a step that is not sampled
 ``raise``          everything that runs is left by an exception, without an event
 ``pass:x``         another pass ``x`` begins; ``train`` ends it
 ``epoch``          an epoch ends
@@ -53,6 +54,7 @@ class Script:
         self.owned = owned or dict.fromkeys((1, 2, 3), ALL)
         self.covered = covered
         self.forwards, self.parts, self.running, self.seen = {}, {}, [], []
+        self.computed = True
 
     def play(self, events):
         for event in events.split():
@@ -62,15 +64,16 @@ class Script:
     def event(self, event):
         tracker = self.tracker
         head, _, name = event.rpartition(":")
+        self.computed = self.computed or head == "part" or event == "calc"
         if event == ")":
             tracker.forward_ends(0)
-        elif event == "clear":
-            self.apply(tracker.gradients_cleared())
+        elif event in (
+            calls := {"clear": tracker.gradients_cleared, "epoch": tracker.epoch_ends, "finish": tracker.finish}
+        ):
+            self.apply(calls[event]())
         elif event == "raise":
             self.running.clear()
             self.depth = 0
-        elif event in ("epoch", "finish"):
-            self.apply(tracker.epoch_ends() if event == "epoch" else tracker.finish())
         elif event == "train":
             tracker.pass_ends()
         elif head == "pass":
@@ -81,15 +84,16 @@ class Script:
             forward, decisions = tracker.part_called(0, running=self.running)
             self.apply(decisions)
             self.note(name, forward)
-        elif event[0].isdigit():
-            self.optimizer(int(event[0]), event[1:])
-        else:
+        elif event == "hand" or event[0].isdigit():
+            self.optimizer(event[0], event[1:])
+        elif event != "calc":
             self.forward(name.rstrip("("), head, ends=not event.endswith("("))
 
     def forward(self, name, mode, ends):
         tracker = self.tracker
         depth = getattr(self, "depth", None)
         self.depth = None
+        self.computed = self.computed or mode != "nograd"
         self.apply(tracker.forward_begins(0, mode != "eval", mode != "nograd", depth=depth, running=self.running))
         self.note(name, tracker.calls.of(0)[0])
         if ends:
@@ -101,16 +105,22 @@ class Script:
             self.parts.setdefault(forward.part, []).append(name)
 
     def optimizer(self, number, bracket):
+        if number == "h":
+            self.apply(self.tracker.step_by_hand(self.computed))
+            self.computed = False
+            return
+        number = int(number)
         if bracket in ("", "[", "{"):
             running = tuple(reversed(self.running))
             decisions = self.tracker.optimizer_begins(
-                number, self.owned.get(number, ()), closure=bracket == "{", running=running
+                *(number, self.owned.get(number, ())), closure=bracket == "{", running=running, computed=self.computed
             )
             self.apply(decisions)
             self.running.append(number)
         if bracket in ("", "]"):
             self.running.pop()
             self.apply(self.tracker.optimizer_ends(number, self.owners, self.covered))
+            self.computed = False
 
     def apply(self, decisions):
         for decision in decisions:
@@ -191,6 +201,15 @@ TWO_OPTIMIZERS = {
     "4: two optimizers of the same parameters": ("a bwd:a 1 2 b bwd:b 1 2", "open0 0=a open1 1=b", False),
     "4: they take turns, with a forward between": ("a bwd:a 1 b bwd:b 2 c bwd:c 1", "open0 0=a open1 1=b open2", False),
     "the second steps now and then": ("a bwd:a 1 b bwd:b 1 2 c bwd:c 1 finish", "open0 0=a open1 1=b open2 2=c", True),
+    "in turns": ("a bwd:a 1 b bwd:b 2 c bwd:c 1 finish", "open0 0=a open1 1=b open2 2=c", True),
+    "in turns, by closures": ("1{ a bwd:a 1] 2{ b bwd:b 2] finish", "open0 0=a open1 1=b", True),
+    "in turns, parts seen": ("1 part:a bwd:a 2 part:b bwd:b 1 finish", "open0 0= open1 1=a open2 2=b", True),
+    "in turns, parts not seen": ("1 calc 2 calc 1 finish", "open0 0= open1 1= open2 2=", True),
+    "together after a part": ("1 2 part:a bwd:a 1 2 finish", "open0 0= open1 1=a", True),
+    "together, parts not seen": ("1 2 calc 1 2 finish", "open0 0= open1 1=", True),
+    "a backward of its own, no forward": ("a b bwd:a 1 calc bwd:b 2 finish", "open0 0=ab open1 1=", True),
+    "a part without a backward between": ("1 part:a bwd:a 1 part:x 2 finish", "open0 0= open1 1=a open2 2=x", True),
+    "a part between, not seen": ("1 calc 1 calc 2 finish", "open0 0= open1 1= open2 2=", True),
     "one steps twice": ("a bwd:a 1 bwd:a 1 2", "open0 0=a open1 1=", True),
 }
 
@@ -362,6 +381,26 @@ def test_step_by_hand_closes_the_open_step():
     (closed,) = tracker.step_by_hand()
     assert closed.stamp == Stamp(0, 0, 0)
     assert tracker.state is State.IDLE
+
+
+def test_step_by_hand_of_a_model_that_is_never_called_as_a_whole():
+    assert Script().play("hand hand part:a bwd:a hand calc hand hand") == "open0 0= open1 1=a open2 2="
+
+
+def test_a_part_that_computes_nothing_leaves_the_step_to_the_other_optimizer():
+    script = Script(owners=(1, 2), owned={1: {7}, 2: {8}})
+    script.play("1")
+    assert script.tracker.part_called(0, computed=False) == (None, ())
+    assert script.play("2") == "open0 0="
+
+
+@pytest.mark.parametrize("events", ["calc 1 part:a", "calc 1 calc"])
+def test_calls_of_parts_change_neither_epochs_nor_the_stamps_of_passes(events):
+    script = Script()
+    script.play(events)
+    assert script.tracker.pass_stamp("x") == Stamp(0, 0, 0, "x")
+    script.play("epoch part:b epoch epoch" if "part" in events else "epoch epoch epoch")
+    assert script.tracker.stamp == Stamp(1, 0, 1)
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "3"])

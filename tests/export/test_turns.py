@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ikkuna.export import Exporter
-from ikkuna.export.messages import MessageBus
+from ikkuna.export.messages import MessageBus, Stamp
 from ikkuna.export.subscriber import CallbackSubscriber, LossSubscriber, NormSubscriber
+from ikkuna.observation.steps.forwards import OptimizerTurns
 
 PARTS = "abc"
 WATCHED = {
@@ -182,6 +183,47 @@ def check_random_loops(seeds, combinations):
             assert seen == {step: numbers[step] for step in seen}, (seed, every, watched)
             if watched != "nothing":
                 assert set(range(0, count, every)) <= seen.keys(), (seed, every, watched)
+
+
+# who steps in turn, and `every`: the sampled steps
+SAMPLED = [
+    ("a" * 30, 10, [0, 10, 20]),
+    ("ab" * 12, 10, [0, 1, 10, 11, 20, 21]),
+    ("ab" * 8, 7, [0, 1, 7, 8, 14, 15]),
+    ("abc" * 7, 10, [0, 1, 2, 10, 11, 12, 20]),
+    ("aaaaab" * 4, 10, [0, 1, 2, 3, 10, 11, 20, 21, 22, 23]),  # 2 to 4 steps in place of one
+    (
+        "aaaaab" * 5,
+        12,
+        [0, 1, 2, 3, 12, 17, 24, 29],
+    ),  # 12 and 24 are too far from the other optimizer, but its rhythm is known
+    ("b" + "a" * 99, 40, [0, 1, 40, 41, 42, 43, 80]),  # b is not expected any more
+]
+
+
+@pytest.mark.parametrize(("order", "every", "expected"), SAMPLED)
+def test_optimizers_that_take_turns_are_each_sampled(order, every, expected):
+    turns, found = OptimizerTurns(), []
+    for step, optimizer in enumerate(order):
+        if any(each % every == 0 for each in (step, *(s.global_step for s in turns.completed_by(step)))):
+            found.append(step)
+        turns.step_closed(Stamp(step, step, 0), {optimizer}, set(order))
+    assert found == expected
+
+
+def test_optimizers_that_step_together_are_sampled_once():
+    turns = OptimizerTurns()
+    for step in range(5):
+        assert turns.completed_by(step) == ()
+        turns.step_closed(Stamp(step, step, 0), {1, 2}, {1, 2})
+
+
+def test_an_optimizer_that_never_steps_is_waited_for_once():
+    turns, found = OptimizerTurns(), []
+    for step in range(12):
+        found += [step] if turns.completed_by(step) else []
+        turns.step_closed(Stamp(step, step, 0), {1}, {1, 2})
+    assert found == [1, 2, 3]
 
 
 def test_random_loops_have_the_same_steps_whatever_is_sampled():

@@ -219,7 +219,9 @@ class TrackedParameters:
 
         Several optimizer objects with the same parameter groups are one: wrappers of an optimizer share its groups.
         """
-        self._has_stepped.add(self._numbers[stepped])
+        if (number := self._numbers[stepped]) not in self._has_stepped:
+            self._has_stepped.add(number)
+            self._owners = None
         return self.known_owners()
 
     def known_owners(self) -> "_Owners":

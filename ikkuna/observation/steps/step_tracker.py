@@ -80,8 +80,9 @@ class StepTracker:
     >>> forward = tracker.forward_ends(thread=0)
     >>> tracker.backward_reached(forward), tracker.optimizer_begins(1, owned={7})
     ((), ())
-    >>> tracker.optimizer_ends(1, owners={1})
-    (Closed(stamp=Stamp(global_step=0, train_step=0, epoch=0, pass_name='training'), skipped=False, parts=(1, 3, 4), carried=(), optimizers=frozenset({1})),)
+    >>> (closed,) = tracker.optimizer_ends(1, owners={1})
+    >>> closed.stamp, closed.parts, closed.optimizers
+    (Stamp(global_step=0, train_step=0, epoch=0, pass_name='training'), (1, 3, 4), frozenset({1}))
     """
 
     def __init__(self) -> None:
