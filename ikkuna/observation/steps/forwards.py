@@ -93,7 +93,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The open step is complete unless another optimizer shares it; no call of a root will announce the step `stamp` that follows."""
+    """The open step is complete unless another optimizer shares it; a call outside any root may open the step `stamp` that follows."""
 
     stamp: Stamp
 

@@ -396,7 +396,7 @@ class StepTracker:
         self._owners = owners
         if self.optimizers.have_all_stepped(owners, covered):
             return tuple(self._close())
-        if self.state is State.STEPPING or not self.is_rootless:
+        if self.state is State.STEPPING:
             return ()
         return (Awaited(self._completing(self.counters.stamp(back=-1))),)
 
