@@ -328,7 +328,7 @@ def joint(generate, critic, steps):
 @pytest.mark.parametrize("whole", [True, False], ids=["model called", "parts called"])
 @pytest.mark.parametrize("loop", [deep_convolutional, frozen_in_turn, soft_actor_critic, wasserstein, joint])
 def test_optimizers_that_take_turns(bus, loop, whole, every):
-    """Each step of an optimizer is a step, whatever is sampled; if one is due, the following ones are sampled until all have stepped."""
+    """Each step of an optimizer is a step, whatever is sampled; if one is due, so are the next until all have stepped."""
     model = Adversaries()
     optimizers = {"generator": sgd(model.generator), "critic": sgd(model.critic)}
     exporter = Exporter(message_bus=bus, on_error="raise")

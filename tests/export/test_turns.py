@@ -1,4 +1,4 @@
-"""Steps of several optimizers: what is sampled never decides what a step is, and optimizers that take turns are each sampled."""
+"""Steps of several optimizers: sampling never decides what a step is, and optimizers that take turns are each sampled."""
 
 import contextlib
 import random

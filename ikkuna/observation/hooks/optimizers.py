@@ -20,7 +20,7 @@ from ikkuna.observation.model.parameters import UntrainedParameters
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
 
-__all__ = ["OptimizerHooks", "StepHooks", "add_rates", "call_at_steps", "has_no_rate"]
+__all__ = ["OptimizerHooks", "StepHooks", "add_rates", "call_at_steps"]
 
 
 def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
@@ -31,15 +31,6 @@ def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
         rates[_unused(name, rates) if name in rates else name] = (
             rate.detach().clone() if isinstance(rate, Tensor) else rate
         )
-
-
-def has_no_rate(optimizer: Optimizer) -> bool:
-    """Return whether all learning rates are known to be 0, without waiting for an accelerator."""
-    return all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
-
-
-def _is_zero(rate: Any) -> bool:
-    return rate == 0 if isinstance(rate, int | float) else isinstance(rate, Tensor) and rate.is_cpu and not rate
 
 
 def _unused(name: str, taken: Iterable[str]) -> str:
@@ -161,7 +152,7 @@ class OptimizerHooks:
             return
         parameters, tracker = context.parameters, context.tracker
         owned = parameters.owned_ids(optimizer)
-        if not owned or (has_no_rate(optimizer) and creates_optimizer_state()):
+        if not owned or (_has_no_rate(optimizer) and creates_optimizer_state()):
             return
         closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
         number = parameters.number(optimizer)
@@ -269,3 +260,12 @@ class OptimizerHooks:
                 "another gradient scaler than in the step before calls the optimizer, again: such steps have no %s",
                 " and no ".join(sorted(recorder.plan.kinds & _SCALED_KINDS)),
             )
+
+
+def _has_no_rate(optimizer: Optimizer) -> bool:
+    """Return whether all learning rates are known to be 0, without waiting for an accelerator."""
+    return all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
+
+
+def _is_zero(rate: Any) -> bool:
+    return rate == 0 if isinstance(rate, int | float) else isinstance(rate, Tensor) and rate.is_cpu and not rate

@@ -93,7 +93,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The open step is complete unless another optimizer shares it; a call outside any root may open the step `stamp` that follows."""
+    """The open step is complete unless another optimizer shares it; a call of a part may open the next one, `stamp`."""
 
     stamp: Stamp
 
@@ -464,7 +464,10 @@ class RunningOptimizers:
 
 @dataclass(slots=True)
 class _Incomplete:
-    """A step since which `missing` optimizers have not stepped; at most `left` steps complete its samples, at best before `end`."""
+    """A step since which `missing` optimizers have not stepped.
+
+    At most `left` steps complete its samples, those before `end` if an optimizer is expected there.
+    """
 
     stamp: Stamp
     missing: frozenset[int]
