@@ -143,11 +143,11 @@ class Subscription:
         """Return whether data of this step is sampled if the schedule agrees."""
         if self.tag is not None and self.tag != stamp.pass_name:
             return False
-        if not self.includes(stamp):
+        step = stamp.global_step
+        if step < self.start or (self.stop is not None and step >= self.stop):
             return False
         if stamp.pass_name != TRAINING:
             return True
-        step = stamp.global_step
         begin, factor = self.thinning
         return step % (self.subsample if step < begin else self.subsample * factor) == 0
 

@@ -264,8 +264,8 @@ class OptimizerHooks:
 
 def _has_no_rate(optimizer: Optimizer) -> bool:
     """Return whether all learning rates are known to be 0, without waiting for an accelerator."""
-    return all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
-
-
-def _is_zero(rate: Any) -> bool:
-    return rate == 0 if isinstance(rate, int | float) else isinstance(rate, Tensor) and rate.is_cpu and not rate
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if not isinstance(rate, int | float | Tensor) or (isinstance(rate, Tensor) and not rate.is_cpu) or rate:
+            return False
+    return True

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from ikkuna.metrics.messages.kinds import (
@@ -179,7 +180,8 @@ class Demand:
             self._last is not None and self._last[0] == stamp and self._last[0].completes == stamp.completes
         ):  # a step is planned when the one before ends, and when it begins
             return self._last[1]
-        is_between = stamp.pass_name == TRAINING and all(self._passes(each) for each in (stamp, *stamp.completes))
+        steps = stamp.global_step, *(map(attrgetter("global_step"), stamp.completes))
+        is_between = stamp.pass_name == TRAINING and self._distance and all(map(self._distance.__rmod__, steps))
         sampling = () if is_between else _sampling(subscriptions, stamp)
         measuring = frozenset([s for s in sampling if s.varies and s.subscriber.measures])
         key = tuple(map(id, sampling)), measuring
@@ -187,7 +189,3 @@ class Demand:
             self._plans[key] = Plan(sampling, self._results, measuring)
         self._last = stamp, self._plans[key]
         return self._plans[key]
-
-    def _passes(self, stamp: Stamp) -> bool:
-        """Whether the number of a step alone shows that it is not due."""
-        return bool(self._distance and stamp.global_step % self._distance)

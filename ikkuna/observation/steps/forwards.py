@@ -494,18 +494,18 @@ class OptimizerTurns:
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
         self._expected: dict[int, int] = {}
-        self._incomplete: list[_Incomplete] = []
+        self.incomplete: list[_Incomplete] = []
 
     def completed_by(self, step: int) -> tuple[Stamp, ...]:
         """Return the earlier steps whose samples the step of this number completes."""
-        return tuple([each.stamp for each in self._incomplete if self._completes(step, each)])
+        return tuple([each.stamp for each in self.incomplete if self._completes(step, each)])
 
     def _completes(self, step: int, earlier: _Incomplete) -> bool:
         expected = [self._expected.get(each, 0) for each in earlier.missing]
         return earlier.left > 0 and (step in expected or max(step, min(expected)) < earlier.end)
 
     def step_closed(self, stamp: Stamp, stepped: Collection[int], owners: Collection[int]) -> None:
-        """Note which optimizers have stepped.
+        """Handle the end of a step.
 
         Parameters
         ----------
@@ -516,10 +516,8 @@ class OptimizerTurns:
         owners : collection of int
             The living optimizers of the model; until each has stepped once, only the first step waits for those that have not.
         """
-        if len(owners) < 2 and not self._incomplete:
-            return
         step, owners = stamp.global_step, {*owners, *stepped}
-        for each in self._incomplete:
+        for each in self.incomplete:
             each.left -= self._completes(step, each)
         last = {o: s for o, s in self._last.items() if o in owners and step - s <= _REMEMBERED}
         known = {*last, *stepped} if last else owners
@@ -527,7 +525,7 @@ class OptimizerTurns:
         self._expected |= {o: 2 * step - last[o] for o in stepped if o in last}
         self._last = last | dict.fromkeys(stepped, step)
         most = 2 * len(known)
-        self._incomplete.append(_Incomplete(stamp, frozenset(known), step + most, most - 1))
-        for each in self._incomplete:
+        self.incomplete.append(_Incomplete(stamp, frozenset(known), step + most, most - 1))
+        for each in self.incomplete:
             each.missing = (each.missing & owners) - set(stepped)
-        self._incomplete = [i for i in self._incomplete if i.missing and step - i.stamp.global_step < _REMEMBERED]
+        self.incomplete = [i for i in self.incomplete if i.missing and step - i.stamp.global_step < _REMEMBERED]

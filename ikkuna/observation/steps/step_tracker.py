@@ -106,7 +106,8 @@ class StepTracker:
     @property
     def stamp(self) -> Stamp:
         """The stamp of the open step, or of the next one."""
-        return self._completing(self.counters.stamp())
+        stamp = self.counters.stamp()
+        return self._completing(stamp) if self._turns.incomplete else stamp
 
     def _completing(self, stamp: Stamp) -> Stamp:
         completed = self._turns.completed_by(stamp.global_step)
@@ -184,7 +185,8 @@ class StepTracker:
             return None, ()
         self.is_rootless = self._is_incomplete = False
         decisions = self._prepare(running)
-        self._set_certain()
+        if not self._is_certain:
+            self._set_certain()
         return self._forwards.add(decisions), tuple(decisions)
 
     def counts(self, training: bool, gradients: bool) -> bool:
@@ -192,10 +194,9 @@ class StepTracker:
         return self.pass_name != TRAINING or (gradients and (training or self._trains_in_evaluation))
 
     def _set_certain(self) -> None:
-        """Confirm the open step, if only calls of parts have opened it."""
-        if not self._is_certain:
-            self._is_certain = True
-            self.counters.step_opened()
+        """Confirm the open step, which only calls of parts have opened."""
+        self._is_certain = True
+        self.counters.step_opened()
 
     def _prepare(self, running: Collection[int], is_certain: bool = True) -> list[Decision]:
         """Make sure that a step is open which a forward can belong to."""
@@ -348,7 +349,8 @@ class StepTracker:
         if self.state is State.IDLE:
             self._open_late(closure)
             decisions.append(self._open())
-        self._set_certain()
+        if not self._is_certain:
+            self._set_certain()
         self.optimizers.begin(optimizer, owned, closure)
         self.state = State.STEPPING
         return tuple(decisions)
@@ -418,7 +420,8 @@ class StepTracker:
             self._trains_in_evaluation = self._modes == {False}
             self._modes.clear()
         self._forwards_without_step = None
-        self._turns.step_closed(self.counters.stamp(), stepped, self._owners)
+        if len(self._owners) > 1 or self._turns.incomplete:
+            self._turns.step_closed(self.counters.stamp(), stepped, self._owners)
         self.counters.step_closed()
         self.optimizers.step_closed()
         self._reset()
