@@ -391,9 +391,9 @@ class LossHooks:
         """Return the path of what ``backward()`` was called on for an optimizer with this number."""
         return "/".join([*([_OBJECTIVE] if self._was_called else []), *([str(number)] if number else [])])
 
-    def numbers_of(self, optimizers: Iterable[int]) -> tuple[int, ...]:
+    def numbers_of(self, optimizers: frozenset[int]) -> tuple[int, ...]:
         """Return the numbers of optimizers that have stepped."""
-        return tuple(sorted({self._numbers[each] for each in optimizers if each in self._numbers}))
+        return tuple(sorted(set(map(self._numbers.__getitem__, self._numbers.keys() & optimizers))))
 
     def _new_number(self, owned: frozenset[int]) -> int:
         """Return the number of an optimizer; one of the same parameters, as of another phase of the training, has the same."""
