@@ -1,8 +1,8 @@
 """One run of a training: its directory and its backends."""
 
 import contextlib
-import math
 import logging
+import math
 import os
 import threading
 import time
