@@ -5,11 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ikkuna.backends.finding import Finding
 from ikkuna.errors import ConfigError, ConfigTypeError, unknown_name
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.run_directory import ConfigValue, config_table
@@ -17,7 +18,7 @@ from ikkuna.store.values import Image, Matrix, ModuleEntry
 from ikkuna.support.overriding import overrides_both
 from ikkuna.support.plugins import load_plugin, plugin_names
 
-__all__ = ["GROUP", "Backend", "FindingLike", "NullBackend", "Sender", "finding_text", "get_backend", "is_finding"]
+__all__ = ["GROUP", "Backend", "NullBackend", "Sender", "get_backend"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -31,38 +32,6 @@ class Sender:
     """
 
     label: str
-
-
-_ATTRIBUTES = ("rule", "severity", "message", "advice")
-
-
-class FindingLike(Protocol):
-    """A mistake that a rule has found; ``str()`` of it is one line."""
-
-    @property
-    def rule(self) -> str: ...  # noqa: D102 - the attributes are those of a finding
-    @property
-    def severity(self) -> str: ...  # noqa: D102
-    @property
-    def message(self) -> str: ...  # noqa: D102
-    @property
-    def advice(self) -> str: ...  # noqa: D102
-
-
-def is_finding(value: Any) -> TypeGuard[FindingLike]:
-    """Return whether `value` has all attributes of a :class:`FindingLike`.
-
-    Examples
-    --------
-    >>> is_finding("dead units")
-    False
-    """
-    return all(hasattr(value, name) for name in _ATTRIBUTES)
-
-
-def finding_text(finding: FindingLike) -> str:
-    """Return a finding as a page of Markdown."""
-    return f"**{finding}**\n\n{finding.advice}"
 
 
 GROUP = "ikkuna.backends"
@@ -130,14 +99,12 @@ class Backend(ABC):
     def add_text(self, title: str, text: str, step: int) -> None:  # noqa: B027 - optional
         """Add a page of Markdown."""
 
-    def add_finding(self, finding: FindingLike, step: int) -> None:
+    def add_finding(self, finding: Finding, step: int) -> None:
         """Add a mistake that a rule has found at `step`.
 
-        By default it is a page of text, ``findings/{rule}``, and a mark: the value 1 of the series ``findings/{rule}``.
-        Override it to send a message, for example.
+        By default it is a page of text, ``findings/{rule}``.  Override it to send a message, for example.
         """
-        self.add_text(f"findings/{finding.rule}", finding_text(finding), step)
-        self.add_scalar(Series("findings", finding.rule), 1.0, step)
+        self.add_text(f"findings/{finding.rule}", finding.as_page(), step)
 
     def add_config(self, config: Mapping[str, ConfigValue], step: int) -> None:
         """Add the hyper-parameters of the run, before the first value; by default as a page of text."""

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.backend import Backend, NullBackend, Sender, get_backend, is_finding
+from ikkuna.backends.backend import Backend, NullBackend, Sender, get_backend
 from ikkuna.backends.file_backend import FileBackend
+from ikkuna.backends.finding import Finding
 from ikkuna.backends.guarded_backend import GuardedBackend
 from ikkuna.backends.loggers import adapted
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
@@ -360,7 +361,7 @@ def _method(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]
         return "add_scalar", (series, value, step)
     if isinstance(value, str):
         return "add_text", (series.title or _title(series), value, step)
-    if is_finding(value):
+    if isinstance(value, Finding):
         return "add_finding", (value, step)
     if isinstance(value, Matrix):
         return "add_matrix", (series, checked_matrix(series.kind, value), step)

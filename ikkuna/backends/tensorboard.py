@@ -154,7 +154,6 @@ class TensorBoardBackend(FileBackend):
     """Write an event file with the tags ``{kind}/{module}``, ``Network/{kind}`` and ``Overview/{kind}_min|median|max``.
 
     ``Dashboard/{kind}`` repeats the loss, the perplexity and accuracies in the first group of cards.
-    ``Rules/{kind}`` and ``Rules/{kind}/{module}`` are values that only rules need.
     The page *Custom Scalars* has a chart for each kind with all modules, or with three curves if there are more than 50.
     ``Heatmaps/{kind}`` is an image with a row for each module and a column for each step, drawn about twenty times a day.
     ``Matrices/{kind}`` are images of matrices, and ``Text/Modules`` lists the modules.
@@ -219,7 +218,7 @@ class TensorBoardBackend(FileBackend):
         return PackedSeries([prefix for prefix, _ in curves], summary, names, members)
 
     def _group(self, series: Series) -> ModuleGroup | None:
-        if series.name is None or series.is_internal or not self._order.belongs(series.name):
+        if series.name is None or not self._order.belongs(series.name):
             return None
         key = series.kind, series.pass_name
         if key not in self._groups:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.cli.terminal import Terminal
+from ikkuna.diagnosis.judge import findings_of
 from ikkuna.store import StoredRun
 
 __all__ = ["summary_values", "text_curve", "text_heatmap", "write_summary"]
@@ -119,27 +120,25 @@ _FIRST = ("loss", "accuracy", "learning_rate", "norm", "perplexity")
 
 
 def _network_kinds(run: StoredRun, pass_name: str = "training") -> list[str]:
-    hidden = run.internal_kinds()
-    kinds = [kind for kind in run.kinds(pass_name) if None in run.names(kind, pass_name) and kind not in hidden]
+    kinds = [kind for kind in run.kinds(pass_name) if None in run.names(kind, pass_name)]
     return sorted(
         kinds, key=lambda kind: (next((i for i, word in enumerate(_FIRST) if word in kind), len(_FIRST)), kind)
     )
 
 
 def _module_kinds(run: StoredRun) -> list[str]:
-    hidden = run.internal_kinds() | {"findings"}
-    found = [kind for kind in run.kinds() if len([name for name in run.names(kind) if name is not None]) > 1]
-    return [kind for kind in found if kind not in hidden]
+    return [kind for kind in run.kinds() if len([name for name in run.names(kind) if name is not None]) > 1]
 
 
 def _write_findings(run: StoredRun, terminal: Terminal) -> None:
-    """Write the rules that have found something, with their first steps."""
-    if "findings" not in run.kinds():
-        return
-    found = [(int(run.series("findings", name).steps[0]), name) for name in run.names("findings") if name is not None]
-    texts = [f"{name} (step {step})" for step, name in sorted(found)]
-    terminal.write(terminal.styled(f"Findings: {', '.join(texts)}", "red"))
-    terminal.write(f"`ikkuna check {run.path}` names the modules and the remedies.")
+    """Write the findings, each in a line, with the steps at which they begin."""
+    found = findings_of(run)
+    for finding in found:
+        terminal.write(terminal.styled(str(finding), "red"))
+    if found.note:
+        terminal.write(found.note)
+    if found:
+        terminal.write(f"`ikkuna check {run.path}` names all modules and the remedies.")
 
 
 def summary_values(run: StoredRun) -> dict[str, Any]:

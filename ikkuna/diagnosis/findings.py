@@ -2,84 +2,14 @@
 
 import shutil
 import textwrap
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from ikkuna.errors import ConfigError, unknown_name
+from ikkuna.backends.finding import SEVERITIES, Finding
 from ikkuna.printable import printable
 
-__all__ = ["SEVERITIES", "Finding", "FindingList", "Findings"]
-
-
-SEVERITIES = ("info", "warning", "error")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One mistake: where it is, since when, the figure that shows it, and what to try.
-
-    Parameters
-    ----------
-    rule : str
-        Name of the rule or check.
-    severity : {'info', 'warning', 'error'}
-        ``error``: training cannot work as intended; ``warning``: it probably does not; ``info``: a fact.
-    message : str
-        What is wrong, in a sentence.
-    module : str, optional
-        Name of the module; ``None`` if the finding is about the network.
-    kind : str, optional
-        The kind of the figure, such as ``weights_norm2``.
-    step : int, optional
-        The first step at which it was seen; ``None`` before the first step.
-    value : float, optional
-        The figure that exceeds its threshold.
-    advice : str
-        What to try.
-    evidence : tuple of (object, float)
-        The series behind the figure: pairs of a step or a module name, and a value.
-    modules : tuple of str
-        Every module in which the rule found the mistake, if there are several.
-    consequences : tuple of str
-        Other rules whose findings this one explains.
-
-    Raises
-    ------
-    ConfigError
-        If the severity is unknown.
-
-    Examples
-    --------
-    >>> print(Finding("dead_units", "warning", "97% of the units are dead.", "fc1", step=30, value=0.97))
-    warning: dead_units in fc1 at step 30: 97% of the units are dead.
-    """
-
-    rule: str
-    severity: str
-    message: str
-    module: str | None = None
-    kind: str | None = None
-    step: int | None = None
-    value: float | None = None
-    advice: str = ""
-    evidence: tuple[tuple[int | str, float], ...] = ()
-    modules: tuple[str, ...] = ()
-    consequences: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.severity not in SEVERITIES:
-            raise ConfigError(unknown_name("severity", self.severity, SEVERITIES))
-
-    def __str__(self) -> str:
-        place = f" in {self.module}" if self.module else ""
-        since = "" if self.step is None else f" at step {self.step}"
-        return printable(f"{self.severity}: {self.rule}{place}{since}: {self.message}")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict of plain values."""
-        return asdict(self)
+__all__ = ["FindingList", "Findings"]
 
 
 class Findings(tuple[Finding, ...]):
@@ -95,6 +25,8 @@ class Findings(tuple[Finding, ...]):
         The names of the rules or checks that could not judge, and why.
     needed : mapping of str to str
         What would let rules in `skipped` judge, such as a subscriber to register.
+    note : str
+        Where the findings come from, if they are not those that the rules found while the model trained.
 
     Examples
     --------
@@ -118,6 +50,7 @@ class Findings(tuple[Finding, ...]):
     judged: tuple[str, ...]
     skipped: Mapping[str, str]
     needed: Mapping[str, str]
+    note: str
 
     def __new__(
         cls,
@@ -125,6 +58,7 @@ class Findings(tuple[Finding, ...]):
         judged: Iterable[str] = (),
         skipped: Mapping[str, str] | None = None,
         needed: Mapping[str, str] | None = None,
+        note: str = "",
     ) -> "Findings":
         """Sort `findings` by their severity."""
         ordered = sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity))
@@ -132,6 +66,7 @@ class Findings(tuple[Finding, ...]):
         self.judged = tuple(judged)
         self.skipped = dict(skipped or {})
         self.needed = dict(needed or {})
+        self.note = note
         return self
 
     @property
@@ -150,7 +85,7 @@ class Findings(tuple[Finding, ...]):
 
     def __str__(self) -> str:
         lines = [*(_table(self) if self else []), self._summary()]
-        return "\n".join(map(printable, [*lines, *self._reasons()]))
+        return "\n".join(map(printable, [*lines, *self._reasons(), *([self.note] if self.note else [])]))
 
     __repr__ = __str__
 
@@ -206,6 +141,9 @@ def _table(findings: Iterable[Finding]) -> list[str]:
     return lines
 
 
+_STATES = 200  # of which the earliest can be restored
+
+
 class FindingList:
     """The findings so far, one for each cause.
 
@@ -217,6 +155,11 @@ class FindingList:
     ----------
     explains : mapping of str to frozenset
         For each rule the rules whose findings it explains.
+
+    Attributes
+    ----------
+    causes : dict of str to Finding
+        The findings by their rules; another object after each change.
 
     Examples
     --------
@@ -233,19 +176,48 @@ class FindingList:
 
     def __init__(self, explains: Mapping[str, frozenset[str]]) -> None:
         self._explains = explains
-        self._causes: dict[str, Finding] = {}
+        self.causes: dict[str, Finding] = {}
         self._folded: dict[str, str] = {}  # rule → the rule that explains it
+        self._states: deque[tuple[int, dict[str, Finding], dict[str, str]]] = deque(maxlen=_STATES)
 
     def __iter__(self) -> Iterator[Finding]:
-        return iter(self._causes.values())
+        return iter(self.causes.values())
 
     def __len__(self) -> int:
-        return len(self._causes)
+        return len(self.causes)
 
-    def add(self, finding: Finding) -> bool:
-        """Add a finding; return whether it is a new cause."""
+    def end(self, rule: str, step: int) -> None:
+        """Note the step at which a rule does not see its mistake any more."""
+        known = self.causes.get(rule)
+        if known is not None and known.ended is None:
+            self.causes = {**self.causes, rule: replace(known, ended=step)}
+            self._keep(step)
+
+    def retract(self, step: int) -> None:
+        """Restore the findings before a step, to which the training has gone back."""
+        while self._states and self._states[-1][0] >= step:
+            self._states.pop()
+        self.causes, self._folded = self._states[-1][1:] if self._states else ({}, {})
+
+    def _keep(self, step: int) -> None:
+        if self._states and self._states[-1][0] == step:
+            self._states.pop()
+        self._states.append((step, self.causes, self._folded))
+
+    def add(self, finding: Finding, step: int = 0) -> bool:
+        """Add a finding of a judged step; return whether it is a new cause."""
+        before = self.causes
+        self.causes, self._folded = dict(before), dict(self._folded)
+        is_new = self._add(finding)
+        if self.causes == before:
+            self.causes = before
+        else:
+            self._keep(step)
+        return is_new
+
+    def _add(self, finding: Finding) -> bool:
         rule = finding.rule
-        if rule in self._causes:
+        if rule in self.causes:
             self._join(finding)
             return False
         if rule in self._folded:
@@ -253,35 +225,36 @@ class FindingList:
         if (cause := self._cause_of(finding)) is not None:
             self._fold(rule, cause)
             return False
-        self._causes[rule] = finding
+        self.causes[rule] = finding
         explained = self._explains.get(rule, frozenset())
-        for other, known in [*self._causes.items()]:
+        for other, known in [*self.causes.items()]:
             if other != rule and other in explained and _can_cause(finding, known):
                 self._demote(other, rule)
         return True
 
     def _cause_of(self, finding: Finding) -> str | None:
         """Return the rule of the cause that explains a finding, directly or through one of its consequences."""
-        direct = ((cause, cause) for cause in self._causes)
+        direct = ((cause, cause) for cause in self.causes)
         for rule, cause in (*direct, *self._folded.items()):
-            if finding.rule in self._explains.get(rule, ()) and _can_cause(self._causes[cause], finding):
+            if finding.rule in self._explains.get(rule, ()) and _can_cause(self.causes[cause], finding):
                 return cause
         return None
 
     def _join(self, finding: Finding) -> None:
-        known = self._causes[finding.rule]
+        known = self.causes[finding.rule]
         modules = known.modules or ((known.module,) if known.module else ())
         if finding.module and finding.module not in modules:
-            self._causes[finding.rule] = replace(known, modules=(*modules, finding.module))
+            known = replace(known, modules=(*modules, finding.module))
+        self.causes[finding.rule] = replace(known, ended=None)
 
     def _fold(self, rule: str, cause: str) -> None:
         self._folded[rule] = cause
-        known = self._causes[cause]
-        self._causes[cause] = replace(known, consequences=(*known.consequences, rule))
+        known = self.causes[cause]
+        self.causes[cause] = replace(known, consequences=(*known.consequences, rule))
 
     def _demote(self, rule: str, cause: str) -> None:
         """Make a cause a consequence of another one, with all of its own consequences."""
-        demoted = self._causes.pop(rule)
+        demoted = self.causes.pop(rule)
         for name in (rule, *demoted.consequences):
             self._fold(name, cause)
 

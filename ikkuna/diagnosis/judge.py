@@ -2,19 +2,24 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
-from ikkuna.diagnosis.findings import Finding, FindingList, Findings
+from ikkuna.backends.finding import Finding
+from ikkuna.diagnosis.findings import FindingList, Findings
 from ikkuna.diagnosis.history import TRAINING, History, Network
 from ikkuna.diagnosis.rule import Rule, Score, get_rules
+from ikkuna.diagnosis.stored_findings import changes, read_findings
+from ikkuna.diagnosis.stored_values import ValueGroup, read_rule_values
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.store import StoredRun, read_run
 from ikkuna.support.failures import FailureCounter, error_text, log
 
-__all__ = ["Alarm", "Judge", "Raised", "check", "judge_run"]
+__all__ = ["Alarm", "Judge", "Raised", "check", "findings_of", "judge_again"]
 
 
 class _Place:
@@ -78,6 +83,11 @@ class Alarm:
         """Forget every module."""
         self._places: dict[str | None, _Place] = {}
         self.judged = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the mistake lasts in no module, after enough judgements to know that."""
+        return self.judged >= self._rule.patience and not any(place.active for place in self._places.values())
 
     def update(self, step: int, scores: Iterable[Score]) -> list[Raised]:
         """Return the modules whose scores have just been bad for long enough."""
@@ -184,6 +194,20 @@ class Judge:
         self._seen: set[str] = set()
         self._judged: set[str] = set()
         self._failures = FailureCounter()
+        self._has_standing_changed = True
+        self._reported: Mapping[str, Finding] = {}
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return how the findings have changed since the last call, as events, see `ikkuna.diagnosis.stored_findings`."""
+        found: list[dict[str, Any]] = []
+        if self._list.causes is not self._reported:
+            found += changes(self._reported, self._list.causes)
+            self._reported = self._list.causes
+        if self._has_standing_changed:
+            self._has_standing_changed = False
+            now = self.findings
+            found.append({"event": "judged", "judged": now.judged, "skipped": now.skipped, "needed": now.needed})
+        return found
 
     @property
     def history(self) -> History:
@@ -202,7 +226,7 @@ class Judge:
             return
         self._flush()
         if pass_name == TRAINING and step < self._history.step:
-            self._restart()
+            self.rewind(step)
         self._history.add(kind, name, step, value, pass_name)
         self._changed.add(kind)
         if value - value != 0 or pass_name != TRAINING:
@@ -216,7 +240,7 @@ class Judge:
             return
         self._flush()
         if pass_name == TRAINING and step < self._history.step:
-            self._restart()
+            self.rewind(step)
         self._history.add_all(kind, names, step, values, pass_name)
         self._changed.add(kind)
         if pass_name != TRAINING or not all(map(math.isfinite, values)):
@@ -245,7 +269,11 @@ class Judge:
             self._changed.add(kind)
             self._deferred_kinds.add(kind)
 
-    def _restart(self) -> None:
+    def rewind(self, step: int) -> None:
+        """Begin a new history at a step, and retract the findings of this step and later ones."""
+        self._flush()
+        self._list.retract(step)
+        self._reported = self._list.causes
         self._history.clear()
         self._latest.clear()
         self._due_at = -1
@@ -268,9 +296,11 @@ class Judge:
         raised = [(rule, found) for rule in self.rules if rule in due and (found := self._judge(rule, step))]
         new = []
         for rule, places in raised:
-            new += [finding for finding in self._findings(rule, places) if self._list.add(finding)]
-        causes = {finding.rule for finding in self._list}
-        return [finding for finding in new if finding.rule in causes]
+            new += [finding for finding in self._findings(rule, places) if self._list.add(finding, step)]
+        for rule_name, known in self._list.causes.items():
+            if known.ended is None and self._alarms[rule_name].is_over:
+                self._list.end(rule_name, step)
+        return [finding for finding in new if finding.rule in self._list.causes]
 
     def _due(self, changed: set[str], step: int) -> set[Rule]:
         """Return the rules that judge this step."""
@@ -297,6 +327,8 @@ class Judge:
             return []
         if scores:
             self._judged.add(rule.name)
+        if scores and self._alarms[rule.name].judged == rule.patience:
+            self._has_standing_changed = True
         if self._failures.counts:
             self._failures.reset(rule.name)
         return found
@@ -306,6 +338,7 @@ class Judge:
         if FailureCounter.is_logged(count):
             log.error("rule %s failed (training is not affected)", rule.name, exc_info=error)
         if self._failures.is_exhausted(rule.name):
+            self._has_standing_changed = True
             self.disabled[rule.name] = error_text(error)
             log.error("rule %s is disabled after %d failures in a row", rule.name, count)
 
@@ -328,6 +361,7 @@ class Judge:
         curve = self._history.curves(kind).get(score.module) or self._history.curve(kind)
         return Finding(
             rule=rule.name,
+            version=rule.version,
             severity=rule.severity,
             message=self._message(rule, score),
             module=score.module,
@@ -381,18 +415,15 @@ class Judge:
         return f"{', '.join(missing)}" + (f" from {', '.join(sources)}" if sources else "") if missing else ""
 
 
-def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule] = "default") -> Findings:
-    """Apply rules to the values of a finished run.
-
-    The rules read the same series as while the model trained, in the order of steps.
-    ``findings.skipped`` states which rules could not judge, and ``findings.needed`` which subscriber would let them.
+def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule] | None = None) -> Findings:
+    """Return the findings of a finished run.
 
     Parameters
     ----------
     path : str or path-like
         The directory of a run, an event file, or a file of JSON lines.
-    rules : str, Rule, or iterable of them
-        See `get_rules`.
+    rules : str, Rule, or iterable of them, optional
+        Judge the run again with these rules, see `get_rules`; by default see `findings_of`.
 
     Raises
     ------
@@ -401,41 +432,94 @@ def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule]
     PluginError
         If a rule is unknown.
     """
-    judge = Judge(get_rules(rules))
+    chosen = None if rules is None else get_rules(rules)
     run = read_run(path)
-    judge.history.network = Network(run.modules)
-    judge_run(judge, run)
+    return findings_of(run) if chosen is None else judge_again(run, chosen)
+
+
+def findings_of(run: StoredRun) -> Findings:
+    """Return the findings that rules have stored while the model trained.
+
+    If the run has none stored, because it was trained without rules or is a single file, the default rules judge it;
+    ``findings.note`` says so.
+    """
+    if (stored := read_findings(run.path)) is not None:
+        return stored
+    found = judge_again(run, get_rules("default"))
+    note = "The run has no stored findings: the default rules have judged its values now."
+    return Findings(found, found.judged, found.skipped, found.needed, note)
+
+
+def judge_again(run: StoredRun, rules: Iterable[Rule]) -> Findings:
+    """Return what rules find in every step of a run.
+
+    They read the values that the rules have read while the model trained, in double precision.
+    Kinds without such values are read from what was shown.  A part of a resumed training begins with an empty history.
+    ``findings.skipped`` states which rules could not judge, and ``findings.needed`` which subscriber would let them.
+    """
+    judge = Judge(rules)
+    read = read_rule_values(run.path)
+    judge.history.network = Network((read and read.modules) or run.modules)
+    shown = _shown_sessions(run, judge.kinds - read.kinds if read is not None else judge.kinds)
+    for stored, others in zip_longest(read.sessions if read is not None else (), shown):
+        begin, steps = stored or (None, [])
+        if begin is not None:
+            judge.rewind(begin)
+        _judge_session(judge, steps, others or iter(()))
     return judge.findings
 
 
-def judge_run(judge: Judge, run: StoredRun, every: int = 1) -> tuple[int, int]:
-    """Pass the values of a run to a judge, one step after another, and return the numbers of judged and of stored steps.
+def _judge_session(judge: Judge, steps: list[tuple[int, list[ValueGroup]]], others: Iterator[ValueGroup]) -> None:
+    """Pass the values of a part of the training to a judge, one judged step after another.
+
+    If the steps at whose end the rules judged are not stored, they are those of the values.
+    """
+    other = next(others, None)
+    for step, groups in steps:
+        while other is not None and other.step < step:
+            other = _judge_other(judge, other, others)
+        for group in groups:
+            _add(judge, group)
+        while other is not None and other.step == step:
+            _add(judge, other)
+            other = next(others, None)
+        judge.finish_step(step)
+    while other is not None:
+        other = _judge_other(judge, other, others)
+
+
+def _judge_other(judge: Judge, first: ValueGroup, others: Iterator[ValueGroup]) -> ValueGroup | None:
+    """Judge a step that has only values that were shown, and return the first group of the next one."""
+    group: ValueGroup | None = first
+    while group is not None and group.step == first.step:
+        _add(judge, group)
+        group = next(others, None)
+    judge.finish_step(first.step)
+    return group
+
+
+def _add(judge: Judge, group: ValueGroup) -> None:
+    judge.add_all(group.kind, group.names, group.step, group.values, group.pass_name)
+
+
+def _shown_sessions(run: StoredRun, kinds: frozenset[str]) -> Iterator[Iterator[ValueGroup]]:
+    """Yield the values of some kinds that were shown, for each part of the training between two restarts.
 
     Several files of one run, such as those of two backends, are merged by steps; a resumed run begins again at an earlier step.
-
-    Parameters
-    ----------
-    judge : Judge
-        The rules.
-    run : StoredRun
-        The run.
-    every : int
-        Judge every n-th stored step only.
     """
     names = [series.name for series in run.all_series]
-    groups = {(series.kind, series.pass_name): i for i, series in enumerate(run.all_series)}
-    group_of = np.array([groups[series.kind, series.pass_name] for series in run.all_series], np.int64)
-    judged = stored = 0
-    for numbers, steps, values in run.session_columns(judge.kinds):
+    numbers = {(series.kind, series.pass_name): i for i, series in enumerate(run.all_series)}
+    number_of = np.array([numbers[series.kind, series.pass_name] for series in run.all_series], np.int64)
+
+    def groups(series: np.ndarray, steps: np.ndarray, values: np.ndarray) -> Iterator[ValueGroup]:
         unique, begins = np.unique(steps, return_index=True)
         ends = np.append(begins, len(steps))[1:]
-        chosen = zip(unique[::every].tolist(), begins[::every].tolist(), ends[::every].tolist(), strict=True)
-        for step, begin, end in chosen:
-            found = group_of[numbers[begin:end]]
-            for group in np.unique(found).tolist():
-                mask, head = found == group, run.all_series[group]
-                own = [names[number] for number in numbers[begin:end][mask].tolist()]
-                judge.add_all(head.kind, own, step, values[begin:end][mask].tolist(), head.pass_name)
-            judge.finish_step(step)
-        judged, stored = judged + len(unique[::every]), stored + len(unique)
-    return judged, stored
+        for step, begin, end in zip(unique.tolist(), begins.tolist(), ends.tolist(), strict=True):
+            found = number_of[series[begin:end]]
+            for number in np.unique(found).tolist():
+                mask, head = found == number, run.all_series[number]
+                own = [names[each] for each in series[begin:end][mask].tolist()]
+                yield ValueGroup(head.kind, head.pass_name, own, step, values[begin:end][mask].tolist())
+
+    for columns in run.session_columns(kinds):
+        yield groups(*columns)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ikkuna.diagnosis.findings import SEVERITIES, Finding, Findings
+from ikkuna.backends.finding import SEVERITIES, Finding
+from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.preflight_checks.dependence import batch_leak, ignores_input, random_output, time_leak
 from ikkuna.diagnosis.preflight_checks.loss import input_scale, loss_at_init, loss_scale, softmax_twice
 from ikkuna.diagnosis.preflight_checks.model import (

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ikkuna.diagnosis.findings import SEVERITIES
+from ikkuna.backends.finding import SEVERITIES
 from ikkuna.diagnosis.history import History, Network
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError, unknown_name
 from ikkuna.support.failures import log
@@ -66,6 +66,8 @@ class Rule(ABC):
     ----------
     name : str
         The name of the rule.
+    version : int
+        Changes with the meaning of the rule or its thresholds; stored with each finding.
     needs : mapping of str to str
         The kinds that the rule needs, and the subscriber that publishes each.
     uses : mapping of str to str
@@ -109,6 +111,7 @@ class Rule(ABC):
     """
 
     name: ClassVar[str] = ""
+    version: ClassVar[int] = 1
     needs: ClassVar[Mapping[str, str]] = {}
     uses: ClassVar[Mapping[str, str]] = {}
     judged_on: ClassVar[frozenset[str]] = frozenset()
@@ -137,12 +140,12 @@ class Rule(ABC):
             raise ConfigError(f"{owner} needs a name that is an identifier and at least one kind in `needs`")
         if unread := self.judged_on.difference(self.needs, self.uses):
             raise ConfigError(f"{owner} is judged on {sorted(unread)}, which is in neither `needs` nor `uses`")
-        if isinstance(self.stride, bool) or not isinstance(self.stride, int) or self.stride < 1:
-            raise ConfigError(f"{owner} needs stride >= 1, got {self.stride!r}")
+        for name in ("stride", "version", "patience"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{owner} needs {name} >= 1, got {value!r}")
         if self.severity not in SEVERITIES:
             raise ConfigError(f"{owner}: {unknown_name('severity', self.severity, SEVERITIES)}")
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
-            raise ConfigError(f"{owner} needs patience >= 1, got {self.patience!r}")
         for name in ("release", *self.thresholds):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

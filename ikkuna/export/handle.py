@@ -262,12 +262,11 @@ def _html(table: SummaryTable) -> str:
 
 def network_table(run: StoredRun) -> SummaryTable:
     """Return a row for each series that belongs to no module: first and last value, minimum and maximum."""
-    hidden = run.internal_kinds()
     pairs = [
         (kind, pass_name)
         for pass_name in run.passes()
         for kind in run.kinds(pass_name)
-        if None in run.names(kind, pass_name) and kind not in hidden
+        if None in run.names(kind, pass_name)
     ]
     pairs.sort(key=lambda pair: (pair[0] != "loss", "accuracy" not in pair[0], pair))
     rows = []
@@ -280,7 +279,7 @@ def network_table(run: StoredRun) -> SummaryTable:
 def spread_table(run: StoredRun) -> SummaryTable:
     """Return a row for each kind of modules: the least, median and greatest last value, and the modules that have them."""
     rows: list[tuple[str, ...]] = []
-    for kind in sorted(set(run.kinds()) - run.internal_kinds()):
+    for kind in run.kinds():
         names = [name for name in run.names(kind) if name is not None]
         if not names:
             continue

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ikkuna.diagnosis.findings import Finding
+from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.rule import Rule, get_rules
 from ikkuna.errors import ConfigTypeError, DumpError, IkkunaError
 from ikkuna.export.exporter import Exporter

@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.diagnosis.findings import SEVERITIES, Finding
+from ikkuna.backends.finding import SEVERITIES, Finding
 from ikkuna.errors import DumpError
 from ikkuna.flight_recorder import checks
 from ikkuna.flight_recorder.dump_writing import FORMAT, INDEX, INDEX_BYTES

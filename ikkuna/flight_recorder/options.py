@@ -3,7 +3,7 @@
 import signal
 from dataclasses import dataclass, fields
 
-from ikkuna.diagnosis.findings import SEVERITIES
+from ikkuna.backends.finding import SEVERITIES
 from ikkuna.errors import ConfigError, unknown_name
 
 __all__ = ["RecorderOptions"]

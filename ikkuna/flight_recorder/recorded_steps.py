@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.diagnosis.findings import Finding
+from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.history import History
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.diagnosis.rule import Rule

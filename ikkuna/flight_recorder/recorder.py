@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ikkuna.diagnosis.findings import SEVERITIES, Finding
+from ikkuna.backends.finding import SEVERITIES, Finding
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.distributed.rendezvous import World
 from ikkuna.flight_recorder.burst import Burst, BurstSubscriber, InputHashSubscriber

@@ -6,9 +6,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.backend import Backend
+from ikkuna.backends.backend import Backend, get_backend
+from ikkuna.backends.finding import SEVERITIES
+from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
-from ikkuna.diagnosis.findings import SEVERITIES
+from ikkuna.diagnosis.stored_findings import event_text
+from ikkuna.diagnosis.stored_judgement import JudgementBackend
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.messages.batch import MessageBatch
@@ -17,6 +20,7 @@ from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessa
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.subscription import Subscription
+from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
 
@@ -69,12 +73,9 @@ class Receiver(Protocol):
     def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
         """Store one value for each message of a batch."""
 
-    def is_shown(self, kind: str) -> bool:
-        """Return whether no other subscriber publishes a kind."""
-
 
 class StatisticsReader(Subscriber):
-    """Passes the shared statistics of one kind on to the rules, and shows those that no other subscriber shows.
+    """Passes the shared statistics of one kind on to the rules.
 
     Parameters
     ----------
@@ -107,10 +108,7 @@ class StatisticsReader(Subscriber):
         record = message.record
         assert record is not None
         for kind, function in self._results:
-            value = function(record)
-            self._receiver.receive(message, kind, value)
-            if self._receiver.is_shown(kind):
-                self._show(message, value, kind)
+            self._receiver.receive(message, kind, function(record))
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Pass the values of all modules on."""
@@ -118,19 +116,19 @@ class StatisticsReader(Subscriber):
             with np.errstate(all="ignore"):
                 values = np.broadcast_to(np.asarray(function(batch.records), np.float64), (len(batch),))
             self._receiver.receive_all(batch, kind, values)
-            if self._host is not None and self._receiver.is_shown(kind):
-                group = self._series_group(batch, kind)
-                self._host.show_group(group, values, batch.stamp.global_step, self.backends, self._sender)
 
 
 OnFinding = Callable[[Finding], object]
+_JUDGED = Series("judged")
+_SKIPPED = SeriesGroup("step_skipped", (None,))
 
 
 class RuleSubscriber(Subscriber):
     """Applies rules after each step, and acts on new findings.
 
-    A new finding is logged in one line, shown as a text and as a mark at its step, and passed to a function.
+    A new finding is logged in one line, shown as a text, and passed to a function.
     A further text, ``findings``, is a table of all findings so far.
+    If a backend writes files, findings and the values that rules have read are stored beside them, see `JudgementBackend`.
     Use `register_rules`, which also registers what the rules need.
 
     Takes ``batch_finished``, the loss and the results of other subscribers; publishes nothing.
@@ -177,38 +175,37 @@ class RuleSubscriber(Subscriber):
         self._every = every
         self._lacks_network = not judge.history.network.modules
         self.actions: list[OnFinding] = []
+        self._store = JudgementBackend() if any(map(_writes_files, self.backends)) else None
+        self._groups: dict[tuple[str, str | None, str], SeriesGroup] = {}
+        self._has_values = False
 
     @property
     def findings(self) -> Findings:
         """The findings so far."""
         return self.judge.findings
 
-    def is_internal(self, kind: str) -> bool:
-        """Return whether only rules need the values of a kind."""
-        return kind in ("optimizer_closure", "unowned_parameters")
-
     def receive(self, message: Any, kind: str, value: float) -> None:
         """Add a value to the history of the rules."""
         stamp = message.stamp
         self.judge.add(kind, message.series_name, stamp.global_step, value, stamp.pass_name)
+        if self._store is not None:
+            key = kind, message.series_name, stamp.pass_name
+            if (group := self._groups.get(key)) is None:
+                group = self._groups[key] = SeriesGroup(kind, (message.series_name,), stamp.pass_name)
+            self._keep(group, np.array([value]), stamp.global_step)
 
     def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
         """Add a value of each message of a batch to the history of the rules."""
         stamp = batch.stamp
         self.judge.add_all(kind, batch.names.names, stamp.global_step, values.tolist(), stamp.pass_name)
+        if self._store is not None:
+            self._keep(self._series_group(batch, kind), values, stamp.global_step)
 
-    def is_shown(self, kind: str) -> bool:
-        """Return whether no other subscriber publishes a kind, so that it is shown for a later check of the run."""
-        host: Any = self._host
-        if host is None:
-            return False
-        if self._registered is not host.registered:
-            self._registered = host.registered
-            self._published = frozenset(name for r in host.registered for name in r.subscriber.publishes)
-        return kind not in self._published
-
-    _registered: Any = None
-    _published: frozenset[str] = frozenset()
+    def _keep(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
+        """Store values that a rule reads, so that they can be judged again."""
+        if self._store is not None and self._host is not None and group.kind in self.judge.kinds:
+            self._host.show_group(group, values, step, (self._store,))
+            self._has_values = True
 
     def compute(self, message: Message) -> None:
         """Add the values of a message to the history of the rules."""
@@ -223,6 +220,7 @@ class RuleSubscriber(Subscriber):
         if len(batch) == 1 and batch.stamp.pass_name == TRAINING:  # the loss, which has a value in every step
             [value] = (batch.records.mean if batch.data is None else batch.data).tolist()
             self.judge.defer(batch.kind, batch.names.names[0], batch.stamp.global_step, value)
+            self._keep(self._series_group(batch, batch.kind), np.array([value]), batch.stamp.global_step)
             return
         self.receive_all(batch, batch.kind, batch.records.mean if batch.data is None else batch.data)
 
@@ -231,14 +229,16 @@ class RuleSubscriber(Subscriber):
         if self._lacks_network:
             self.judge.history.network = Network(self.network)
             self._lacks_network = not self.network
-        self.judge.defer("step_skipped", None, message.global_step, float(message.skipped))
+        skipped = float(message.skipped)
+        self.judge.defer("step_skipped", None, message.global_step, skipped)
+        self._keep(_SKIPPED, np.array([skipped]), message.global_step)
         if message.skipped or message.global_step % self._every:
             return
         data = message.data or {}
         rates = data.get("learning_rates", {})
         self._add_rates(message, rates)
         if data.get("has_closure"):
-            self._add_and_show(message, "optimizer_closure", 1.0)
+            self.receive(message, "optimizer_closure", 1.0)
         if rates:  # without rates the user's loop makes the steps
             trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
             self._add_unowned(message, trainable)
@@ -246,26 +246,18 @@ class RuleSubscriber(Subscriber):
     def _add_unowned(self, message: NetworkMessage, unowned: Sequence[NamedParameter]) -> None:
         """Add the number of parameters that no optimizer owns, and 1 for each of them."""
         kind = "unowned_parameters"
-        self._add_and_show(message, kind, float(len(unowned)))
+        self.receive(message, kind, float(len(unowned)))
         for named in unowned:
             name = f"{named.name}.bias" if named.is_bias and not named.path else named.name
-            self._add_and_show(ModuleMessage(message.stamp, kind, module=named.module, name=name), kind, 1.0)
-
-    def _add_and_show(self, message: Message, kind: str, value: float) -> None:
-        self.receive(message, kind, value)
-        if self.is_shown(kind):
-            self._show(message, value, kind)
+            self.receive(ModuleMessage(message.stamp, kind, module=named.module, name=name), kind, 1.0)
 
     def _add_rates(self, message: NetworkMessage, rates: dict[str, Any]) -> None:
         names = {name: f"group {name}" if name.isdigit() else name for name in rates}
-        is_shown = self.is_shown("learning_rate")
         for name, rate in rates.items():
             if rate is None:
                 continue
             group = NetworkMessage(message.stamp, message.kind, path="" if list(rates) == ["0"] else names[name])
             self.receive(group, "learning_rate", float(rate))
-            if is_shown:
-                self._show(group, float(rate), "learning_rate")
 
     def finish(self, stamp: Stamp) -> None:
         """Judge the step, and act on the new findings.
@@ -276,6 +268,7 @@ class RuleSubscriber(Subscriber):
             If `stop` asks for it.
         """
         found = self.judge.finish_step(stamp.global_step)
+        self._store_step(stamp)
         for finding in found:
             self._act(finding, stamp)
         if found:
@@ -283,6 +276,17 @@ class RuleSubscriber(Subscriber):
         for finding in found:
             if finding.severity in self._stopping:
                 raise StopTraining(finding)
+
+    def _store_step(self, stamp: Stamp) -> None:
+        """Store the end of the judged step, and how it has changed the findings."""
+        if self._store is None or self._host is None:
+            return
+        target: tuple[Backend, ...] = (self._store,)
+        if self._has_values:
+            self._host.show(_JUDGED, 1.0, stamp.global_step, target)
+            self._has_values = False
+        for event in self.judge.events():
+            self._host.show(_JUDGED, event_text(event), stamp.global_step, target)
 
     def _act(self, finding: Finding, stamp: Stamp) -> None:
         self._show(
@@ -297,6 +301,11 @@ class RuleSubscriber(Subscriber):
             except Exception as error:
                 raise_users_exception(error)
                 log.exception("on_finding failed (training is not affected)")
+
+
+def _writes_files(backend: "str | Backend") -> bool:
+    """Return whether a backend writes into the directory of the run."""
+    return type(get_backend(adapted(backend))).open is not Backend.open
 
 
 _OWN = ("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters")
@@ -340,7 +349,7 @@ def register_rules(
     stop : {'info', 'warning', 'error'}, optional
         The least severity of a finding that raises `StopTraining` at the end of the step; by default nothing is raised.
     backend : str, Backend or list of these, optional
-        Where findings and the values that rules read are shown; by default the backends of the registered subscribers, or ``"tb"``.
+        Where findings are shown; by default the backends of the registered subscribers, or ``"tb"``.
 
     Raises
     ------
@@ -361,7 +370,7 @@ def register_rules(
     handles: list[Handle] = []
     try:
         for rule in judge.rules:
-            handles += _register_needs(bus, rule, judge.history.network, (every, later), options)
+            handles += _register_needs(bus, rule, judge.history.network, (every, later))
         published = {kind for r in bus.registered for kind in r.subscriber.publishes}
         kinds = ["batch_finished", "loss", *sorted((judge.kinds & published) - set(_OWN))]
         subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, **options)
@@ -374,10 +383,9 @@ def register_rules(
                 subscriber,
                 subsample=every,
                 modules=_few(judge.history.network) if kind in MICRO_KINDS else None,
-                **options,
+                backend=[],
             )
             reader.subscription = _thinned(reader.subscription, every, later)
-            reader.serves_rules = True
             handles.append(bus.register_subscriber(reader))
         judge.measured = frozenset((*kinds, *_OWN, *(f"{kind}_{end}" for kind, ends in shared.items() for end in ends)))
         bus.register_subscriber(subscriber)
@@ -421,7 +429,6 @@ def _register_needs(
     rule: Rule,
     network: Network,
     distances: tuple[int, int],
-    options: dict[str, Any],
 ) -> list[Handle]:
     """Register the subscribers that a rule brings along; one that cannot work with this model is left out."""
     handles = []
@@ -429,8 +436,7 @@ def _register_needs(
     for subscriber in rule.subscribers(network, distances[0]):
         if not published.isdisjoint(subscriber.publishes):
             continue
-        subscriber.serves_rules = True
-        subscriber.backends = tuple(_as_list(options["backend"]))
+        subscriber.backends = ()  # what only rules read is stored where they are applied
         subscriber.subscription = _thinned(subscriber.subscription, *distances)
         try:
             handles.append(bus.register_subscriber(subscriber))
@@ -453,7 +459,3 @@ def _few(network: Network, share: float = 0.05, number: int = 4) -> list[str] | 
             break
         found.append(entry.name)
     return found or None
-
-
-def _as_list(backend: Any) -> list[Any]:
-    return list(backend) if isinstance(backend, list | tuple) else [backend]

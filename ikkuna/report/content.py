@@ -1,7 +1,4 @@
-"""Collects what a report shows of a run.
-
-Applies the rules to a run in limited time.
-"""
+"""Collects what a report shows of a run."""
 
 import math
 import re
@@ -15,8 +12,6 @@ from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.canvas import scale_type
 from ikkuna.backends.pictures.heatmap import with_missing_rows
-from ikkuna.diagnosis import Findings, Judge, Network, get_rules
-from ikkuna.diagnosis.judge import judge_run
 from ikkuna.report.curves import ReportChart, ReportCurve, draw_chart, sparkline
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.store import StoredRun
@@ -27,7 +22,6 @@ __all__ = [
     "RunContent",
     "fan_charts",
     "heatmaps_of",
-    "judge_in_time",
     "module_kinds",
     "module_rows",
     "network_charts",
@@ -35,24 +29,6 @@ __all__ = [
     "run_name",
     "spread_charts",
 ]
-
-
-_VALUES, _STEPS = 150_000, 1000
-
-
-def judge_in_time(run: StoredRun, limit: int = _VALUES) -> tuple[Findings, str]:
-    """Return the findings of the default rules, and a sentence about the steps that they judged.
-
-    If a run has more than 1,000 steps, or `limit` values that the rules read, they judge evenly spaced steps only.
-    """
-    judge = Judge(get_rules("default"), Network(run.modules))
-    sizes = [run.size(series) for series in run.all_series if series.kind in judge.kinds]
-    count, most = sum(sizes), max(sizes, default=0)
-    every = max(1, -(-count // limit), -(-most // _STEPS))
-    judged, stored = judge_run(judge, run, every)
-    text = f"The rules judged {judged:,} of {stored:,} steps; `ikkuna check` judges all of them." if every > 1 else ""
-    return judge.findings, text
-
 
 _FIRST_KINDS = (
     *("loss", "train_accuracy", "test_accuracy", "perplexity", "learning_rate", "global_norm", "clip"),
@@ -79,8 +55,6 @@ class RunContent:
         The number of its colour.
     findings : Findings or None
         What the rules have found; ``None`` if they were not applied.
-    judged : str
-        A sentence about the steps that the rules judged.
     config, environment : dict of str to str
         The configuration and the environment that the run has stored.
     """
@@ -89,7 +63,6 @@ class RunContent:
     run: StoredRun
     colour: int = 0
     findings: Any = None
-    judged: str = ""
     config: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -116,14 +89,11 @@ def _rank(kind: str) -> tuple[int, str]:
 
 
 def network_charts(contents: list[RunContent]) -> list[ReportChart]:
-    """Return a chart for each kind of the whole network, with a curve for each run and pass; the loss is first.
-
-    Kinds that only rules need are left out.
-    """
+    """Return a chart for each kind of the whole network, with a curve for each run and pass; the loss is first."""
     kinds: dict[str, list[ReportCurve]] = {}
     for content in contents:
         for pass_name in content.run.passes():
-            for kind in sorted(set(content.run.kinds(pass_name)) - content.run.internal_kinds()):
+            for kind in content.run.kinds(pass_name):
                 if None in content.run.names(kind, pass_name):
                     found = content.run.series(kind, None, pass_name)
                     parts = [content.name] if len(contents) > 1 else []
@@ -143,11 +113,10 @@ def _is_log(kind: str) -> bool:
 def module_kinds(run: StoredRun) -> list[str]:
     """Return the kinds with values of modules, those of updates, gradients and activations first.
 
-    Percentiles are left out, because they have figures of their own, and findings and kinds that only rules need.
+    Percentiles are left out, because they have figures of their own.
     """
-    hidden = run.internal_kinds() | {"findings"}
     kinds = [kind for kind in run.kinds() if any(name is not None for name in run.names(kind))]
-    kinds = [kind for kind in kinds if kind not in hidden and not _PERCENTILE.match(kind)]
+    kinds = [kind for kind in kinds if not _PERCENTILE.match(kind)]
 
     def rank(kind: str) -> tuple[int, str]:
         return next((i for i, word in enumerate(_MODULE_KINDS) if word in kind), len(_MODULE_KINDS)), kind

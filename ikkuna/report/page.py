@@ -11,12 +11,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.judge import findings_of
 from ikkuna.errors import ConfigError
 from ikkuna.report.content import (
     RunContent,
     fan_charts,
     heatmaps_of,
-    judge_in_time,
     module_rows,
     network_charts,
     run_name,
@@ -75,9 +75,8 @@ def write_report(
     for number, each in enumerate(paths):
         progress(f"reading {each}")
         run = read_run(each)
-        progress(f"judging {each}")
         content = RunContent(run_name(run.path), run, number)
-        content.findings, content.judged = judge_in_time(run)
+        content.findings = findings_of(run)
         content.read_settings()
         contents.append(content)
     progress("drawing")
@@ -132,7 +131,6 @@ def _run(content: RunContent) -> dict[str, Any]:
         "colour": content.colour % 8,
         "path": str(run.path),
         "findings": content.findings,
-        "judged": content.judged,
         "unjudged": _unjudged(content.findings),
         "facts": _facts(run),
         "heatmaps": heatmaps_of(run),

@@ -1,7 +1,7 @@
 """The identity of curves, their tags in TensorBoard, and the names of their files."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
@@ -39,8 +39,6 @@ class Series:
         Shown instead of `kind`.
     ylims : (float, float), optional
         Limits of the value axis, for backends that draw axes.
-    is_internal : bool
-        Whether only rules need the value, so that a backend may show it apart from others; it does not distinguish series.
     """
 
     kind: str
@@ -48,7 +46,6 @@ class Series:
     pass_name: str = "training"
     title: str | None = None
     ylims: tuple[float, float] | None = None
-    is_internal: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +57,7 @@ class SeriesGroup:
 
     Parameters
     ----------
-    kind, pass_name, title, ylims, is_internal
+    kind, pass_name, title, ylims
         See `Series`.
     names : tuple of str or None
         The name of each series.
@@ -76,12 +73,11 @@ class SeriesGroup:
     pass_name: str = "training"
     title: str | None = None
     ylims: tuple[float, float] | None = None
-    is_internal: bool = False
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
         """The series in order."""
-        rest = self.pass_name, self.title, self.ylims, self.is_internal
+        rest = self.pass_name, self.title, self.ylims
         return tuple(Series(self.kind, name, *rest) for name in self.names)
 
 
@@ -136,20 +132,16 @@ def _group(kind: str, pass_name: str) -> str:
 
 
 def series_tag(series: Series) -> str:
-    """Return the tag of a series; one that only rules need begins with ``Rules/``.
+    """Return the tag of a series.
 
     Examples
     --------
     >>> series_tag(Series("weights_norm2", "features.0"))
     'weights_norm2/features.0'
-    >>> series_tag(Series("weights_norm2", "features.0", is_internal=True))
-    'Rules/weights_norm2/features.0'
     >>> series_tag(Series("loss", None, "testing"))
     'Network/loss.testing'
     """
     group = _group(series.kind, series.pass_name)
-    if series.is_internal:
-        return _cut(f"Rules/{group}" + ("" if series.name is None else f"/{encode(series.name)}"))
     if series.name is None:
         return _cut(f"Network/{group}")
     first = _escape(group[0]) + group[1:] if group in _RESERVED else group
@@ -173,6 +165,8 @@ def decode(text: str) -> str:
 def series_of_tag(tag: str) -> Series | None:
     """Return the series of a tag made by :func:`series_tag`; ``None`` for another tag, or one that was shortened.
 
+    Runs of earlier versions have tags below ``Rules/`` for values that only rules read, those of the network without ``Network/``.
+
     Examples
     --------
     >>> series_of_tag("weights_norm2/features.0")
@@ -183,16 +177,16 @@ def series_of_tag(tag: str) -> Series | None:
     head, separator, rest = tag.partition("/")
     if not separator or "~" in tag or head in _RESERVED[2:]:
         return None
-    is_internal, name = head == "Rules", None if head == "Network" else rest
-    if is_internal:
+    if head == "Rules":
         head, separator, rest = rest.partition("/")
-        name = rest if separator else None
-    group = rest if head == "Network" and not is_internal else head
+        group, name = head, rest if separator else None
+    else:
+        group, name = (rest, None) if head == "Network" else (head, rest)
     split = re.search(r"\.(?![0-9])", group)
     kind, pass_name = (group[: split.start()], group[split.end() :]) if split else (group, "training")
     try:
         own = None if name is None else decode(name)
-        return Series(decode(kind), own, decode(pass_name), is_internal=is_internal)
+        return Series(decode(kind), own, decode(pass_name))
     except UnicodeDecodeError:
         return None
 

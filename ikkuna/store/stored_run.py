@@ -19,6 +19,7 @@ __all__ = ["Point", "SeriesValues", "StoredRun", "read_run"]
 
 
 TRAINING = "training"
+_MARKS = "findings"  # earlier versions marked the steps of findings by values of rules in the place of modules
 
 
 class Point(NamedTuple):
@@ -129,7 +130,7 @@ class StoredRun:
         self._order = ModuleOrder(self.modules)
         self._index: dict[tuple[str, str], dict[str | None, int]] = {}
         for number, series in enumerate(self.all_series):
-            if self._table.size(number):
+            if self._table.size(number) and series.kind != _MARKS:
                 self._index.setdefault((series.kind, series.pass_name), {})[series.name] = number
 
     @property
@@ -156,11 +157,6 @@ class StoredRun:
     def kinds(self, pass_name: str | None = TRAINING) -> tuple[str, ...]:
         """Return the kinds with numbers, in alphabetical order; ``None`` selects those of all passes."""
         return tuple(sorted({kind for kind, name in self._index if pass_name is None or name == pass_name}))
-
-    def internal_kinds(self) -> frozenset[str]:
-        """Return the kinds that were stored only so that rules can be applied to the run."""
-        shown = {series.kind for series in self.all_series if not series.is_internal}
-        return frozenset(series.kind for series in self.all_series) - shown
 
     def passes(self, kind: str | None = None) -> tuple[str, ...]:
         """Return the names of the passes, the training first."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ikkuna.backends.backend import Backend
+from ikkuna.backends.finding import Finding
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.values import Matrix
 
@@ -80,16 +81,6 @@ class _Histogram:
     bucket_counts: tuple[float, ...] = (0.0, 2.0, 1.0)
 
 
-@dataclass(frozen=True)
-class _Finding:
-    """A finding of a rule."""
-
-    rule: str = "dead_units"
-    severity: str = "warning"
-    message: str = "All units are dead."
-    advice: str = "lower the bias"
-
-
 _SERIES = (
     Series("loss"),
     Series("loss", None, "testing"),
@@ -141,7 +132,7 @@ def check_backend(make: Callable[[], Backend], directory: Path) -> None:
         backend.add_histogram(_SERIES[2], _Histogram(), step)
         backend.add_matrix(_SERIES[3], Matrix(("a", "b"), ("x", "y\0"), np.array([[0.5, value], [-1.0, 1.0]])), step)
         backend.add_text("Model", "| a | b |\n|---|---|\n| 1 | 2 |", step)
-        backend.add_finding(_Finding(), step)
+        backend.add_finding(Finding("dead_units", "warning", "All units are dead.", advice="lower the bias"), step)
         backend.commit(step)
     last = len(_VALUES) - 1
     assert backend.flush(10.0), "flush() returned False: not everything was stored"

@@ -69,22 +69,20 @@ def test_a_finding_is_logged_once_shown_as_a_text_and_passed_on(bus, caplog):
     assert messages == ["error: from_step at step 3: Step 3."]
     texts = [(title, step) for title, _, step in backend.texts if "findings" in title]
     assert texts == [("findings/from_step", 3), ("findings", 3)]
-    assert [(s.name, value, step) for s, value, step in backend.values if s.kind == "findings"] == [("from_step", 1, 3)]
+    assert not backend.values  # findings are no values, and what only rules read is not shown
     assert [finding.step for finding in seen] == [3]
     assert [finding.rule for finding in exporter.findings] == ["from_step"]
 
 
-def test_tensorboard_shows_marks_and_a_table_of_all_findings(tmp_path):
+def test_tensorboard_shows_a_table_of_all_findings_and_no_values_of_rules(tmp_path):
     model, loss = small_model(), nn.CrossEntropyLoss()
-    rules = [FromStepRule(), "not_in_optimizer"]
+    rules = [FromStepRule(), "not_in_optimizer", "vanishing_gradient"]
     with ikkuna.watch(model, loss=loss, log_dir=tmp_path, rules=rules):
         train(model, loss, parameters=list(model.first.parameters()))
     accumulator = EventAccumulator(str(tmp_path / "run0001"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    marks = {rule: accumulator.Scalars(f"findings/{rule}") for rule in ("not_in_optimizer", "from_step")}
-    assert {rule: [(e.step, e.value) for e in events] for rule, events in marks.items()} == {
-        "not_in_optimizer": [(0, 1.0)],
-        "from_step": [(4, 1.0)],
-    }
+    heads = {tag.partition("/")[0] for tag in accumulator.Tags()["scalars"]}
+    assert not heads & {"Rules", "findings", "unowned_parameters"}
+    assert "Network" in heads
     tables = accumulator.Tensors("Text/findings")
     assert [event.step for event in tables] == [0, 4]
     table = tables[-1].tensor_proto.string_val[0].decode()
@@ -309,33 +307,19 @@ def test_two_optimizers_that_step_in_turn_leave_no_parameter_without_optimizer(b
     assert not exporter.findings
 
 
-def test_what_only_rules_need_is_measured_less_often_after_thirty_samples(bus):
+def test_what_only_rules_need_is_measured_less_often_after_thirty_samples_and_not_shown(bus):
     backend, model = RecordingBackend(), small_model()
     exporter = Exporter(message_bus=bus, on_error="raise")
     exporter.add_modules(model)
     bus.register_subscriber(NormSubscriber("weights", subsample=2, backend=backend))
     exporter.apply_rules(["weight_decay", "vanishing_gradient"], backend=backend, every=2, later=6)
     train(model, nn.CrossEntropyLoss(), steps=80)
+    history = exporter._rules.judge.history
     exporter.close()
-    steps = {
-        kind: [s for series, _, s in backend.values if (series.kind, series.name) == (kind, "last")]
-        for kind in ("weights_norm2", "weight_gradients_norm2")
-    }
-    assert steps["weights_norm2"] == list(range(0, 80, 2))
-    assert steps["weight_gradients_norm2"] == [*range(0, 60, 2), 60, 66, 72, 78]
-
-
-def test_nothing_that_another_subscriber_shows_is_shown_again(bus):
-    backend, model = RecordingBackend(), small_model()
-    exporter = Exporter(message_bus=bus, on_error="raise")
-    exporter.add_modules(model)
-    bus.register_subscriber(NormSubscriber("weights", subsample=10, backend=backend))
-    exporter.apply_rules(["weight_decay", "vanishing_gradient"], backend=backend)
-    train(model, nn.CrossEntropyLoss(), steps=11)
-    exporter.close()
-    keys = [(series.kind, series.name, step) for series, _, step in backend.values]
-    assert len(keys) == len(set(keys))
-    assert {"weights_norm2", "weight_gradients_norm2"} <= {key[0] for key in keys}
+    assert {series.kind for series, _, _ in backend.values} == {"weights_norm2"}
+    assert [s for series, _, s in backend.values if series.name == "last"] == list(range(0, 80, 2))
+    read = history.curves("weight_gradients_norm2")["last"]
+    assert list(read.steps) == [*range(0, 60, 2), 60, 66, 72, 78]
 
 
 def test_an_observed_model_with_rules_can_be_copied(bus):
@@ -345,11 +329,11 @@ def test_an_observed_model_with_rules_can_be_copied(bus):
     exporter.close()
 
 
-def test_rules_show_values_where_the_registered_subscribers_do(tmp_path):
+def test_without_a_backend_that_writes_files_the_rules_write_none(tmp_path):
     model, backend = small_model(), RecordingBackend()
     with ikkuna.watch(model, NormSubscriber("weights", backend=backend), log_dir=tmp_path / "runs"):
         train(model, nn.CrossEntropyLoss(), steps=1)
-    assert {"weights_norm2", "weight_gradients_norm2"} <= {series.kind for series, _, _ in backend.values}
+    assert {series.kind for series, _, _ in backend.values} == {"weights_norm2"}
     assert not (tmp_path / "runs").exists()
 
 
@@ -388,7 +372,7 @@ def test_no_samples_of_the_rules_are_further_apart_than_asked_for(bus):
     model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
     exporter, _ = exporter_with(bus, model, "default", every=10, later=40)
     with exporter:
-        serving = [registered for registered in bus.registered if registered.subscriber.serves_rules]
+        serving = [registered for registered in bus.registered if not registered.subscriber.backends]
         assert {"DeadUnitsSubscriber", "DimensionSubscriber"} <= {type(r.subscriber).__name__ for r in serving}
         for registered in serving:
             steps = [step for step in range(300, 800) if registered.samples(Stamp(step, step, 1))]

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 import ikkuna
-from ikkuna.diagnosis.findings import Finding, Findings
+from ikkuna.backends.finding import Finding
+from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.preflight import CHECKS
 from ikkuna.errors import ConfigTypeError
 from ikkuna.export import Exporter

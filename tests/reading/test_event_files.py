@@ -109,9 +109,7 @@ def accumulated(directory):
     return found
 
 
-def tag_of(kind, name, pass_name, is_internal=False):
-    if is_internal:
-        return f"Rules/{kind}" if name is None else f"Rules/{kind}/{name}"
+def tag_of(kind, name, pass_name):
     kind = kind if pass_name == "training" else f"{kind}.{pass_name}"
     return f"Network/{kind}" if name is None else f"{kind}/{name}"
 
@@ -123,7 +121,7 @@ def test_every_value_is_that_of_tensorboard(run_directory, is_native):
         for kind in run.kinds(pass_name):
             for name in run.names(kind, pass_name):
                 values = run.series(kind, name, pass_name)
-                found[tag_of(kind, name, pass_name, kind in run.internal_kinds())] = list(
+                found[tag_of(kind, name, pass_name)] = list(
                     zip(values.steps.tolist(), values.times.tolist(), values.values.tolist(), strict=True)
                 )
     expected = {tag if "/" in tag else f"Network/{tag}": values for tag, values in accumulated(run_directory).items()}

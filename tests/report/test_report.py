@@ -19,7 +19,7 @@ from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, C
 from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
 from ikkuna.report import write_report
-from ikkuna.report.content import RunContent, judge_in_time
+from ikkuna.report.content import RunContent
 from ikkuna.report.curves import ReportCurve, draw_chart, reduced_curve, reduced_matrix, ticks
 from ikkuna.report.heatmaps import draw_heatmap
 from ikkuna.testing import small_model
@@ -195,18 +195,6 @@ def test_a_curve_with_gaps_is_drawn_in_parts():
     assert path.count("M") == 2
     assert drawn.svg.count('class="bad"') == 1
     assert drawn.data["curves"][0]["values"] == [1.0, 2.0, "nan", 3.0, 4.0]
-
-
-def test_a_long_run_is_judged_at_some_of_its_steps(run):
-    stored = read_run(run)
-    every, text = judge_in_time(stored)
-    assert text == ""
-    some, text = judge_in_time(stored, 200)
-    assert re.match(r"The rules judged \d+ of 61 steps", text)
-    assert {finding.rule for finding in some} <= {finding.rule for finding in every} | {
-        finding.rule for finding in some
-    }
-    assert "not_in_optimizer" in {finding.rule for finding in every}
 
 
 def test_several_runs_are_on_one_page(run, tmp_path):

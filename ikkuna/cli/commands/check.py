@@ -1,4 +1,4 @@
-"""``ikkuna check``: applies rules to a finished run."""
+"""``ikkuna check``: shows the findings of a finished run, or applies rules to it again."""
 
 import argparse
 
@@ -11,14 +11,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", help="the directory of a run, an event file, or a file of JSON lines")
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     parser.add_argument(
-        "--rules", default="default", help='comma-separated names of rules; "all" for every installed rule'
+        "--rules",
+        help='judge every step again: comma-separated names of rules, "default", or "all" for every installed rule',
     )
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.diagnosis.judge import check
 
-    found = check(options.path, options.rules.split(","))
+    found = check(options.path, options.rules and options.rules.split(","))
     if options.json:
         terminal.write_json(
             {
@@ -26,6 +27,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
                 "judged": list(found.judged),
                 "skipped": dict(found.skipped),
                 "needed": dict(found.needed),
+                "note": found.note,
             }
         )
     else:
@@ -34,8 +36,9 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 command = Command(
-    help="apply rules to a finished run",
-    description="Apply rules to a finished run. The exit status is 1 if a warning or an error was found, and 2 for bad input.",
+    help="show the findings of a finished run",
+    description="Show the findings that the rules have stored while the model trained, or judge the run again. "
+    "The exit status is 1 if a warning or an error was found, and 2 for bad input.",
     add_arguments=_add_arguments,
     run=_run,
 )

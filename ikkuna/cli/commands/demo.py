@@ -30,7 +30,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     write_summary(read_run(run), terminal, heatmaps=2)
     terminal.write()
     findings = check(run)
-    terminal.write(Findings(findings, findings.judged))
+    terminal.write(Findings(findings, findings.judged, note=findings.note))
     terminal.write()
     terminal.write(f"Next:  ikkuna report {run}   ikkuna tensorboard {options.log_dir}   ikkuna summary {run}")
     return 0

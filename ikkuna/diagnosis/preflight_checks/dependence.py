@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ikkuna.diagnosis.findings import Finding
+from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.preflight_checks.signal import _require_different_samples
 from ikkuna.diagnosis.preflight_checks.training_setup import (
     Batch,

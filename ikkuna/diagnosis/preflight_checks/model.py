@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ikkuna.diagnosis.findings import Finding
+from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, common_module, counted, listed
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.diagnosis.tied_weights import embedding_pairs, have_same_values

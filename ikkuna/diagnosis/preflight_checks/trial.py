@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ikkuna.diagnosis.findings import Finding
+from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.preflight_checks.first_step_run import run_first_step
 from ikkuna.diagnosis.preflight_checks.training_setup import (
     CannotJudgeError,

@@ -163,8 +163,6 @@ class Subscriber(metaclass=_RegisteringType):
         From registration on, ``self.evaluate`` is then the exporter's, and `modules` are the modules themselves.
     of_network : bool
         Whether its results belong to the whole network although its inputs belong to modules.
-    serves_rules : bool
-        Whether its values are shown only so that rules can be applied to the stored run.
     needs_whole : bool
         Whether its row is undefined for a part of a tensor, as that of a spectrum is.
         For a sharded tensor the row is then :meth:`unknown`, or is measured of the gathered tensor if ``gather=True``.
@@ -204,7 +202,6 @@ class Subscriber(metaclass=_RegisteringType):
     sees_skipped: bool = False
     needs_model: bool = False
     of_network: bool = False
-    serves_rules: bool = False
     needs_whole: bool = False
     needs_float64: bool = True
     per_rank: bool = False
@@ -463,7 +460,7 @@ class Subscriber(metaclass=_RegisteringType):
         key = kind, batch.stamp.pass_name
         known = self._series_groups.setdefault(batch.names, {})
         if key not in known:
-            rest = batch.stamp.pass_name, self.title, self.ylims, self.is_internal(kind)
+            rest = batch.stamp.pass_name, self.title, self.ylims
             known[key] = SeriesGroup(kind, batch.names.names, *rest)
         return known[key]
 
@@ -493,12 +490,8 @@ class Subscriber(metaclass=_RegisteringType):
         stamp = message.stamp
         key = kind, message.series_name, stamp.pass_name
         if (series := self._series.get(key)) is None:
-            series = self._series[key] = Series(*key, self.title, self.ylims, self.is_internal(kind))
+            series = self._series[key] = Series(*key, self.title, self.ylims)
         self._host.show(series, value, stamp.global_step, self.backends, self._sender)
-
-    def is_internal(self, kind: str) -> bool:
-        """Return whether values of a kind are shown only so that rules can be applied to the stored run."""
-        return self.serves_rules
 
     def check(self) -> None:
         """Raise `ConfigError` if an attribute of the class is invalid; called at registration."""
