@@ -19,6 +19,7 @@ from ikkuna.backends.file_backend import FileBackend
 from ikkuna.backends.finding import Finding
 from ikkuna.backends.guarded_backend import GuardedBackend
 from ikkuna.backends.loggers import adapted
+from ikkuna.backends.quantity import Quantity
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
 from ikkuna.store.append_file import make_directories, reason
 from ikkuna.store.names import Series, SeriesGroup
@@ -27,6 +28,7 @@ from ikkuna.store.run_directory import (
     ControlFile,
     RunFile,
     RunSettings,
+    add_quantities,
     check_log_dir,
     json_config,
     lock_run,
@@ -107,6 +109,8 @@ class Run:
         self._open_step = math.inf  # the first step of which further values can come
         self._refused = 0
         self._process = os.getpid()
+        self._quantities: dict[str, Quantity] = {}
+        self._stored_quantities = 0
 
     @property
     def directory(self) -> Path | None:
@@ -161,6 +165,7 @@ class Run:
         if self._closed is not None or self._process != os.getpid():
             self._refused += len(backends)
             return
+        self._quantities.setdefault(series.kind, series.quantity)
         for backend in backends:
             guarded = self._backends.get(_key(backend)) or self._create(backend)
             guarded.add(method, arguments, step, self.make_directory, sender)
@@ -177,6 +182,7 @@ class Run:
         if self._closed is not None or self._process != os.getpid():
             self._refused += len(backends) * len(values)
             return
+        self._quantities.setdefault(group.kind, group.quantity)
         for backend in backends:
             guarded = self._backends.get(_key(backend)) or self._create(backend)
             guarded.add_group(group, values, step, self.make_directory, sender)
@@ -184,9 +190,18 @@ class Run:
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
         resumed_at = None if self._continued is None else self._continued.step
         if isinstance(backend, FileBackend):
-            backend.check = self.control.check
+            backend.check = self._check
         backend.level = logging.WARNING if self._settings.verbosity else logging.INFO
         return GuardedBackend(_label(name, backend), backend, self._modules, self._settings.config, resumed_at)
+
+    def _check(self, directory: Path) -> None:
+        """Read what another process requests, and store what new kinds are; called by the thread of a file."""
+        self.control.check(directory)
+        with self._lock:
+            if len(self._quantities) != self._stored_quantities and directory == self._directory:
+                known = dict(self._quantities)
+                self._stored_quantities = len(known)
+                add_quantities(directory, known)
 
     def _create(self, backend: str | Backend) -> GuardedBackend:
         try:
@@ -290,6 +305,8 @@ class Run:
             self._closed, self._open_step = False, math.inf
             self._share("draw", drawing)
             self._closed = self._share("close", timeout)
+            if self._directory is not None:
+                self._check(self._directory)
             if self._locked is not None:
                 os.close(self._locked)
         return self._closed

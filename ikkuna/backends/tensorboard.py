@@ -141,19 +141,13 @@ def overview(values: NDArray[np.float64]) -> tuple[float, float, float]:
     return float(ordered[0]), low if low == high else low / 2 + high / 2, float(ordered[-1])
 
 
-_DASHBOARD = frozenset(("loss", "train_accuracy", "running_accuracy", "test_accuracy", "perplexity"))
 _DRAWING_INTERVAL = 5.0  # seconds
-_METRICS = (
-    "Network/loss",
-    "Network/train_accuracy",
-    "Network/test_accuracy",
-)  # the columns beside the hyper-parameters
 
 
 class TensorBoardBackend(FileBackend):
     """Write an event file with the tags ``{kind}/{module}``, ``Network/{kind}`` and ``Overview/{kind}_min|median|max``.
 
-    ``Dashboard/{kind}`` repeats the loss, the perplexity and accuracies in the first group of cards.
+    ``Dashboard/{kind}`` repeats what is declared as a headline, as the loss and accuracies, in the first group of cards.
     The page *Custom Scalars* has a chart for each kind with all modules, or with three curves if there are more than 50.
     ``Heatmaps/{kind}`` is an image with a row for each module and a column for each step, drawn about twenty times a day.
     ``Matrices/{kind}`` are images of matrices, and ``Text/Modules`` lists the modules.
@@ -167,7 +161,7 @@ class TensorBoardBackend(FileBackend):
         super().__init__(**options)
         self._curves: dict[Series, tuple[bytes, ModuleGroup | None]] = {}
         self._copied: dict[Series, bytes] = {}
-        self._layout: tuple[tuple[Series, int], ...] = ()
+        self._layout: tuple[tuple[tuple[Series, int], ...], int] = (), 0
         self._groups: dict[tuple[str, str], ModuleGroup] = {}
         self._packed: WeakKeyDictionary[SeriesGroup, PackedSeries] = WeakKeyDictionary()
         self._entries: list[bytes] = []
@@ -176,6 +170,7 @@ class TensorBoardBackend(FileBackend):
         self._matrices = MatrixQueue()
         self._thread = RedrawThread(self._drawables, _DRAWING_INTERVAL, import_renderer)
         self._order = ModuleOrder()
+        self._config: Mapping[str, ConfigValue] | None = None
 
     def _format(self) -> EventFormat:
         return EventFormat(self._clock.now)
@@ -187,7 +182,7 @@ class TensorBoardBackend(FileBackend):
             curve = self._curves[series] = scalar_prefix(series_tag(series)), self._group(series)
             first = titled_scalar_value(series_tag(series), value, series.title) if series.title else None
             self._entries.append(first or curve[0] + float32(value))
-            if series.name is None and series.kind in _DASHBOARD:
+            if series.name is None and series.quantity.is_headline:
                 self._copied[series] = scalar_prefix(dashboard_tag(series))
         else:
             self._entries.append(curve[0] + float32(value))
@@ -222,7 +217,7 @@ class TensorBoardBackend(FileBackend):
             return None
         key = series.kind, series.pass_name
         if key not in self._groups:
-            heatmap = HeatmapImage(heatmap_tag(series), self._order, self._write_image, kind=series.kind)
+            heatmap = HeatmapImage(heatmap_tag(series), self._order, self._write_image, quantity=series.quantity)
             self._groups = {
                 **self._groups,
                 key: ModuleGroup(series, heatmap),
@@ -262,7 +257,7 @@ class TensorBoardBackend(FileBackend):
     def add_config(self, config: Mapping[str, ConfigValue], step: int) -> None:
         """Add the hyper-parameters as a page of text and for the hparams plugin."""
         super().add_config(config, step)
-        self._entries += hparams_values(config, _METRICS)
+        self._config = config
 
     def resume(self, step: int) -> None:
         """Write the event by which readers drop `step` and later ones of what was written before."""
@@ -339,9 +334,15 @@ class TensorBoardBackend(FileBackend):
     def _add_layout(self) -> None:
         """Add the layout of the charts, if it has changed; TensorBoard uses the latest one."""
         layout = tuple((group.member, group.size) for group in self._groups.values() if group.size > 1)
-        if layout != self._layout:
-            self._layout = layout
-            self._entries.append(layout_value(layout))
+        if (layout, len(self._curves)) != self._layout:
+            self._layout = layout, len(self._curves)
+            self._entries.append(layout_value(layout, [series for series in self._curves if series.name is None]))
+
+    def _add_hparams(self) -> None:
+        """Add the table of hyper-parameters, whose columns are the first headlines; TensorBoard reads the first one of a run."""
+        if self._config and self._copied:
+            self._entries += hparams_values(self._config, [series_tag(series) for series in self._copied])
+            self._config = None
 
     def _take_block(self, step: int) -> bytes:
         for group in self._groups.values():
@@ -351,6 +352,7 @@ class TensorBoardBackend(FileBackend):
                 group.heatmap.add(step, names, values)
                 self._thread.open()
         self._add_layout()
+        self._add_hparams()
         entries, self._entries = self._entries, []
         if not entries:
             return b""

@@ -1,6 +1,7 @@
 """Writes a run at a glance, with heat maps and curves in characters."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,27 +117,16 @@ def _label(name: str, terminal: Terminal) -> str:
     return (name if len(name) <= _LABEL else f"{name[: _LABEL // 2 - 1]}{cut}{name[-_LABEL // 2 :]}").ljust(_LABEL)
 
 
-_FIRST = ("loss", "accuracy", "learning_rate", "norm", "perplexity")
-
-
-def _network_kinds(run: StoredRun, pass_name: str = "training") -> list[str]:
-    kinds = [kind for kind in run.kinds(pass_name) if None in run.names(kind, pass_name)]
-    return sorted(
-        kinds, key=lambda kind: (next((i for i, word in enumerate(_FIRST) if word in kind), len(_FIRST)), kind)
-    )
-
-
 def _module_kinds(run: StoredRun) -> list[str]:
-    return [kind for kind in run.kinds() if len([name for name in run.names(kind) if name is not None]) > 1]
+    return [kind for kind in run.module_kinds() if len(run.names(kind)) > 1]
 
 
 def _write_findings(run: StoredRun, terminal: Terminal) -> None:
     """Write the findings, each in a line, with the steps at which they begin."""
     found = findings_of(run)
-    for finding in found:
-        terminal.write(terminal.styled(str(finding), "red"))
-    if found.note:
-        terminal.write(found.note)
+    for text in (*map(str, found), *([found.note] if found.note else [])):
+        for line in textwrap.wrap(text, max(terminal.width, 40), subsequent_indent="  "):
+            terminal.write(terminal.styled(line, "red") if text != found.note else line)
     if found:
         terminal.write(f"`ikkuna check {run.path}` names all modules and the remedies.")
 
@@ -203,7 +193,7 @@ def write_summary(run: StoredRun, terminal: Terminal, kind: str | None = None, h
 
 def _write_network(run: StoredRun, terminal: Terminal) -> None:
     for pass_name in run.passes():
-        for kind in _network_kinds(run, pass_name):
+        for kind in run.network_kinds(pass_name):
             values = run.series(kind, None, pass_name).values
             label = kind if pass_name == "training" else f"{kind}.{pass_name}"
             number = f"{values[-1]:.4g}"

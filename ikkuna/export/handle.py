@@ -123,14 +123,19 @@ def draw_kind(run: StoredRun, kind: str, modules: Sequence[str] | None = None, p
     if not chosen:
         raise ConfigError(f"plot({kind!r}) needs at least one module")
     title, count = heading(Series(kind, None, pass_name)), len(chosen)
+    quantity = run.quantity(kind)
+    label = quantity.label(kind)
     order = ModuleOrder(run.modules)
     if modules is None and count > _MOST:
-        return draw_chart(ChartView(title, kind, None, count, quantiles=_quantiles(run, kind, pass_name)), order.key)
+        return draw_chart(
+            ChartView(title, label, None, count, quantiles=_quantiles(run, kind, pass_name), quantity=quantity),
+            order.key,
+        )
     lines = []
     for name in chosen:
         found = run.series(kind, name, pass_name)
         lines.append(Line(name, found.steps, found.values))
-    return draw_chart(ChartView(title, kind, None, count, tuple(lines)), order.key)
+    return draw_chart(ChartView(title, label, None, count, tuple(lines), quantity=quantity), order.key)
 
 
 def _quantiles(run: StoredRun, kind: str, pass_name: str) -> QuantileView:
@@ -262,17 +267,12 @@ def _html(table: SummaryTable) -> str:
 
 def network_table(run: StoredRun) -> SummaryTable:
     """Return a row for each series that belongs to no module: first and last value, minimum and maximum."""
-    pairs = [
-        (kind, pass_name)
-        for pass_name in run.passes()
-        for kind in run.kinds(pass_name)
-        if None in run.names(kind, pass_name)
-    ]
-    pairs.sort(key=lambda pair: (pair[0] != "loss", "accuracy" not in pair[0], pair))
     rows = []
-    for kind, pass_name in pairs:
-        title = kind if pass_name == "training" else f"{kind} ({pass_name})"
-        rows.append((title, *_cells(run.series(kind, None, pass_name).values)))
+    for pass_name in run.passes():
+        for kind in run.network_kinds(pass_name):
+            label = run.quantity(kind).label(kind)
+            title = label if pass_name == "training" else f"{label} ({pass_name})"
+            rows.append((title, *_cells(run.series(kind, None, pass_name).values)))
     return SummaryTable("", ("network", "first", "last", "least", "greatest"), rows)
 
 

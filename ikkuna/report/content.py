@@ -1,7 +1,6 @@
 """Collects what a report shows of a run."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.pictures.canvas import scale_type
 from ikkuna.backends.pictures.heatmap import with_missing_rows
+from ikkuna.backends.quantity import NEUTRAL, Quantity, network_order
 from ikkuna.report.curves import ReportChart, ReportCurve, draw_chart, sparkline
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.store import StoredRun
@@ -30,12 +29,6 @@ __all__ = [
     "spread_charts",
 ]
 
-_FIRST_KINDS = (
-    *("loss", "train_accuracy", "test_accuracy", "perplexity", "learning_rate", "global_norm", "clip"),
-    *("speed", "steps_per_second"),
-)
-_MODULE_KINDS = ("update", "gradient", "activation", "weight", "bias")
-_PERCENTILE = re.compile(r"(.+)_percentile_([0-9.]+)$")
 _FANS = 12
 _SPREAD_STEPS = 400
 _COLUMNS = 6
@@ -83,45 +76,30 @@ def _texts(value: object) -> dict[str, str]:
     return {str(key): str(item) for key, item in value.items()} if isinstance(value, dict) else {}
 
 
-def _rank(kind: str) -> tuple[int, str]:
-    found = (i for i, word in enumerate(_FIRST_KINDS) if word in kind)
-    return next(found, len(_FIRST_KINDS)), kind
-
-
 def network_charts(contents: list[RunContent]) -> list[ReportChart]:
     """Return a chart for each kind of the whole network, with a curve for each run and pass; the loss is first."""
     kinds: dict[str, list[ReportCurve]] = {}
     for content in contents:
         for pass_name in content.run.passes():
-            for kind in content.run.kinds(pass_name):
-                if None in content.run.names(kind, pass_name):
-                    found = content.run.series(kind, None, pass_name)
-                    parts = [content.name] if len(contents) > 1 else []
-                    parts += [pass_name] if pass_name != "training" or not parts else []
-                    colour = content.colour if len(contents) > 1 else len(kinds.get(kind, ()))
-                    kinds.setdefault(kind, []).append(ReportCurve(" · ".join(parts), found.steps, found.values, colour))
-    return [
-        draw_chart(kind, kinds[kind], is_log=_is_log(kind), unit=scale_type(kind) == "share")
-        for kind in sorted(kinds, key=_rank)
-    ]
+            for kind in content.run.network_kinds(pass_name):
+                found = content.run.series(kind, None, pass_name)
+                parts = [content.name] if len(contents) > 1 else []
+                parts += [pass_name] if pass_name != "training" or not parts else []
+                colour = content.colour if len(contents) > 1 else len(kinds.get(kind, ()))
+                kinds.setdefault(kind, []).append(ReportCurve(" · ".join(parts), found.steps, found.values, colour))
+    quantities = {kind: _quantity(contents, kind) for kind in kinds}
+    order = sorted(kinds, key=lambda kind: network_order(kind, quantities[kind]))
+    return [draw_chart(kind, kinds[kind], quantity=quantities[kind]) for kind in order]
 
 
-def _is_log(kind: str) -> bool:
-    return bool(re.search("norm|ratio|variance", kind)) and scale_type(kind) == "log"
+def _quantity(contents: list[RunContent], kind: str) -> Quantity:
+    """Return what a kind is, as the first run says that declares it."""
+    return next((each.run.quantities[kind] for each in contents if kind in each.run.quantities), NEUTRAL)
 
 
 def module_kinds(run: StoredRun) -> list[str]:
-    """Return the kinds with values of modules, those of updates, gradients and activations first.
-
-    Percentiles are left out, because they have figures of their own.
-    """
-    kinds = [kind for kind in run.kinds() if any(name is not None for name in run.names(kind))]
-    kinds = [kind for kind in kinds if not _PERCENTILE.match(kind)]
-
-    def rank(kind: str) -> tuple[int, str]:
-        return next((i for i, word in enumerate(_MODULE_KINDS) if word in kind), len(_MODULE_KINDS)), kind
-
-    return sorted(kinds, key=rank)
+    """Return the kinds with values of modules, without those that are drawn together as levels of a family."""
+    return [kind for kind in run.module_kinds() if run.quantity(kind).level is None]
 
 
 def heatmaps_of(run: StoredRun) -> list[ReportHeatmap]:
@@ -132,8 +110,9 @@ def heatmaps_of(run: StoredRun) -> list[ReportHeatmap]:
         if not len(steps):
             continue
         present = presence(run, kind, names, steps)
-        names, values, present = with_missing_rows(run.modules, kind, names, values, present)
-        found.append(draw_heatmap(kind, kind, names, steps, values, present))
+        quantity = run.quantity(kind)
+        names, values, present = with_missing_rows(run.modules, quantity, names, values, present)
+        found.append(draw_heatmap(quantity.label(kind), quantity, names, steps, values, present))
     return found
 
 
@@ -160,9 +139,7 @@ def spread_charts(run: StoredRun) -> list[ReportChart]:
             levels = _quartiles(finite)
         labels = ("minimum", "25 %", "median", "75 %", "maximum")
         curves = [ReportCurve(label, steps[usable], level) for label, level in zip(labels, levels, strict=True)]
-        found.append(
-            draw_chart(kind, curves, is_log=scale_type(kind) == "log", unit=scale_type(kind) == "share", band=True)
-        )
+        found.append(draw_chart(kind, curves, quantity=run.quantity(kind), band=True))
     return found
 
 
@@ -182,8 +159,9 @@ def fan_charts(run: StoredRun) -> list[ReportChart]:
     """Return percentile fans of each kind with percentiles, for at most 12 modules; each curve has the name of its percentile."""
     levels: dict[str, list[tuple[float, str]]] = {}
     for kind in run.kinds():
-        if match := _PERCENTILE.match(kind):
-            levels.setdefault(match[1], []).append((float(match[2]), kind))
+        quantity = run.quantity(kind)
+        if quantity.level is not None:
+            levels.setdefault(quantity.family, []).append((quantity.level, kind))
     charts = []
     for base, kinds in sorted(levels.items()):
         kinds.sort()
@@ -191,7 +169,8 @@ def fan_charts(run: StoredRun) -> list[ReportChart]:
         for name in [names[round(i)] for i in np.linspace(0, len(names) - 1, min(len(names), _FANS))]:
             found = [(level, run.series(kind, name)) for level, kind in kinds if name in run.names(kind)]
             curves = [ReportCurve(f"{level:g} %", values.steps, values.values) for level, values in found]
-            charts.append(draw_chart(f"{base} · {name or 'network'}", curves, band=True))
+            quantity = run.quantity(kinds[0][1])
+            charts.append(draw_chart(f"{base} · {name or 'network'}", curves, quantity=quantity, band=True))
     return charts
 
 
@@ -210,7 +189,7 @@ def module_rows(run: StoredRun) -> tuple[list[str], list[ModuleRow]]:
     kinds = module_kinds(run)[:_COLUMNS]
     entries = {entry.name: entry for entry in run.modules}
     columns = [
-        {name: _cell(run.series(kind, name).values, scale_type(kind) == "log") for name in run.names(kind)}
+        {name: _cell(run.series(kind, name).values, run.quantity(kind).scale == "log") for name in run.names(kind)}
         for kind in kinds
     ]
     rows = []

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ikkuna.backends.quantity import NEUTRAL, Quantity
+
 __all__ = [
     "ReportChart",
     "ReportCurve",
@@ -186,8 +188,7 @@ def draw_chart(
     title: str,
     curves: Sequence[ReportCurve],
     *,
-    is_log: bool = False,
-    unit: bool = False,
+    quantity: Quantity = NEUTRAL,
     band: bool = False,
     steps: tuple[int, int] | None = None,
 ) -> ReportChart:
@@ -199,17 +200,17 @@ def draw_chart(
         The title.
     curves : sequence of ReportCurve
         The curves.
-    is_log : bool
-        Whether the scale of the values is logarithmic; values that are not positive are left out.
-    unit : bool
-        Whether the scale is [0, 1].
+    quantity : Quantity
+        What the values are: their unit stands in the title, a logarithmic scale leaves out values that are not positive,
+        and the scale of shares is [0, 1].
     band : bool
         Whether the area between the first and the last curve, and that between the second and the last but one, are filled.
     steps : (int, int), optional
         The limits of the axis of steps.
     """
     reduced = [ReportCurve(each.name, *reduced_curve(each.steps, each.values), each.colour) for each in curves]
-    low, high = _limits(reduced, is_log, unit)
+    is_log = quantity.scale == "log"
+    low, high = _limits(reduced, is_log, quantity.scale == "share")
     first, last = steps or _step_limits(reduced)
     x = _Axis(first, last if last > first else first + 1, _LEFT, _WIDTH - _RIGHT)
     y = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP, is_log)
@@ -243,7 +244,9 @@ def draw_chart(
         f'{"".join(_value_grid(y)) if has_values else _empty(curves)}<g class="steps">{"".join(_step_ticks(x))}</g>{plot}{cursor}</svg>'
     )
     legend = [(curve.name, curve.colour % _COLOURS) for curve in curves]
-    return ReportChart(title, svg, legend, data, any(not np.isfinite(curve.values).all() for curve in reduced))
+    return ReportChart(
+        quantity.label(title), svg, legend, data, any(not np.isfinite(curve.values).all() for curve in reduced)
+    )
 
 
 def _step_limits(curves: Sequence[ReportCurve]) -> tuple[int, int]:

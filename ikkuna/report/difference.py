@@ -1,8 +1,7 @@
 """Compares two stored runs, and writes a page with both side by side."""
 
 import os
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.canvas import ColourScale
+from ikkuna.backends.quantity import step_order
 from ikkuna.report.content import RunContent, module_kinds, network_charts, presence, run_name
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.report.page import page_target, render, separate_names
@@ -21,10 +21,8 @@ from ikkuna.support.files import atomic_file
 __all__ = ["Parting", "RunDifference", "compare_paths", "compare_runs", "write_diff"]
 
 
-_NOT_COMPARED = re.compile("second|time|speed|memory|overhead|monitor_share")  # these differ between any two runs
 _FACTOR = 6.0
 _PERSISTENT = 3  # values
-_PHASES = ("learning_rate|input", "activation|output", "loss|accuracy", "gradient", "update", "weight|bias|param")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ def compare_runs(
     * without: 6 times the largest difference between the two runs before this step that was within the noise
 
     and if this is so for most of the next 3 common steps.
-    Only steps that both runs have are compared, and no kinds that measure time.
+    Only steps that both runs have are compared, and no kinds that are declared as not comparable, as those that measure time.
 
     Parameters
     ----------
@@ -115,7 +113,7 @@ def compare_runs(
     found = RunDifference()
     for pass_name in (name for name in first.passes() if name in second.passes()):
         for kind in first.kinds(pass_name):
-            if _NOT_COMPARED.search(kind):
+            if not (first.quantity(kind).is_comparable and second.quantity(kind).is_comparable):
                 continue
             names = set(second.names(kind, pass_name))
             for name in (name for name in first.names(kind, pass_name) if name in names):
@@ -126,7 +124,8 @@ def compare_runs(
                 if (parting := _parting(label, name, *pair, others, tolerance)) is not None:
                     found.partings.append(parting)
     order = ModuleOrder(first.modules)
-    found.partings.sort(key=lambda parting: _rank(parting, order, len(first.modules)))
+    places = {kind: step_order(kind, first.quantities) for kind in first.kinds(None)}
+    found.partings.sort(key=lambda parting: _rank(parting, order, places))
     _compare_modules(found, first, second)
     return found
 
@@ -138,10 +137,10 @@ def _compare_modules(found: RunDifference, first: StoredRun, second: StoredRun) 
     found.common = len(names[0]) - len(found.only_first)
 
 
-def _rank(parting: Parting, order: ModuleOrder, count: int) -> tuple[Any, ...]:
-    phase = next((i for i, words in enumerate(_PHASES) if re.search(words, parting.kind)), len(_PHASES))
+def _rank(parting: Parting, order: ModuleOrder, places: Mapping[str, tuple[int, bool]]) -> tuple[Any, ...]:
+    place, is_backward = places[parting.kind.partition(".")[0] if parting.kind not in places else parting.kind]
     position, natural = order.key(parting.module) if parting.module is not None else (-1, [])
-    return parting.step, phase, -position if phase == 3 else position, natural, parting.kind
+    return parting.step, place, -position if is_backward else position, natural, parting.kind
 
 
 def _aligned(a: SeriesValues, b: SeriesValues) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
@@ -308,11 +307,12 @@ def _pairs(first: RunContent, second: RunContent) -> list[tuple[ReportHeatmap, R
             continue
         matrices = [content.run.matrix(kind) for content in (first, second)]
         chosen = [(steps, values[[own.index(name) for name in names]]) for own, steps, values in matrices]
-        scale = ColourScale.of(kind, np.concatenate([values.ravel() for _, values in chosen]))
+        quantity = first.run.quantity(kind)
+        scale = ColourScale.of(quantity, np.concatenate([values.ravel() for _, values in chosen]))
         drawn = []
         for content, (steps, values) in zip((first, second), chosen, strict=True):
             present = presence(content.run, kind, names, steps)
             title = f"{kind} · {content.name}"
-            drawn.append(draw_heatmap(title, kind, names, steps, values, present, scale, is_narrow=True))
+            drawn.append(draw_heatmap(title, quantity, names, steps, values, present, scale, is_narrow=True))
         pairs.append((drawn[0], drawn[1]))
     return pairs

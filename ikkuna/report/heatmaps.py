@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
+from ikkuna.backends.quantity import Quantity
 from ikkuna.report.curves import reduced_matrix, ticks
 from ikkuna.store import StoredHistogram, StoredRun
 
@@ -87,7 +88,7 @@ class ReportHeatmap(NamedTuple):
 
 def draw_heatmap(
     title: str,
-    kind: str,
+    quantity: Quantity,
     names: Sequence[str],
     steps: NDArray[np.int64],
     values: NDArray[np.float64],
@@ -102,8 +103,8 @@ def draw_heatmap(
     ----------
     title : str
         The title.
-    kind : str
-        The kind, which decides the scale.
+    quantity : Quantity
+        What the kind is, which decides the scale.
     names : sequence of str
         The names of the rows.
     steps : ndarray (steps,)
@@ -122,10 +123,10 @@ def draw_heatmap(
     layout = _NARROW if is_narrow else _WIDE
     columns = int(np.clip(_PIXELS // max(len(names), 1), 40, 240))
     steps, values, present = reduced_matrix(steps, values, present, columns)
-    scale = scale or ColourScale.of(kind, values[present])
+    scale = scale or ColourScale.of(quantity, values[present])
     indices = scale.indices(values)
     indices[~present] = MISSING
-    colours = palette(kind)
+    colours = palette(quantity)
     row = float(np.clip(_TALLEST / max(len(names), 1), 1.0, 15.0))
     height = row * len(names)
     address = data_uri(indices, colours, MISSING if is_clear else None)
@@ -186,6 +187,7 @@ def _step_labels(steps: NDArray[np.int64], height: float, layout: _Layout) -> st
     return "".join(parts)
 
 
+_COUNT = Quantity(scale="log")
 _MODULES, _TIMES, _BINS = 8, 60, 32
 
 
@@ -230,7 +232,7 @@ def _distribution(kind: str, name: str | None, stored: list[tuple[int, Any]]) ->
     shares = np.stack([rebinned(histogram, edges) for _, histogram in chosen], axis=1)[::-1]
     labels = [f"{edge:.3g}" for edge in edges[1:][::-1]]
     steps = np.array([step for step, _ in chosen], np.int64)
-    scale = ColourScale.of("count", shares)
+    scale = ColourScale.of(_COUNT, shares)
     return draw_heatmap(
-        f"{kind} · {name or 'network'}", "count", labels, steps, shares, shares > 0, scale, is_clear=True
+        f"{kind} · {name or 'network'}", _COUNT, labels, steps, shares, shares > 0, scale, is_clear=True
     )

@@ -27,6 +27,7 @@ from tensorboardX.proto.summary_pb2 import HistogramProto, Summary, SummaryMetad
 from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 
+from ikkuna.backends.quantity import network_order
 from ikkuna.errors import ConfigError
 from ikkuna.store.append_file import ReplacedEnd
 from ikkuna.store.names import Series, overview_tag, series_tag
@@ -399,25 +400,22 @@ def recover(path: str | os.PathLike[str], to: str | os.PathLike[str] | None = No
 MOST_LINES = 50
 """Of more modules a chart shows the least, median and greatest value."""
 
-_NETWORK = {
-    "loss": r"^Network/loss(\..*)?$",
-    "accuracy": r"^Network/[a-z]+_accuracy",
-    "learning rate": r"^(Network/learning_rate$|learning_rate/)",
-    "norm of all gradients, before and after clipping": r"^Network/(gradient_norm_unclipped|gradients_global_norm)$",
-}
 
-
-def layout_value(groups: Iterable[tuple[Series, int]]) -> bytes:
+def layout_value(groups: Iterable[tuple[Series, int]], network: Iterable[Series] = ()) -> bytes:
     """Return the layout as an entry of a summary.
 
     Parameters
     ----------
     groups : iterable of (Series, int)
         A series of each kind of modules, and the number of modules.
+    network : iterable of Series
+        The series of the network; each kind has a chart with a curve for each pass, the headlines first.
     """
-    network = [_chart(title, tag) for title, tag in _NETWORK.items()]
+    kinds = {series.kind: series for series in network}
+    shown = sorted(kinds.values(), key=lambda series: network_order(series.kind, series.quantity))
+    charts = [_chart(series.quantity.label(series.kind), _of_network(series)) for series in shown]
     layers = [_chart(*_of_group(series, count)) for series, count in groups]
-    layout = Layout(category=[Category(title="Network", chart=network), Category(title="Layers", chart=layers)])
+    layout = Layout(category=[Category(title="Network", chart=charts), Category(title="Layers", chart=layers)])
     tensor = TensorProto(
         dtype="DT_STRING", string_val=[layout.SerializeToString()], tensor_shape=TensorShapeProto(dim=[])
     )
@@ -431,8 +429,13 @@ def _chart(title: str, tag: str) -> Chart:
     return Chart(title=title, multiline=MultilineChartContent(tag=[tag]))
 
 
+def _of_network(series: Series) -> str:
+    return f"^{re.escape(series_tag(Series(series.kind)))}(\\..*)?$"
+
+
 def _of_group(series: Series, count: int) -> tuple[str, str]:
-    title = series.kind if series.pass_name == "training" else f"{series.kind} ({series.pass_name})"
+    title = series.quantity.label(series.kind)
+    title = title if series.pass_name == "training" else f"{title} ({series.pass_name})"
     if count > MOST_LINES:
         tags = "|".join(re.escape(overview_tag(series, statistic)) for statistic in ("min", "median", "max"))
         return f"{title}: least, median and greatest of {count} modules", f"^({tags})$"

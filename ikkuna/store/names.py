@@ -1,7 +1,7 @@
 """The identity of curves, their tags in TensorBoard, and the names of their files."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
@@ -39,6 +39,8 @@ class Series:
         Shown instead of `kind`.
     ylims : (float, float), optional
         Limits of the value axis, for backends that draw axes.
+    quantity : Quantity
+        What the kind is; it does not distinguish series.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Series:
     pass_name: str = "training"
     title: str | None = None
     ylims: tuple[float, float] | None = None
+    quantity: Quantity = field(default=NEUTRAL, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,7 @@ class SeriesGroup:
 
     Parameters
     ----------
-    kind, pass_name, title, ylims
+    kind, pass_name, title, ylims, quantity
         See `Series`.
     names : tuple of str or None
         The name of each series.
@@ -73,11 +76,12 @@ class SeriesGroup:
     pass_name: str = "training"
     title: str | None = None
     ylims: tuple[float, float] | None = None
+    quantity: Quantity = NEUTRAL
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
         """The series in order."""
-        rest = self.pass_name, self.title, self.ylims
+        rest = self.pass_name, self.title, self.ylims, self.quantity
         return tuple(Series(self.kind, name, *rest) for name in self.names)
 
 

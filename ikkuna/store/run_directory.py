@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ikkuna.backends.quantity import Quantity
 from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError
 from ikkuna.store.append_file import make_directories, process_name, reason
 from ikkuna.support.failures import log, raise_users_exception
@@ -31,6 +32,7 @@ __all__ = [
     "RunFile",
     "RunSettings",
     "SamplingRequest",
+    "add_quantities",
     "check_log_dir",
     "check_run_name",
     "config_table",
@@ -188,7 +190,7 @@ def _version(name: str) -> str:
 
 RUN_FILE = "run.json"
 
-_LIMIT_OF_run_file = 1 << 24
+_LARGEST = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,8 @@ class RunFile:
         The time of its creation, in the form of ISO 8601.
     environment : dict
         The versions of the packages, see `ikkuna.store.run_directory`.
+    quantities : dict of str to Quantity
+        What the shown kinds are; a kind without an entry is neutral.
     """
 
     id: str
@@ -214,6 +218,7 @@ class RunFile:
     model: dict[str, Any] | None = None
     created: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    quantities: dict[str, Quantity] = field(default_factory=dict)
 
 
 def write_run_file(directory: Path, content: RunFile) -> None:
@@ -222,10 +227,25 @@ def write_run_file(directory: Path, content: RunFile) -> None:
     created = content.created or datetime.now(UTC).isoformat(timespec="seconds")
     data = {"id": content.id, "created": created, "config": content.config, "model": content.model}
     data["environment"] = content.environment or environment()
+    data["quantities"] = {kind: quantity.as_dict() for kind, quantity in content.quantities.items()}
     with contextlib.suppress(OSError):
         if not path.exists():
-            with atomic_file(path, 0o600) as file:  # a configuration may contain secrets
-                file.write(json.dumps(data, indent=1).encode())
+            _write(path, data)
+
+
+def add_quantities(directory: Path, quantities: Mapping[str, Quantity]) -> None:
+    """Add what kinds are to ``run.json``; an error of the disk is ignored, because values matter more."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        data = json.loads((directory / RUN_FILE).read_bytes())
+        stored = data.get("quantities") or {}
+        data["quantities"] = {**stored, **{kind: quantity.as_dict() for kind, quantity in quantities.items()}}
+        if data["quantities"] != stored:
+            _write(directory / RUN_FILE, data)
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    with atomic_file(path, 0o600) as file:  # a configuration may contain secrets
+        file.write(json.dumps(data, indent=1).encode())
 
 
 def stored_facts(directory: str | os.PathLike[str]) -> Any:
@@ -239,7 +259,7 @@ def stored_facts(directory: str | os.PathLike[str]) -> Any:
         If it is no JSON, or nested too deeply.
     """
     try:
-        return json.loads(read_regular(Path(directory) / RUN_FILE, _LIMIT_OF_run_file))
+        return json.loads(read_regular(Path(directory) / RUN_FILE, _LARGEST))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -262,7 +282,8 @@ def read_run_file(directory: str | os.PathLike[str]) -> RunFile | None:
             return None
         stored = data.get("environment") or {}
         versions = {str(name): str(value) for name, value in stored.items()}
-        return RunFile(str(data["id"]), config, model, str(data.get("created", "")), versions)
+        quantities = {str(kind): Quantity.from_dict(each) for kind, each in (data.get("quantities") or {}).items()}
+        return RunFile(str(data["id"]), config, model, str(data.get("created", "")), versions, quantities)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -1,16 +1,18 @@
 """A stored run: its series as arrays."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ikkuna.backends.quantity import NEUTRAL, Quantity, installed_quantities, network_order, step_order
 from ikkuna.errors import ConfigError, unknown_name
 from ikkuna.store.names import Series
 from ikkuna.store.run_contents import RunFilesReader
+from ikkuna.store.run_directory import read_run_file
 from ikkuna.store.stored_value import StoredHistogram
 from ikkuna.store.values import ModuleEntry, ModuleOrder
 from ikkuna.support.failures import log
@@ -128,6 +130,7 @@ class StoredRun:
         self._stored = found.stored
         self.matrices: list[dict[str, Any]] = found.matrices
         self._order = ModuleOrder(self.modules)
+        self._quantities: Mapping[str, Quantity] | None = None
         self._index: dict[tuple[str, str], dict[str | None, int]] = {}
         for number, series in enumerate(self.all_series):
             if self._table.size(number) and series.kind != _MARKS:
@@ -157,6 +160,29 @@ class StoredRun:
     def kinds(self, pass_name: str | None = TRAINING) -> tuple[str, ...]:
         """Return the kinds with numbers, in alphabetical order; ``None`` selects those of all passes."""
         return tuple(sorted({kind for kind, name in self._index if pass_name is None or name == pass_name}))
+
+    @property
+    def quantities(self) -> Mapping[str, Quantity]:
+        """What the kinds are, as their subscribers have declared it; if the run does not say it, as installed ones do."""
+        if self._quantities is None:
+            stored = read_run_file(self.path)
+            known = {} if stored is None else stored.quantities
+            self._quantities = {**installed_quantities(set(self.kinds(None)) - known.keys()), **known}
+        return self._quantities
+
+    def quantity(self, kind: str) -> Quantity:
+        """Return what a kind is; neutral if no subscriber declares it."""
+        return self.quantities.get(kind, NEUTRAL)
+
+    def network_kinds(self, pass_name: str = TRAINING) -> list[str]:
+        """Return the kinds with values of the whole network; the most important ones first, such as the loss."""
+        found = [kind for kind in self.kinds(pass_name) if None in self.names(kind, pass_name)]
+        return sorted(found, key=lambda kind: network_order(kind, self.quantity(kind)))
+
+    def module_kinds(self) -> list[str]:
+        """Return the kinds with values of modules, in the order in which a step computes them."""
+        found = [kind for kind in self.kinds() if any(name is not None for name in self.names(kind))]
+        return sorted(found, key=lambda kind: (step_order(kind, self.quantities), kind))
 
     def passes(self, kind: str | None = None) -> tuple[str, ...]:
         """Return the names of the passes, the training first."""

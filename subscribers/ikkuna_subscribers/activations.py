@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ikkuna.diagnosis.tied_weights import embedding_pairs, have_same_values
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Message, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.layers import (
     active_units,
     count_saturated,
@@ -76,6 +76,7 @@ class DeadUnitsSubscriber(PlotSubscriber):
     ('activations_dead', 'activations_dormant')
     """
 
+    quantity = Quantity(low=0.0, high=1.0, scale="share", zero="good", larger="bad")
     state = ("_windows",)
 
     def __init__(
@@ -173,6 +174,8 @@ class SaturationSubscriber(PlotSubscriber):
     ('activations_saturation',)
     """
 
+    quantity = Quantity(low=0.0, high=1.0, scale="share", zero="good", larger="bad")
+
     def __init__(
         self,
         kind: str = "activations",
@@ -226,6 +229,7 @@ class RunningStatisticsSubscriber(PlotSubscriber):
     ('running_mean_distance', 'running_variance_distance')
     """
 
+    quantity = Quantity("deviations", low=0.0, scale="log", zero="good", larger="bad")
     needs_model = True
 
     def __init__(self, **options: Any) -> None:
@@ -294,6 +298,7 @@ class ModuleStateSubscriber(PlotSubscriber):
     ('evaluation_mode', 'weight_requires_grad', 'untied_weights')
     """
 
+    quantity = Quantity(low=0.0, high=1.0, scale="share")
     merge = "max"
     needs_model = True
     state = ("_shown",)

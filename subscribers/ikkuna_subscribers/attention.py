@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.layers import AttentionRow, attention_means, attention_row, scores_row
 from ikkuna.support.modules import class_name, named_modules
@@ -305,6 +305,12 @@ class AttentionSubscriber(ProbeSubscriber):
     ('attention_entropy', 'attention_evenness', 'attention_max_logit')
     """
 
+    quantity = (
+        Quantity("nats", low=0.0),
+        Quantity(low=0.0, high=1.0, scale="share"),
+        Quantity(scale="signed"),
+    )
+
     def __init__(
         self,
         dataset: Any,
@@ -406,6 +412,10 @@ class AttentionScoresSubscriber(PlotSubscriber):
     ('scores_max', 'scores_entropy')
     """
 
+    quantity = (
+        Quantity(scale="signed"),
+        Quantity("nats", low=0.0),
+    )
     merge = "max"
 
     def __init__(self, **options: Any) -> None:

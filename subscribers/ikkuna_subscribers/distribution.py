@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Message, ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber, SharedStatisticSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.geometry import ROW_STATISTICS, row_means, row_sums
@@ -87,6 +87,7 @@ class PercentileSubscriber(SharedStatisticSubscriber):
         self.percentiles = _checked(percentiles)
         self.results = [f"percentile_{q:g}" for q in self.percentiles]
         super().__init__(kind, **options)
+        self.quantity = [Quantity(scale="signed", family=f"{kind}_percentile", level=q) for q in self.percentiles]
         self.exact = exact
         self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max")
 
@@ -206,6 +207,14 @@ class RowsSubscriber(PlotSubscriber):
     ('activations_row_l2_norm', 'activations_row_mean')
     """
 
+    quantity = (
+        Quantity(low=0.0, scale="log"),
+        Quantity(scale="signed"),
+        Quantity(scale="signed"),
+        Quantity(scale="signed"),
+        Quantity(scale="signed"),
+    )
+
     def __init__(self, kind: str = "activations", **options: Any) -> None:
         name_results(options, *(f"{kind}_row_{statistic}" for statistic in ROW_STATISTICS))
         super().__init__(kind, **options)
@@ -265,6 +274,7 @@ class PrecisionSubscriber(PlotSubscriber):
     ('weight_gradients_e5m2_underflow', 'weight_gradients_e5m2_subnormal', 'weight_gradients_e5m2_overflow')
     """
 
+    quantity = Quantity(low=0.0, high=1.0, scale="share", zero="good", larger="bad")
     state = ("_generators",)
 
     def __init__(
@@ -338,6 +348,7 @@ class QuantizationSubscriber(PlotSubscriber):
     ('weights_amax', 'weights_int8_error', 'weights_int8_channel_error')
     """
 
+    quantity = Quantity(low=0.0, scale="log")
     fields = ("min", "max")
 
     def __init__(self, kind: str = "weights", format: str = "e4m3", *, channel_axis: int = 0, **options: Any) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, Quantity
 from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = ["FreezeSubscriber"]
@@ -60,6 +60,7 @@ class FreezeSubscriber(PlotSubscriber):
     ('frozen_parameters',)
     """
 
+    quantity = Quantity("parameters", low=0.0)
     derived = True
     needs_model = True
     of_network = True

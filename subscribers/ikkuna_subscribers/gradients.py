@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.kinds import MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.geometry import dot, squared_norm
@@ -99,6 +99,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
     ('gradient_noise_scale', 'gradient_covariance_trace', 'gradient_square', 'noise_hides_gradient')
     """
 
+    quantity = Quantity(scale="log")
     of_network = True
     state = ("_noise", "_totals", "_sizes", "_rows")
     state_types = (_Total,)
@@ -291,6 +292,7 @@ class GradientSNRSubscriber(PlotSubscriber):
     ('weight_micro_gradients_snr',)
     """
 
+    quantity = Quantity(low=0.0, scale="log", larger="good")
     merge = "last"
     state = ("_moments",)
     state_types = (_Moments,)
@@ -375,6 +377,8 @@ class SignAgreementSubscriber(PlotSubscriber):
     ('gradient_momentum_agreement',)
     """
 
+    quantity = Quantity(low=0.0, high=1.0, scale="share", larger="good")
+
     def __init__(self, field: str = "exp_avg", **options: Any) -> None:
         if not isinstance(field, str) or not field:
             raise ConfigError(f"SignAgreementSubscriber needs a field such as 'exp_avg', got {field!r}")
@@ -434,6 +438,10 @@ class ClippingSubscriber(PlotSubscriber):
     ('gradient_norm_unclipped', 'clipped_share')
     """
 
+    quantity = (
+        Quantity(low=0.0, scale="log"),
+        Quantity(low=0.0, high=1.0, scale="share", larger="bad"),
+    )
     fields = ("sumsq",)
     of_network = True
     state = ("_clipped",)

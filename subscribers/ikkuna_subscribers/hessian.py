@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import NetworkMessage
-from ikkuna.export.subscriber import name_results
+from ikkuna.export.subscriber import Quantity, name_results
 from ikkuna.numerics.curvature import HessianProduct
 from ikkuna.numerics.curvature.hessian_product import quadratic_forms, trace_of
 from ikkuna.numerics.curvature.lanczos import Coefficients, Density, Ritz, density_of, lanczos_coefficients, ritz_of
@@ -102,6 +102,7 @@ class HessianSubscriber(ProbeSubscriber):
     ['hessian_eigenvalue_1', 'hessian_residual_1', 'hessian_smallest']
     """
 
+    quantity = Quantity(scale="signed")
     of_network = True
 
     def __init__(

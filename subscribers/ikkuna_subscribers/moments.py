@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, SharedStatisticSubscriber
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber
 from ikkuna.numerics.elements import has_numbers, pieces, readable, without_repeats
 from ikkuna.numerics.statistics import Record
 from ikkuna_subscribers._helpers.arguments import require_integers
@@ -45,6 +45,7 @@ class MeanSubscriber(SharedStatisticSubscriber):
     ('activations_mean',)
     """
 
+    quantity = Quantity(scale="signed")
     fields = ("mean",)
     accepts_finite_only = True
     results = ("mean",)
@@ -84,6 +85,7 @@ class VarianceSubscriber(SharedStatisticSubscriber):
     ('weights_variance',)
     """
 
+    quantity = Quantity(low=0.0, scale="log")
     fields = ("m2", "sumsq")  # with the sum of squares the second moment costs little where the mean is small
     accepts_finite_only = True
     results = ("variance",)
@@ -115,6 +117,7 @@ class SumSubscriber(SharedStatisticSubscriber):
     ('layer_gradients_sum',)
     """
 
+    quantity = Quantity(scale="signed")
     fields = ("mean",)
     accepts_finite_only = True
     results = ("sum",)
@@ -142,6 +145,7 @@ class MinMaxSubscriber(SharedStatisticSubscriber):
     ('weights_min', 'weights_max')
     """
 
+    quantity = Quantity(scale="signed")
     fields = ("min", "max")
     results = ("min", "max")
     derived = True
@@ -175,6 +179,7 @@ class MomentsSubscriber(SharedStatisticSubscriber):
     ('activations_skewness', 'activations_kurtosis')
     """
 
+    quantity = Quantity(scale="signed")
     fields = ("m4", "finite_min", "finite_max")
     accepts_finite_only = True
     results = ("skewness", "kurtosis")
@@ -204,6 +209,7 @@ class SparsitySubscriber(SharedStatisticSubscriber):
     ('activations_sparsity',)
     """
 
+    quantity = Quantity(low=0.0, high=1.0, scale="share")
     fields = ("zeros",)
     results = ("sparsity",)
 
@@ -255,6 +261,7 @@ class NormSubscriber(SharedStatisticSubscriber):
     ('layer_gradients_norm2',)
     """
 
+    quantity = Quantity(low=0.0, scale="log")
     accepts_finite_only = True
     derived = True
 
@@ -333,6 +340,7 @@ class GlobalNormSubscriber(PlotSubscriber):
     ('gradients_global_norm',)
     """
 
+    quantity = Quantity(low=0.0, scale="log")
     fields = ("sumsq",)
     derived = True
     of_network = True
@@ -395,6 +403,7 @@ class MessageMeanSubscriber(PlotSubscriber):
     ('weight_updates_weights_ratio_message_mean',)
     """
 
+    quantity = Quantity(scale="signed")
     fields = ("mean",)
     derived = True
     of_network = True

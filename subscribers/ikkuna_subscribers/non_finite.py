@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.batch import BatchNames
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS, PARAMETER_KINDS
 from ikkuna.numerics.elements import all_finite, has_numbers
@@ -263,6 +263,7 @@ class NonFiniteSubscriber(PlotSubscriber):
     (('weight_gradients_nonfinite',), ('nonfinite_tensors', 'nonfinite_producer'))
     """
 
+    quantity = Quantity("elements", low=0.0, scale="log", zero="good", larger="bad")
     fields = ("nans", "infs")
     merge = "min"
     derived = True

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import Message, MessageBundle, NetworkMessage
-from ikkuna.export.subscriber import Pending, PlotSubscriber, SharedStatisticSubscriber, name_results
+from ikkuna.export.subscriber import Pending, PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.noise import RunningMean
 from ikkuna.numerics.prediction import PREDICTION_FIGURES, count_correct, perplexity, prediction_figures, shifted
 from ikkuna.numerics.statistics import Record
@@ -45,6 +45,7 @@ class LossSubscriber(PlotSubscriber):
     ('loss',)
     """
 
+    quantity = Quantity(larger="bad", is_headline=True)
     fields = ("mean",)
 
     def __init__(self, **options: Any) -> None:
@@ -77,6 +78,7 @@ class PerplexitySubscriber(SharedStatisticSubscriber):
     ('perplexity',)
     """
 
+    quantity = Quantity("choices", low=1.0, larger="bad", is_headline=True)
     fields = ("mean",)
     results = ("perplexity",)
 
@@ -97,6 +99,10 @@ class PerplexitySubscriber(SharedStatisticSubscriber):
     def values(self, record: Record) -> tuple[float]:
         """Return the perplexity."""
         return (perplexity(record.mean),)
+
+
+_NATS = Quantity("nats", low=0.0, larger="bad")
+_FLAG = Quantity(low=0.0, high=1.0, scale="share")
 
 
 class PredictionSubscriber(PlotSubscriber):
@@ -130,6 +136,19 @@ class PredictionSubscriber(PlotSubscriber):
     ('output_dependence', 'output_cross_entropy')
     """
 
+    quantity = (
+        Quantity(low=0.0, high=1.0, scale="share", zero="bad"),
+        _NATS,
+        Quantity("classes", low=0.0),
+        _FLAG,
+        Quantity(low=0.0, scale="log"),
+        Quantity("nats", scale="signed"),
+        *(Quantity("nats", low=0.0), Quantity("nats", low=0.0)),
+        Quantity(scale="signed"),
+        Quantity(low=0.0),
+        Quantity("labels", low=0.0),
+        *(_NATS, _FLAG, Quantity("nats", low=0.0)),
+    )
     merge = "last"
 
     def __init__(self, *, ignore_index: int = -100, shift: int = 0, **options: Any) -> None:
@@ -191,6 +210,10 @@ class TrainAccuracySubscriber(PlotSubscriber):
     (('train_accuracy', 'nonfinite_rows'), ('running_accuracy_top5', 'nonfinite_rows_running_top5'))
     """
 
+    quantity = (
+        Quantity(low=0.0, high=1.0, scale="share", larger="good", is_headline=True),
+        Quantity("rows", low=0.0, zero="good", larger="bad"),
+    )
     state = ("_correct", "_valid")
 
     def __init__(
@@ -270,6 +293,10 @@ class TestAccuracySubscriber(PlotSubscriber):
     ('test_accuracy', 'test_nonfinite_rows')
     """
 
+    quantity = (
+        Quantity(low=0.0, high=1.0, scale="share", larger="good", is_headline=True),
+        Quantity("rows", low=0.0, zero="good", larger="bad"),
+    )
     __test__ = False  # pytest would collect a class of this name
 
     needs_model = True

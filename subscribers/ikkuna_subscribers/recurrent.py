@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS
 from ikkuna.numerics.elements import readable
 from ikkuna.store.values import ModuleEntry
@@ -142,6 +142,7 @@ class GateSubscriber(PlotSubscriber):
     ('weights_gate_norm2', 'bias_gradients_gate_norm2')
     """
 
+    quantity = Quantity(low=0.0, scale="log")
     needs_whole = True  # a part of the rows does not show where a gate begins
 
     def __init__(
@@ -220,6 +221,8 @@ class TimestepGradientSubscriber(PlotSubscriber):
     >>> TimestepGradientSubscriber(batch_first=True, subsample=10).publishes
     ('layer_gradients_timestep_norm2', 'layer_gradients_timestep_reach')
     """
+
+    quantity = Quantity(low=0.0, scale="log")
 
     def __init__(self, timesteps: Sequence[int] = TIMESTEPS, *, batch_first: bool = False, **options: Any) -> None:
         if not timesteps or any(type(t) is not int for t in timesteps):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.representation import (
     Scatter,
     centred_kernels,
@@ -98,6 +98,7 @@ class CKASubscriber(ProbeSubscriber):
     ('cka_to_init', 'cka_between_layers')
     """
 
+    quantity = Quantity(low=0.0, high=1.0, scale="share")
     state = (*ProbeSubscriber.state, "earlier")
     state_types = (_Layer,)
 
@@ -248,6 +249,7 @@ class SVCCASubscriber(ProbeSubscriber):
     ('svcca_to_previous', 'svcca_chance')
     """
 
+    quantity = Quantity(low=0.0, high=1.0, scale="share")
     state = (*ProbeSubscriber.state, "earlier")
 
     def __init__(
@@ -348,6 +350,8 @@ class DimensionSubscriber(PlotSubscriber):
     ('activations_dimension',)
     """
 
+    quantity = Quantity(low=0.0, scale="log")
+
     def __init__(self, kind: str = "activations", *, rows: int = 64, **options: Any) -> None:
         require_integers("DimensionSubscriber", least=4, rows=rows)
         name_results(options, f"{kind}_dimension")
@@ -410,6 +414,11 @@ class LayerSaturationSubscriber(ProbeSubscriber):
     >>> {(v.kind, v.name): v.value for v in values}["intrinsic_dimension", "first"]
     3.0
     """
+
+    quantity = (
+        Quantity(low=0.0, high=1.0, scale="share"),
+        Quantity("dimensions", low=0.0),
+    )
 
     def __init__(self, dataset: Any, *, threshold: float = 0.99, compat: str | None = None, **options: Any) -> None:
         if not 0 < threshold <= 1 or compat not in (None, "delve"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Message, ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.layers import dispatch_row, router_figures, router_row
 from ikkuna.numerics.prediction import z_loss_row
@@ -28,6 +28,7 @@ _KINDS = (
     "expert_load",
     "window_load_max",
 )
+_SHARE = Quantity(low=0.0, high=1.0, scale="share", zero="good", larger="bad")
 _NAMES = ("gate", "*.gate", "router", "*.router", "*router_logits", "*router.logits")
 
 
@@ -80,6 +81,14 @@ class RouterSubscriber(PlotSubscriber):
     ('router_entropy', 'router_z_loss', 'expert_load_max')
     """
 
+    quantity = (
+        Quantity("nats", low=0.0, larger="good"),
+        Quantity(low=0.0, scale="log", larger="bad"),
+        Quantity(low=0.0, scale="log", larger="bad"),
+        *(_SHARE, _SHARE),
+        Quantity(low=0.0, scale="log"),
+        Quantity(low=0.0, scale="log", larger="bad"),
+    )
     state = ("_windows",)
 
     def __init__(
@@ -213,6 +222,8 @@ class ZLossSubscriber(PlotSubscriber):
     >>> ZLossSubscriber().publishes
     ('network_output_z_loss',)
     """
+
+    quantity = Quantity(low=0.0, scale="log", larger="bad")
 
     def __init__(self, kind: str = "network_output", **options: Any) -> None:
         options.setdefault("publishes", f"{kind}_z_loss")

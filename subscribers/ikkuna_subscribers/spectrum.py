@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import ModuleMessage
-from ikkuna.export.subscriber import DeferredRow, PlotSubscriber, name_results
+from ikkuna.export.subscriber import DeferredRow, PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.spectrum import (
     condition_number,
@@ -129,6 +129,10 @@ class AlphaSubscriber(SpectrumSubscriber):
     ('weights_alpha', 'weights_tail_distance')
     """
 
+    quantity = (
+        Quantity(low=1.0),
+        Quantity(low=0.0, high=1.0, larger="bad"),
+    )
     results = ("alpha", "tail_distance")
 
     def __init__(self, kind: str = "weights", *, compat: str | None = None, **options: Any) -> None:
@@ -167,6 +171,7 @@ class ConditionNumberSubscriber(SpectrumSubscriber):
     ('weights_condition_number',)
     """
 
+    quantity = Quantity(low=1.0, scale="log", larger="bad")
     results = ("condition_number",)
 
     def values(self, sigma: Tensor) -> tuple[float, ...]:
@@ -209,6 +214,7 @@ class RankSubscriber(SpectrumSubscriber):
     ('weights_stable_rank', 'weights_participation_ratio', 'weights_effective_rank')
     """
 
+    quantity = Quantity(low=0.0, scale="log")
     results = ("stable_rank", "participation_ratio", "effective_rank")
 
     def values(self, sigma: Tensor) -> tuple[float, ...]:
@@ -268,6 +274,10 @@ class SpectralNormSubscriber(PlotSubscriber):
     ('weights_spectral_norm', 'weights_power_residual')
     """
 
+    quantity = (
+        Quantity(low=0.0, scale="log"),
+        Quantity(low=0.0, scale="log", larger="bad"),
+    )
     merge = "last"
     needs_whole = True
 

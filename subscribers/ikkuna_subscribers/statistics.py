@@ -8,7 +8,7 @@ import numpy as np
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import ModuleMessage, NetworkMessage, Stamp
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.statistics import Record, merge
 from ikkuna.numerics.statistics.histogram import SIGMA, Histogram, together
 from ikkuna.store.values import ModuleEntry
@@ -73,6 +73,8 @@ class StatisticsSubscriber(PlotSubscriber):
     >>> StatisticsSubscriber("weights").publishes[:4]
     ('weight_data_min', 'weight_data_max', 'weight_data_mean', 'weight_data_std')
     """
+
+    quantity = Quantity(scale="signed")
 
     def __init__(
         self,

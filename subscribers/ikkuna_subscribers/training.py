@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import MessageBatch, ModuleMessage, NetworkMessage
-from ikkuna.export.subscriber import PlotSubscriber, SharedStatisticSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.statistics import Record
 from ikkuna_subscribers._helpers.arguments import SampleCount
 
@@ -46,6 +46,8 @@ class LearningRateSubscriber(PlotSubscriber):
     >>> LearningRateSubscriber().publishes
     ('learning_rate',)
     """
+
+    quantity = Quantity(low=0.0, scale="log")
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("publishes", "learning_rate")
@@ -95,6 +97,8 @@ class OptimizerStateSubscriber(PlotSubscriber):
     >>> OptimizerStateSubscriber("exp_avg").publishes
     ('weight_state_exp_avg_norm2', 'bias_state_exp_avg_norm2')
     """
+
+    quantity = Quantity(scale="log")
 
     def __init__(self, field: str, statistic: str = "norm", **options: Any) -> None:
         if not isinstance(field, str) or not field:
@@ -148,6 +152,13 @@ class SpeedSubscriber(PlotSubscriber):
     >>> SpeedSubscriber().publishes
     ('step_seconds', 'samples_per_second', 'monitor_share', 'peak_memory')
     """
+
+    quantity = (
+        Quantity("s", low=0.0, larger="bad", is_comparable=False),
+        Quantity("1/s", low=0.0, larger="good", is_comparable=False),
+        Quantity(low=0.0, high=1.0, scale="share", larger="bad", is_comparable=False),
+        Quantity("bytes", low=0.0, larger="bad", is_comparable=False),
+    )
 
     def __init__(self, **options: Any) -> None:
         name_results(options, "step_seconds", "samples_per_second", "monitor_share", "peak_memory")
@@ -249,6 +260,7 @@ class RankSpreadSubscriber(SharedStatisticSubscriber):
     ('loss_ranks_mean_argmin', 'loss_ranks_mean_argmax')
     """
 
+    quantity = Quantity(scale="log")
     per_rank = True
 
     def __init__(self, kind: str, statistic: str = "rms", **options: Any) -> None:

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import BatchBundle, Message, MessageBatch, MessageBundle, ModuleMessage
-from ikkuna.export.subscriber import PlotSubscriber, name_results
+from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.geometry import (
     adam_decay,
     cosine,
@@ -93,6 +93,7 @@ class RatioSubscriber(PlotSubscriber):
     ('weight_updates_weights_ratio',)
     """
 
+    quantity = Quantity(low=0.0, scale="log")
     fields = ("sumsq",)
     derived = True
 
@@ -156,6 +157,8 @@ class TrustRatioSubscriber(UpdateSubscriber):
     ('trust_ratio',)
     """
 
+    quantity = Quantity(low=0.0, scale="log")
+
     def __init__(self, **options: Any) -> None:
         options.setdefault("publishes", "trust_ratio")
         super().__init__(**options)
@@ -206,6 +209,7 @@ class CosineSubscriber(PlotSubscriber):
     ('weight_updates_cosine',)
     """
 
+    quantity = Quantity(low=-1.0, high=1.0, scale="signed")
     merge = "last"
     needs_whole = True
     state = ("_previous",)
@@ -256,6 +260,8 @@ class EffectiveUpdateSubscriber(UpdateSubscriber):
     >>> EffectiveUpdateSubscriber(torch.bfloat16).publishes
     ('effective_update_fraction',)
     """
+
+    quantity = Quantity(low=0.0, high=1.0, scale="share", zero="bad", larger="good")
 
     def __init__(self, dtype: torch.dtype | None = None, **options: Any) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -308,6 +314,7 @@ class DistanceFromInitSubscriber(PlotSubscriber):
     ('weights_distance_from_init', 'weights_relative_distance')
     """
 
+    quantity = Quantity(low=0.0, scale="log")
     state = ("_first",)
 
     def __init__(self, kind: str = "weights", **options: Any) -> None:
@@ -367,6 +374,7 @@ class WeightDecaySubscriber(UpdateSubscriber):
     ('weight_decay_share',)
     """
 
+    quantity = Quantity(low=0.0, high=1.0, scale="share")
     needs_model = True
 
     def __init__(self, **options: Any) -> None:

@@ -148,7 +148,7 @@ def test_colours_follow_the_environment(environment, expected, monkeypatch):
 
 
 def test_the_installed_command_is_the_same_program_and_imports_no_compiler():
-    error = run("check", "/nowhere", PYTHONPROFILEIMPORTTIME="1").stderr
+    error = run("check", "/nowhere", "--rules", "default", PYTHONPROFILEIMPORTTIME="1").stderr
     assert error.endswith("\nikkuna: '/nowhere' does not exist\n")
     assert "ikkuna.observation.hooks.context" in error
     assert "torch._dynamo" not in error  # it would take two seconds

@@ -16,6 +16,7 @@ from torch import nn
 import ikkuna
 from ikkuna import cli
 from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
+from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
 from ikkuna.report import write_report
@@ -154,17 +155,18 @@ def indices_of(svg):
 def test_zero_nan_and_missing_have_their_own_colours():
     values = np.array([[1.0, 100.0], [0.0, np.nan], [np.nan, np.inf]])
     present = np.array([[True, True], [True, True], [False, True]])
-    drawn = draw_heatmap("t", "weights_norm2", "abc", np.arange(2), values, present)
+    drawn = draw_heatmap("t", Quantity(scale="log"), "abc", np.arange(2), values, present)
     assert indices_of(drawn.svg).tolist() == [[0, COLOURS - 1], [ZERO, NONFINITE], [MISSING, NONFINITE]]
     assert [text for text, _ in drawn.specials] == ["exactly zero", "NaN or infinite", "no value"]
 
 
-def test_the_scale_depends_on_the_name_of_the_kind():
+def test_the_scale_is_the_declared_one():
     values = np.array([0.2, 0.3])
-    assert ColourScale.of("activations_sparsity", values) == ("share", 0.0, 1.0, False)
-    assert ColourScale.of("weights_mean", values) == ("signed", -0.3, 0.3, False)
-    assert ColourScale.of("weights_norm2", values) == ("log", 0.2, 0.3, False)
-    assert ColourScale.of("weights_norm2", np.array([1e-20, 1.0])) == ("log", 1e-12, 1.0, True)
+    assert ColourScale.of(Quantity(scale="share"), values) == ("share", 0.0, 1.0, False)
+    assert ColourScale.of(Quantity(scale="signed"), values) == ("signed", -0.3, 0.3, False)
+    assert ColourScale.of(NEUTRAL, values) == ("linear", 0.2, 0.3, False)
+    assert ColourScale.of(Quantity(scale="log"), values) == ("log", 0.2, 0.3, False)
+    assert ColourScale.of(Quantity(scale="log"), np.array([1e-20, 1.0])) == ("log", 1e-12, 1.0, True)
 
 
 def test_reduction_keeps_extremes_and_values_that_are_not_finite():
@@ -243,13 +245,16 @@ def test_values_that_are_not_finite_have_a_legend_and_single_points_a_dot():
     whole = draw_chart("loss", [ReportCurve("a", steps, np.arange(1.0, 5.0))])
     assert not whole.nonfinite
     assert "<circle" not in whole.svg
-    assert "no positive value" in draw_chart("loss", [ReportCurve("a", steps, np.zeros(4))], is_log=True).svg
+    assert (
+        "no positive value"
+        in draw_chart("loss", [ReportCurve("a", steps, np.zeros(4))], quantity=Quantity(scale="log")).svg
+    )
 
 
 def test_the_steps_of_a_heat_map_are_round_numbers_at_their_columns():
     steps = np.arange(0, 2900, 7)
     values = np.ones((2, len(steps)))
-    drawn = draw_heatmap("x", "weights_norm2", ["a", "b"], steps, values, np.ones_like(values, bool))
+    drawn = draw_heatmap("x", NEUTRAL, ["a", "b"], steps, values, np.ones_like(values, bool))
     found = re.findall(r'<text class="tick" x="([\d.]+)"[^>]*>(\d+)</text>', drawn.svg)
     assert [int(text) for _, text in found] == [0, 500, 1000, 1500, 2000, 2500]
     distances = np.diff([float(x) for x, _ in found])

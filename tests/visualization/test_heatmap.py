@@ -14,12 +14,15 @@ from ikkuna.backends.pictures.canvas import encode_png
 from ikkuna.backends.pictures.drawing import draw_chart, draw_heatmap, grouped, scaled
 from ikkuna.backends.pictures.event_images import HeatmapImage
 from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
+from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.store.names import Series
 from ikkuna.store.run_directory import RunSettings
 from ikkuna.store.values import ModuleEntry, ModuleOrder, module_table
 from tests.plugins.children import answer_of
+
+LOG = Quantity(scale="log")
 
 
 def add(heatmap, step, values):
@@ -124,7 +127,7 @@ def pixels(view):
 
 def test_exact_zeros_have_a_colour_of_their_own():
     zero, least = (
-        (pixels(HeatmapView(("a", "b"), (0, 1), np.array([[first, 1], [1, 1]], np.float32), np.ones((2, 2), bool), "x_norm2"))
+        (pixels(HeatmapView(("a", "b"), (0, 1), np.array([[first, 1], [1, 1]], np.float32), np.ones((2, 2), bool), LOG))
          == (255, 154, 213)).all(-1).sum()
         for first in (0.0, 1e-6)
     )  # fmt: skip
@@ -132,16 +135,18 @@ def test_exact_zeros_have_a_colour_of_their_own():
     assert least == 0
 
 
-def test_the_kind_decides_the_scale_of_a_picture():
+def test_the_declaration_decides_the_scale_of_a_picture():
     values = np.array([[0.2, 0.4], [0.3, 0.4]])
 
-    def drawn(values, kind):
+    def drawn(values, quantity):
         known = np.ones(values.shape, bool)
-        picture = pixels(HeatmapView(("a", "b"), (0, 1), values.astype(np.float32), known, kind))
+        picture = pixels(HeatmapView(("a", "b"), (0, 1), values.astype(np.float32), known, quantity))
         return picture[12, 150].tolist()
 
-    assert drawn(values, "activations_sparsity") == drawn(values * [[1, 2], [1, 2]], "activations_sparsity")
-    assert drawn(values, "weights_norm2") != drawn(values * [[2, 1], [1, 1]], "weights_norm2")
+    share = Quantity(scale="share")
+    assert drawn(values, share) == drawn(values * [[1, 2], [1, 2]], share)
+    assert drawn(values, LOG) != drawn(values * [[2, 1], [1, 1]], LOG)
+    assert drawn(values, NEUTRAL) == drawn(values * 4.0, NEUTRAL)
 
 
 def test_neighbours_share_rows_in_which_the_worst_is_visible():
@@ -149,7 +154,7 @@ def test_neighbours_share_rows_in_which_the_worst_is_visible():
     values[5, 0], values[5, 1], values[6, 1] = np.nan, 0.0, 7.0
     known = np.ones(values.shape, bool)
     known[:10, 2] = False
-    view = HeatmapView(tuple(map(str, range(1000))), (0, 1, 2), values, known, "x_norm2")
+    view = HeatmapView(tuple(map(str, range(1000))), (0, 1, 2), values, known, LOG)
     names, merged, there = grouped(view, 100)
     assert len(names) == len(merged) == 100
     assert names[0] == "0 … +9"
@@ -157,17 +162,17 @@ def test_neighbours_share_rows_in_which_the_worst_is_visible():
     assert merged[0, 1] == 0
     assert merged[1:].tolist() == [[1.0] * 3] * 99
     assert there[0].tolist() == [True, True, False]
-    assert grouped(replace(view, kind="x_mean"), 100)[1][0, 1] == 7
+    assert grouped(replace(view, quantity=Quantity(scale="signed")), 100)[1][0, 1] == 7
 
 
 def test_modules_without_a_value_have_a_row():
     modules = [ModuleEntry(name, "Linear", (("weight", (2, 2)),)) for name in ("a", "b", "c")]
-    made = HeatmapImage("x", ModuleOrder(modules), lambda *arguments: 0, kind="weights_norm2")
+    made = HeatmapImage("x", ModuleOrder(modules), lambda *arguments: 0, quantity=Quantity(sources=("weights",)))
     add(made, 0, {"c": 1.0, "a": 2.0})
     view = made._sorted(made._heatmap.view())
     assert view.names == ("a", "b", "c")
     assert view.known[:, 0].tolist() == [True, False, True]
-    assert view.kind == "weights_norm2"
+    assert view.quantity.sources == ("weights",)
 
 
 def test_a_picture_without_a_finite_value():
@@ -262,9 +267,9 @@ def test_closing_a_run_draws_every_picture_with_its_last_values(tmp_path, monkey
     def draw(view, *arguments):
         time.sleep(0.05)
         if backend == "tb":
-            drawn[view.kind] = view.steps[-1]
+            drawn[view.quantity.unit] = view.steps[-1]
             return draw_heatmap(view)
-        drawn[view.title] = view.lines[0].steps[-1]
+        drawn[view.quantity.unit] = view.lines[0].steps[-1]
         return draw_chart(view, *arguments)
 
     monkeypatch.setattr(drawing, "draw_heatmap", draw)
@@ -273,7 +278,7 @@ def test_closing_a_run_draws_every_picture_with_its_last_values(tmp_path, monkey
     for step in range(3):
         for kind in ("weights_norm2", "weights_mean"):
             for name in ("a", "b"):
-                run.show(Series(kind, name), float(step), step, [backend])
+                run.show(Series(kind, name, quantity=Quantity(kind)), float(step), step, [backend])
         run.commit(step)
     assert run.close(timeout=0.05, drawing=60)
     assert not caplog.records

@@ -17,6 +17,7 @@ from ikkuna.backends import mpl
 from ikkuna.backends.mpl import MPLBackend
 from ikkuna.backends.pictures.chart import CAPACITY, Chart, Curve, HistogramChart, QuantileBands
 from ikkuna.backends.pictures.drawing import draw_chart, draw_histograms
+from ikkuna.backends.quantity import Quantity
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
@@ -118,8 +119,10 @@ def test_a_value_of_the_network_needs_no_legend():
     assert ax.lines[0].get_ydata().tolist() == [1.0, 0.5]
 
 
-def test_the_scale_is_logarithmic_where_values_differ_in_magnitude():
-    far, near = chart(FC, {"fc": 1e-6, "out": 1.0}), chart(FC, {"fc": 0.0, "out": 1.0})
+def test_a_logarithmic_quantity_is_drawn_so_where_values_differ_in_magnitude():
+    log = Series("norm", "fc", quantity=Quantity(scale="log"))
+    far, near = chart(log, {"fc": 1e-6, "out": 1.0}), chart(log, {"fc": 0.0, "out": 1.0})
+    assert draw_chart(chart(FC, {"fc": 1e-6, "out": 1.0}).view()).axes[0].get_yscale() == "linear"
     assert draw_chart(far.view()).axes[0].get_yscale() == "log"
     assert draw_chart(near.view()).axes[0].get_yscale() == "linear"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ikkuna.backends.quantity import Quantity
 from ikkuna.backends.tensorboard import TensorBoardBackend, overview
 from ikkuna.store.names import Series, SeriesGroup, series_of_tag
 from ikkuna.store.values import Matrix, ModuleEntry
@@ -18,6 +19,8 @@ accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_a
 HISTOGRAM = SimpleNamespace(
     min=0.0, max=2.0, num=3, sum=3.0, sum_squares=5.0, bucket_limits=[1.0, 2.0], bucket_counts=[1, 2]
 )
+
+HEADLINE = Quantity(is_headline=True)
 
 
 @pytest.fixture
@@ -41,8 +44,8 @@ def test_tensorboard_reads_what_was_written(backend, tmp_path):
     for step in range(20):
         for module in ("features.0", "features.1", "lstm:1.0"):
             backend.add_scalar(Series("weights_norm2", module), step + len(module), step)
-        backend.add_scalar(Series("loss"), step / 2, step)
-        backend.add_scalar(Series("loss", None, "testing"), float(step), step)
+        backend.add_scalar(Series("loss", quantity=HEADLINE), step / 2, step)
+        backend.add_scalar(Series("loss", None, "testing", quantity=HEADLINE), float(step), step)
         backend.commit(step)
     assert backend.close(30)
     found = load(tmp_path)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ikkuna.export.subscriber import Subscriber
+from ikkuna.export.subscriber import Quantity, Subscriber
 
 __all__ = ["NearZeroSubscriber"]
 
@@ -10,6 +10,9 @@ __all__ = ["NearZeroSubscriber"]
 class NearZeroSubscriber(Subscriber):
     """Share of elements with |x| < eps."""
 
+    quantity = Quantity(
+        low=0.0, high=1.0, scale="share", zero="good", larger="bad"
+    )  # decides colours, axes and comparisons
     merge = "sum"  # over calls, micro-batches, ranks: sum | min | max | last
 
     def __init__(self, kind, eps=1e-3, **options):  # options: subsample, modules, tag, backend, message_bus …

@@ -2,7 +2,6 @@
 
 import io
 import math
-import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from matplotlib.textpath import text_to_path
 from matplotlib.transforms import Bbox, TransformedBbox
 from numpy.typing import NDArray
 
+from ikkuna.backends.quantity import Quantity
 from ikkuna.figures.style import NotebookFigure
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "is_logarithmic",
     "palette",
     "printable",
-    "scale_type",
     "text_width",
 ]
 
@@ -111,30 +110,13 @@ _SEQUENTIAL = (
     *((31, 158, 137), (53, 183, 121), (109, 205, 89), (180, 222, 44), (253, 231, 37)),
 )
 _DIVERGING = ((64, 0, 110), (153, 112, 171), (235, 230, 238), (120, 190, 130), (0, 88, 40))
-_SHARE = re.compile("sparsity|accuracy|dead|saturat|share|near_zero|(?<!un)clipped$")
-_SIGNED = re.compile("_mean$|_sum$|_min$|_max$|_skewness$|_kurtosis$|cosine|_percentile_")
 _DECADES = 12
 _LEAST, _LARGEST = 1e-100, 1e100  # quotients of these are no overflow
 
 
-def scale_type(kind: str) -> str:
-    """Return ``"share"``, ``"signed"`` or ``"log"``.
-
-    Examples
-    --------
-    >>> scale_type("activations_sparsity"), scale_type("weights_mean"), scale_type("weights_norm2")
-    ('share', 'signed', 'log')
-    >>> scale_type("weights_int8_clipped"), scale_type("gradient_norm_unclipped")
-    ('share', 'log')
-    """
-    if _SHARE.search(kind):
-        return "share"
-    return "signed" if _SIGNED.search(kind) else "log"
-
-
-def palette(kind: str) -> NDArray[np.uint8]:
+def palette(quantity: Quantity) -> NDArray[np.uint8]:
     """Return the colours of a kind: those of values, and those of zero, of numbers that are not finite, and of missing values."""
-    anchors = np.array(_DIVERGING if scale_type(kind) == "signed" else _SEQUENTIAL, float)
+    anchors = np.array(_DIVERGING if quantity.scale == "signed" else _SEQUENTIAL, float)
     places = np.linspace(0, len(anchors) - 1, COLOURS)
     values = np.stack([np.interp(places, np.arange(len(anchors)), channel) for channel in anchors.T], axis=1)
     return np.concatenate([values.round(), np.array(_SPECIAL)]).astype(np.uint8)
@@ -145,8 +127,9 @@ class ColourScale(NamedTuple):
 
     Parameters
     ----------
-    type : {'share', 'signed', 'log'}
-        Shares are drawn on [0, 1], signed numbers symmetrically to 0, and all others by their logarithm.
+    type : {'linear', 'log', 'share', 'signed'}
+        Shares are drawn on [0, 1], signed numbers symmetrically to 0, and others from the smallest to the largest value,
+        if they are declared so by their logarithm.
     low, high : float
         The values of the first and of the last colour.
     is_cut : bool
@@ -159,24 +142,34 @@ class ColourScale(NamedTuple):
     is_cut: bool = False
 
     @classmethod
-    def of(cls, kind: str, values: NDArray[np.float64]) -> "ColourScale":
+    def of(cls, quantity: Quantity, values: NDArray[np.float64]) -> "ColourScale":
         """Return the scale for some values.
 
         Examples
         --------
-        >>> ColourScale.of("weights_norm2", np.array([0.0, 0.1, 10.0, np.nan]))
+        >>> ColourScale.of(Quantity(scale="log"), np.array([0.0, 0.1, 10.0, np.nan]))
         ColourScale(type='log', low=0.1, high=10.0, is_cut=False)
         """
-        kind_type, size = scale_type(kind), np.abs(values[np.isfinite(values)])
-        if kind_type == "share":
-            return cls(kind_type, 0.0, 1.0)
+        finite = values[np.isfinite(values)]
+        if quantity.scale == "share":
+            return cls(quantity.scale, 0.0, 1.0)
+        if quantity.scale == "linear":
+            low, high = np.clip(
+                [finite.min(initial=_LARGEST), finite.max(initial=-_LARGEST)], -_LARGEST, _LARGEST
+            ).tolist()
+            return (
+                cls(quantity.scale, low, high)
+                if low < high
+                else cls(quantity.scale, *_around(low if len(finite) else 0.0))
+            )
+        size = np.abs(finite)
         size = np.clip(size[size > 0], _LEAST, _LARGEST)
         high = float(size.max(initial=0.0)) or 1.0
-        if kind_type == "signed":
-            return cls(kind_type, -high, high)
+        if quantity.scale == "signed":
+            return cls(quantity.scale, -high, high)
         least = float(size.min(initial=high))
         low = max(least, high * 10.0**-_DECADES)
-        return cls(kind_type, low if low < high else high / 10, high, least < low)
+        return cls(quantity.scale, low if low < high else high / 10, high, least < low)
 
     def indices(self, values: NDArray[np.float64]) -> NDArray[np.uint8]:
         """Return the colour of each value; NaN and infinities get the colour of numbers that are not finite."""
@@ -189,6 +182,12 @@ class ColourScale(NamedTuple):
         found[values == 0] = ZERO
         found[~np.isfinite(values)] = NONFINITE
         return found
+
+
+def _around(value: float) -> tuple[float, float]:
+    """Return a range with one value in its middle."""
+    half = abs(value) / 2 or 0.5
+    return value - half, value + half
 
 
 _DPI = 100

@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.store.names import Series
 from ikkuna.store.values import HistogramLike, Matrix
 
@@ -322,6 +323,7 @@ class ChartView:
     modules: int
     lines: tuple[Line, ...] = ()
     quantiles: QuantileView | None = None
+    quantity: Quantity = NEUTRAL
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,7 +392,13 @@ class Chart:
         lines = tuple(Line(name, *curve.points()) for name, curve in self._curves.items())
         quantiles = None if lines else self._quantiles.view()
         return ChartView(
-            heading(self._series), self._series.kind, self._series.ylims, len(self._names), lines, quantiles
+            heading(self._series),
+            self._series.quantity.label(self._series.kind),
+            self._series.ylims,
+            len(self._names),
+            lines,
+            quantiles,
+            self._series.quantity,
         )
 
 

@@ -24,11 +24,11 @@ from ikkuna.backends.pictures.canvas import (
     is_logarithmic,
     palette,
     printable,
-    scale_type,
     text_width,
 )
 from ikkuna.backends.pictures.chart import ChartView, HistogramsView
 from ikkuna.backends.pictures.heatmap import HeatmapView
+from ikkuna.backends.quantity import Quantity
 from ikkuna.figures.curves import FanSeries, draw_curves, draw_fan
 from ikkuna.figures.histograms import draw_ridge
 from ikkuna.figures.style import (
@@ -54,7 +54,8 @@ def draw_chart(view: ChartView, order: Order = str) -> NotebookFigure:
     """Return a picture with a line for each module, or with quantiles over all modules.
 
     Values that are not finite leave gaps, and a corner shows their share.
-    The scale is logarithmic if :func:`~ikkuna.backends.pictures.canvas.is_logarithmic` says so and no limits are given.
+    The declaration of the kind decides the scale, if no limits are given: shares lie on [0, 1], and what is compared by its logarithm
+    is so from a factor of 100 on (:func:`~ikkuna.backends.pictures.canvas.is_logarithmic`).
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ def draw_chart(view: ChartView, order: Order = str) -> NotebookFigure:
     drawn = _draw_quantiles(ax, view) if view.quantiles is not None else _draw_lines(ax, view, order)
     if drawn and (count := count_nonfinite(np.concatenate(drawn))):
         add_note(ax, str(count))
-    _scale(ax, drawn, view.ylims)
+    _scale(ax, drawn, view.ylims, view.quantity)
     ax.set_xlabel("step")
     ax.set_ylabel(escaped(view.label))
     ax.grid(alpha=0.25)
@@ -100,13 +101,15 @@ def _draw_quantiles(ax: Axes, view: ChartView) -> list[Array]:
     return [view.quantiles.values[0], view.quantiles.values[-1]]
 
 
-def _scale(ax: Axes, drawn: Sequence[Array], ylims: tuple[float, float] | None) -> None:
+def _scale(ax: Axes, drawn: Sequence[Array], ylims: tuple[float, float] | None, quantity: Quantity) -> None:
     if ylims is not None:
         ax.set_ylim(*ylims)
         return
     values = np.concatenate([*drawn, np.zeros(0)])
     finite = values[np.isfinite(values)]
-    if finite.size and is_logarithmic(finite.min(), finite.max()):
+    if quantity.scale == "share" and (not finite.size or (finite.min() >= 0 and finite.max() <= 1)):
+        ax.set_ylim(-0.02, 1.02)
+    elif quantity.scale == "log" and finite.size and is_logarithmic(finite.min(), finite.max()):
         ax.set_yscale("log")
 
 
@@ -152,15 +155,15 @@ Known = NDArray[np.bool_]
 def draw_heatmap(view: HeatmapView) -> NotebookFigure:
     """Return the picture of a heat map, with a row for each module and a column for each step, and a legend below.
 
-    The kind decides the scale: shares lie on [0, 1], signed numbers symmetrically to 0, all others are logarithmic.
+    The declaration of the kind decides the scale, see `ColourScale`.
     Zero, numbers that are not finite, and missing values have colours of their own.
     Of more than 105 modules, neighbours share a row, see `grouped`.
     """
     names, values, known = grouped(view)
-    scale = ColourScale.of(view.kind, values[known])
+    scale = ColourScale.of(view.quantity, values[known])
     indices = scale.indices(values)
     indices[~known] = MISSING
-    colours = _with_alpha(palette(view.kind))
+    colours = _with_alpha(palette(view.quantity))
     height = max(2, min(24, _HEIGHT // len(names)))
     width = max(1, round(_WIDTH / len(view.steps)))
     rows = Labels(names, height, font_size=_FONT_SIZE)
@@ -213,8 +216,9 @@ def grouped(view: HeatmapView, most: int = _MOST_ROWS) -> tuple[tuple[str, ...],
 
     Examples
     --------
+    >>> from ikkuna.backends.quantity import Quantity
     >>> values = np.array([[1.0], [0.0], [3.0], [5.0]], np.float32)
-    >>> names, values, known = grouped(HeatmapView(("a", "b", "c", "d"), (0,), values, np.ones((4, 1), bool), "x_norm2"), 2)
+    >>> names, values, known = grouped(HeatmapView(("a", "b", "c", "d"), (0,), values, np.ones((4, 1), bool), Quantity(scale="log")), 2)
     >>> names, values.tolist()
     (('a … +1', 'c … +1'), [[0.0], [4.0]])
     """
@@ -226,14 +230,14 @@ def grouped(view: HeatmapView, most: int = _MOST_ROWS) -> tuple[tuple[str, ...],
         f"{view.names[part[0]]} … +{len(part) - 1}" if len(part) > 1 else view.names[part[0]] for part in parts
     )
     known = np.stack([view.known[part].any(axis=0) for part in parts])
-    return names, np.stack([_merged(values[part], view.known[part], scale_type(view.kind)) for part in parts]), known
+    return names, np.stack([_merged(values[part], view.known[part], view.quantity.scale) for part in parts]), known
 
 
 def _merged(values: Values, known: Known, type_name: str) -> Values:
     broken = (known & ~np.isfinite(values)).any(axis=0)
     there = np.where(known & np.isfinite(values), values, 0.0)
     largest = np.take_along_axis(there, np.abs(there).argmax(axis=0)[None], axis=0)[0]
-    if type_name == "log":
+    if type_name in ("log", "linear"):
         usable = known.any(axis=0) & ~broken
         median = np.zeros(values.shape[1])
         median[usable] = np.nanmedian(np.where(known, values, np.nan)[:, usable], axis=0)

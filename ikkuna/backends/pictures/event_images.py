@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.heatmap import Heatmap, HeatmapView, with_missing_rows
+from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import Matrix, ModuleOrder
 
 __all__ = ["HeatmapImage", "MatrixImage", "MatrixQueue", "import_renderer"]
@@ -38,13 +39,15 @@ class HeatmapImage:
         Queues the image; called in the drawing thread.
     interval : float
         In seconds.
-    kind : str
-        The kind, which decides the scale of colours and the modules that have a row.
+    quantity : Quantity
+        What the kind is, which decides the scale of colours and the modules that have a row.
     """
 
-    def __init__(self, name: str, order: ModuleOrder, write: Write, interval: float = 5.0, kind: str = "") -> None:
+    def __init__(
+        self, name: str, order: ModuleOrder, write: Write, interval: float = 5.0, quantity: Quantity = NEUTRAL
+    ) -> None:
         self.name = name
-        self._kind = kind
+        self._quantity = quantity
         self._order = order
         self._write = write
         self._interval = interval
@@ -85,9 +88,9 @@ class HeatmapImage:
         names = tuple(view.names[row] for row in rows)
         values = view.values[rows].astype(np.float64)
         modules = self._order.modules
-        names, values, known = with_missing_rows(modules, self._kind, names, values, view.known[rows])
+        names, values, known = with_missing_rows(modules, self._quantity, names, values, view.known[rows])
         with np.errstate(over="ignore"):
-            return HeatmapView(names, view.steps, values.astype(np.float32), known, self._kind)
+            return HeatmapView(names, view.steps, values.astype(np.float32), known, self._quantity)
 
 
 class MatrixImage:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.chart import Decimator, keep_first
+from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import ModuleEntry, ModuleOrder
 
 __all__ = ["CAPACITY", "Heatmap", "HeatmapView", "with_missing_rows"]
@@ -34,15 +35,15 @@ class HeatmapView:
         (row, column), float32
     known : ndarray
         (row, column), whether there is a value; it may be NaN.
-    kind : str
-        The kind, which decides the scale of colours.
+    quantity : Quantity
+        What the kind is, which decides the scale of colours.
     """
 
     names: tuple[str, ...]
     steps: tuple[int, ...]
     values: NDArray[np.float32]
     known: NDArray[np.bool_]
-    kind: str = ""
+    quantity: Quantity = NEUTRAL
 
 
 class _Column(NamedTuple):
@@ -110,9 +111,13 @@ class Heatmap:
         return HeatmapView(tuple(self._names), tuple(column.step for column in columns), values, known)
 
 
+_OF_MODULES = frozenset(("activations", "layer_gradients"))
+_OF_WEIGHTS = frozenset(("weights", "weight_gradients", "weight_updates"))
+
+
 def with_missing_rows(
     modules: Sequence[ModuleEntry],
-    kind: str,
+    quantity: Quantity,
     names: tuple[str, ...],
     values: NDArray[np.float64],
     present: NDArray[np.bool_],
@@ -124,10 +129,10 @@ def with_missing_rows(
     Examples
     --------
     >>> modules = [ModuleEntry(name, "Linear", (("weight", (2, 2)),)) for name in ("a", "b", "c")]
-    >>> with_missing_rows(modules, "weights_norm2", ("a", "c"), np.ones((2, 1)), np.ones((2, 1), bool))[0]
+    >>> with_missing_rows(modules, Quantity(sources=("weights",)), ("a", "c"), np.ones((2, 1)), np.ones((2, 1), bool))[0]
     ('a', 'b', 'c')
     """
-    wanted = [name for name in _expected(modules, kind) if name not in names]
+    wanted = [name for name in _expected(modules, frozenset(quantity.sources)) if name not in names]
     if not wanted or len(wanted) > len(names):
         return names, values, present
     order = ModuleOrder(modules)
@@ -138,9 +143,9 @@ def with_missing_rows(
     return tuple(every), filled, there
 
 
-def _expected(modules: Sequence[ModuleEntry], kind: str) -> list[str]:
-    if kind.startswith(("activations", "layer_gradients")):
+def _expected(modules: Sequence[ModuleEntry], sources: frozenset[str]) -> list[str]:
+    if sources & _OF_MODULES:
         return [entry.name for entry in modules]
-    if kind.startswith("weight"):
+    if sources & _OF_WEIGHTS:
         return [entry.name for entry in modules if any(name == "weight" for name, _ in entry.parameters)]
     return []

@@ -6,6 +6,7 @@ Importing this package loads no plugin; ``from ikkuna.export.subscriber import *
 
 from typing import TYPE_CHECKING, Any
 
+from ikkuna.backends.quantity import Quantity
 from ikkuna.errors import PluginError, unknown_name
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.callback import CallbackSubscriber
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         "DeferredRow",
         "Pending",
         "PlotSubscriber",
+        "Quantity",
         "SharedStatisticSubscriber",
         "Subscriber",
         "Subscription",
@@ -41,6 +43,7 @@ _OWN = (
         "DeferredRow",
         "Pending",
         "PlotSubscriber",
+        "Quantity",
         "SharedStatisticSubscriber",
         "Subscriber",
         "Subscription",

@@ -2,6 +2,7 @@
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from inspect import Signature, signature
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from ikkuna.backends.backend import Backend, Sender
 from ikkuna.backends.loggers import is_target
+from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.messages.batch import BatchBundle, BatchNames, MessageBatch
 from ikkuna.metrics.messages.bundle import MessageBundle
@@ -171,6 +173,9 @@ class Subscriber(metaclass=_RegisteringType):
         The copy waits for the device.
     per_rank : bool
         Whether it also reads the records of the single ranks, as ``message.record.ranks``.
+    quantity : Quantity or sequence of Quantity
+        What it publishes: unit, range, scale, what is good, and whether runs can be compared by it.
+        One for all kinds, or one for each in the order of `publishes`; a subscriber that publishes nothing declares what it shows.
     state : collection of str
         The names of its attributes that :meth:`state_dict` returns: what it keeps from one step to the next.
     state_types : collection of type
@@ -205,6 +210,7 @@ class Subscriber(metaclass=_RegisteringType):
     needs_whole: bool = False
     needs_float64: bool = True
     per_rank: bool = False
+    quantity: Quantity | Sequence[Quantity] = NEUTRAL
     state: Collection[str] = ()
     state_types: Collection[type] = ()
 
@@ -460,7 +466,7 @@ class Subscriber(metaclass=_RegisteringType):
         key = kind, batch.stamp.pass_name
         known = self._series_groups.setdefault(batch.names, {})
         if key not in known:
-            rest = batch.stamp.pass_name, self.title, self.ylims
+            rest = batch.stamp.pass_name, self.title, self.ylims, self.quantity_of(kind)
             known[key] = SeriesGroup(kind, batch.names.names, *rest)
         return known[key]
 
@@ -490,11 +496,31 @@ class Subscriber(metaclass=_RegisteringType):
         stamp = message.stamp
         key = kind, message.series_name, stamp.pass_name
         if (series := self._series.get(key)) is None:
-            series = self._series[key] = Series(*key, self.title, self.ylims)
+            series = self._series[key] = Series(*key, self.title, self.ylims, self.quantity_of(kind))
         self._host.show(series, value, stamp.global_step, self.backends, self._sender)
+
+    def quantity_of(self, kind: str) -> Quantity:
+        """Return what a kind that this subscriber publishes or shows is."""
+        declared, names = self.quantity, self.publishes or self.kinds
+        if not isinstance(declared, Quantity):
+            declared = declared[names.index(kind)] if kind in names else NEUTRAL
+        return replace(declared, sources=self.kinds, statistics=tuple(self.fields))
+
+    def _check_quantity(self) -> None:
+        declared, names = self.quantity, self.publishes or self.kinds
+        several = [] if isinstance(declared, Quantity) else list(declared)
+        if wrong := [each for each in several if not isinstance(each, Quantity)]:
+            raise ConfigTypeError(
+                f"{type(self).__name__}.quantity needs a Quantity, got {type(wrong[0]).__name__} {wrong[0]!r}"
+            )
+        if not isinstance(declared, Quantity) and len(several) < len(names):
+            raise ConfigError(
+                f"{type(self).__name__}.quantity needs one Quantity, or one for each of {', '.join(names)}, got {len(several)}"
+            )
 
     def check(self) -> None:
         """Raise `ConfigError` if an attribute of the class is invalid; called at registration."""
+        self._check_quantity()
         if self.merge not in MERGES:
             raise ConfigError(f"{type(self).__name__}.merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
         if isinstance(self.fields, str):
