@@ -74,6 +74,7 @@ class PercentileSubscriber(SharedStatisticSubscriber):
     ('weights_percentile_2.28', 'weights_percentile_50')
     """
 
+    quantity = Quantity(scale="signed")
     accepts_finite_only = True
 
     def __init__(
@@ -87,7 +88,8 @@ class PercentileSubscriber(SharedStatisticSubscriber):
         self.percentiles = _checked(percentiles)
         self.results = [f"percentile_{q:g}" for q in self.percentiles]
         super().__init__(kind, **options)
-        self.quantity = [Quantity(scale="signed", family=f"{kind}_percentile", level=q) for q in self.percentiles]
+        family = f"{kind}_percentile"
+        self.quantity = [replace(type(self).quantity, family=family, level=q) for q in self.percentiles]
         self.exact = exact
         self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max")
 

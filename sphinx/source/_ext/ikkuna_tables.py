@@ -116,8 +116,15 @@ def metrics() -> str:
             r",? :math:`[^`]*`(?: and :math:`[^`]*`)*", "", paragraphs(metric)[0]
         )  # the formula is on the metric's own page
         takes, publishes, unit = exchange(metric)
-        rows.append((f":class:`~{metric.__module__}.{name}`", what, takes, f"{publishes}, {unit}".rstrip(", ")))
-    return table(("metric", "description", "takes", "publishes, unit"), rows, widths="20 32 24 24")
+        shown = declared(metric.quantity)
+        rows.append((f":class:`~{metric.__module__}.{name}`", what, takes, f"{publishes}, {unit}".rstrip(", "), shown))
+    return table(("metric", "description", "takes", "publishes, unit", "is shown"), rows, widths="18 30 20 20 12")
+
+
+def declared(quantity: Any) -> str:
+    """Return the scales of the kinds that a metric publishes, with their units, as its class declares them."""
+    each = [quantity] if isinstance(quantity, subscriber.Quantity) else quantity
+    return ", ".join(dict.fromkeys(f"{one.scale} [{one.unit}]" if one.unit else one.scale for one in each))
 
 
 def backends() -> str:
