@@ -1,4 +1,4 @@
-"""What a metric is: its unit, range and scale, what is good, and whether two runs can be compared by it."""
+"""The declaration of a metric: unit, range and scale, the meaning of its values, and whether two runs can be compared by it."""
 
 import math
 from collections.abc import Iterable, Mapping

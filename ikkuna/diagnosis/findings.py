@@ -187,7 +187,7 @@ class FindingList:
         return len(self.causes)
 
     def end(self, rule: str, step: int) -> None:
-        """Note the step at which a rule does not see its mistake any more."""
+        """Set the step at which a rule does not see its mistake any more."""
         known = self.causes.get(rule)
         if known is not None and known.ended is None:
             self.causes = {**self.causes, rule: replace(known, ended=step)}

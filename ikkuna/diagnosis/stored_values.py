@@ -133,7 +133,7 @@ class ValueGroup(NamedTuple):
 
 
 class RuleValues(NamedTuple):
-    """What rules have read while a model trained.
+    """The values that rules have read while a model trained.
 
     Parameters
     ----------

@@ -163,7 +163,7 @@ class StoredRun:
 
     @property
     def quantities(self) -> Mapping[str, Quantity]:
-        """What the kinds are, as their subscribers have declared it; if the run does not say it, as installed ones do."""
+        """The declarations of the kinds, which the run has stored; for other kinds those of installed subscribers."""
         if self._quantities is None:
             stored = read_run_file(self.path)
             known = {} if stored is None else stored.quantities

@@ -236,7 +236,7 @@ FINDINGS = st.dictionaries(
 
 @given(st.lists(FINDINGS, max_size=5))
 def test_events_lead_to_the_findings_of_the_last_step(tmp_path_factory, states):
-    """What a finding says is not changed by later states, only where and until when."""
+    """Later states of a finding change its modules, its consequences and its end alone."""
     from dataclasses import replace
 
     directory, before, text, first = tmp_path_factory.mktemp("run"), {}, "", {}
