@@ -1,4 +1,4 @@
-"""The declaration of a metric: unit, range and scale, the meaning of its values, and whether two runs can be compared by it."""
+"""The declaration of a metric: its unit, range and scale, and the meaning of its values."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,9 @@ _STEP = (
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """The declaration of a kind that a subscriber publishes; stored in the run, and read by everything that shows or compares it.
+    """The declaration of a kind that a subscriber publishes.
+
+    The run stores it, and everything that shows or compares values of the kind reads it.
 
     The default is neutral: a number without unit and limits, on a linear scale.
 

@@ -305,7 +305,7 @@ class Run:
             self._closed, self._open_step = False, math.inf
             self._share("draw", drawing)
             self._closed = self._share("close", timeout)
-            if self._directory is not None:
+            if self._closed and self._directory is not None:  # the disk does not block
                 self._check(self._directory)
             if self._locked is not None:
                 os.close(self._locked)

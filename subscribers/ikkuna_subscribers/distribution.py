@@ -74,7 +74,7 @@ class PercentileSubscriber(SharedStatisticSubscriber):
     ('weights_percentile_2.28', 'weights_percentile_50')
     """
 
-    quantity = Quantity(scale="signed")
+    quantity: Quantity | Sequence[Quantity] = Quantity(scale="signed")
     accepts_finite_only = True
 
     def __init__(
@@ -89,7 +89,7 @@ class PercentileSubscriber(SharedStatisticSubscriber):
         self.results = [f"percentile_{q:g}" for q in self.percentiles]
         super().__init__(kind, **options)
         family = f"{kind}_percentile"
-        self.quantity = [replace(type(self).quantity, family=family, level=q) for q in self.percentiles]
+        self.quantity = [Quantity(scale="signed", family=family, level=q) for q in self.percentiles]
         self.exact = exact
         self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max")
 
