@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import ikkuna
 from ikkuna.backends.pictures.chart import Chart
 from ikkuna.backends.pictures.drawing import draw_chart
-from ikkuna.backends.quantity import NEUTRAL, SCALES
 from ikkuna.errors import ConfigError, ConfigTypeError, IkkunaError
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import Quantity, Subscriber
@@ -22,6 +21,7 @@ from ikkuna.reading import read_run
 from ikkuna.report import write_report
 from ikkuna.report.content import RunContent, module_kinds, network_charts
 from ikkuna.report.difference import compare_runs
+from ikkuna.store.quantity import NEUTRAL, SCALES
 from ikkuna.store.run_directory import read_run_file
 from ikkuna.testing import small_model
 from tests.subscribers import EVERY_SUBSCRIBER

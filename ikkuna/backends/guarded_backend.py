@@ -189,6 +189,12 @@ class GuardedBackend:
         return acked
 
     @property
+    def has_all(self) -> bool:
+        """Whether the operating system has all values that were committed since the last :meth:`rewind`, and there are some."""
+        acked = self.acked_step
+        return self._committed is not None and acked is not None and acked >= self._committed
+
+    @property
     def is_behind(self) -> bool:
         """Whether the operating system lacks values that were committed, and the backend can store them now."""
         if self._committed is None or self.is_unwritable:

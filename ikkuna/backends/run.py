@@ -19,10 +19,10 @@ from ikkuna.backends.file_backend import FileBackend
 from ikkuna.backends.finding import Finding
 from ikkuna.backends.guarded_backend import GuardedBackend
 from ikkuna.backends.loggers import adapted
-from ikkuna.backends.quantity import Quantity
 from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
 from ikkuna.store.append_file import make_directories, reason
 from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.store.quantity import Quantity
 from ikkuna.store.run_directory import (
     Continued,
     ControlFile,
@@ -331,12 +331,15 @@ class Run:
         """Last complete step whose values the operating system has received from every storing backend; -1 before.
 
         A step is complete when no further value of it can come: when a later one has been committed, by :meth:`flush`, and by
-        :meth:`close`.
+        :meth:`close`.  A backend whose committed values have all been received has no value of the later steps, and does not
+        hold back the others.
         """
-        acked = [(guarded.acked_step, guarded.safe_step) for guarded in list(self._backends.values())]
-        if all(step is None or step < 0 for step, _ in acked):
+        acked = [(g.acked_step, g.safe_step, g.has_all) for g in list(self._backends.values())]
+        if all(step is None or step < 0 for step, _, _ in acked):
             return -1
-        return int(min(self._open_step - 1, *(safe for _, safe in acked if safe is not None)))
+        latest = max(safe for _, safe, _ in acked if safe is not None)
+        waiting = (safe for _, safe, has_all in acked if safe is not None and not has_all)
+        return int(min(self._open_step - 1, latest, *waiting))
 
     @property
     def unwritable(self) -> tuple[str, ...]:

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.heatmap import with_missing_rows
-from ikkuna.backends.quantity import NEUTRAL, Quantity, network_order
 from ikkuna.report.curves import ReportChart, ReportCurve, draw_chart, sparkline
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.store import StoredRun
+from ikkuna.store.quantity import NEUTRAL, Quantity, network_order
 from ikkuna.store.run_directory import stored_facts
 
 __all__ = [

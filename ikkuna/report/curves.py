@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.quantity import NEUTRAL, Quantity
+from ikkuna.store.quantity import NEUTRAL, Quantity
 
 __all__ = [
     "ReportChart",

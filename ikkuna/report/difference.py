@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.canvas import ColourScale
-from ikkuna.backends.quantity import step_order
 from ikkuna.report.content import RunContent, module_kinds, network_charts, presence, run_name
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.report.page import page_target, render, separate_names
 from ikkuna.store import SeriesValues, StoredRun, read_run
+from ikkuna.store.quantity import step_order
 from ikkuna.store.values import ModuleOrder
 from ikkuna.support.files import atomic_file
 

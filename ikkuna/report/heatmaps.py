@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
-from ikkuna.backends.quantity import Quantity
 from ikkuna.report.curves import reduced_matrix, ticks
 from ikkuna.store import StoredHistogram, StoredRun
+from ikkuna.store.quantity import Quantity
 
 __all__ = ["ReportHeatmap", "data_uri", "distributions_of", "draw_heatmap", "rebinned"]
 

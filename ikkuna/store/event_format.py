@@ -27,10 +27,10 @@ from tensorboardX.proto.summary_pb2 import HistogramProto, Summary, SummaryMetad
 from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 
-from ikkuna.backends.quantity import network_order
 from ikkuna.errors import ConfigError
 from ikkuna.store.append_file import ReplacedEnd
 from ikkuna.store.names import Series, overview_tag, series_tag
+from ikkuna.store.quantity import network_order
 from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import HistogramLike
 from ikkuna.support.failures import log

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
+from ikkuna.store.quantity import NEUTRAL, Quantity
+
 __all__ = [
     "Series",
     "SeriesGroup",

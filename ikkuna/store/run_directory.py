@@ -17,9 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ikkuna.backends.quantity import Quantity
 from ikkuna.errors import ConfigError, ConfigTypeError, LogDirError
 from ikkuna.store.append_file import make_directories, process_name, reason
+from ikkuna.store.quantity import Quantity
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.files import atomic_file, read_regular
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.quantity import NEUTRAL, Quantity, installed_quantities, network_order, step_order
 from ikkuna.errors import ConfigError, unknown_name
 from ikkuna.store.names import Series
+from ikkuna.store.quantity import NEUTRAL, Quantity, installed_quantities, network_order, step_order
 from ikkuna.store.run_contents import RunFilesReader
 from ikkuna.store.run_directory import read_run_file
 from ikkuna.store.stored_value import StoredHistogram

@@ -16,13 +16,13 @@ from torch import nn
 import ikkuna
 from ikkuna import cli
 from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
-from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
 from ikkuna.report import write_report
 from ikkuna.report.content import RunContent
 from ikkuna.report.curves import ReportCurve, draw_chart, reduced_curve, reduced_matrix, ticks
 from ikkuna.report.heatmaps import draw_heatmap
+from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.testing import small_model
 
 DRAW = torch.Generator().manual_seed(5)

@@ -14,10 +14,10 @@ from ikkuna.backends.pictures.canvas import encode_png
 from ikkuna.backends.pictures.drawing import draw_chart, draw_heatmap, grouped, scaled
 from ikkuna.backends.pictures.event_images import HeatmapImage
 from ikkuna.backends.pictures.heatmap import CAPACITY, Heatmap, HeatmapView
-from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.store.names import Series
+from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.run_directory import RunSettings
 from ikkuna.store.values import ModuleEntry, ModuleOrder, module_table
 from tests.plugins.children import answer_of

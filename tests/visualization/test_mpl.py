@@ -17,13 +17,13 @@ from ikkuna.backends import mpl
 from ikkuna.backends.mpl import MPLBackend
 from ikkuna.backends.pictures.chart import CAPACITY, Chart, Curve, HistogramChart, QuantileBands
 from ikkuna.backends.pictures.drawing import draw_chart, draw_histograms
-from ikkuna.backends.quantity import Quantity
 from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber
 from ikkuna.numerics.statistics.histogram import Histogram
 from ikkuna.store.names import Series
+from ikkuna.store.quantity import Quantity
 from ikkuna.store.values import Matrix, ModuleEntry, ModuleOrder
 from tests.plugins.children import answer_of
 

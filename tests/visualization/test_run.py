@@ -590,13 +590,26 @@ def test_the_built_in_backends_are_announced_and_loadable(monkeypatch):
             backend_module.get_backend(name)
 
 
+def test_a_backend_that_has_all_of_its_values_does_not_hold_back_what_is_acknowledged(tmp_path):
+    often, rarely = Stored(7), Stored(4)
+    run = Run(tmp_path)
+    for step in range(8):
+        run.show(LOSS, 1.0, step, [often, *([rarely] if step in (0, 4) else [])])
+        run.commit(step)
+    assert run.acked_step == 7
+    run.show(LOSS, 1.0, 8, [rarely])
+    run.commit(8)
+    assert run.acked_step == 4  # until it has step 8 too
+
+
 @pytest.mark.fault(328)
 @pytest.mark.parametrize("odd", ["7", math.nan, 3.0, object(), -(10**30), np.int64(5)])
 def test_an_odd_answer_of_a_backend_harms_nothing(tmp_path, odd):
     backend, good = Stored(odd), Stored(9)
     run = Run(tmp_path)
-    run.show(LOSS, 1.0, 0, [backend, good])
-    run.commit(0)
+    for step in (0, 9):
+        run.show(LOSS, 1.0, step, [backend, good])
+        run.commit(step)
     run.flush()
     assert run.acked_step == {np.int64: 5, int: -1}.get(type(odd), 9)
     assert isinstance(run.acked_step, int)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ikkuna.backends.quantity import Quantity
 from ikkuna.backends.tensorboard import TensorBoardBackend, overview
 from ikkuna.store.names import Series, SeriesGroup, series_of_tag
+from ikkuna.store.quantity import Quantity
 from ikkuna.store.values import Matrix, ModuleEntry
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -15,8 +15,8 @@ from matplotlib.textpath import text_to_path
 from matplotlib.transforms import Bbox, TransformedBbox
 from numpy.typing import NDArray
 
-from ikkuna.backends.quantity import Quantity
 from ikkuna.figures.style import NotebookFigure
+from ikkuna.store.quantity import Quantity
 
 __all__ = [
     "COLOURS",

@@ -7,8 +7,8 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.store.names import Series
+from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import HistogramLike, Matrix
 
 __all__ = [

@@ -28,7 +28,6 @@ from ikkuna.backends.pictures.canvas import (
 )
 from ikkuna.backends.pictures.chart import ChartView, HistogramsView
 from ikkuna.backends.pictures.heatmap import HeatmapView
-from ikkuna.backends.quantity import Quantity
 from ikkuna.figures.curves import FanSeries, draw_curves, draw_fan
 from ikkuna.figures.histograms import draw_ridge
 from ikkuna.figures.style import (
@@ -41,6 +40,7 @@ from ikkuna.figures.style import (
     curve_colors,
     grid_shape,
 )
+from ikkuna.store.quantity import Quantity
 
 __all__ = ["draw_chart", "draw_heatmap", "draw_histograms", "draw_matrix", "grouped", "scaled"]
 
@@ -216,7 +216,7 @@ def grouped(view: HeatmapView, most: int = _MOST_ROWS) -> tuple[tuple[str, ...],
 
     Examples
     --------
-    >>> from ikkuna.backends.quantity import Quantity
+    >>> from ikkuna.store.quantity import Quantity
     >>> values = np.array([[1.0], [0.0], [3.0], [5.0]], np.float32)
     >>> names, values, known = grouped(HeatmapView(("a", "b", "c", "d"), (0,), values, np.ones((4, 1), bool), Quantity(scale="log")), 2)
     >>> names, values.tolist()

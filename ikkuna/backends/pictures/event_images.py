@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.heatmap import Heatmap, HeatmapView, with_missing_rows
-from ikkuna.backends.quantity import NEUTRAL, Quantity
+from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import Matrix, ModuleOrder
 
 __all__ = ["HeatmapImage", "MatrixImage", "MatrixQueue", "import_renderer"]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.chart import Decimator, keep_first
-from ikkuna.backends.quantity import NEUTRAL, Quantity
+from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import ModuleEntry, ModuleOrder
 
 __all__ = ["CAPACITY", "Heatmap", "HeatmapView", "with_missing_rows"]

@@ -6,7 +6,6 @@ Importing this package loads no plugin; ``from ikkuna.export.subscriber import *
 
 from typing import TYPE_CHECKING, Any
 
-from ikkuna.backends.quantity import Quantity
 from ikkuna.errors import PluginError, unknown_name
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.callback import CallbackSubscriber
@@ -15,6 +14,7 @@ from ikkuna.metrics.subscriber.plot import PlotSubscriber
 from ikkuna.metrics.subscriber.result_names import name_results
 from ikkuna.metrics.subscriber.shared_statistic import SharedStatisticSubscriber
 from ikkuna.metrics.subscriber.subscription import Subscription, SynchronizedSubscription
+from ikkuna.store.quantity import Quantity
 from ikkuna.support.device_thread import Pending
 from ikkuna.support.plugins import load_plugin, plugin_names
 

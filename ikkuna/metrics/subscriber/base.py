@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from ikkuna.backends.backend import Backend, Sender
 from ikkuna.backends.loggers import is_target
-from ikkuna.backends.quantity import NEUTRAL, Quantity
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.messages.batch import BatchBundle, BatchNames, MessageBatch
 from ikkuna.metrics.messages.bundle import MessageBundle
@@ -26,6 +25,7 @@ from ikkuna.metrics.subscriber.state import pack, types_in, unpack
 from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription, SynchronizedSubscription
 from ikkuna.numerics.statistics import closure
 from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.device_thread import Pending, is_full, run_beside
 from ikkuna.support.modules import NamedModule
