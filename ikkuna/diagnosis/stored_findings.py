@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ikkuna.backends import jsonl
 from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.findings import Findings
+from ikkuna.store.json_lines import parse_line, replaced_ends
 
 __all__ = ["changes", "event_line", "event_text", "read_findings"]
 
@@ -79,12 +79,12 @@ def read_findings(directory: Path) -> Findings | None:
     contents = {path.name: path.read_bytes() for path in sorted(directory.glob("findings.*.jsonl"))}
     if not contents:
         return None
-    for name, size in jsonl.replaced_ends(contents):
+    for name, size in replaced_ends(contents):
         contents[name] = contents[name][:size]
     events: list[dict[str, Any]] = []
     for content in contents.values():
         for line in content.splitlines():
-            event = jsonl.parse_line(line)
+            event = parse_line(line)
             if event is None or not isinstance(event.get("step"), int) or "event" not in event:
                 continue
             if event["event"] == "resumed":

@@ -22,6 +22,8 @@ __all__ = ["JudgementBackend"]
 class _EventsFormat:
     """The format of the file of findings."""
 
+    replaces_bytes = True
+
     def name(self, stem: str) -> str:
         return f"findings.{stem}.jsonl"
 

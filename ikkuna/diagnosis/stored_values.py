@@ -65,6 +65,8 @@ class RuleValuesFormat:
     The header of each file defines all groups so far, so that it can be read if an earlier file was deleted.
     """
 
+    replaces_bytes = True
+
     def __init__(self) -> None:
         self._definitions: list[bytes] = []
         self._numbers: dict[tuple[str, str, tuple[str | None, ...]], int] = {}
