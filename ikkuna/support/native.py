@@ -37,8 +37,10 @@ __all__ = ["LIBRARY_BYTES", "Compiler", "CompilerError", "LibraryCache", "build_
 LIBRARY_BYTES = 1 << 26
 """The largest library that is accepted."""
 
-_FLAGS = (*("-std=c++17", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"), "-shared", "-fPIC")
-_TUNINGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
+    *("-ffp-contract=off", "-shared", "-fPIC"),  # results do not depend on the processor
+)
 _MESSAGE_BYTES = 1 << 16
 
 
@@ -82,8 +84,11 @@ class Compiler:
         self._seconds = seconds
 
     def identity(self) -> bytes:
-        """Return bytes that change with the command, its programs, its flags and the C library; the compiler does not run."""
-        parts = [*self.command, *_FLAGS, *map(str, _TUNINGS), "".join(platform.libc_ver())]
+        """Return bytes that change with the command, its programs, its flags, the kind of processor and the C library.
+
+        The compiler does not run.
+        """
+        parts = [*self.command, *_FLAGS, platform.machine(), "".join(platform.libc_ver())]
         for word in self.command:
             if (found := shutil.which(word)) is not None:
                 status = os.stat(found)
@@ -91,7 +96,7 @@ class Compiler:
         return "\0".join(parts).encode(errors="surrogateescape")
 
     def build(self, source: bytes, parent: Path) -> bytes:
-        """Compile for this processor, or if the compiler does not support that, for any; return the library.
+        """Compile for any processor of this kind; return the library.
 
         Parameters
         ----------
@@ -113,11 +118,9 @@ class Compiler:
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as directory:
             read, made = Path(directory) / "kernels.cpp", Path(directory) / "kernels.so"
             read.write_bytes(source)
-            for tuning in _TUNINGS:
-                arguments = [*self.command, *_FLAGS, *tuning, "-o", str(made), str(read)]
-                status, message = _run(arguments, deadline, Path(directory))
-                if status == 0:
-                    return self._result(made)
+            status, message = _run([*self.command, *_FLAGS, "-o", str(made), str(read)], deadline, Path(directory))
+            if status == 0:
+                return self._result(made)
         raise CompilerError(f"{self} failed: {message if status >= 0 else f'ended by signal {-status}'}")
 
     def _result(self, made: Path) -> bytes:
@@ -322,8 +325,8 @@ Made = TypeVar("Made")
 def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made]) -> Made:
     """Return `make` of the library that is compiled from a C++ source.
 
-    The library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source, compiler and
-    processor.  It is used only if no other user could have written it and its checksum is right; otherwise it is compiled again.
+    The library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source and compiler.
+    It is used only if no other user could have written it and its checksum is right; otherwise it is compiled again.
     If the directory cannot be used, it is compiled for this process alone.
     A compiler that fails, or that runs for more than 60 seconds, is tried again after an hour.
 
@@ -384,14 +387,6 @@ def _cache_directory() -> Path | None:
 
 
 def _name(compiler: Compiler, source: bytes) -> str:
-    """Return a name for source, compiler and processor: machines with different processors may share a home directory."""
-    parts = source, compiler.identity(), _processor()
+    """Return a name for source and compiler."""
+    parts = source, compiler.identity()
     return f"kernels-{hashlib.sha256(b'|'.join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:20]}"
-
-
-def _processor() -> bytes:
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return f"{platform.node()} {platform.machine()} {platform.processor()}".encode()
-    return b"\n".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))

@@ -14,6 +14,7 @@ from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics import FIELDS, closure, merge, native
 from ikkuna.numerics.statistics.float_code import codes, sampled_codes
 from ikkuna.numerics.statistics.host import measure
+from ikkuna.numerics.statistics.native.kernels import VARIANTS
 from ikkuna.numerics.statistics.record import record_of
 from ikkuna.numerics.statistics.table import empty_rows
 from ikkuna.testing import RecordingBackend
@@ -37,6 +38,82 @@ def difference(x, y, fields):
     return record_of(row, fields)
 
 
+@pytest.fixture(params=[name for name in VARIANTS if name != "portable"])
+def variant(request):
+    kernels = native.library()
+    if not kernels.use(request.param):
+        pytest.skip("this processor lacks it")
+    yield request.param
+    next(filter(kernels.use, VARIANTS))
+
+
+def rows_of_all(x, y):
+    """Return the bytes of all statistics of a tensor and of a difference, and of the histograms."""
+    kernels, table = native.library(), empty_rows(8)
+    for i, fields in enumerate(map(closure, (["sumsq"], ["max"], ["m2", "l1"], ["m4"]))):
+        kernels.add(x, fields, table[i : i + 1].ctypes.data)
+        kernels.add_difference(x, y, fields, table[4 + i : 5 + i].ctypes.data)
+    counts = codes(x, 3).numpy(), sampled_codes(x, torch.Generator().manual_seed(1)).numpy()
+    return [part.tobytes() for part in (table, *counts)]
+
+
+NUMBERS = {
+    "normal": lambda n: torch.randn(n),
+    "far from zero": lambda n: torch.randn(n) + 1e4,
+    "sorted": lambda n: torch.arange(n) - 100.0,
+    "half zero": lambda n: torch.randn(n).relu(),
+    "tiny": lambda n: torch.randn(n) * 1e-20,
+    "huge": lambda n: torch.randn(n) * 1e30,
+    "not finite": lambda n: torch.randn(n).index_fill(0, torch.tensor([n // 2]), torch.inf).log(),
+}
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_all_processors_have_the_same_bits(variant, dtype, numbers):
+    for n in (1, 7, 16, 1000, 4096, 4097, 70_001):
+        torch.manual_seed(n)
+        x, y = NUMBERS[numbers](n).to(dtype), torch.randn(n).to(dtype)
+        got = rows_of_all(x, y)
+        assert native.library().use("portable")
+        want = rows_of_all(x, y)
+        assert native.library().use(variant)
+        assert got == want
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "sse9"])
+def test_a_variable_of_the_environment_chooses_the_kernels(monkeypatch, caplog, name):
+    used = []
+    monkeypatch.setenv("IKKUNA_KERNELS", name)
+    monkeypatch.setattr(native.Library, "use", lambda self, variant: used.append(variant) or use(self, variant))
+    native.library.__wrapped__()
+    next(filter(native.library().use, VARIANTS))
+    assert used[0] == (name if name in VARIANTS else "avx512")
+    assert ("IKKUNA_KERNELS=sse9" in caplog.text) == (name not in VARIANTS)
+
+
+use = native.Library.use
+
+
+JUMPS = {
+    "between runs": lambda: torch.cat([torch.randn(4096) + 1000, torch.randn(40_960)]),
+    "within a run": lambda: torch.cat([torch.randn(50) + 1000, torch.randn(5000)]),
+    "small after large": lambda: torch.cat([torch.randn(4096) + 1e3, torch.randn(4096) * 1e-3]),
+    "sorted": lambda: torch.randn(30_000).sort().values,
+}
+
+
+@pytest.mark.parametrize("numbers", JUMPS)
+def test_deviations_from_the_mean_of_the_run_before_lose_no_digits(numbers):
+    x = JUMPS[numbers]()
+    d = x.double() - x.double().mean()
+    record, n, deviation = measure(x, ALL), len(x), d.square().mean().sqrt().item()
+    assert record.center == pytest.approx(x.double().mean().item(), abs=1e-7 * deviation)
+    assert record.m2 == pytest.approx(d.square().sum().item(), rel=1e-6)
+    assert record.m3 == pytest.approx(d.pow(3).sum().item(), abs=2e-6 * n * deviation**3, rel=1e-6)
+    assert record.m4 == pytest.approx(d.pow(4).sum().item(), rel=2e-6)
+
+
 LAYOUTS = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t(),
@@ -45,10 +122,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_difference_of_any_dense_layout(dtype, layout):
-    x, y = (LAYOUTS[layout](torch.randn(40, 50, dtype=dtype)) for _ in range(2))
-    want, got = measure((x - y).contiguous(), ALL), difference(x, y, ALL)
+    x, y = (LAYOUTS[layout](torch.randn(40, 50).to(dtype)) for _ in range(2))
+    wide = torch.promote_types(dtype, torch.float32)
+    want, got = measure((x.to(wide) - y.to(wide)).contiguous(), ALL), difference(x, y, ALL)
     assert got.n == 2000
     assert got.mean == pytest.approx(want.mean, rel=1e-5, abs=1e-7)
     assert got.m2 == pytest.approx(want.m2, rel=1e-5)
@@ -130,7 +208,7 @@ def test_the_number_of_threads_does_not_change_the_result():
         assert measure(x, ALL) == want
     finally:
         torch.set_num_threads(threads)
-    assert want.mean == pytest.approx(x.double().mean().item(), rel=1e-14)
+    assert want.mean == pytest.approx(x.double().mean().item(), abs=1e-9)  # standard deviations
     assert want.m2 == pytest.approx(x.double().var(correction=0).item() * len(x), rel=1e-7)
 
 

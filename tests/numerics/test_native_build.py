@@ -628,7 +628,7 @@ def test_without_a_compiler_numpy_measures_and_the_log_says_so_once(world, monke
 
 @pytest.mark.parametrize(
     ("old", "new", "is_right"),
-    [("s2 += d * d", "s2 += d", False), ("", "", True), ("#include", "this is not C++ ", False)],
+    [("this->s2 + dd", "this->s2 + d", False), ("", "", True), ("#include", "this is not C++ ", False)],
 )
 def test_the_real_compiler_builds_what_is_used_only_if_its_results_are_right(world, monkeypatch, old, new, is_right):
     monkeypatch.delenv("CXX")

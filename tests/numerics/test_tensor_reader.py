@@ -12,7 +12,7 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
 from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, closure, native
 from ikkuna.numerics.statistics.host import HostStatistics
-from ikkuna.numerics.statistics.native.kernels import ListMemory, flags_of
+from ikkuna.numerics.statistics.native.kernels import VARIANTS, ListMemory, flags_of
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.support.torch_internals import parallel_for
 from ikkuna.testing import RecordingBackend, special_tensors
@@ -207,7 +207,7 @@ def parameters():
 
 
 def test_copies_are_made_while_tensors_are_measured_and_differences_are_those_of_the_library():
-    tensors = parameters()[:3]
+    tensors = [*parameters()[:3], nn.Parameter(torch.randn(77).bfloat16())]
     before = [x.detach().clone() for x in tensors]
     memory, statistics, _room = copied(tensors)
     assert memory.is_copied.all()
@@ -219,12 +219,31 @@ def test_copies_are_made_while_tensors_are_measured_and_differences_are_those_of
         for x in tensors:
             x.mul_(0.9)
     statistics = HostStatistics()
-    flags, rows = np.full(3, flags_of(ALL), np.int32), statistics.addresses(np.arange(3))
+    flags, rows = np.full(4, flags_of(ALL), np.int32), statistics.addresses(np.arange(4))
     assert not len(reader.add_differences(tensors, flags, rows, memory))
     for i, (x, y) in enumerate(zip(tensors, before, strict=True)):
         plain = HostStatistics()
         kernels.add_difference(x.detach(), y, ALL, plain.address(0))
         np.testing.assert_array_equal(statistics.values[i], plain.values[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("flags", [-1, 0, 1])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_large_copies_are_equal_to_the_tensors(variant, flags, offset):
+    """They are written past the caches, if their place is aligned."""
+    if not kernels.use(variant):
+        pytest.skip("this processor lacks it")
+    x, few = nn.Parameter(torch.randn(1_200_000 + 37)), nn.Parameter(torch.randn(5))
+    room = torch.zeros(x.numel() + 64)
+    begin = -room.data_ptr() % 64 // 4 + offset
+    memory, statistics = ListMemory(2, [x.numel(), 0]), HostStatistics()
+    memory.copy_to(np.array([room.data_ptr() + 4 * begin, 0]))
+    reader.add_all([x, few], np.full(2, flags, np.int32), statistics.addresses(np.arange(2)), memory)
+    next(filter(kernels.use, VARIANTS))
+    assert torch.equal(room[begin : begin + x.numel()], x.detach())
+    assert not room[:begin].any()
+    assert not room[begin + x.numel() :].any()
 
 
 @pytest.mark.parametrize("change", [_halve, _widen, _free, _transpose])
@@ -238,9 +257,9 @@ def test_a_tensor_that_is_not_what_was_copied_has_no_difference(change):
     assert not statistics.values[0, 0]
 
 
-def test_what_does_not_change_or_has_no_differences_is_measured_and_not_copied():
+def test_what_does_not_change_is_measured_and_not_copied():
     x = torch.ones(3)
-    for tensor in (x, nn.Parameter(x, requires_grad=False), nn.Parameter(x.bfloat16())):
+    for tensor in (x, nn.Parameter(x, requires_grad=False)):
         memory, statistics, _ = copied([tensor])
         assert not memory.is_copied.any()
         assert statistics.values[0, 0] == 3

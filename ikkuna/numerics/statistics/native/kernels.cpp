@@ -1,8 +1,8 @@
 // Statistics of many numbers, which are read from memory once.
 //
-// A run of 1,024 numbers stays in the innermost cache for a second pass and is short enough for sums in its own precision.
-// Runs merge in double (Chan, Golub & LeVeque 1979; Pebay 2008).  A run whose sums are not finite, or exceed what float
-// can represent, is read again in double, and element by element if that does not help.
+// Sums of 1,024 numbers are in their own precision, in 16 lanes; they are added in double, and runs of 4,096 merge in double (Chan,
+// Golub & LeVeque 1979; Pebay 2008).  A run whose sums are not finite, or exceed what float can represent, is read again in
+// double, and element by element if that does not help.
 
 #include <algorithm>
 #include <atomic>
@@ -13,13 +13,14 @@
 #include <limits>
 #include <type_traits>
 #include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
-constexpr int RUN = 1024;
-
-// The statistics to compute, besides the sum of squares and the number of elements; LINEAR includes the second moment and extremes.
-enum Wanted { LINEAR = 1, HIGHER = 2, EXTREMES = 4 };
+// The statistics to compute, besides the sum of squares and the number of elements: means, second moments and extremes; higher moments.
+enum Wanted { LINEAR = 1, HIGHER = 2 };
 
 // A row of the table; `table.py` has the same order of columns.
 struct Record {
@@ -34,7 +35,7 @@ struct Record {
             n += b.n, nans += b.nans, infs += b.infs, sumsq += b.sumsq;
             return;
         }
-        if (wanted & LINEAR) merge_moments(b, wanted);
+        merge_moments(b, wanted);
         n += b.n, nans += b.nans, infs += b.infs, zeros += b.zeros, l1 += b.l1, sumsq += b.sumsq;
         min = b.min < min ? b.min : min;
         max = b.max > max ? b.max : max;
@@ -60,139 +61,18 @@ struct Record {
     }
 };
 
-#define INLINE inline __attribute__((always_inline))  // loops are faster when the compiler knows their length
+enum { FLOAT32, FLOAT64, BFLOAT16 };
+constexpr int64_t BYTES[] = {4, 8, 2};
 
-constexpr int SUMS = 32;  // independent sums: an addition waits for the one before it
-
-// The sum of squares of a run, the most frequent statistic.  The numbers are read in the order of memory, in which the processor
-// fetches them ahead.
-template <class A, class T>
-INLINE A sum_of_squares(const T *x, int n) {
-    A sums[SUMS] = {}, all = 0;
-    int i = 0;
-    for (; i + SUMS <= n; i += SUMS)
-#pragma omp simd
-        for (int j = 0; j < SUMS; j++) sums[j] += A(x[i + j]) * A(x[i + j]);
-    for (; i < n; i++) all += A(x[i]) * A(x[i]);
-#pragma omp simd reduction(+ : all)
-    for (int j = 0; j < SUMS; j++) all += sums[j];
-    return all;
-}
-
-template <class T>
-INLINE double sum(const T *x, int n) {
-    double sums[SUMS / 2] = {}, all = 0;
-    int i = 0;
-    for (; i + SUMS / 2 <= n; i += SUMS / 2)
-#pragma omp simd
-        for (int j = 0; j < SUMS / 2; j++) sums[j] += x[i + j];
-    for (; i < n; i++) all += x[i];
-#pragma omp simd reduction(+ : all)
-    for (int j = 0; j < SUMS / 2; j++) all += sums[j];
-    return all;
-}
-
-template <class A, class T>
-void set_extremes(const T *x, int n, Record &row) {
-    A low = std::numeric_limits<A>::infinity(), high = -low;
-#pragma omp simd reduction(min : low) reduction(max : high)
-    for (int i = 0; i < n; i++) {
-        const A v = x[i];
-        low = v < low ? v : low;
-        high = v > high ? v : high;
-    }
-    row.min = row.finite_min = low, row.max = row.finite_max = high;
-}
-
-// Set everything but the higher moments.  Deviations are from the mean, rounded to A, and corrected for that.  Meanwhile the next run
-// is fetched from memory.
-template <class A, class T>
-INLINE void set_linear(const T *x, int n, Record &row) {
-    constexpr int BLOCK = 128, LINE = 64 / sizeof(T);
-    row.mean = sum(x, n) / n;
-    const A mean = static_cast<A>(row.mean);
-    A squares = 0, l1 = 0, s2 = 0, low = std::numeric_limits<A>::infinity(), high = -low;
-    std::conditional_t<sizeof(A) == 4, int32_t, int64_t> zeros = 0;  // as wide as A, for the same vector registers
-    for (int first = 0; first < n; first += BLOCK) {
-        const T *block = x + first;
-        const int length = n - first < BLOCK ? n - first : BLOCK;
-        for (int i = 0; i < length; i += LINE) __builtin_prefetch(block + n + i);
-#pragma omp simd reduction(+ : squares, l1, s2, zeros) reduction(min : low) reduction(max : high)
-        for (int i = 0; i < length; i++) {
-            const A v = block[i], d = v - mean;
-            squares += v * v, l1 += std::fabs(v), s2 += d * d;
-            zeros += v == 0;
-            low = v < low ? v : low;
-            high = v > high ? v : high;
-        }
-    }
-    const double e = row.mean - mean, m2 = s2 - n * e * e;
-    row.sumsq = squares, row.l1 = l1, row.zeros = zeros, row.m2 = m2 < 0 ? 0 : m2;
-    row.min = row.finite_min = low, row.max = row.finite_max = high;
-}
-
-// Set the third and the fourth moment of a run whose mean and second moment are known.
-template <class A, class T>
-void set_higher(const T *x, int n, Record &row) {
-    const A mean = static_cast<A>(row.mean);
-    A s3 = 0, s4 = 0;
-#pragma omp simd reduction(+ : s3, s4)
-    for (int i = 0; i < n; i++) {
-        const A d = x[i] - mean, dd = d * d;
-        s3 += dd * d, s4 += dd * dd;
-    }
-    const double e = row.mean - mean, ee = e * e, s2 = row.m2 + n * ee;
-    row.m3 = s3 - 3 * e * s2 + 2 * n * ee * e;
-    row.m4 = s4 - 4 * e * s3 + 6 * ee * s2 - 3 * n * ee * ee;
-}
-
-// Read a run in the precision of A, with a mean in double.
-template <class A, class T>
-INLINE Record read_as(const T *x, int n, int wanted) {
-    Record row;
-    row.n = n;
-    if (wanted & LINEAR) {
-        set_linear<A>(x, n, row);
-        if (wanted & HIGHER) set_higher<A>(x, n, row);
-    } else {
-        row.sumsq = sum_of_squares<A>(x, n);
-        if (wanted & EXTREMES) set_extremes<A>(x, n, row);
-    }
-    return row;
-}
-
-// Whether float can represent the sums.
-bool fits(const Record &row, int wanted) {
-    if (row.zeros == row.n) return true;
-    const double n = row.n;
-    if (!(row.sumsq > 1e-28 * n && row.sumsq < 1e28 * n)) return false;
-    return !(wanted & HIGHER) || (row.m2 > 1e-14 * n && row.m2 < 1e14 * n);
-}
-
-// Read the finite elements, and count the others.
-template <class T>
-Record screen(const T *x, int n, int wanted) {
-    double finite[RUN], low = std::numeric_limits<double>::infinity(), high = -low;
-    int k = 0, nans = 0, infs = 0;
-    for (int i = 0; i < n; i++) {
-        const double v = x[i];
-        if (std::isfinite(v)) finite[k++] = v;
-        else if (std::isnan(v)) nans++;
-        else infs++, low = v < low ? v : low, high = v > high ? v : high;
-    }
-    Record row = k ? read_as<double>(finite, k, wanted) : Record();
-    row.n = n, row.nans = nans, row.infs = infs;
-    row.min = low < row.min ? low : row.min;
-    row.max = high > row.max ? high : row.max;
-    return row;
-}
-
-template <class T>
-Record read(const T *x, int n, int wanted) {
-    Record row = read_as<T>(x, n, wanted);
-    if (sizeof(T) < sizeof(double) && !fits(row, wanted)) row = read_as<double>(x, n, wanted);
-    return std::isfinite(row.sumsq) ? row : screen(x, n, wanted);
-}
+// Numbers to measure; `other` is where they are copied to, or what is subtracted from them; `wanted` is -1 for a copy alone.
+struct Job {
+    const void *numbers;
+    void *other;
+    int64_t n;
+    int dtype, wanted;
+    Record *row;
+    bool is_large = false;  // whether its copy is one of many bytes
+};
 
 float widened(uint16_t bfloat16) {
     const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
@@ -201,45 +81,48 @@ float widened(uint16_t bfloat16) {
     return value;
 }
 
-Record read(const uint16_t *x, int n, int wanted) {
-    float row[RUN];
-    for (int i = 0; i < n; i++) row[i] = widened(x[i]);
-    return read(row, n, wanted);
-}
+// What is compiled for several processors.
+struct Kernels {
+    void (*measure)(const Job &), (*subtract)(const Job &);
+    void (*finish)(int64_t *, int64_t);
+    void (*draw)(int64_t *, int64_t, int64_t, uint32_t);
+};
 
-// Add to a record what `read_run(first, length)` returns for n numbers; a record with n = 0 is reset.
-template <class ReadRun>
-void measure(int64_t n, int wanted, Record *out, ReadRun read_run) {
-    if (out->n == 0) *out = Record();
-    int64_t i = 0;
-    for (; n - i >= RUN; i += RUN) out->merge(read_run(i, RUN), wanted);
-    if (i < n) out->merge(read_run(i, static_cast<int>(n - i)), wanted);
-    if (out->nans > 0) out->min = out->max = std::numeric_limits<double>::quiet_NaN();
-}
+constexpr int64_t PARTS = 1 << 16, DRAWN = 1024, FAR = 1 << 20;  // above FAR, every drawn number lies in another cache line
 
-template <class T>
-void measure_one(const T *x, int64_t n, int wanted, Record *out) {
-    measure(n, wanted, out, [=](int64_t i, int length) { return read(x + i, length, wanted); });
-}
+#define INLINE inline __attribute__((always_inline))
+#pragma GCC diagnostic ignored "-Wpsabi"  // no vector leaves this file
 
-// The same while the numbers are copied, so that they are read from memory once.
-template <class T>
-void measure_and_copy(const T *x, T *y, int64_t n, int wanted, Record *out) {
-    measure(n, wanted, out, [=](int64_t i, int length) {
-        std::memcpy(y + i, x + i, length * sizeof(T));
-        return read(x + i, length, wanted);
-    });
-}
+namespace portable {
+#define WIDTH 16
+#define WIDEN(half) __builtin_convertvector(half, Pack<double>::Vector)
+#if defined(__SSE2__)
+#define STREAM _mm_stream_ps
+#endif
+#include "lanes.h"
+}  // namespace portable
 
-// The difference is rounded as that of two tensors, but is not written to memory.
-template <class T>
-void measure_difference(const T *x, const T *y, int64_t n, int wanted, Record *out) {
-    measure(n, wanted, out, [=](int64_t i, int length) {
-        T row[RUN];
-        for (int j = 0; j < length; j++) row[j] = x[i + j] - y[i + j];
-        return read(row, length, wanted);
-    });
-}
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define HAS_VARIANTS
+#pragma GCC push_options
+#pragma GCC target("avx2")
+namespace avx2 {
+#define WIDTH 32
+#define STREAM _mm256_stream_ps
+#define WIDEN _mm256_cvtps_pd
+#include "lanes.h"
+}  // namespace avx2
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+namespace avx512 {
+#define WIDTH 64
+#define STREAM _mm512_stream_ps
+#define WIDEN _mm512_cvtps_pd
+#include "lanes.h"
+}  // namespace avx512
+#pragma GCC pop_options
+#endif
+
+const Kernels *active = &portable::kernels;
 
 int32_t bits(float x) {
     int32_t all;
@@ -266,22 +149,12 @@ void tally(int64_t *counts, int64_t half, int64_t n, Code code) {
     for (; i < n; i++) zero[code(i) * LANES + i % LANES]++;
 }
 
-// Add the four counters of each bin, and put the bins in order.
-void finish(int64_t *counts, int64_t half) {
-    for (int64_t bin = 0; bin < 2 * half; bin++) {
-        uint64_t four;
-        std::memcpy(&four, counts + bin, sizeof four);
-        counts[bin] = (four & 0xffff) + (four >> 16 & 0xffff) + (four >> 32 & 0xffff) + (four >> 48);
-    }
-    std::reverse(counts, counts + half);
-}
-
 // Count sign, exponent and 23 - shift bits of the mantissa of each of at most FULL numbers.
 template <class T>
 void codes_of_some(const T *x, int64_t n, int shift, int64_t *counts, int64_t half) {
     begin(counts, half);
     tally(counts, half, n, [=](int64_t i) { return static_cast<int64_t>(bits(x[i]) >> shift); });
-    finish(counts, half);
+    active->finish(counts, half);
 }
 
 // The same for any n.
@@ -296,41 +169,38 @@ void codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half) {
     }
 }
 
-// Mix the bits of a number, so that successive ones look random (the finalizer of MurmurHash3, Appleby 2011).
-uint32_t mixed(uint32_t h) {
-    h = (h ^ (h >> 16)) * 0x85ebca6bu;
-    h = (h ^ (h >> 13)) * 0xc2b2ae35u;
-    return h ^ (h >> 16);
-}
-
-constexpr int64_t PARTS = 1 << 16, FAR = 1 << 20;  // above FAR, every drawn number lies in another cache line
-
-// Draw one number from each of RUN successive parts, of the PARTS parts into which n numbers are divided.
-void draw(int64_t *at, int64_t first, int64_t n, uint32_t seed) {
-#pragma omp simd
-    for (int64_t j = 0; j < RUN; j++) {
-        const int64_t i = first + j, begin = (i * n) >> 16, end = ((i + 1) * n) >> 16;
-        const uint64_t random = mixed(seed + 0x9e3779b9u * static_cast<uint32_t>(i));
-        at[j] = begin + static_cast<int64_t>((random * static_cast<uint64_t>(end - begin)) >> 32);
-    }
-}
-
-// The same for one number out of each of 2^16 equal parts, which represents its part.
+// The same for one random number out of each of 2^16 equal parts, which represents its part.
 template <class T>
 void sampled_codes(const T *x, int64_t n, int shift, int64_t *counts, int64_t half, uint32_t seed) {
-    int64_t at[RUN];
+    int64_t at[DRAWN];
     begin(counts, half);
-    for (int64_t first = 0; first < PARTS; first += RUN) {
-        draw(at, first, n, seed);
+    for (int64_t first = 0; first < PARTS; first += DRAWN) {
+        active->draw(at, first, n, seed);
         if (n > FAR) for (const int64_t i : at) __builtin_prefetch(x + i, 0, 2);
-        tally(counts, half, RUN, [&](int64_t i) { return static_cast<int64_t>(bits(x[at[i]]) >> shift); });
+        tally(counts, half, DRAWN, [&](int64_t i) { return static_cast<int64_t>(bits(x[at[i]]) >> shift); });
     }
-    finish(counts, half);
+    active->finish(counts, half);
     const double share = static_cast<double>(n) / PARTS;
     for (int64_t bin = 0; bin < 2 * half; bin++) counts[bin] = static_cast<int64_t>(std::nearbyint(counts[bin] * share));
 }
 
+void measure_job(const Job &job) { active->measure(job); }
+void subtract_job(const Job &job) { active->subtract(job); }
+
 }  // namespace
+
+// Use the vectors of so many bytes: 64 for AVX-512, 32 for AVX2, 16 for those that each processor has.  Return whether this processor
+// has them.
+extern "C" int use_vectors(int bytes) {
+    const Kernels *found = bytes == 16 ? &portable::kernels : nullptr;
+#ifdef HAS_VARIANTS
+    if (bytes == 32 && __builtin_cpu_supports("avx2")) found = &avx2::kernels;
+    if (bytes == 64 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        found = &avx512::kernels;
+#endif
+    if (found) active = found;
+    return found != nullptr;
+}
 
 extern "C" void merge_records(const void *more, int wanted, void *out) {
     Record &known = *static_cast<Record *>(out);
@@ -365,43 +235,6 @@ void for_each(int64_t count, Work work) {
         for (int64_t i; (i = all.next++) < all.count;) all.work(i);
     };
     if (count < 2 || !parallel_for || parallel_for(0, count, 1, take, &shared)) take(0, count, &shared);
-}
-
-enum { FLOAT32, FLOAT64, BFLOAT16 };
-constexpr int64_t BYTES[] = {4, 8, 2};
-
-// Numbers to measure; `other` is where they are copied to, or what is subtracted from them; `wanted` is -1 for a copy alone.
-struct Job {
-    const void *numbers;
-    void *other;
-    int64_t n;
-    int dtype, wanted;
-    Record *row;
-};
-
-template <class T>
-void measure_as(const Job &job) {
-    const T *x = static_cast<const T *>(job.numbers);
-    T *y = static_cast<T *>(job.other);
-    if (job.wanted < 0) std::memcpy(y, x, job.n * sizeof(T));
-    else if (y) measure_and_copy(x, y, job.n, job.wanted, job.row);
-    else measure_one(x, job.n, job.wanted, job.row);
-}
-
-void measure_job(const Job &job) {
-    if (job.dtype == FLOAT32) measure_as<float>(job);
-    else if (job.dtype == FLOAT64) measure_as<double>(job);
-    else measure_as<uint16_t>(job);
-}
-
-template <class T>
-void subtract_as(const Job &job) {
-    measure_difference(static_cast<const T *>(job.numbers), static_cast<const T *>(job.other), job.n, job.wanted, job.row);
-}
-
-void subtract_job(const Job &job) {
-    if (job.dtype == FLOAT32) subtract_as<float>(job);
-    else subtract_as<double>(job);
 }
 
 int64_t parts_of(const Job &job) { return (job.n + PART - 1) / PART; }
@@ -480,6 +313,9 @@ extern "C" void set_parallel_for(void *function) { parallel_for = reinterpret_ca
     extern "C" void measure_##NAME(const void *x, int64_t n, int wanted, void *out) {                                 \
         run(Job{x, nullptr, n, DTYPE, wanted, static_cast<Record *>(out)}, measure_job);                              \
     }                                                                                                                 \
+    extern "C" void measure_difference_##NAME(const void *x, void *y, int64_t n, int wanted, void *out) {             \
+        run(Job{x, y, n, DTYPE, wanted, static_cast<Record *>(out)}, subtract_job);                                   \
+    }                                                                                                                 \
     extern "C" void codes_##NAME(const void *x, int64_t n, int shift, void *counts, int64_t half) {                   \
         codes(static_cast<const T *>(x), n, shift, static_cast<int64_t *>(counts), half);                             \
     }                                                                                                                 \
@@ -491,11 +327,3 @@ extern "C" void set_parallel_for(void *function) { parallel_for = reinterpret_ca
 EXPORT(float32, float, FLOAT32)
 EXPORT(float64, double, FLOAT64)
 EXPORT(bfloat16, uint16_t, BFLOAT16)
-
-#define EXPORT_DIFFERENCE(NAME, DTYPE)                                                                                \
-    extern "C" void measure_difference_##NAME(const void *x, void *y, int64_t n, int wanted, void *out) {             \
-        run(Job{x, y, n, DTYPE, wanted, static_cast<Record *>(out)}, subtract_job);                                   \
-    }
-
-EXPORT_DIFFERENCE(float32, FLOAT32)
-EXPORT_DIFFERENCE(float64, FLOAT64)

@@ -209,6 +209,8 @@ extern "C" int measure_tensor(PyObject *x, int wanted, void *row) {
     return 1;
 }
 
+constexpr int64_t LARGE = 1 << 21;  // bytes that caches would hardly keep until the differences are measured
+
 enum Done { MEASURED = 1, COPIED = 2 };
 
 // The same for a list of tensors and the different rows at these addresses; what is None counts as measured.
@@ -220,13 +222,14 @@ extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t 
     Known *const each = static_cast<Known *>(known);
     std::vector<Job> jobs;
     const bool has_room = reserve(jobs, count);
+    int64_t copied = 0;
     for (int64_t i = 0; i < count; i++) {
         PyObject *const x = PyList_GetItem(tensors, i);
         View view;
         done[i] = x == o->none ? MEASURED : 0;
         if (done[i] || !look(x, view, each + i)) continue;
         Copied *const copy = copies ? static_cast<Copied *>(copies) + i : nullptr;
-        const bool is_copied = copy && copy->data && view.dtype != BFLOAT16 && view.n == copy->n &&
+        const bool is_copied = copy && copy->data && view.n == copy->n &&
                                Reference(attribute(x, o->requires_grad)).is_true();
         if (is_copied) {
             copy->dtype = view.dtype, copy->order = view.order, copy->shape = view.shape;
@@ -237,7 +240,9 @@ extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t 
         const Job job{view.data, is_copied ? copy->data : nullptr, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])};
         if (has_room) jobs.push_back(job);
         else run_alone(job, measure_job);
+        if (is_copied) copied += job.n * BYTES[job.dtype];
     }
+    for (Job &job : jobs) job.is_large = copied > LARGE;
     run_list(jobs, measure_job);
 }
 
