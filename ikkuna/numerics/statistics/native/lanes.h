@@ -101,7 +101,7 @@ template <class T> struct Plain {
     INLINE Pack<T> at(int64_t i) const { return load(x + i); }
     INLINE T one(int64_t i) const { return x[i]; }
     INLINE void prefetch(int64_t i) const {
-        for (size_t j = 0; j < LANES; j += 64 / sizeof(T)) __builtin_prefetch(x + i + j + 4096 / sizeof(T));
+        for (size_t j = 0; j < LANES; j += 64 / sizeof(T)) __builtin_prefetch(x + i + j + 8192 / sizeof(T));
     }
 };
 
@@ -127,7 +127,9 @@ template <class T> struct Powers { Pack<T> squares, l1, s1, s2, s3, s4; };
 
 template <class T, int WANTED> struct Sums : Powers<T> {
     INLINE void clear() {  // a constructor would not be compiled for the processor
-        this->squares = this->l1 = this->s1 = this->s2 = this->s3 = this->s4 = splat(T(0));
+        this->squares = splat(T(0));
+        if constexpr (WANTED != 0) this->l1 = this->s1 = this->s2 = this->squares;
+        if constexpr ((WANTED & HIGHER) != 0) this->s3 = this->s4 = this->squares;
     }
 
     INLINE void add(const Pack<T> &v, const Pack<T> &d) {
@@ -164,7 +166,7 @@ __attribute__((noinline)) void load_rest(const S &x, int64_t first, int n, T shi
 template <int WANTED, class S>
 __attribute__((noinline)) bool read_run(const S &x, int64_t first, int n, double center, Record &row) {
     using T = typename S::Number;
-    constexpr int CHAINS = WANTED ? 1 : 4;  // independent sums: an addition waits for the one before it
+    constexpr int CHAINS = WANTED ? 1 : 2;  // independent sums: an addition waits for the one before it
     constexpr int BLOCK = 64 * CHAINS * LANES;
     const T shift = static_cast<T>(center);
     const Pack<T> shifts = splat(shift);
@@ -180,7 +182,7 @@ __attribute__((noinline)) bool read_run(const S &x, int64_t first, int n, double
         const int end = n - i < BLOCK ? n : i + BLOCK;
         for (; i + CHAINS * LANES <= end; i += CHAINS * LANES)
             for (int c = 0; c < CHAINS; c++) {
-                x.prefetch(first + i + c * LANES);
+                if constexpr (WANTED != 0) x.prefetch(first + i + c * LANES);  // the processor does it for few instructions
                 const Pack<T> v = x.at(first + i + c * LANES);
                 sums[c].add(v, v - shifts);
                 if constexpr (WANTED != 0) low = lower(low, v), high = higher(high, v), count_zeros(zeros, v);
