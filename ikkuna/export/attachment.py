@@ -79,12 +79,15 @@ class Health:
         Number of dumps of the flight recorder that are on the disk.
     failed_dumps : int
         Number of dumps that could not be written.
+    kept_bytes : int
+        Memory that is kept for copies of weights on the host between sampled steps.
+        It is freed after 100 steps of which no subscriber samples parameters, and by ``exporter.release_memory()``.
     seconds : dict of str to float
         Time spent in the code of each subscriber, by class and kinds; includes the subscribers of its results.
 
     Examples
     --------
-    >>> Health(99, 100, 0, 0, (), (), 0, 0.0123, 0, 0, {"NormSubscriber(weights)": 0.25, "LossSubscriber(loss)": 0.5})
+    >>> Health(99, 100, 0, 0, (), (), 0, 0.0123, 0, 0, 4096, {"NormSubscriber(weights)": 0.25, "LossSubscriber(loss)": 0.5})
     acked_step     99
     steps          100
     errors         0
@@ -95,6 +98,7 @@ class Health:
     overhead       1.23%
     dumps          0
     failed_dumps   0
+    kept_bytes     4096
     seconds
       0.5          LossSubscriber(loss)
       0.25         NormSubscriber(weights)
@@ -110,6 +114,7 @@ class Health:
     overhead: float
     dumps: int
     failed_dumps: int
+    kept_bytes: int
     seconds: dict[str, float]
 
     def __str__(self) -> str:
@@ -149,6 +154,7 @@ def health_of(
         overhead=session.context.stopwatch.overhead,
         dumps=len(recorder.dumps) if recorder is not None else 0,
         failed_dumps=recorder.failed if recorder is not None else 0,
+        kept_bytes=session.hooks.optimizers.records.memory.nbytes,
         seconds=seconds,
     )
 
@@ -322,6 +328,7 @@ class Attachment:
             _OPEN.discard(self)
             session.exchange.close()
             session.hooks.uninstall()
+            session.hooks.optimizers.records.memory.release()
             self._last_run = run = bus.run
             registered = bus.registered
             bus.detach(self)

@@ -503,6 +503,10 @@ class Exporter:
                 self._session.install()
                 self._session.plans.demand_changed()
 
+    def release_memory(self) -> None:
+        """Free the memory that is kept for copies of weights between sampled steps; the next sampled step allocates it again."""
+        self._session.hooks.optimizers.records.memory.release()
+
     def health(self) -> Health:
         """Return the state of the monitor itself; after :meth:`close` that at the end."""
         return self._attachment.health()

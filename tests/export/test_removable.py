@@ -6,13 +6,15 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.observation.hooks import optimizers, parameter_recorder
-from ikkuna.observation.rows.host_list import CopiedList
+from ikkuna.observation.rows.host_list import CopiedList, CopyMemory
 from tests.zoo import CASES, Loop
 
 
@@ -68,6 +70,58 @@ def test_parameters_are_copied_only_in_sampled_steps(watched, monkeypatch):
     monkeypatch.setattr(CopiedList, "begin", noted(begin))
     loop.run(4)
     assert copies == {0, 2}
+
+
+def test_memory_for_copies_is_kept_and_freed_after_100_unsampled_steps_on_request_and_at_the_end(bus):
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    size = 4 * (64 * 64 + 64)
+
+    def run(steps):
+        for _ in range(steps):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(model)
+        kinds = ("weight_updates", "bias_updates")
+        handles = [bus.register_subscriber(NormSubscriber(kind, backend="null", subsample=2)) for kind in kinds]
+        assert exporter.health().kept_bytes == 0
+        run(1)
+        memory = exporter._session.hooks.optimizers.records.memory
+        [first] = memory._free
+        assert size <= exporter.health().kept_bytes <= size + 256
+        run(2)
+        assert list(memory._free) == [first]
+        exporter.release_memory()
+        assert exporter.health().kept_bytes == 0
+        run(2)
+        assert exporter.health().kept_bytes >= size
+        for handle in handles:
+            handle.remove()
+        run(99)
+        assert exporter.health().kept_bytes >= size
+        run(2)
+        assert exporter.health().kept_bytes == 0
+        bus.register_subscriber(NormSubscriber("weight_updates", backend="null"))
+        run(1)
+        assert exporter.health().kept_bytes >= size - 256
+    assert exporter.health().kept_bytes == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=40))
+def test_no_two_lists_have_the_same_memory(calls):
+    memory, used = CopyMemory(), []
+    for takes, size in calls:
+        if takes or not used:
+            used.append(memory.take(size))
+            assert used[-1].nbytes >= size
+        else:
+            memory.give_back(used.pop(size % len(used)))
+        assert len({id(buffer) for buffer in used}) == len(used)
+        assert sum(buffer.nbytes for buffer in used) <= memory.nbytes
+    memory.release()
+    assert sum(buffer.nbytes for buffer in used) == memory.nbytes
 
 
 def test_nothing_is_left_after_close(watched):

@@ -241,8 +241,7 @@ class OptimizerHooks:
 
     def step_ended(self) -> None:
         """Forget everything about the step."""
-        if self.records.is_used:
-            self.records.forget()
+        self.records.step_ended()
         self.rates = {}
         self.has_closure = False
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed, local_tensor
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.rows.host_list import CopyMemory
 from ikkuna.observation.rows.parameter_lists import GradientList, WeightList
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.site import Site
@@ -20,6 +21,7 @@ __all__ = ["ParameterRecorder"]
 
 
 _CACHED = 8
+_KEPT_STEPS = 100
 
 
 class _OfPlan:
@@ -47,20 +49,33 @@ class ParameterRecorder:
         Whether anything was recorded in this step.
     skipped_updates : int
         Number of updates that were not recorded because the weights were freed, or there was no memory for a copy.
+    memory : CopyMemory
+        The memory for copies of weights of the host.
     """
 
     def __init__(self, context: HookContext) -> None:
         self.context = context
         self.is_used = False
         self.skipped_updates = 0
+        self.memory = CopyMemory()
+        self._unused_steps = 0
         self._before: dict[int, Tensor] = {}  # copies of weights, by the id of the parameter
         self._copied: list[WeightList] = []
         self._recorded: dict[str, set[int]] = {}
         self._everything: object = None
         self._of_plan: weakref.WeakKeyDictionary[Plan, _OfPlan] = weakref.WeakKeyDictionary()
 
-    def forget(self) -> None:
-        """Forget everything about the step."""
+    def step_ended(self) -> None:
+        """Forget everything about the step; free the memory for copies if the last steps recorded nothing."""
+        if self.is_used:
+            self._unused_steps = 0
+            self._forget()
+            return
+        self._unused_steps += 1
+        if self._unused_steps == _KEPT_STEPS:
+            self.memory.release()
+
+    def _forget(self) -> None:
         self._before = {}
         self._recorded.clear()
         for copied in self._copied:
@@ -111,7 +126,7 @@ class ParameterRecorder:
         if not (listed.listed and recorded.isdisjoint(listed.weights) and copied.isdisjoint(listed.updates)):
             return parameters, changing
         try:
-            left, uncopied = listed.rows.begin(*host)
+            left, uncopied = listed.rows.begin(*host, self.memory)
         except MemoryError as error:
             raise_users_exception(error)
             return parameters, changing

@@ -11,12 +11,53 @@ from ikkuna.numerics.statistics.native.kernels import NOTHING, Library, ListMemo
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.row_index import Key, RowIndex
 
-__all__ = ["CopiedList", "HostList"]
+__all__ = ["CopiedList", "CopyMemory", "HostList"]
 
 
-_CHUNK = 1 << 26  # bytes; numpy asks for huge pages for 4 MiB and more, and other pages cost more than the copy itself
-_KEPT = 1 << 22
 _ALIGNED = 64
+
+
+class CopyMemory:
+    """Memory for copies, which is kept between steps.
+
+    The first write to new memory costs at least as much as the copy itself.  numpy asks for huge pages for 4 MiB and more.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, NDArray[np.uint8]] = {}
+        self._used: dict[int, NDArray[np.uint8]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that are used or kept."""
+        return sum(buffer.nbytes for buffer in (*self._free.values(), *self._used.values()))
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Return the smallest kept buffer of at least `size` bytes; if there is none, free the others and return a new one.
+
+        Raises
+        ------
+        MemoryError
+            If there is no memory.
+        """
+        large = sorted((buffer.nbytes, key) for key, buffer in [*self._free.items()] if buffer.nbytes >= size)
+        for _, key in large:
+            if (found := self._free.pop(key, None)) is not None:  # else another thread has taken it
+                break
+        else:
+            self._free.clear()
+            found = np.empty(size, np.uint8)
+        self._used[id(found)] = found
+        return found
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Keep a buffer for the next list."""
+        if self._used.pop(id(buffer), None) is not None:
+            self._free[id(buffer)] = buffer
+
+    def release(self) -> None:
+        """Free the buffers that are not used."""
+        self._free.clear()
 
 
 class HostList:
@@ -49,8 +90,7 @@ class HostList:
 class CopiedList(HostList):
     """A list of tensors that are measured and copied in one pass, and their differences to the copies later.
 
-    The copies take as much memory as the tensors, in chunks of 64 MiB or of a larger tensor, until the differences are measured.
-    A first chunk of at most 4 MiB is kept longer.
+    The copies take as much memory as the tensors, in one buffer.
 
     Parameters
     ----------
@@ -78,23 +118,18 @@ class CopiedList(HostList):
         )
         self._differences = HostList(index, plan, differences)
         self._is_copied = np.array(is_copied, np.bool_)
-        self._chunk_of = np.zeros(len(keys), np.int64)
-        self._offset = np.zeros(len(keys), np.int64)
-        self._sizes: list[int] = []
-        for i in np.flatnonzero(self._is_copied).tolist():
-            size = -(-tensors[i].nbytes // _ALIGNED) * _ALIGNED
-            if not self._sizes or self._sizes[-1] + size > _CHUNK:
-                self._sizes.append(0)
-            self._chunk_of[i], self._offset[i] = len(self._sizes) - 1, self._sizes[-1]
-            self._sizes[-1] += size
-        self._chunks: list[NDArray[np.uint8]] = []
+        sizes = np.array([-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors], np.int64) * self._is_copied
+        self._ends = np.cumsum(sizes)
+        self._offsets = self._ends - sizes
+        self._buffer: tuple[CopyMemory, NDArray[np.uint8]] | None = None
 
-    def begin(self, kernels: Library, statistics: HostStatistics) -> tuple[list[int], list[int]]:
+    def begin(self, kernels: Library, statistics: HostStatistics, memory: CopyMemory) -> tuple[list[int], list[int]]:
         """Measure and copy the tensors; return the positions of those that have to be measured, and copied, one by one."""
-        self._chunks += [np.empty(size, np.uint8) for size in self._sizes[len(self._chunks) :]]
-        if self._chunks:
-            bases = np.array([chunk.ctypes.data for chunk in self._chunks])
-            self._memory.copy_to(np.where(self._is_copied, bases[self._chunk_of] + self._offset, 0))
+        if self._is_copied.any():
+            buffer = memory.take(int(self._ends[-1]) + _ALIGNED)
+            self._buffer = memory, buffer
+            begin = -(-buffer.ctypes.data // _ALIGNED) * _ALIGNED
+            self._memory.copy_to(np.where(self._is_copied, begin + self._offsets, 0))
         left = self.measure(kernels, statistics, self._tensors)
         return left.tolist(), np.flatnonzero(self._is_copied & ~self._memory.is_copied).tolist()
 
@@ -103,7 +138,7 @@ class CopiedList(HostList):
 
         Returns the number of tensors that have another memory format, dtype or shape now.
         """
-        if not self._chunks:
+        if self._buffer is None:
             return 0
         assert kernels.reader is not None
         differences = self._differences
@@ -113,8 +148,10 @@ class CopiedList(HostList):
         return len(left)
 
     def drop(self) -> None:
-        """Drop the copies, except a first small chunk, which the next step reuses."""
-        self._chunks = [chunk for chunk in self._chunks[:1] if chunk.nbytes <= _KEPT]
+        """Drop the copies, and give their memory back."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer[0].give_back(buffer[1])
         self._memory.done[:] = 0
 
 
