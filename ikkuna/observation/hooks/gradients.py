@@ -16,17 +16,10 @@ from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import Leaves, with_batch_sizes
 from ikkuna.observation.rows.site import Site
-from ikkuna.observation.steps.forwards import MICRO_PART, UNCLIPPED_PART, Forward
+from ikkuna.observation.steps.forwards import MICRO_PART, Forward
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS, skip_in_compiler
 
-__all__ = [
-    "CACHED",
-    "GradientHook",
-    "LayerGradientHooks",
-    "MicroGradientHooks",
-    "OutputHooks",
-    "UnclippedGradientHooks",
-]
+__all__ = ["CACHED", "GradientHook", "LayerGradientHooks", "MicroGradientHooks", "OutputHooks"]
 
 
 CACHED = 8
@@ -247,29 +240,3 @@ class MicroGradientHooks:
         hooked, self._hooked = self._hooked, []
         for _, handle in hooked:
             handle.remove()
-
-
-class UnclippedGradientHooks:
-    """Records the gradients of a step before clipping, reduced over ranks, and without the factor of a gradient scaler.
-
-    Parameters
-    ----------
-    context : HookContext
-    """
-
-    def __init__(self, context: HookContext) -> None:
-        self.context = context
-
-    def backward_ended(self) -> None:
-        """Record the gradients in place of those that an earlier backward of the step has left."""
-        context = self.context
-        recorder = context.recorder
-        if not recorder.plan.unclipped_gradients:
-            return
-        recorder.drop_part(UNCLIPPED_PART)
-        context.parameters.refresh()
-        for named in context.parameters.all:
-            kind = "bias_gradients_unclipped" if named.is_bias else "weight_gradients_unclipped"
-            site = context.sites(kind, named.module)
-            if (grad := named.parameter.grad) is not None and recorder.wants(site):
-                recorder.receive(site, context.loss_scale.removed_from(grad), named.path, part=UNCLIPPED_PART)

@@ -14,7 +14,7 @@ from ikkuna.observation.hooks.backward import BackwardHooks
 from ikkuna.observation.hooks.context import BASE, VIEW, HookContext
 from ikkuna.observation.hooks.fast_path import FastPathHooks
 from ikkuna.observation.hooks.forward import ForwardHooks
-from ikkuna.observation.hooks.gradients import LayerGradientHooks, MicroGradientHooks, UnclippedGradientHooks
+from ikkuna.observation.hooks.gradients import LayerGradientHooks, MicroGradientHooks
 from ikkuna.observation.hooks.hook import Hook, HookFreeCopies, Remove, in_backward, remove_all
 from ikkuna.observation.hooks.in_graph import GraphSwitch, RootBeginsHook, RootEndsHook
 from ikkuna.observation.hooks.loss import LossHooks
@@ -226,8 +226,7 @@ class HookSet:
         self._backward = BackwardHooks(context, self.losses)
         self.gradients = LayerGradientHooks(context, self._backward)
         self._micro_gradients = MicroGradientHooks(context)
-        self._unclipped = UnclippedGradientHooks(context)
-        self._backward.ended.append(self._unclipped.backward_ended)
+        self._backward.ended.append(self.optimizers.records.unclipped_gradients)
         self.forward = ForwardHooks(context, self._backward, self.gradients, self.losses)
         self._fast_paths = FastPathHooks(context)
         self.observed = ObservedHooks(context, self.forward)

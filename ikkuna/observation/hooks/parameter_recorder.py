@@ -14,12 +14,15 @@ from ikkuna.observation.rows.host_list import CopyMemory
 from ikkuna.observation.rows.parameter_lists import GradientList, WeightList
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.site import Site
+from ikkuna.observation.steps.forwards import UNCLIPPED_PART
 from ikkuna.support.failures import raise_users_exception
 from ikkuna.support.modules import NamedParameter
 
 __all__ = ["ParameterRecorder"]
 
 
+_GRADIENTS = "weight_gradients", "bias_gradients"
+_UNCLIPPED = "weight_gradients_unclipped", "bias_gradients_unclipped"
 _CACHED = 8
 _KEPT_STEPS = 100
 
@@ -30,7 +33,7 @@ class _OfPlan:
     def __init__(self) -> None:
         self.sites: dict[str, dict[int, Site]] = {}
         self.weights: dict[tuple[int, int], tuple[object, object, WeightList]] = {}  # by the ids of the two sequences
-        self.gradients: dict[int, tuple[object, GradientList]] = {}
+        self.gradients: dict[tuple[str, int], tuple[object, GradientList]] = {}  # by kind and id of the sequence
 
 
 class ParameterRecorder:
@@ -169,40 +172,60 @@ class ParameterRecorder:
     def gradients(self, parameters: Sequence[NamedParameter], scale: Tensor | None = None) -> None:
         """Record gradients, divided by `scale`."""
         self.is_used = True
-        if scale is None:
-            parameters = self._record_listed_gradients(parameters)
-        wanted = self._wanted("weight_gradients", "bias_gradients", parameters)
-        self.context.recorder.receive_all(
-            (site, grad if scale is None else divided(grad, scale), named.path)
-            for site, named in wanted
-            if (grad := named.parameter.grad) is not None
+        self._record_gradients(_GRADIENTS, parameters, scale)
+
+    def unowned_gradients(self) -> None:
+        """Record the gradients of parameters that no optimizer has, which no gradient scaler has unscaled."""
+        self._record_gradients(
+            _GRADIENTS, self.context.parameters.known_owners().unowned, self.context.loss_scale.factor
         )
 
-    def _record_listed_gradients(self, parameters: Sequence[NamedParameter]) -> Sequence[NamedParameter]:
+    def unclipped_gradients(self) -> None:
+        """Record gradients at the end of a backward, in place of those that an earlier backward of the step has left.
+
+        They are not clipped yet; they are reduced over ranks, and without the factor of a gradient scaler.
+        """
+        context = self.context
+        if context.recorder.plan.unclipped_gradients:
+            context.recorder.drop_part(UNCLIPPED_PART)
+            self._recorded.pop(_UNCLIPPED[0], None)
+            context.parameters.refresh()
+            self._record_gradients(_UNCLIPPED, context.parameters.all, context.loss_scale.factor, UNCLIPPED_PART)
+
+    def _record_gradients(
+        self, kinds: tuple[str, str], parameters: Sequence[NamedParameter], scale: Tensor | None, part: int = 0
+    ) -> None:
+        """Record the gradients that parameters have now as two kinds, divided by `scale`."""
+        if scale is None:
+            parameters = self._record_listed_gradients(kinds, parameters, part)
+        self.context.recorder.receive_all(
+            (
+                (site, grad if scale is None else divided(grad, scale.to(grad.device, non_blocking=True)), named.path)
+                for site, named in self._wanted(*kinds, parameters)
+                if (grad := named.parameter.grad) is not None
+            ),
+            part=part,
+        )
+
+    def _record_listed_gradients(
+        self, kinds: tuple[str, str], parameters: Sequence[NamedParameter], part: int
+    ) -> Sequence[NamedParameter]:
         """Measure gradients on the host; return the parameters that remain."""
-        recorder, recorded = self.context.recorder, self._recorded.setdefault("weight_gradients", set())
-        if (host := recorder.host_lists()) is None:
+        recorder, recorded = self.context.recorder, self._recorded.setdefault(kinds[0], set())
+        if (host := recorder.host_lists(part)) is None:
             return parameters
-        known = self._known().gradients
-        if id(parameters) not in known:
-            sites = self._wanted_sites("weight_gradients", "bias_gradients")
+        known, key = self._known().gradients, (kinds[0], id(parameters))
+        if key not in known:
+            sites = self._wanted_sites(*kinds)
             if len(known) >= _CACHED:
                 known.clear()
-            known[id(parameters)] = parameters, GradientList(recorder.index, recorder.plan, parameters, sites)
-        listed = known[id(parameters)][1]
+            known[key] = parameters, GradientList(recorder.index, recorder.plan, parameters, sites)
+        listed = known[key][1]
         if not (listed.listed and recorded.isdisjoint(listed.gradients)):
             return parameters
         left = [listed.listed[i] for i in listed.rows.measure(*host, listed.tensors())]
         recorded |= listed.gradients - {id(named.parameter) for named in left}
         return [*listed.others, *left]
-
-    def unowned_gradients(self) -> None:
-        """Record the gradients of parameters that no optimizer has, which no gradient scaler has unscaled."""
-        for site, named in self._wanted(
-            "weight_gradients", "bias_gradients", self.context.parameters.known_owners().unowned
-        ):
-            if (grad := named.parameter.grad) is not None:
-                self.context.recorder.receive(site, self.context.loss_scale.removed_from(grad), named.path)
 
     def _changes(self, parameters: Iterable[NamedParameter]) -> Iterator[tuple[Site, Tensor, Tensor, str]]:
         """Yield site, weights after and before the step, and name; record the updates of distributed parameters."""

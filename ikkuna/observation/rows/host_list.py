@@ -25,12 +25,11 @@ class CopyMemory:
 
     def __init__(self) -> None:
         self._free: dict[int, NDArray[np.uint8]] = {}
-        self._used: dict[int, NDArray[np.uint8]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are used or kept."""
-        return sum(buffer.nbytes for buffer in (*self._free.values(), *self._used.values()))
+        """Number of bytes that are kept; buffers that are used are not counted."""
+        return sum(buffer.nbytes for buffer in [*self._free.values()])
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """Return the smallest kept buffer of at least `size` bytes; if there is none, free the others and return a new one.
@@ -43,17 +42,13 @@ class CopyMemory:
         large = sorted((buffer.nbytes, key) for key, buffer in [*self._free.items()] if buffer.nbytes >= size)
         for _, key in large:
             if (found := self._free.pop(key, None)) is not None:  # else another thread has taken it
-                break
-        else:
-            self._free.clear()
-            found = np.empty(size, np.uint8)
-        self._used[id(found)] = found
-        return found
+                return found
+        self._free.clear()
+        return np.empty(size, np.uint8)
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """Keep a buffer for the next list."""
-        if self._used.pop(id(buffer), None) is not None:
-            self._free[id(buffer)] = buffer
+        self._free[id(buffer)] = buffer
 
     def release(self) -> None:
         """Free the buffers that are not used."""

@@ -168,7 +168,10 @@ class Recorder:
         return statistics.try_add(row, tensor, task.fields, self._source(task.fields))
 
     def receive_all(
-        self, tensors: Iterable[tuple[Site, Tensor, str]], copies: dict[int, tuple[Tensor, Tensor]] = _NO_COPIES
+        self,
+        tensors: Iterable[tuple[Site, Tensor, str]],
+        copies: dict[int, tuple[Tensor, Tensor]] = _NO_COPIES,
+        part: int = 0,
     ) -> None:
         """Measure several tensors, each with its site and the name of the parameter; those of an accelerator together.
 
@@ -178,18 +181,20 @@ class Recorder:
             Site, tensor and name.
         copies : dict
             By the id of a tensor, what to copy, and where to.  Copies that were made with the measurement are removed.
+        part : int
+            The part of the step.
         """
         lists: dict[_ListKey, list[tuple[int, Tensor, int]]] = {}
         for site, tensor, path in tensors:
             if (key := self._list_key(site, tensor)) is None:
-                self.receive(site, tensor, path)
+                self.receive(site, tensor, path, part=part)
             else:
                 lists.setdefault(key, []).append((self.index.row(site, path), tensor.detach(), id(tensor)))
         for (device, _, fields), group in lists.items():
             numbers = [row for row, *_ in group]
             targets = [copies[name][1] if name in copies else None for *_, name in group]
             with self._reported(f"measuring parameters on {device}", numbers) as rows:
-                target = rows.part(0).on_device(device)
+                target = rows.part(part).on_device(device)
                 has_copies = any(copy is not None for copy in targets)
                 target.add_all(
                     numbers, [x for _, x, _ in group], fields, self._source(fields), targets if has_copies else ()
@@ -211,11 +216,11 @@ class Recorder:
                 afters, befores = [after for _, after, _ in group], [before for _, _, before in group]
                 rows.part(0).on_device(device).add_differences(numbers, afters, befores, fields, self._source(fields))
 
-    def host_lists(self) -> "tuple[Library, HostStatistics] | None":
+    def host_lists(self, part: int = 0) -> "tuple[Library, HostStatistics] | None":
         """Return what lists of tensors of the host are measured with and into; ``None`` if that is not possible."""
         if self.rows is None or self.kernels is None or self.kernels.reader is None:
             return None
-        return self.kernels, self.rows.part(0).host
+        return self.kernels, self.rows.part(part).host
 
     def _list_key(self, site: Site, tensor: Tensor) -> "_ListKey | None":
         """Return what the tensors of a list have in common; ``None`` for a tensor that is measured alone."""
