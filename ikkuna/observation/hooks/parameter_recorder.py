@@ -11,7 +11,7 @@ from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed,
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.host_list import CopyMemory
-from ikkuna.observation.rows.parameter_lists import GradientList, WeightList
+from ikkuna.observation.rows.parameter_lists import ParameterList
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.site import Site
 from ikkuna.observation.steps.forwards import UNCLIPPED_PART
@@ -21,9 +21,11 @@ from ikkuna.support.modules import NamedParameter
 __all__ = ["ParameterRecorder"]
 
 
+_WEIGHTS = "weights", "biases"
+_UPDATES = "weight_updates", "bias_updates"
 _GRADIENTS = "weight_gradients", "bias_gradients"
 _UNCLIPPED = "weight_gradients_unclipped", "bias_gradients_unclipped"
-_CACHED = 8
+_CACHED = 16
 _KEPT_STEPS = 100
 
 
@@ -32,8 +34,9 @@ class _OfPlan:
 
     def __init__(self) -> None:
         self.sites: dict[str, dict[int, Site]] = {}
-        self.weights: dict[tuple[int, int], tuple[object, object, WeightList]] = {}  # by the ids of the two sequences
-        self.gradients: dict[tuple[str, int], tuple[object, GradientList]] = {}  # by kind and id of the sequence
+        self.lists: dict[
+            tuple[str, int, int], tuple[object, object, ParameterList]
+        ] = {}  # by kind and ids of sequences
 
 
 class ParameterRecorder:
@@ -63,7 +66,7 @@ class ParameterRecorder:
         self.memory = CopyMemory()
         self._unused_steps = 0
         self._before: dict[int, Tensor] = {}  # copies of weights, by the id of the parameter
-        self._copied: list[WeightList] = []
+        self._copied: list[ParameterList] = []
         self._recorded: dict[str, set[int]] = {}
         self._everything: object = None
         self._of_plan: weakref.WeakKeyDictionary[Plan, _OfPlan] = weakref.WeakKeyDictionary()
@@ -105,7 +108,7 @@ class ParameterRecorder:
         self.is_used = True
         if not shared:
             parameters, changing = self._record_listed(parameters, changing)
-        wanted, copies = self._wanted("weights", "biases", parameters), self._memory(changing)
+        wanted, copies = self._wanted(*_WEIGHTS, parameters), self._memory(changing)
         self.context.recorder.receive_all(((site, named.parameter, named.path) for site, named in wanted), copies)
         by_device: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for weights, copy in copies.values():  # those that were not copied by the kernel that measures them
@@ -117,16 +120,13 @@ class ParameterRecorder:
         self, parameters: Sequence[NamedParameter], changing: Sequence[NamedParameter]
     ) -> tuple[Sequence[NamedParameter], Sequence[NamedParameter]]:
         """Measure and copy weights on the host; return those that remain to be measured, and to be copied."""
-        recorded, copied = (
-            self._recorded.setdefault("weights", set()),
-            self._recorded.setdefault("weight_updates", set()),
-        )
+        recorded, copied = (self._recorded.setdefault(kinds[0], set()) for kinds in (_WEIGHTS, _UPDATES))
         if (host := self.context.recorder.host_lists()) is None:
             return parameters, changing
-        listed = self._weight_list(parameters, changing)
-        if recorded and listed.weights <= recorded:
-            listed = self._weight_list((), changing)
-        if not (listed.listed and recorded.isdisjoint(listed.weights) and copied.isdisjoint(listed.updates)):
+        listed = self._list(_WEIGHTS, parameters, changing)
+        if recorded and listed.measured <= recorded:
+            listed = self._list(_WEIGHTS, (), changing)
+        if not (listed.listed and recorded.isdisjoint(listed.measured) and copied.isdisjoint(listed.updated)):
             return parameters, changing
         try:
             left, uncopied = listed.rows.begin(*host, self.memory)
@@ -134,21 +134,26 @@ class ParameterRecorder:
             raise_users_exception(error)
             return parameters, changing
         self._copied.append(listed)
-        recorded |= listed.weights - {id(listed.listed[i].parameter) for i in left}
-        copied |= listed.updates - {id(listed.listed[i].parameter) for i in uncopied}
+        recorded |= listed.measured - {id(listed.listed[i].parameter) for i in left}
+        copied |= listed.updated - {id(listed.listed[i].parameter) for i in uncopied}
         return (
             [*listed.others, *(listed.listed[i] for i in left)],
             [*listed.changing_others, *(listed.listed[i] for i in uncopied)],
         )
 
-    def _weight_list(self, parameters: Sequence[NamedParameter], changing: Sequence[NamedParameter]) -> WeightList:
-        recorder, known = self.context.recorder, self._known().weights
-        key = id(parameters), id(changing)
+    def _list(
+        self,
+        kinds: tuple[str, str],
+        parameters: Sequence[NamedParameter],
+        changing: Sequence[NamedParameter] = (),
+    ) -> ParameterList:
+        recorder, known = self.context.recorder, self._known().lists
+        key = kinds[0], id(parameters), id(changing)
         if key not in known:
-            sites = self._wanted_sites("weights", "biases"), self._wanted_sites("weight_updates", "bias_updates")
             if len(known) >= _CACHED:
                 known.clear()
-            listed = WeightList(recorder.index, recorder.plan, parameters, changing, *sites)
+            sites, updates = self._wanted_sites(*kinds), self._wanted_sites(*_UPDATES)
+            listed = ParameterList(recorder.index, recorder.plan, parameters, sites, changing, updates)
             known[key] = parameters, changing, listed
         return known[key][2]
 
@@ -214,22 +219,17 @@ class ParameterRecorder:
         recorder, recorded = self.context.recorder, self._recorded.setdefault(kinds[0], set())
         if (host := recorder.host_lists(part)) is None:
             return parameters
-        known, key = self._known().gradients, (kinds[0], id(parameters))
-        if key not in known:
-            sites = self._wanted_sites(*kinds)
-            if len(known) >= _CACHED:
-                known.clear()
-            known[key] = parameters, GradientList(recorder.index, recorder.plan, parameters, sites)
-        listed = known[key][1]
-        if not (listed.listed and recorded.isdisjoint(listed.gradients)):
+        listed = self._list(kinds, parameters)
+        if not (listed.listed and recorded.isdisjoint(listed.measured)):
             return parameters
-        left = [listed.listed[i] for i in listed.rows.measure(*host, listed.tensors())]
-        recorded |= listed.gradients - {id(named.parameter) for named in left}
+        gradients = [named.parameter.grad for named in listed.listed]
+        left = [listed.listed[i] for i in listed.rows.measure(*host, gradients)]
+        recorded |= listed.measured - {id(named.parameter) for named in left}
         return [*listed.others, *left]
 
     def _changes(self, parameters: Iterable[NamedParameter]) -> Iterator[tuple[Site, Tensor, Tensor, str]]:
         """Yield site, weights after and before the step, and name; record the updates of distributed parameters."""
-        sites = self._wanted_sites("weight_updates", "bias_updates")
+        sites = self._wanted_sites(*_UPDATES)
         for named in parameters:
             key = id(named.parameter)
             if (before := self._before.pop(key, None)) is None or (site := sites.get(key)) is None:
@@ -255,7 +255,7 @@ class ParameterRecorder:
     def _memory(self, parameters: Iterable[NamedParameter]) -> dict[int, tuple[Tensor, Tensor]]:
         """Clone the weights of the host of which updates are wanted, and return those of devices with memory for copies."""
         copies: dict[int, tuple[Tensor, Tensor]] = {}
-        for _, named in self._wanted("weight_updates", "bias_updates", parameters):
+        for _, named in self._wanted(*_UPDATES, parameters):
             if not named.parameter.requires_grad:
                 continue
             weights = local_tensor(named.parameter.detach())
