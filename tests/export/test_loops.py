@@ -1589,14 +1589,19 @@ def test_unclipped_gradients_beside_micro_batches(bus, model):
     """all micro-batches, also for metrics that keep values from one to the next, such as the noise scale"""
     recording = RecordingBackend()
     optimizer = sgd(model)
-    exporter, _ = recorded(bus, model, ("weight_gradients_unclipped",))
+    exporter, norms = recorded(bus, model, ("weight_gradients_unclipped",))
     bus.register_subscriber(GradientNoiseScaleSubscriber(backend=recording))
+    expected = []
     for _ in range(2):
         optimizer.zero_grad()
         for x in BATCHES:
             model(x + torch.randn(2, 3)).pow(2).sum().backward()
+        expected.append(model[0].weight.grad.norm().item())
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
     exporter.close()
+    got = [norms["weight_gradients_unclipped", "0", step] for step in range(2)]
+    assert got == pytest.approx(expected, rel=1e-6)
     assert {step for series, _, step in recording.values if series.kind == "gradient_noise_scale"} == {0, 1}
 
 
