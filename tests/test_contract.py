@@ -1,7 +1,9 @@
 """Every installed subscriber and backend passes the checks of the test kit, and the checks find faults."""
 
 import random
+from dataclasses import astuple, is_dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,8 +11,10 @@ from ikkuna.backends.backend import GROUP as BACKENDS
 from ikkuna.backends.backend import Backend
 from ikkuna.export import subscriber as installed
 from ikkuna.export.subscriber import GROUP, Subscriber
+from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.support.plugins import plugin_names
 from ikkuna.testing import RecordingBackend, check_backend, check_subscriber, run
+from ikkuna.testing.subscribers import small_model, train
 from ikkuna.visualization import get_backend
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
 
@@ -19,6 +23,31 @@ from tests.subscribers import EVERY_SUBSCRIBER, NEEDS
 @pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
 def test_every_subscriber_keeps_the_contract(name):
     check_subscriber(EVERY_SUBSCRIBER[name], NEEDS.get(name, ()))
+
+
+@pytest.mark.parametrize("name", EVERY_SUBSCRIBER)
+def test_messages_give_equal_values_at_once_and_one_by_one(name):
+    """A metric implements one of the two ways; here it is also called in the other."""
+    found = []
+    for is_changed in (False, True):
+        backend = RecordingBackend()
+        made = EVERY_SUBSCRIBER[name](backend=backend)
+        takes_batches = Registered(made).takes_batches
+        if is_changed:
+            other = "compute" if takes_batches else "compute_batch"
+            made.__class__ = type(type(made))(type(made).__name__, (type(made),), {other: getattr(Subscriber, other)})
+            assert Registered(made).takes_batches != takes_batches
+        needed = [make(backend="null") for make in NEEDS.get(name, ())]
+        train(small_model(), [*needed, made])
+        values = [
+            (step, str(series), astuple(value) if is_dataclass(value) else value)
+            for series, value, step in backend.values
+        ]
+        found.append(sorted(values, key=lambda item: item[:2]))
+    one, other = found
+    assert [item[:2] for item in one] == [item[:2] for item in other]
+    if not name.startswith("Speed"):  # its values are times
+        np.testing.assert_equal([item[2] for item in one], [item[2] for item in other])
 
 
 def test_no_installed_subscriber_is_left_out():
@@ -122,7 +151,7 @@ class EmitsWhatItDoesNotAnnounce(Good):
 
 class ShowsWhatItDoesNotAnnounce(Good):
     def compute(self, message):
-        self.show(message.result("other", 0.0), 0.0)
+        self.show(message.carrying(None, kind="other"), 0.0)
 
 
 class StampsOfItsOwn(Good):

@@ -20,7 +20,7 @@ PACKAGED = [path for path in (*CORE, *METRICS) if "build" not in path.parts]
 
 # The rooms of ikkuna, one floor a line: a room imports rooms of the lines before it only.
 FLOORS = (
-    ("errors", "version"),
+    ("errors", "printable", "version"),
     ("schedules", "support"),
     ("numerics",),
     ("figures", "store", "distributed"),

@@ -3,35 +3,20 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.finding import Finding
 from ikkuna.errors import ConfigError, ConfigTypeError, unknown_name
+from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.run_directory import ConfigValue, config_table
 from ikkuna.store.values import Image, Matrix, ModuleEntry
-from ikkuna.support.overriding import overrides_both
 from ikkuna.support.plugins import load_plugin, plugin_names
 
-__all__ = ["GROUP", "Backend", "NullBackend", "Sender", "get_backend"]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Sender:
-    """A subscriber, as backends see it; two senders are never equal.
-
-    Parameters
-    ----------
-    label : str
-        Its name in the log, such as ``NormSubscriber(weights)``.
-    """
-
-    label: str
+__all__ = ["GROUP", "Backend", "NullBackend", "get_backend", "last_defined"]
 
 
 GROUP = "ikkuna.backends"
@@ -78,14 +63,12 @@ class Backend(ABC):
         """Add one value of a series; it may be NaN or infinite."""
 
     def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
-        """Add one value of each series of a group; by default :meth:`add_scalar` is called for each of them."""
+        """Add one value of each series of a group; by default :meth:`add_scalar` is called for each of them.
+
+        A subclass that overrides `add_scalar` alone receives every value there.
+        """
         for series, value in zip(group.series, values.tolist(), strict=True):
             self.add_scalar(series, value, step)
-
-    @property
-    def takes_groups(self) -> bool:
-        """Whether :meth:`add_group` stores the same as :meth:`add_scalar`: no subclass overrides the second alone."""
-        return overrides_both(type(self), "add_group", "add_scalar", Backend)
 
     def add_histogram(self, series: Series, histogram: Any, step: int) -> None:  # noqa: B027 - optional
         """Add one :class:`~ikkuna.store.values.HistogramLike` of a series."""
@@ -191,3 +174,22 @@ class NullBackend(Backend):
 
     def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
         """Do nothing."""
+
+
+def last_defined(cls: type, *methods: str) -> str:
+    """Return which of several methods that do the same was defined by the most derived class; in one class the first counts.
+
+    A subclass that overrides one of them, for example to change a result, so makes the others obsolete that it inherits.
+
+    Examples
+    --------
+    >>> class Base:
+    ...     def one(self): ...
+    >>> class Quick(Base):
+    ...     def all(self): ...
+    >>> class Changed(Quick):
+    ...     def one(self): ...
+    >>> [last_defined(cls, "all", "one") for cls in (Base, Quick, Changed)]
+    ['one', 'all', 'one']
+    """
+    return next((name for owner in cls.__mro__ for name in methods if name in vars(owner)), "")

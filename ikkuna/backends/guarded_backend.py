@@ -3,18 +3,22 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ikkuna.backends.backend import Backend, Sender
-from ikkuna.store.names import SeriesGroup
+from ikkuna.backends.backend import Backend, last_defined
 from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.failures import FailureCounter, error_text, log, raise_users_exception
 
-__all__ = ["GuardedBackend"]
+__all__ = ["GuardedBackend", "Sender"]
+
+
+class Sender(Protocol):
+    """A sender of values, such as a registered subscriber; it equals only itself."""
+
+    @property
+    def label(self) -> str:
+        """Its name in the log, such as ``NormSubscriber(weights)``."""
 
 
 class GuardedBackend:
@@ -52,7 +56,7 @@ class GuardedBackend:
         self._config = config
         self._resumed_at = resumed_at
         self.backend = backend
-        self._takes_groups = backend.takes_groups
+        self._takes_groups = last_defined(type(backend), "add_group", "add_scalar") == "add_group"
         self.disabled = False
         self._opened_at: int | None = None  # a step
         self._failures = FailureCounter()  # by method and sender, because one may work where another does not
@@ -69,9 +73,11 @@ class GuardedBackend:
         step: int,
         directory: Callable[[], Path],
         sender: Sender | None = None,
-        count: int = 1,
     ) -> None:
-        """Pass a number of values to a method of the backend; open the backend first if these are its first values."""
+        """Call a method of the backend that adds values; open the backend first if these are its first values.
+
+        The values of ``add_group`` are added one by one if the backend takes them so.
+        """
         if self._opened_at is None:
             self._open(directory, step)
         if not self._pending:
@@ -79,26 +85,16 @@ class GuardedBackend:
         elif step > self._step:  # an exception has kept the step before from being committed
             self.commit(self._step)
             self._step = step
-        is_refused = self.disabled or (self._failures.counts and self._failures.is_exhausted((method, sender)))
-        if not is_refused and self._call(method, *arguments, sender=sender):
-            self._pending += count
-        else:
-            self._dropped += count
-
-    def add_group(
-        self,
-        group: SeriesGroup,
-        values: NDArray[np.float64],
-        step: int,
-        directory: Callable[[], Path],
-        sender: Sender | None = None,
-    ) -> None:
-        """Pass one value of each series of a group to the backend, one by one if it takes them so."""
-        if self._takes_groups:
-            self.add("add_group", (group, values, step), step, directory, sender, len(values))
-            return
-        for series, value in zip(group.series, values.tolist(), strict=True):
-            self.add("add_scalar", (series, value, step), step, directory, sender)
+        calls = [(method, arguments, len(arguments[1]) if method == "add_group" else 1)]
+        if method == "add_group" and not self._takes_groups:
+            group, values, _ = arguments
+            calls = [("add_scalar", (*each, step), 1) for each in zip(group.series, values.tolist(), strict=True)]
+        for name, passed, count in calls:
+            is_refused = self.disabled or (self._failures.counts and self._failures.is_exhausted((name, sender)))
+            if not is_refused and self._call(name, *passed, sender=sender):
+                self._pending += count
+            else:
+                self._dropped += count
 
     def _open(self, directory: Callable[[], Path], step: int) -> None:
         try:

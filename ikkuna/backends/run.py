@@ -11,15 +11,11 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ikkuna.backends.backend import Backend, NullBackend, Sender, get_backend
+from ikkuna.backends.backend import Backend, NullBackend, get_backend
 from ikkuna.backends.file_backend import FileBackend
-from ikkuna.backends.finding import Finding
-from ikkuna.backends.guarded_backend import GuardedBackend
+from ikkuna.backends.guarded_backend import GuardedBackend, Sender
 from ikkuna.backends.loggers import adapted
-from ikkuna.errors import ClosedError, ConfigTypeError, LogDirError
+from ikkuna.errors import ClosedError, LogDirError
 from ikkuna.store.append_file import make_directories, reason
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.quantity import Quantity
@@ -36,7 +32,7 @@ from ikkuna.store.run_directory import (
     make_run_directory,
     write_run_file,
 )
-from ikkuna.store.values import Image, Matrix, ModuleEntry, check_histogram, checked_matrix, is_histogram
+from ikkuna.store.values import ModuleEntry, shown
 from ikkuna.support.failures import announce, error_text, log, raise_users_exception
 
 __all__ = ["Run"]
@@ -161,31 +157,26 @@ class Run:
         ConfigError
             If the parts of a histogram or of a matrix do not fit together.
         """
-        method, arguments = _method(series, value, step)
-        if self._closed is not None or self._process != os.getpid():
-            self._refused += len(backends)
-            return
-        self._quantities.setdefault(series.kind, series.quantity)
-        for backend in backends:
-            guarded = self._backends.get(_key(backend)) or self._create(backend)
-            guarded.add(method, arguments, step, self.make_directory, sender)
+        self.add(*shown(series, value, step), step, backends, sender)
 
-    def show_group(
+    def add(
         self,
-        group: SeriesGroup,
-        values: NDArray[np.float64],
+        method: str,
+        arguments: tuple[Any, ...],
         step: int,
-        backends: Sequence[str | Backend] = ("tb",),
+        backends: Sequence[str | Backend],
         sender: Sender | None = None,
     ) -> None:
-        """Pass one number of each series of a group to `backends`; see :meth:`show`."""
+        """Call a method of `backends` that adds values: the ``add_group`` of several curves, or what :meth:`show` calls."""
         if self._closed is not None or self._process != os.getpid():
-            self._refused += len(backends) * len(values)
+            self._refused += len(backends) * (len(arguments[1]) if method == "add_group" else 1)
             return
-        self._quantities.setdefault(group.kind, group.quantity)
+        if isinstance(shown_as := arguments[0], Series | SeriesGroup):
+            self._quantities.setdefault(shown_as.kind, shown_as.quantity)
         for backend in backends:
-            guarded = self._backends.get(_key(backend)) or self._create(backend)
-            guarded.add_group(group, values, step, self.make_directory, sender)
+            key = backend if isinstance(backend, str) else _key(backend)
+            guarded = self._backends.get(key) or self._create(backend)
+            guarded.add(method, arguments, step, self.make_directory, sender)
 
     def _guarded(self, name: str | Backend, backend: Backend) -> GuardedBackend:
         resumed_at = None if self._continued is None else self._continued.step
@@ -373,30 +364,3 @@ def _key(backend: Any) -> Hashable:
 
 def _label(name: Any, backend: Backend) -> str:
     return repr(name) if isinstance(name, str) else getattr(backend, "label", type(backend).__name__)
-
-
-def _method(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
-    """Return the name of the backend's method for `value`, and its arguments."""
-    if isinstance(value, float):
-        return "add_scalar", (series, value, step)
-    if isinstance(value, str):
-        return "add_text", (series.title or _title(series), value, step)
-    if isinstance(value, Finding):
-        return "add_finding", (value, step)
-    if isinstance(value, Matrix):
-        return "add_matrix", (series, checked_matrix(series.kind, value), step)
-    if isinstance(value, Image):
-        return "add_image", (series, value, step)
-    if is_histogram(value):
-        check_histogram(series.kind, value)
-        return "add_histogram", (series, value, step)
-    try:
-        return "add_scalar", (series, float(value), step)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise_users_exception(error)
-        what = f"{series.kind!r} shows a number, a histogram, a matrix or a text, got {type(value).__name__}"
-        raise ConfigTypeError(what) from error
-
-
-def _title(series: Series) -> str:
-    return series.kind if series.name is None else f"{series.kind}/{series.name}"

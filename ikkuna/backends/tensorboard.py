@@ -1,6 +1,6 @@
 """The backend that writes TensorBoard's event files.
 
-The values of the modules of a kind: packed for the event file, and summarised by curves and a heat map.
+The values of several curves: encoded for the event file, and summarised by three curves and a heat map.
 """
 
 import math
@@ -44,36 +44,50 @@ from ikkuna.store.run_directory import ConfigValue
 from ikkuna.store.values import Image, Matrix, ModuleEntry, ModuleOrder, module_table
 from ikkuna.support.failures import log
 
-__all__ = ["STATISTICS", "ModuleGroup", "PackedSeries", "TensorBoardBackend", "overview"]
+__all__ = ["STATISTICS", "ModuleGroup", "TensorBoardBackend", "ValuesTemplate", "overview"]
 
 
 STATISTICS = ("min", "median", "max")
 
 
-class PackedSeries:
-    """The encoded values of a group of series, apart from their four bytes each.
+class ValuesTemplate:
+    """The encoded values of several curves, apart from the four bytes of each number, which are inserted at each step.
 
     Parameters
     ----------
     prefixes : list of bytes
-        The bytes before each value.
-    members : array
-        The positions of the series that belong to the summary of their kind.
+        The bytes before each number.
+    positions : list of int
+        The position of each number among the values of a step; a curve that is written under two tags occurs twice.
+    summary : ModuleGroup, optional
+        The summary of the modules among the curves.
+    names : tuple of str
+        The names of these modules.
+    members : list of int
+        The positions of their values.
     """
 
     def __init__(
-        self, prefixes: list[bytes], group: "ModuleGroup | None", names: tuple[str, ...], members: Any
+        self,
+        prefixes: list[bytes],
+        positions: list[int],
+        summary: "ModuleGroup | None",
+        names: tuple[str, ...],
+        members: list[int],
     ) -> None:
-        self._template = np.frombuffer(b"".join(prefix + bytes(4) for prefix in prefixes), np.uint8)
+        self._bytes = np.frombuffer(b"".join(prefix + bytes(4) for prefix in prefixes), np.uint8)
         ends = np.cumsum([len(prefix) + 4 for prefix in prefixes])
         self._places = (ends - 4)[:, None] + np.arange(4)
-        self.group, self.names, self.members = group, names, members
+        self._positions = None if positions == list(range(len(positions))) else np.array(positions, np.intp)
+        self.summary, self.names = summary, names
+        self.members = None if len(members) == len(positions) else np.array(members, np.intp)
 
     def entries(self, values: NDArray[np.float64]) -> bytes:
-        """Return the encoded values of a step."""
-        block = self._template.copy()
+        """Return the encoded values of a step; too large numbers become infinite."""
+        block = self._bytes.copy()
         with np.errstate(over="ignore"):
-            block[self._places] = values.astype("<f4")[:, None].view(np.uint8)
+            numbers = values.astype("<f4")
+        block[self._places] = (numbers if self._positions is None else numbers[self._positions])[:, None].view(np.uint8)
         return block.tobytes()
 
 
@@ -91,6 +105,8 @@ class ModuleGroup:
     ----------
     size : int
         The largest number of modules in a step so far.
+    added : list of tuple
+        Names and values of the step.
     """
 
     def __init__(self, member: Series, heatmap: HeatmapImage) -> None:
@@ -98,27 +114,21 @@ class ModuleGroup:
         self.heatmap = heatmap
         self.member = member
         self.size = 0
-        self.values: dict[str, float] = {}
-        self._many: list[tuple[tuple[str, ...], NDArray[np.float64]]] = []
-
-    def add(self, names: tuple[str, ...], values: NDArray[np.float64]) -> None:
-        """Add the values of several modules."""
-        self._many.append((names, values))
+        self.added: list[tuple[tuple[str, ...], NDArray[np.float64]]] = []
 
     def take(self) -> tuple[Sequence[str], NDArray[np.float64]]:
-        """Return the names and values of a step, and forget them."""
-        single, self.values = self.values, {}  # first, so that an exception cannot make them appear twice
-        many, self._many = self._many, []
-        if len(many) == 1 and not single:
-            self.size = max(self.size, len(many[0][0]))
-            return many[0]
-        for names, values in many:
-            single.update(zip(names, values.tolist(), strict=True))
-        self.size = max(self.size, len(single))
-        return tuple(single), np.fromiter(single.values(), np.float64, len(single))
+        """Return the names and values of a step, of each module the last one, and forget them."""
+        added, self.added = self.added, []
+        if len(added) == 1:
+            names, values = added[0]
+        else:
+            last = {name: value for names, values in added for name, value in zip(names, values.tolist(), strict=True)}
+            names, values = tuple(last), np.fromiter(last.values(), np.float64, len(last))
+        self.size = max(self.size, len(names))
+        return names, values
 
     def entries(self, values: NDArray[np.float64]) -> list[bytes]:
-        """Return the three values that summarise those of a step."""
+        """Return the three encoded values that summarise those of a step."""
         return [prefix + float32(value) for prefix, value in zip(self.prefixes, overview(values), strict=True)]
 
 
@@ -159,11 +169,12 @@ class TensorBoardBackend(FileBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._curves: dict[Series, tuple[bytes, ModuleGroup | None]] = {}
-        self._copied: dict[Series, bytes] = {}
+        self._prefixes: dict[Series, bytes] = {}
+        self._single: dict[Series, SeriesGroup] = {}
         self._layout: tuple[tuple[tuple[Series, int], ...], int] = (), 0
+        self._headlines: list[Series] = []
         self._groups: dict[tuple[str, str], ModuleGroup] = {}
-        self._packed: WeakKeyDictionary[SeriesGroup, PackedSeries] = WeakKeyDictionary()
+        self._templates: WeakKeyDictionary[SeriesGroup, ValuesTemplate] = WeakKeyDictionary()
         self._entries: list[bytes] = []
         self._closed = False
         self._resumed_at: int | None = None
@@ -176,41 +187,47 @@ class TensorBoardBackend(FileBackend):
         return EventFormat(self._clock.now)
 
     def add_scalar(self, series: Series, value: float, step: int) -> None:
-        """Add a value to the step's event; the first value of a series carries its title."""
-        curve = self._curves.get(series)
-        if curve is None:
-            curve = self._curves[series] = scalar_prefix(series_tag(series)), self._group(series)
-            first = titled_scalar_value(series_tag(series), value, series.title) if series.title else None
-            self._entries.append(first or curve[0] + float32(value))
-            if series.name is None and series.quantity.is_headline:
-                self._copied[series] = scalar_prefix(dashboard_tag(series))
-        else:
-            self._entries.append(curve[0] + float32(value))
-        if curve[1] is not None and series.name is not None:
-            curve[1].values[series.name] = value
-        elif (prefix := self._copied.get(series)) is not None:
-            self._entries.append(prefix + float32(value))
-        self._values += 1
+        """Add a value to the step's event."""
+        if (group := self._single.get(series)) is None:
+            rest = series.pass_name, series.title, series.ylims, series.quantity
+            group = self._single[series] = SeriesGroup(series.kind, (series.name,), *rest)
+        self.add_group(group, np.array([value]), step)
 
     def add_group(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
-        """Add one value of each series of a group to the step's event."""
-        packed = self._packed.get(group)
-        if packed is None:
-            if any(series not in self._curves for series in group.series):  # their first values may carry titles
-                super().add_group(group, values, step)
-                return
-            packed = self._packed[group] = self._pack(group)
-        self._entries.append(packed.entries(values))
-        if packed.group is not None:
-            packed.group.add(packed.names, values if len(packed.names) == len(values) else values[packed.members])
+        """Add one value of each series of a group to the step's event; the first value of a series carries its title."""
+        template = self._templates.get(group)
+        if template is None:
+            template, entries = self._new_template(group, values)
+        else:
+            entries = template.entries(values)
+        self._entries.append(entries)
+        if template.summary is not None:
+            known = values if template.members is None else values[template.members]
+            template.summary.added.append((template.names, known))
         self._values += len(values)
 
-    def _pack(self, group: SeriesGroup) -> PackedSeries:
-        curves = [self._curves[series] for series in group.series]
-        members = [i for i, (_, summary) in enumerate(curves) if summary is not None]
-        summary = curves[members[0]][1] if members else None  # one for all series of a kind and pass
+    def _new_template(self, group: SeriesGroup, values: NDArray[np.float64]) -> tuple[ValuesTemplate, bytes]:
+        """Return the template of a group, and the entries of its first values."""
+        titled = {
+            i: titled_scalar_value(series_tag(series), float(values[i]), series.title)
+            for i, series in enumerate(group.series)
+            if series.title and series not in self._prefixes
+        }
+        for series in group.series:
+            if series not in self._prefixes:
+                self._prefixes[series] = scalar_prefix(series_tag(series))
+        positions, prefixes = list(range(len(group.names))), [self._prefixes[series] for series in group.series]
+        if group.quantity.is_headline:
+            positions += (copied := [i for i, name in enumerate(group.names) if name is None])
+            prefixes += [scalar_prefix(dashboard_tag(group.series[i])) for i in copied]
+            self._headlines += [group.series[i] for i in copied if group.series[i] not in self._headlines]
+        summaries = [self._group(series) for series in group.series]
+        members = [i for i, summary in enumerate(summaries) if summary is not None]
         names = tuple(name for i in members if (name := group.names[i]) is not None)
-        return PackedSeries([prefix for prefix, _ in curves], summary, names, members)
+        summary = summaries[members[0]] if members else None  # one for all modules of a kind and pass
+        self._templates[group] = template = ValuesTemplate(prefixes, positions, summary, names, members)
+        plain = (prefix + float32(values[i]) for prefix, i in zip(prefixes, positions, strict=True))
+        return template, b"".join(titled.get(place, entry) for place, entry in enumerate(plain))
 
     def _group(self, series: Series) -> ModuleGroup | None:
         if series.name is None or not self._order.belongs(series.name):
@@ -334,14 +351,14 @@ class TensorBoardBackend(FileBackend):
     def _add_layout(self) -> None:
         """Add the layout of the charts, if it has changed; TensorBoard uses the latest one."""
         layout = tuple((group.member, group.size) for group in self._groups.values() if group.size > 1)
-        if (layout, len(self._curves)) != self._layout:
-            self._layout = layout, len(self._curves)
-            self._entries.append(layout_value(layout, [series for series in self._curves if series.name is None]))
+        if (layout, len(self._prefixes)) != self._layout:
+            self._layout = layout, len(self._prefixes)
+            self._entries.append(layout_value(layout, [series for series in self._prefixes if series.name is None]))
 
     def _add_hparams(self) -> None:
         """Add the table of hyper-parameters, whose columns are the first headlines; TensorBoard reads the first one of a run."""
-        if self._config and self._copied:
-            self._entries += hparams_values(self._config, [series_tag(series) for series in self._copied])
+        if self._config and self._headlines:
+            self._entries += hparams_values(self._config, [series_tag(series) for series in self._headlines])
             self._config = None
 
     def _take_block(self, step: int) -> bytes:

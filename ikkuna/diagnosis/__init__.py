@@ -6,11 +6,11 @@
 from importlib import import_module
 from typing import Any
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.history import History, Network, TimeSeries
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.diagnosis.rule import GROUP, Rule, Score, get_rules
+from ikkuna.store.finding import Finding
 
 __all__ = [
     "GROUP",

@@ -1,10 +1,10 @@
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.history import History, Network, TimeSeries
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.diagnosis.rule import GROUP, Rule, Score, get_rules
 from ikkuna.flight_recorder.dump_reading import Dump, read_dump
 from ikkuna.flight_recorder.options import RecorderOptions
+from ikkuna.store.finding import Finding
 
 __all__ = [
     "GROUP",

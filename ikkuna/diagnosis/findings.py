@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from ikkuna.backends.finding import SEVERITIES, Finding
 from ikkuna.printable import printable
+from ikkuna.store.finding import SEVERITIES, Finding
 
 __all__ = ["FindingList", "Findings"]
 

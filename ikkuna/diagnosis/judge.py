@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.findings import FindingList, Findings
 from ikkuna.diagnosis.history import TRAINING, History, Network
 from ikkuna.diagnosis.rule import Rule, Score, get_rules
@@ -17,6 +16,7 @@ from ikkuna.diagnosis.stored_findings import changes, read_findings
 from ikkuna.diagnosis.stored_values import ValueGroup, read_rule_values
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.store import StoredRun, read_run
+from ikkuna.store.finding import Finding
 from ikkuna.support.failures import FailureCounter, error_text, log
 
 __all__ = ["Alarm", "Judge", "Raised", "check", "findings_of", "judge_again"]

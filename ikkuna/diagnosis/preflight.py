@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ikkuna.backends.finding import SEVERITIES, Finding
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.preflight_checks.dependence import batch_leak, ignores_input, random_output, time_leak
 from ikkuna.diagnosis.preflight_checks.loss import input_scale, loss_at_init, loss_scale, softmax_twice
@@ -32,6 +31,7 @@ from ikkuna.diagnosis.preflight_checks.signal import (
 from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, split_batch
 from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.errors import ConfigTypeError
+from ikkuna.store.finding import SEVERITIES, Finding
 
 __all__ = ["CHECKS", "preflight", "without_consequences"]
 

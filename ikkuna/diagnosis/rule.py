@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ikkuna.backends.finding import SEVERITIES
 from ikkuna.diagnosis.history import History, Network
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError, unknown_name
+from ikkuna.store.finding import SEVERITIES
 from ikkuna.support.failures import log
 from ikkuna.support.plugins import load_plugin, plugin_names
 

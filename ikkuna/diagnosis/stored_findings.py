@@ -5,7 +5,7 @@ Each line is a JSON object with ``event``, ``step`` (the one at whose end it was
 ============= =====================================================================================================
 event         further fields
 ============= =====================================================================================================
-``opened``    ``finding``: all fields of a :class:`~ikkuna.backends.finding.Finding`
+``opened``    ``finding``: all fields of a :class:`~ikkuna.store.finding.Finding`
 ``changed``   ``rule``, ``modules``, ``consequences`` and ``ended`` of a finding that is known
 ``ended``     the same; the rule does not see the mistake any more
 ``explained`` ``rule``: the finding has become a consequence of another one
@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.findings import Findings
+from ikkuna.store.finding import Finding
 from ikkuna.store.json_lines import parse_line, replaced_ends
 
 __all__ = ["changes", "event_line", "event_text", "read_findings"]

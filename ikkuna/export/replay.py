@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.rule import Rule, get_rules
 from ikkuna.errors import ConfigTypeError, DumpError, IkkunaError
 from ikkuna.export.exporter import Exporter
@@ -25,6 +24,7 @@ from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 from ikkuna.observation.rows.observer import StepObserver
 from ikkuna.observation.rows.rows import Rows
 from ikkuna.printable import printable
+from ikkuna.store.finding import Finding
 from ikkuna.support.random_states import RandomStates
 
 __all__ = ["Replay", "ReplayRun", "Step", "check_fits", "replay", "restore_state"]

@@ -11,11 +11,11 @@ from typing import IO, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.finding import SEVERITIES, Finding
 from ikkuna.errors import DumpError
 from ikkuna.flight_recorder import checks
 from ikkuna.flight_recorder.dump_writing import FORMAT, INDEX, INDEX_BYTES
 from ikkuna.printable import printable
+from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import raise_users_exception
 
 __all__ = ["Dump", "DumpRow", "read_dump"]

@@ -3,8 +3,8 @@
 import signal
 from dataclasses import dataclass, fields
 
-from ikkuna.backends.finding import SEVERITIES
 from ikkuna.errors import ConfigError, unknown_name
+from ikkuna.store.finding import SEVERITIES
 
 __all__ = ["RecorderOptions"]
 

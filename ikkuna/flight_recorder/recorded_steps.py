@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.history import History
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.diagnosis.rule import Rule
@@ -23,6 +22,7 @@ from ikkuna.numerics.statistics.table import COLUMN, COLUMNS
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.rows import Rows
+from ikkuna.store.finding import Finding
 from ikkuna.support.random_states import RandomReader, RandomStates
 
 __all__ = ["RecordedSteps", "feed_history", "history_arrays", "rule_facts"]

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ikkuna.backends.finding import SEVERITIES, Finding
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.distributed.rendezvous import World
 from ikkuna.flight_recorder.burst import Burst, BurstSubscriber, InputHashSubscriber
@@ -32,6 +31,7 @@ from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.observer import StepObserver
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.rows import Rows
+from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import error_text, log, suppressed
 
 __all__ = ["FlightRecorder"]

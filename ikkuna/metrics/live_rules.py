@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.backend import Backend, get_backend
-from ikkuna.backends.finding import SEVERITIES
 from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.stored_findings import event_text
@@ -20,6 +19,7 @@ from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessa
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.subscription import Subscription
+from ikkuna.store.finding import SEVERITIES
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
@@ -37,15 +37,15 @@ __all__ = [
 
 
 STATISTICS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
-    "norm2": (("sumsq",), lambda record: record.l2_norm),
-    "mean": (("mean",), lambda record: record.mean),
-    "variance": (("m2", "sumsq"), lambda record: record.variance()),
-    "sparsity": (("zeros",), lambda record: record.sparsity),
-    "nonfinite": (("nans", "infs"), lambda record: record.nonfinite),
-    "min": (("min",), lambda record: record.min if record.min is not None else float("nan")),
-    "max": (("max",), lambda record: record.max if record.max is not None else float("nan")),
+    "norm2": (("sumsq",), lambda records: records.l2_norm),
+    "mean": (("mean",), lambda records: records.mean),
+    "variance": (("m2", "sumsq"), lambda records: records.variance()),
+    "sparsity": (("zeros",), lambda records: records.sparsity),
+    "nonfinite": (("nans", "infs"), lambda records: records.nonfinite),
+    "min": (("min",), lambda records: records.min),
+    "max": (("max",), lambda records: records.max),
 }
-"""For each ending of a kind the statistics it needs, and the function that computes it from a `Record` or from `Records`."""
+"""For each ending of a kind the statistics it needs, and the function that computes it from `Records`."""
 
 
 def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -66,9 +66,6 @@ def shared_kinds(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 class Receiver(Protocol):
     """Stores the values that rules read."""
-
-    def receive(self, message: Any, kind: str, value: float) -> None:
-        """Store the value of a message."""
 
     def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
         """Store one value for each message of a batch."""
@@ -102,13 +99,6 @@ class StatisticsReader(Subscriber):
         self.fields = tuple(dict.fromkeys(field for name in statistics for field in STATISTICS[name][0]))
         self._results = tuple((f"{kind}_{name}", STATISTICS[name][1]) for name in statistics)
         self._receiver = receiver
-
-    def compute(self, message: Message) -> None:
-        """Pass the values on."""
-        record = message.record
-        assert record is not None
-        for kind, function in self._results:
-            self._receiver.receive(message, kind, function(record))
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Pass the values of all modules on."""
@@ -199,30 +189,29 @@ class RuleSubscriber(Subscriber):
         stamp = batch.stamp
         self.judge.add_all(kind, batch.names.names, stamp.global_step, values.tolist(), stamp.pass_name)
         if self._store is not None:
-            self._keep(self._series_group(batch, kind), values, stamp.global_step)
+            self._keep(self._curve_group(batch.names, kind, stamp.pass_name), values, stamp.global_step)
 
     def _keep(self, group: SeriesGroup, values: NDArray[np.float64], step: int) -> None:
         """Store values that a rule reads, so that they can be judged again."""
-        if self._store is not None and self._host is not None and group.kind in self.judge.kinds:
-            self._host.show_group(group, values, step, (self._store,))
+        if self._store is None or self._host is None or group.kind not in self.judge.kinds:
+            return
+        if (run := self._host.open_run()) is not None:
+            run.add("add_group", (group, values, step), step, (self._store,))
             self._has_values = True
-
-    def compute(self, message: Message) -> None:
-        """Add the values of a message to the history of the rules."""
-        if message.kind == "batch_finished":
-            self._add_event(message)
-        elif message.record is not None:
-            value = message.data if isinstance(message.data, float) else message.record.mean
-            self.receive(message, message.kind, value)
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Add the values of the messages of one kind to the history of the rules."""
-        if len(batch) == 1 and batch.stamp.pass_name == TRAINING:  # the loss, which has a value in every step
-            [value] = (batch.records.mean if batch.data is None else batch.data).tolist()
-            self.judge.defer(batch.kind, batch.names.names[0], batch.stamp.global_step, value)
-            self._keep(self._series_group(batch, batch.kind), np.array([value]), batch.stamp.global_step)
+        if batch.kind == "batch_finished":
+            self._add_event(batch[0])
             return
-        self.receive_all(batch, batch.kind, batch.records.mean if batch.data is None else batch.data)
+        values = batch.data if isinstance(batch.data, np.ndarray) else batch.records.mean
+        if len(batch) == 1 and batch.stamp.pass_name == TRAINING:  # the loss, which has a value in every step
+            self.judge.defer(batch.kind, batch.names.names[0], batch.stamp.global_step, float(values[0]))
+            if self._store is not None:
+                group = self._curve_group(batch.names, batch.kind, batch.stamp.pass_name)
+                self._keep(group, values, batch.stamp.global_step)
+        else:
+            self.receive_all(batch, batch.kind, values)
 
     def _add_event(self, message: Message) -> None:
         assert isinstance(message, NetworkMessage)
@@ -281,12 +270,14 @@ class RuleSubscriber(Subscriber):
         """Store the end of the judged step, and how it has changed the findings."""
         if self._store is None or self._host is None:
             return
-        target: tuple[Backend, ...] = (self._store,)
+        events = self.judge.events()
+        if not (events or self._has_values) or (run := self._host.open_run()) is None:
+            return
         if self._has_values:
-            self._host.show(_JUDGED, 1.0, stamp.global_step, target)
+            run.show(_JUDGED, 1.0, stamp.global_step, (self._store,))
             self._has_values = False
-        for event in self.judge.events():
-            self._host.show(_JUDGED, event_text(event), stamp.global_step, target)
+        for event in events:
+            run.show(_JUDGED, event_text(event), stamp.global_step, (self._store,))
 
     def _act(self, finding: Finding, stamp: Stamp) -> None:
         self._show(

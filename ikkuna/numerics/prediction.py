@@ -16,7 +16,6 @@ __all__ = [
     "find_class_axis",
     "initial_cross_entropy",
     "initial_logit_deviation",
-    "perplexity",
     "prediction_figures",
     "shifted",
     "wilson_interval",
@@ -154,20 +153,6 @@ def wilson_interval(correct: float, valid: float, z: float = 1.96) -> tuple[floa
     half = math.sqrt(spread * p * (1 - p) + spread * spread / 4)
     low, high = ((p + spread / 2 + sign * half) / (1 + spread) for sign in (-1, 1))
     return max(0.0, low), min(1.0, high)
-
-
-def perplexity(mean_loss: float) -> float:
-    """Return the exponential of a mean cross-entropy in nats, at least 1; infinite if it overflows, NaN for NaN.
-
-    Examples
-    --------
-    >>> round(perplexity(math.log(50.0)), 6)      # a uniform guess among 50 tokens
-    50.0
-    """
-    try:
-        return math.exp(mean_loss)
-    except OverflowError:
-        return math.inf
 
 
 PREDICTION_FIGURES = (

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.elements import on_device
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook_set import HookSet
 from ikkuna.observation.hooks.loss import without_ignored
 from ikkuna.observation.ranks import Exchange
-from ikkuna.observation.rows.delivery import Finished
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.step_cycle import ReplacedModules, SamplingPlans, StepCycle
 from ikkuna.observation.steps.step_tracker import State

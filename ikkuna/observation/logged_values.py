@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ikkuna.backends.backend import Backend, Sender
+from ikkuna.backends.backend import Backend
 from ikkuna.distributed.dtensor import is_distributed
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.bus.delivery import Delivery, Item
 from ikkuna.metrics.messages.kinds import LOGGED
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
@@ -43,7 +44,11 @@ class LoggedValues:
     ----------
     dropped : int
         Number of values that were dropped, because their step is over or because too many wait.
+    label : str
+        What backends that fail with these values log.
     """
+
+    label = "log()"
 
     def __init__(self, bus: MessageBus) -> None:
         self._bus = bus
@@ -51,7 +56,6 @@ class LoggedValues:
         self._waiting: dict[Stamp, dict[str, Any]] = {}
         self._posted: list[_LoggedStep] = []
         self._newest = -1
-        self._sender = Sender("log()")
         self.dropped = 0
 
     def add(self, name: str, value: Any, stamp: Stamp) -> None:
@@ -96,7 +100,7 @@ class LoggedValues:
             )
             values = {stamp: self._waiting.pop(stamp) for stamp in due}
             posted = [
-                _LoggedStep(stamp, named, self._sender, is_epoch or stamp.global_step != step)
+                _LoggedStep(stamp, named, self, is_epoch or stamp.global_step != step)
                 for stamp, named in values.items()
             ]
             self._posted = [earlier for earlier in self._posted if not earlier.is_over] + posted
@@ -108,10 +112,10 @@ class LoggedValues:
         self._newest = min(self._newest, step - 1)
 
 
-class _LoggedStep:
-    """The values of one step, on their way to the host; see `Measurements`."""
+class _LoggedStep(Item):
+    """The values of one step, on their way to the host."""
 
-    def __init__(self, stamp: Stamp, values: dict[str, Any], sender: Sender, commits: bool) -> None:
+    def __init__(self, stamp: Stamp, values: dict[str, Any], sender: LoggedValues, commits: bool) -> None:
         self.stamp = stamp
         self.is_over = False
         self._commits = commits
@@ -127,7 +131,7 @@ class _LoggedStep:
         """Return whether all values have reached the host."""
         return all(copy.arrived() for _, copy in self._copies)
 
-    def deliver(self, bus: MessageBus) -> None:
+    def deliver(self, bus: Delivery) -> None:
         """Show every value, and publish those that are numbers."""
         for names, copy in self._copies:
             for name, array in zip(names, copy.arrays(), strict=True):
@@ -142,20 +146,21 @@ class _LoggedStep:
             bus.commit(self.stamp.global_step)
         self.is_over = True
 
-    def _deliver(self, bus: MessageBus, name: str, value: Any, backends: tuple[str | Backend, ...]) -> None:
+    def _deliver(self, bus: Delivery, name: str, value: Any, backends: tuple[str | Backend, ...]) -> None:
         if value is None:
             return
         series = Series(LOGGED, name, self.stamp.pass_name)
-        bus.show(series, value, self.stamp.global_step, backends, self._sender)
-        if isinstance(value, float) and bus.is_wanted(LOGGED):
+        if (run := bus.open_run()) is not None:
+            run.show(series, value, self.stamp.global_step, backends, self._sender)
+        if isinstance(value, float):
             bus.publish(NetworkMessage(self.stamp, LOGGED, value, Record.of(value), name))
 
-    def abandon(self, bus: MessageBus) -> None:
+    def abandon(self, bus: Delivery) -> None:
         """Forget the values."""
         self.is_over = True
 
 
-def _backends(bus: MessageBus) -> tuple[str | Backend, ...]:
+def _backends(bus: Delivery) -> tuple[str | Backend, ...]:
     """Return the backends of all subscribers, or TensorBoard if there are none."""
     found = [backend for registered in bus.registered for backend in registered.subscriber.backends]
     return tuple(dict.fromkeys(found)) or ("tb",)

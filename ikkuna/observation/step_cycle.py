@@ -8,6 +8,7 @@ import torch
 
 from ikkuna.distributed.rendezvous import World
 from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.bus.delivery import Event, Finished, Unsampled
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
@@ -19,7 +20,6 @@ from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.modules import ModuleHooks
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.ranks import Exchange
-from ikkuna.observation.rows.delivery import Event, Finished, Unsampled
 from ikkuna.observation.rows.plan import Demand, Plan
 from ikkuna.observation.steps.forwards import (
     MICRO_PART,

@@ -12,7 +12,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,10 +135,13 @@ _PNG_SIZE = struct.Struct(">II")
 
 def record(payload: bytes) -> bytes:
     """Return `payload` as a TFRecord: its length and its bytes, each followed by their checksum."""
-    length = _HEADER.pack(len(payload))
-    return b"".join(
-        (length, _CHECKSUM.pack(masked_crc32c(length)), payload, _CHECKSUM.pack(masked_crc32c(payload))),
-    )
+    return b"".join((_record_header(len(payload)), payload, _CHECKSUM.pack(masked_crc32c(payload))))
+
+
+@lru_cache(1024)  # the records of many steps are equally long
+def _record_header(size: int) -> bytes:
+    length = _HEADER.pack(size)
+    return length + _CHECKSUM.pack(masked_crc32c(length))
 
 
 def _varint(number: int) -> bytes:
@@ -248,10 +251,15 @@ def _hparams_value(tag: str, content: HParamsPluginData) -> bytes:
     return _entry(Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin)))
 
 
+@lru_cache(1024)  # the entries of many steps are equally long
+def _summary_header(size: int) -> bytes:
+    return b"\x2a" + _varint(size)  # field 5 of Event
+
+
 def step_record(entries: bytes, step: int, wall_time: float) -> bytes:
     """Return the record of one event with the concatenated `entries` of its summary."""
     stamp = b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step & 0xFFFFFFFFFFFFFFFF)
-    return record(stamp + b"\x2a" + _varint(len(entries)) + entries)  # fields 1, 2 and 5: wall_time, step, summary
+    return record(stamp + _summary_header(len(entries)) + entries)  # fields 1, 2 and 5: wall_time, step, summary
 
 
 def start_record(step: int, wall_time: float) -> bytes:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.store.names import natural_key
+from ikkuna.store.finding import Finding
+from ikkuna.store.names import Series, natural_key
 from ikkuna.support.failures import raise_users_exception
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "is_pixels",
     "module_table",
     "read_module_table",
+    "shown",
 ]
 
 
@@ -277,6 +279,33 @@ class ModuleOrder:
 
 
 _NUMBERS = ("min", "max", "num", "sum", "sum_squares")
+
+
+def shown(series: Series, value: Any, step: int) -> tuple[str, tuple[Any, ...]]:
+    """Return the name of the backend's method that adds a value, and its arguments; see `Run.show`."""
+    if isinstance(value, float):
+        return "add_scalar", (series, value, step)
+    if isinstance(value, str):
+        return "add_text", (series.title or _title(series), value, step)
+    if isinstance(value, Finding):
+        return "add_finding", (value, step)
+    if isinstance(value, Matrix):
+        return "add_matrix", (series, checked_matrix(series.kind, value), step)
+    if isinstance(value, Image):
+        return "add_image", (series, value, step)
+    if is_histogram(value):
+        check_histogram(series.kind, value)
+        return "add_histogram", (series, value, step)
+    try:
+        return "add_scalar", (series, float(value), step)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise_users_exception(error)
+        what = f"{series.kind!r} shows a number, a histogram, a matrix or a text, got {type(value).__name__}"
+        raise ConfigTypeError(what) from error
+
+
+def _title(series: Series) -> str:
+    return series.kind if series.name is None else f"{series.kind}/{series.name}"
 
 
 def checked_matrix(kind: str, matrix: Matrix) -> Matrix:

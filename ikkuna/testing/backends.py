@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ikkuna.backends.backend import Backend
-from ikkuna.backends.finding import Finding
+from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.values import Matrix
 

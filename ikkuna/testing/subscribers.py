@@ -13,13 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ikkuna.export.exporter import Exporter
 from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.metrics.messages.kinds import MEASURED_TOGETHER, MODULE_KINDS
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.callback import CallbackSubscriber
 from ikkuna.numerics.elements import host_array
-from ikkuna.observation.rows.delivery import Finished
 from ikkuna.observation.rows.plan import Demand
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.rows.site import Site

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import Message, ModuleMessage
+from ikkuna.export.messages import Message, MessageBatch, ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
-from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.numerics.elements import readable
 from ikkuna.numerics.geometry import ROW_STATISTICS, row_means, row_sums
 from ikkuna.numerics.precision import FORMATS, QUANTIZED_FORMATS, count_losses, quantization_errors, shares
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.float_code import SAMPLE, sample
-from ikkuna.numerics.statistics.histogram import Buckets, Histogram, Histograms
+from ikkuna.numerics.statistics.histogram import Buckets, Histograms
 from ikkuna.numerics.statistics.record import Records
 from ikkuna_subscribers._helpers.arguments import require_integers
 
@@ -93,14 +92,10 @@ class PercentileSubscriber(SharedStatisticSubscriber):
         self.exact = exact
         self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max")
 
-    def values(self, record: Record | Records) -> list[Any]:
+    def values(self, record: Records) -> list[Any]:
         """Return the percentiles."""
-        histogram: Any
-        if isinstance(record, Records):
-            histogram = Histograms.of_records(record, self.exact)
-        else:
-            histogram = Histogram.of_record(record, self.exact)
-        return list(histogram.quantile([q / 100 for q in self.percentiles], self.finite_only))
+        histograms = Histograms.of_records(record, self.exact)
+        return list(histograms.quantile([q / 100 for q in self.percentiles], self.finite_only))
 
 
 def _checked(percentiles: float | Sequence[float]) -> tuple[float, ...]:
@@ -158,13 +153,6 @@ class HistogramSubscriber(PlotSubscriber):
         self.exact = exact
         sums = ("n", "mean", "sumsq") if exact else ()
         self.fields = ("codes" if exact else "sampled_codes", "finite_min", "finite_max", *sums)
-
-    def compute(self, message: ModuleMessage) -> None:
-        """Show the histogram."""
-        assert message.record is not None
-        buckets = Histogram.of_record(message.record, self.exact).tensorboard_buckets(self.bins)
-        if buckets.num:
-            self.show(message, self._summed(buckets, message.record if self.exact else None))
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Show the histograms of all modules."""

@@ -454,11 +454,6 @@ class ClippingSubscriber(PlotSubscriber):
         self._norms: dict[bool, list[float]] = {True: [], False: []}
         self._clipped: list[bool] = []
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Store the norm of one gradient until the step is over."""
-        assert message.record is not None
-        self._norms[message.kind in _UNCLIPPED].append(message.record.l2_norm)
-
     def compute_batch(self, batch: MessageBatch) -> None:
         """Store the norms of the gradients of a kind until the step is over."""
         self._norms[batch.kind in _UNCLIPPED] += batch.records.l2_norm.tolist()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import Message, MessageBatch, ModuleMessage, NetworkMessage, Stamp
+from ikkuna.export.messages import MessageBatch, NetworkMessage, Stamp
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber
 from ikkuna.numerics.elements import has_numbers, pieces, readable, without_repeats
-from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.statistics.record import Records
+from ikkuna.numerics.statistics.table import Values
 from ikkuna_subscribers._helpers.arguments import require_integers
 
 __all__ = [
@@ -51,7 +52,7 @@ class MeanSubscriber(SharedStatisticSubscriber):
     results = ("mean",)
     derived = True
 
-    def values(self, record: Record) -> tuple[float]:
+    def values(self, record: Records) -> tuple[Values, ...]:
         """Return the mean."""
         return (record.mean,)
 
@@ -95,7 +96,7 @@ class VarianceSubscriber(SharedStatisticSubscriber):
         super().__init__(kind, **options)
         self.correction = correction
 
-    def values(self, record: Record) -> tuple[float]:
+    def values(self, record: Records) -> tuple[Any, ...]:
         """Return the variance."""
         return (record.variance(self.correction),)
 
@@ -123,7 +124,7 @@ class SumSubscriber(SharedStatisticSubscriber):
     results = ("sum",)
     derived = True
 
-    def values(self, record: Record) -> tuple[float]:
+    def values(self, record: Records) -> tuple[Values, ...]:
         """Return the sum."""
         return (record.mean * record.count,)
 
@@ -150,7 +151,7 @@ class MinMaxSubscriber(SharedStatisticSubscriber):
     results = ("min", "max")
     derived = True
 
-    def values(self, record: Record) -> tuple[float | None, float | None]:
+    def values(self, record: Records) -> tuple[Values, ...]:
         """Return both extrema."""
         return record.min, record.max
 
@@ -184,7 +185,7 @@ class MomentsSubscriber(SharedStatisticSubscriber):
     accepts_finite_only = True
     results = ("skewness", "kurtosis")
 
-    def values(self, record: Record) -> tuple[Any, Any]:
+    def values(self, record: Records) -> tuple[Any, ...]:
         """Return both moments."""
         # The mean of equal numbers can have a rounding error, whose powers would be taken for moments.
         constant = record.finite_min == record.finite_max
@@ -213,7 +214,7 @@ class SparsitySubscriber(SharedStatisticSubscriber):
     fields = ("zeros",)
     results = ("sparsity",)
 
-    def values(self, record: Record) -> tuple[float]:
+    def values(self, record: Records) -> tuple[Values, ...]:
         """Return the share."""
         return (record.sparsity,)
 
@@ -292,18 +293,13 @@ class NormSubscriber(SharedStatisticSubscriber):
             x = torch.where(torch.isfinite(x), x, 0)
         return torch.where(torch.isfinite(x).all(), x.pow(self.p).sum(), math.nan)
 
-    def values(self, record: Record) -> tuple[float]:
-        """Return the norm, if it is a shared statistic."""
-        return (getattr(record, self._property),)
-
-    def values_of(self, message: Message) -> tuple[float]:
-        """Return the norm of one message."""
+    def values(self, record: Any) -> tuple[Any, ...]:
+        """Return the norms."""
         if self.fields:
-            assert message.record is not None
-            return self.values(message.record)
-        if isinstance(message.data, float):  # a result of another subscriber
-            return (abs(message.data),)
-        return (message.data[0] ** (1 / self.p),)
+            return (getattr(record, self._property),)
+        if isinstance(record.data, np.ndarray):  # results of another subscriber
+            return (np.abs(record.data),)
+        return (np.ravel(record.data) ** (1 / self.p),)
 
 
 class GlobalNormSubscriber(PlotSubscriber):
@@ -360,11 +356,6 @@ class GlobalNormSubscriber(PlotSubscriber):
         self.finite_only = finite_only
         self._norms: list[float] = []
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Store the norm of one tensor until the step is over."""
-        assert message.record is not None
-        self._norms.append(message.record.l2_norm)
-
     def compute_batch(self, batch: MessageBatch) -> None:
         """Store the norms of all tensors of a kind until the step is over."""
         self._norms += batch.records.l2_norm.tolist()
@@ -412,11 +403,6 @@ class MessageMeanSubscriber(PlotSubscriber):
         options.setdefault("publishes", f"{kind}_message_mean")
         super().__init__(kind, **options)
         self._values: list[float] = []
-
-    def compute(self, message: ModuleMessage) -> None:
-        """Store the value of one module until the step is over."""
-        assert message.record is not None
-        self._values.append(message.record.mean)
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Store the values of all modules until the step is over."""

@@ -304,24 +304,18 @@ class NonFiniteSubscriber(PlotSubscriber):
         events.append(message.carrying(None))
         return None if finite is None else torch.where(finite, math.inf, float(len(events) - 1)).reshape(1)
 
-    def compute(self, message: Message) -> None:
-        """Emit the count, or store the message until the step is over."""
-        if not self._finds_producer:
-            assert message.record is not None
-            self.emit(message, message.record.nonfinite)
-        elif isinstance(message, NetworkMessage) and message.kind == "batch_finished":
-            self._skipped = message.skipped
-        elif message.record is not None and message.record.nonfinite:
-            self._broken.append(message)
-
     def compute_batch(self, batch: MessageBatch) -> None:
         """Emit the counts of all modules, or store the messages of those that are not finite until the step is over."""
+        if batch.kind == "batch_finished":
+            self._skipped = batch[0].skipped
+            return
         counts = batch.records.nonfinite
         if not self._finds_producer:
             self.emit_batch(batch, counts)
             return
-        self._order.check(batch.kind, batch.names)
-        self._broken += map(batch.message, np.flatnonzero(counts).tolist())
+        if batch.data is None:  # its tensors were not measured, because their order is known
+            self._order.check(batch.kind, batch.names)
+        self._broken += map(batch.__getitem__, np.flatnonzero(counts).tolist())
 
     def abandon(self, stamp: Stamp) -> None:
         """Forget the tensors of a step of which some are missing."""

@@ -4,16 +4,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.messages import Message, MessageBundle, NetworkMessage
+from ikkuna.export.messages import MessageBatch, MessageBundle, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.noise import RunningMean
-from ikkuna.numerics.prediction import PREDICTION_FIGURES, count_correct, perplexity, prediction_figures, shifted
-from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.prediction import PREDICTION_FIGURES, count_correct, prediction_figures, shifted
+from ikkuna.numerics.statistics.record import Records
 from ikkuna.support.undisturbed import undisturbed_randomness
 from ikkuna_subscribers._helpers.arguments import require_integers, scheduled_kind
 
@@ -86,19 +87,16 @@ class PerplexitySubscriber(SharedStatisticSubscriber):
         options.setdefault("publishes", "perplexity")
         super().__init__("loss", **options)
 
-    @property
-    def takes_batches(self) -> bool:
-        """Whether several losses are taken in one call."""
-        return False
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Emit the perplexities; what is summed from several losses has none."""
+        kept = np.array(
+            [i for i, name in enumerate(batch.names.names) if not (name or "").startswith("objective")], np.intp
+        )
+        super().compute_batch(batch if len(kept) == len(batch) else batch.select(kept, batch.names.select(kept)))
 
-    def compute(self, message: Message) -> None:
-        """Emit the perplexity; what is summed from several losses has none."""
-        if not (message.series_name or "").startswith("objective"):
-            super().compute(message)
-
-    def values(self, record: Record) -> tuple[float]:
+    def values(self, record: Records) -> tuple[Any, ...]:
         """Return the perplexity."""
-        return (perplexity(record.mean),)
+        return (np.exp(record.mean),)
 
 
 _NATS = Quantity("nats", low=0.0, larger="bad")

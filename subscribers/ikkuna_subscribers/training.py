@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
-from ikkuna.export.messages import MessageBatch, ModuleMessage, NetworkMessage
+from ikkuna.export.messages import Message, MessageBatch, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
 from ikkuna.numerics.statistics import Record
 from ikkuna_subscribers._helpers.arguments import SampleCount
@@ -111,13 +111,6 @@ class OptimizerStateSubscriber(PlotSubscriber):
         super().__init__(kinds, **options)
         self.statistic = statistic
         self.fields = (needed,)
-
-    def compute(self, message: ModuleMessage) -> None:
-        """Emit the statistic."""
-        record = message.record
-        assert record is not None
-        value = record.l2_norm if self.statistic == "norm" else record.mean
-        self.emit(message, value, self.publishes[self.kinds.index(message.kind)])
 
     def compute_batch(self, batch: MessageBatch) -> None:
         """Emit the statistics of all parameters."""
@@ -271,6 +264,12 @@ class RankSpreadSubscriber(SharedStatisticSubscriber):
         super().__init__(kind, **options)
         self.statistic = statistic
         self.fields = _SPREADS[statistic][0]
+
+    def compute(self, message: Message) -> None:
+        """Emit the values."""
+        assert message.record is not None
+        for kind, value in zip(self.publishes, self.values(message.record), strict=True):
+            self.emit(message, value, kind)
 
     def values(self, record: Record) -> tuple[float, float, float, int, int]:
         """Return the three values and the two ranks."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.export.messages import BatchBundle, Message, MessageBatch, MessageBundle, ModuleMessage
+from ikkuna.export.messages import MessageBatch, ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.geometry import (
     adam_decay,
@@ -108,28 +108,15 @@ class RatioSubscriber(PlotSubscriber):
         options.setdefault("publishes", f"{kinds[0]}_{kinds[1]}_ratio")
         super().__init__(kinds, join=True, **options)
 
-    def compute(self, bundle: MessageBundle) -> None:
-        """Emit the ratio."""
-        dividend, divisor = (_magnitude(bundle[kind]) for kind in self.kinds)
-        self.emit(bundle, dividend / divisor if divisor else math.nan)
-
-    def compute_batch(self, bundle: BatchBundle) -> None:
+    def compute_batch(self, batch: MessageBatch) -> None:
         """Emit the ratios of all modules."""
-        dividend, divisor = (_magnitudes(bundle[kind]) for kind in self.kinds)
+        dividend, divisor = (_magnitudes(batch[kind]) for kind in self.kinds)
         with np.errstate(all="ignore"):
-            self.emit_batch(bundle, np.where(divisor != 0, dividend / divisor, math.nan))
-
-
-def _magnitude(message: Message) -> float:
-    if isinstance(message.data, float):
-        return message.data
-    assert message.record is not None
-    return message.record.l2_norm
+            self.emit_batch(batch, np.where(divisor != 0, dividend / divisor, math.nan))
 
 
 def _magnitudes(batch: MessageBatch) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = batch.records.l2_norm if batch.data is None else batch.data
-    return found
+    return batch.data if isinstance(batch.data, np.ndarray) else batch.records.l2_norm
 
 
 class TrustRatioSubscriber(UpdateSubscriber):

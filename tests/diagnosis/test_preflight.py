@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional
 
 import ikkuna
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.preflight import CHECKS
 from ikkuna.errors import ConfigTypeError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
+from ikkuna.store.finding import Finding
 from ikkuna.testing import RecordingBackend
 from tests.diagnosis import healthy_timm
 from tests.diagnosis.healthy_models import CASES, LanguageModel, Transformer, images, resnet, stack, tokens, vectors

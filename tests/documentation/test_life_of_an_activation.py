@@ -30,13 +30,14 @@ def life(monkeypatch):
 
 def test_the_way_of_the_activation_is_short(calls):
     handled = list(chain(*way(calls).values()))
-    assert len(files(handled)) <= 26
-    assert len(handled) <= 85
+    assert len(files(handled)) <= 23
+    assert len(handled) <= 70
+    assert len(way(calls)["delivery"]) <= 50
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 69
-    assert len(calls) <= 328
+    assert len(files(calls)) <= 67
+    assert len(calls) <= 312
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

@@ -172,7 +172,7 @@ def way(calls: list[Call]) -> dict[str, list[Call]]:
     """
     hooks = [below(calls, i) for i, call in enumerate(calls) if call.depth == 0 and call.thread == "training"]
     [hook] = [hook for hook in hooks if any(call.function == "ModuleHook.__call__" for call in hook)]
-    [delivery] = [below(calls, i) for i, call in enumerate(calls) if call.function == "MessageBus.drain"]
+    [delivery] = [below(calls, i) for i, call in enumerate(calls) if call.function == "Delivery.drain"]
     return {"hook": hook, "delivery": delivery, "writer": [call for call in calls if call.thread == "writer"]}
 
 

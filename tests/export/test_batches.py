@@ -1,14 +1,19 @@
 """The messages of a kind are delivered at once where a subscriber takes them so, and nothing else changes."""
 
+import itertools
 import math
 from dataclasses import astuple, is_dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ikkuna.errors import ConfigError
 from ikkuna.export import Exporter, subscriber
-from ikkuna.export.messages import MessageBatch, ModuleMessage, Stamp
+from ikkuna.export.messages import MessageBatch, ModuleMessage, NetworkMessage, Stamp
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
     MeanSubscriber,
@@ -18,6 +23,7 @@ from ikkuna.export.subscriber import (
     Subscriber,
 )
 from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.metrics.messages.batch import BatchNames
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.testing import RecordingBackend
@@ -42,7 +48,7 @@ def run(*subscribers, steps=3, case="mlp", on_error="raise", before=None):
 
 def one_by_one(cls):
     """Return a subclass that overrides ``compute``, so that its messages are delivered one by one."""
-    return type(f"Single{cls.__name__}", (cls,), {"compute": lambda self, message: cls.compute(self, message)})
+    return type(f"Single{cls.__name__}", (cls,), {"compute": lambda self, message: super(cls, self).compute(message)})
 
 
 MAKES = {
@@ -67,24 +73,22 @@ MAKES = {
 }
 
 
-@pytest.mark.parametrize("poison", [False, True], ids=["finite", "with a NaN"])
 @pytest.mark.parametrize("name", MAKES)
-def test_batches_give_the_same_values_as_single_messages(name, poison):
+def test_batches_with_a_nan_give_the_same_values_as_single_messages(name):
     def before(loop):
-        if poison:
-            with torch.no_grad():
-                next(loop.model.parameters())[0, 0] = math.nan
+        with torch.no_grad():
+            next(loop.model.parameters())[0, 0] = math.nan
 
     found = []
     for take in (lambda name: getattr(subscriber, name), lambda name: one_by_one(getattr(subscriber, name))):
         backend = RecordingBackend()
         made = MAKES[name](take, backend=backend)
         run(made, before=before, case="mlp-accumulated")
-        found.append((made.takes_batches, backend.values))
+        found.append((Registered(made).takes_batches, backend.values))
     (takes, values), (takes_single, singles) = found
     assert takes
     assert not takes_single
-    assert len(values) >= (0 if poison and name == "clipping" else 3)
+    assert len(values) >= (0 if name == "clipping" else 3)
     if len(made.publishes) > 1:  # of single messages the results of one module come together
         values, singles = (sorted(found, key=lambda item: (item[2], str(item[0]))) for found in (values, singles))
     assert [(series, step) for series, _, step in values] == [(series, step) for series, _, step in singles]
@@ -109,45 +113,195 @@ def test_a_tensor_without_counts_has_no_percentile_and_stops_no_other_metric(mon
     assert len(norms.values) == 9
 
 
-class Branching(SharedStatisticSubscriber):
-    """Has values that cannot be computed for several modules at once."""
+class Failing(SharedStatisticSubscriber):
+    """Has values of which the last is wrong."""
 
-    fields = ("sumsq", "min", "max")
-    results = ("branching",)
+    fields = ("sumsq",)
+    results = ("a", "b")
 
     def values(self, record):
-        return (max(-record.min, record.max) if record.l2_norm > 0 else 0.0,)
+        return record.l2_norm, np.ones(7)
 
 
-def test_values_that_fail_with_arrays_are_computed_one_by_one_from_then_on():
-    backend, plain = RecordingBackend(), RecordingBackend()
-    health = run(Branching("weights", backend=backend), NormSubscriber("weights", math.inf, backend=plain))
-    assert health.errors == 0
-    assert len(backend.values) == 9
-    assert [value for _, value, _ in backend.values] == [value for _, value, _ in plain.values]
+def test_a_wrong_number_of_values_is_an_error_and_disables():
+    backend = RecordingBackend()
+    health = run(Failing("weights", backend=backend), steps=12, on_error="disable")
+    assert (health.errors, health.disabled) == (10, ("Failing",))
+    assert [(series.kind, step) for series, _, step in backend.values] == [
+        ("weights_a", step) for step in range(10) for _ in range(3)
+    ], "what was emitted before the error"
 
 
-def test_errors_of_values_are_counted_for_each_module_and_disable(caplog):
-    class Failing(Branching):
-        def values(self, record):
-            raise ValueError("on purpose")
-
-    health = run(Failing("weights", backend="null"), steps=6, on_error="disable")
-    assert health.errors == 10
-    assert health.disabled == ("Failing",)
+def test_a_class_without_a_compute_is_refused():
+    with pytest.raises(ConfigError, match="Nothing needs a method compute or compute_batch"):
+        MessageBus().register_subscriber(type("Nothing", (Subscriber,), {"fields": ("sumsq",)})("weights"))
 
 
-def test_a_wrong_number_of_values_emits_nothing_twice():
-    class Wrong(Branching):
-        results = ("a", "b")
+def test_an_error_in_one_message_loses_no_other():
+    class Picky(Subscriber):
+        fields = ("sumsq",)
 
-        def values(self, record):
-            return record.l2_norm, np.ones(7)
+        def compute(self, message):
+            if message.module == "0":
+                raise ValueError("on purpose")
+            self.emit(message, message.record.l2_norm)
 
     backend = RecordingBackend()
-    health = run(Wrong("weights", backend=backend), steps=1, on_error="log")
-    assert health.errors == 3
-    assert [series.kind for series, _, _ in backend.values] == ["weights_a"] * 3  # one by one, until the second fails
+    health = run(Picky("weights", publishes="picky", backend=backend), steps=2, on_error="log")
+    assert health.errors == 2
+    assert len(backend.values) == 4
+
+
+def test_no_later_step_changes_what_a_subscriber_has_received():
+    class Keeping(Subscriber):
+        fields = ("sumsq",)
+
+        def compute_batch(self, batch):
+            norms = batch.records.l2_norm
+            self.emit_batch(batch, norms)
+            kept.append((batch, norms.copy(), batch.records.table.copy()))
+            norms[:] = 0.0
+
+    kept, backend, after = [], RecordingBackend(), []
+    run(
+        Keeping("weights", publishes="kept", backend=backend),
+        CallbackSubscriber("kept", lambda message: after.append(message.data), backend="null"),
+        steps=3,
+    )
+    for batch, norms, table in kept:
+        np.testing.assert_array_equal(batch.records.table, table)
+        np.testing.assert_array_equal(batch.records.l2_norm, norms)
+        with pytest.raises(ValueError, match="read-only"):
+            batch.records.table[0] = 0.0
+    assert (
+        [value for _, value, _ in backend.values] == after == [norm for _, norms, _ in kept for norm in norms.tolist()]
+    )
+
+
+def test_emitted_numbers_travel_together():
+    """Numbers that are emitted one by one reach a backend and other subscribers as one array for each kind and step."""
+    calls, sizes = [], []
+
+    class Grouping(RecordingBackend):
+        def add_group(self, group, values, step):
+            calls.append((group, values.tolist(), step))
+
+    class Single(Subscriber):
+        fields = ("sumsq", "mean")
+
+        def compute(self, message):
+            for kind, value in zip(self.publishes, (message.record.l2_norm, message.record.mean), strict=True):
+                self.emit(message, value, kind)
+
+    class Counting(Subscriber):
+        derived = True
+
+        def compute_batch(self, batch):
+            sizes.append((batch.kind, len(batch)))
+
+    run(Single("weights", publishes=("a", "b"), backend=Grouping()), Counting("b", backend="null"), steps=2)
+    assert [(group.kind, len(values), step) for group, values, step in calls] == [
+        (kind, 3, step) for step in range(2) for kind in "ab"
+    ]
+    assert calls[0][0] is calls[2][0], "the same group comes at each step"
+    assert sizes == [("b", 3)] * 2
+
+
+def test_results_outside_of_the_delivery_are_passed_on_too():
+    """Results of ``measure`` are passed on at the end of the step, and those that the user emits by hand at once."""
+
+    class Early(Subscriber):
+        def measure(self, message):
+            self.emit(message, float(message.data.numel()))
+
+        def compute(self, message):
+            raise AssertionError
+
+    backend, early = RecordingBackend(), Early("weights", publishes="early", backend=(recorded := RecordingBackend()))
+    bus, loop = MessageBus(), Loop(CASES["mlp"])
+    with Exporter(message_bus=bus, on_error="raise") as exporter:
+        exporter.add_modules(loop.model)
+        exporter.set_loss(loop.loss)
+        bus.register_subscriber(early)
+        bus.register_subscriber(NormSubscriber("early", backend=backend))
+        loop.run(2)
+        assert [(series.name, step) for series, _, step in recorded.values] == [
+            (name, step) for step in range(2) for name in ("0", "2", "4")
+        ]
+        early.emit(ModuleMessage(Stamp(1, 1, 0), "weights", module="2"), -7.0)
+        assert backend.values[-1][1:] == (7.0, 1)
+    assert [value for _, value, _ in backend.values] == [abs(value) for _, value, _ in recorded.values]
+
+
+def test_a_failing_pattern_of_modules_is_an_error_of_its_own_subscriber():
+    def fails(name):
+        if is_broken:
+            raise ValueError("on purpose")
+        return True
+
+    is_broken, backend = False, RecordingBackend()
+    registered = NormSubscriber("weights_norm2", modules=fails, backend="null")
+    after = MeanSubscriber("weights_norm2", backend=backend)
+    is_broken = True
+    health = run(NormSubscriber("weights", backend="null"), registered, after, steps=1, on_error="log")
+    assert health.errors == 1
+    assert len(backend.values) == 3
+
+
+def test_a_disabled_subscriber_gets_no_more_messages_of_the_step():
+    class Bad(Subscriber):
+        derived = True
+
+        def compute(self, message):
+            calls.append(message.module)
+            raise ValueError("on purpose")
+
+    calls, bus = [], MessageBus()
+    registered = Registered(Bad("a"))
+    bus.deliver(registered, batch("a", "abcdefghijklmno", [1.0] * 15))
+    assert "".join(calls) == "abcdefghij"
+    assert registered.disabled
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_results_of_an_early_evaluation_are_discarded_if_the_step_is_skipped(skipped):
+    class Evaluating(Subscriber):
+        needs_model = True
+
+        def compute(self, message):
+            if not message.skipped:
+                self.emit(message, 1.0)
+
+    bus, backend, stamp = MessageBus(), RecordingBackend(), Stamp(3, 3, 0)
+    bus.register_subscriber(Evaluating("batch_finished", publishes="evaluated", backend=backend))
+    rows = SimpleNamespace(stamp=stamp, subscriptions=(), skipped=skipped, rates={}, arrived=bool, complete=list)
+    finished = Finished(rows, NetworkMessage(stamp, "batch_finished", {}))
+    finished.evaluate(bus)  # the scaler has not decided yet
+    assert backend.values == []
+    finished.deliver(bus)
+    assert [step for _, _, step in backend.values] == ([] if skipped else [3])
+
+
+def test_an_abandoned_step_leaves_no_results():
+    class Emitting(Subscriber):
+        fields = ("sumsq",)
+
+        def compute(self, message):
+            self.emit(message, message.record.l2_norm)
+            if message.module == "2" and message.global_step == 1:
+                raise KeyboardInterrupt
+
+    backend = RecordingBackend()
+    bus, loop = MessageBus(), Loop(CASES["mlp"])
+    with Exporter(message_bus=bus) as exporter:
+        exporter.add_modules(loop.model)
+        exporter.set_loss(loop.loss)
+        bus.register_subscriber(Emitting("weights", publishes="emitted", backend=backend))
+        loop.run(1)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(1)
+        loop.run(1)
+    assert [step for _, _, step in backend.values] == [0, 0, 0, 2, 2, 2]
 
 
 def test_results_travel_to_those_that_take_batches_and_to_those_that_do_not():
@@ -187,16 +341,13 @@ def test_a_ratio_of_results_is_the_ratio_of_the_kinds():
 
 
 class Joining(Subscriber):
-    """Keeps the modules of each bundle, whether they come at once or one by one."""
+    """Keeps the modules and numbers of each batch of bundles."""
 
     derived = True
 
     def __init__(self):
         super().__init__(["a", "b"], join=True)
-        self.batches, self.singles = [], []
-
-    def compute(self, bundle):
-        self.singles.append((bundle.first.module, bundle["a"].data, bundle["b"].data))
+        self.batches = []
 
     def compute_batch(self, bundle):
         self.batches.append(
@@ -205,8 +356,8 @@ class Joining(Subscriber):
 
 
 def batch(kind, modules, values, stamp=STAMP):
-    return MessageBatch.of_results(
-        stamp, kind, BatchNames(tuple(modules), ("",) * len(modules), tuple(modules)), values
+    return MessageBatch(
+        stamp, kind, BatchNames(tuple(modules), ("",) * len(modules), tuple(modules)), data=np.array(values)
     )
 
 
@@ -220,43 +371,68 @@ def test_batches_of_the_same_modules_are_joined(joining):
     bus, registered, found = joining
     for step in range(2):
         stamp = Stamp(step, 0, 0)
-        bus.deliver_batch(registered, batch("a", "xy", [1.0, 2.0], stamp))
-        bus.deliver_batch(registered, batch("b", "yx", [3.0, 4.0], stamp))
+        bus.deliver(registered, batch("a", "xy", [1.0, 2.0], stamp))
+        bus.deliver(registered, batch("b", "yx", [3.0, 4.0], stamp))
         registered.drop_incomplete(stamp)
     assert found.batches == [[("x", 1.0, 4.0), ("y", 2.0, 3.0)]] * 2
-    assert (found.singles, registered.dropped) == ([], 0)
+    assert registered.dropped == 0
 
 
 def test_modules_without_a_partner_are_dropped_and_counted(joining):
     bus, registered, found = joining
-    bus.deliver_batch(registered, batch("a", "wxy", [0.0, 1.0, 2.0]))
-    bus.deliver_batch(registered, batch("b", "yzx", [3.0, 5.0, 4.0]))
+    bus.deliver(registered, batch("a", "wxy", [0.0, 1.0, 2.0]))
+    bus.deliver(registered, batch("b", "yzx", [3.0, 5.0, 4.0]))
     assert found.batches == [[("x", 1.0, 4.0), ("y", 2.0, 3.0)]]
     registered.drop_incomplete(STAMP)
     assert registered.dropped == 2
-    bus.deliver_batch(registered, batch("a", "x", [1.0], Stamp(1, 0, 0)))
+    bus.deliver(registered, batch("a", "x", [1.0], Stamp(1, 0, 0)))
     registered.drop_incomplete(Stamp(1, 0, 0))
     assert registered.dropped == 3
 
 
 def test_a_kind_may_come_from_two_publishers(joining):
     bus, registered, found = joining
-    bus.deliver_batch(registered, batch("a", "x", [1.0]))
-    bus.deliver_batch(registered, batch("a", "y", [2.0]))
-    bus.deliver_batch(registered, batch("b", "xyz", [3.0, 4.0, 5.0]))
-    assert found.singles == [("x", 1.0, 3.0), ("y", 2.0, 4.0)]
+    bus.deliver(registered, batch("a", "x", [1.0]))
+    bus.deliver(registered, batch("a", "y", [2.0]))
+    bus.deliver(registered, batch("b", "xyz", [3.0, 4.0, 5.0]))
+    assert found.batches == [[("x", 1.0, 3.0), ("y", 2.0, 4.0)]]
     registered.drop_incomplete(STAMP)
-    assert (found.batches, registered.dropped) == ([], 1)
+    assert registered.dropped == 1
 
 
 def test_a_second_publisher_completes_what_the_first_has_left(joining):
     bus, registered, found = joining
-    bus.deliver_batch(registered, batch("b", "xyz", [3.0, 4.0, 5.0]))
-    bus.deliver_batch(registered, batch("a", "x", [1.0]))
-    bus.deliver_batch(registered, batch("a", "y", [2.0]))
+    bus.deliver(registered, batch("b", "xyz", [3.0, 4.0, 5.0]))
+    bus.deliver(registered, batch("a", "x", [1.0]))
+    bus.deliver(registered, batch("a", "y", [2.0]))
     registered.drop_incomplete(STAMP)
-    assert (found.batches, found.singles) == ([[("x", 1.0, 3.0)]], [("y", 2.0, 4.0)])
+    assert found.batches == [[("x", 1.0, 3.0)], [("y", 2.0, 4.0)]]
     assert registered.dropped == 1
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_joined_kinds_equal_a_dictionary_of_messages(data):
+    """However the messages of two steps are divided into batches, and in whatever order these arrive."""
+    seen, arriving = {}, []
+    for step, kind in itertools.product(range(2), "ab"):
+        modules = data.draw(st.lists(st.sampled_from("uvwxyz"), unique=True))
+        at = sorted(data.draw(st.sets(st.integers(0, len(modules)))))
+        for part in np.split(np.array(modules, object), at):
+            values = [data.draw(st.integers(0, 9)) / 1.0 for _ in part]
+            seen |= {(step, kind, module): value for module, value in zip(part, values, strict=True)}
+            if len(part):
+                arriving.append(batch(kind, part, values, Stamp(step, 0, 0)))
+    bus, registered = MessageBus(), Registered(Joining())
+    for each in data.draw(st.permutations(arriving)):
+        bus.deliver(registered, each)
+    places = {(step, module) for step, _, module in seen}
+    whole = sorted(place for place in places if all((place[0], kind, place[1]) in seen for kind in "ab"))
+    found = [pair for pairs in registered.subscriber.batches for pair in pairs]
+    assert sorted(found) == sorted((m, seen[step, "a", m], seen[step, "b", m]) for step, m in whole)
+    for step, left in ((0, 0), (1, len(places) - len(whole))):
+        registered.drop_incomplete(Stamp(step, 0, 0))
+        assert registered.dropped == left if step else registered.dropped <= len(places) - len(whole)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -264,12 +440,12 @@ def test_batches_join_with_single_messages(joining, batch_first):
     bus, registered, found = joining
     messages = [ModuleMessage(STAMP, "b", value, None, name, "", name) for name, value in (("x", 3.0), ("y", 4.0))]
     if batch_first:
-        bus.deliver_batch(registered, batch("a", "xy", [1.0, 2.0]))
+        bus.deliver(registered, batch("a", "xy", [1.0, 2.0]))
     for message in messages:
-        registered.deliver(message)
+        bus.deliver(registered, MessageBatch.of(message))
     if not batch_first:
-        bus.deliver_batch(registered, batch("a", "xy", [1.0, 2.0]))
-    assert (found.batches, found.singles) == ([], [("x", 1.0, 3.0), ("y", 2.0, 4.0)])
+        bus.deliver(registered, batch("a", "xy", [1.0, 2.0]))
+    assert [pair for pairs in found.batches for pair in pairs] == [("x", 1.0, 3.0), ("y", 2.0, 4.0)]
 
 
 # -- backends ---------------------------------------------------------------------------------------------------------
@@ -315,7 +491,7 @@ def test_modules_that_change_from_step_to_step_do_not_accumulate():
     for step in range(100):
         stamp = Stamp(step, 0, 0)
         for kind in "ab":
-            bus.deliver_batch(registered, batch(kind, [f"m{step}", "x"], [1.0, 2.0], stamp))
+            bus.deliver(registered, batch(kind, [f"m{step}", "x"], [1.0, 2.0], stamp))
         registered.drop_incomplete(stamp)
     assert len(registered.subscriber.batches) == 100
     assert len(registered._common) < 20

@@ -11,7 +11,7 @@ from torch import nn
 
 from ikkuna.errors import ClosedError, ConfigError, ConfigTypeError, LogDirError, PluginError, UnknownKindError
 from ikkuna.export import Exporter, subscriber
-from ikkuna.export.messages import MessageBus, ModuleMessage, NetworkMessage, Stamp, get_default_bus
+from ikkuna.export.messages import MessageBatch, MessageBus, ModuleMessage, NetworkMessage, Stamp, get_default_bus
 from ikkuna.export.subscriber import (
     CallbackSubscriber,
     LossSubscriber,
@@ -449,13 +449,13 @@ def test_a_disabled_subscriber_is_no_longer_called_with_events(bus):
 
 def test_a_disabled_subscriber_samples_and_takes_nothing():
     registered = Registered(NormSubscriber("weights"))
-    message = ModuleMessage(Stamp(0, 0, 0), "weights", module="0")
-    assert registered.samples(message.stamp)
-    assert registered.takes(message)
+    batch = MessageBatch.of(ModuleMessage(Stamp(0, 0, 0), "weights", module="0"))
+    assert registered.samples(batch.stamp)
+    assert registered.select(batch) is batch
     assert (registered.seconds, registered.dropped) == (0.0, 0)
     registered.disabled = True
-    assert not registered.samples(message.stamp)
-    assert not registered.takes(message)
+    assert not registered.samples(batch.stamp)
+    assert registered.select(batch) is None
 
 
 def test_with_on_error_log_a_failing_subscriber_is_never_disabled(bus):
@@ -559,7 +559,7 @@ def test_a_frozen_weight_is_no_loss(bus):
 @pytest.mark.fault(46)
 def test_an_incomplete_bundle_is_dropped_and_counted():
     registered = Registered(CallbackSubscriber(["activations", "layer_gradients"], lambda _: None, join=True))
-    registered.deliver(ModuleMessage(Stamp(0, 0, 0), "activations", module="a"))
+    assert registered.join(MessageBatch.of(ModuleMessage(Stamp(0, 0, 0), "activations", module="a"))) is None
     registered.drop_incomplete(Stamp(0, 0, 0))
     assert registered.dropped == 1
 
@@ -570,11 +570,11 @@ def test_bundles_join_messages_of_the_same_step_module_and_path():
             got.append([(m.stamp.global_step, m.module, m.path, m.kind) for m in message.messages.values()])
 
     got = []
-    registered = Registered(Joining(["weights", "weight_updates"], join=True))
+    registered, bus = Registered(Joining(["weights", "weight_updates"], join=True)), MessageBus()
     places = [(step, module, path) for step in (0, 1) for module in "ab" for path in ("", "weight_ih_l0")]
     for kind in ("weight_updates", "weights"):
         for step, module, path in places:
-            registered.deliver(ModuleMessage(Stamp(step, 0, 0), kind, module=module, path=path))
+            bus.deliver(registered, MessageBatch.of(ModuleMessage(Stamp(step, 0, 0), kind, module=module, path=path)))
     assert got == [[(*place, "weights"), (*place, "weight_updates")] for place in places]
 
 

@@ -18,7 +18,7 @@ from ikkuna.export.subscriber import (
     Subscriber,
     TrainAccuracySubscriber,
 )
-from ikkuna.observation.rows.delivery import Finished
+from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.observation.rows.plan import Demand
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.rows.site import Site

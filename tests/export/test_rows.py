@@ -10,8 +10,8 @@ from torch import Tensor
 from ikkuna.export.messages import Message, ModuleMessage
 from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.observation.rows.delivery import Finished
 from ikkuna.observation.rows.host_copy import HostCopy
 from ikkuna.observation.rows.plan import Demand
 from ikkuna.observation.rows.recorder import Recorder

@@ -2,13 +2,12 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ikkuna.numerics.prediction import count_correct, perplexity, wilson_interval
+from ikkuna.numerics.prediction import count_correct, wilson_interval
 
 
 def reference(logits, labels, k, ignore=-100):
@@ -112,9 +111,3 @@ def test_the_wilson_interval_solves_its_equation(counts):
         gap = correct / valid - bound
         assert gap**2 == pytest.approx(1.96**2 * bound * (1 - bound) / valid, abs=1e-12)
     assert all(math.isnan(b) for b in wilson_interval(0, 0))
-
-
-def test_perplexity():
-    assert perplexity(np.log(50)) == pytest.approx(50)
-    assert perplexity(1e6) == math.inf
-    assert math.isnan(perplexity(math.nan))

@@ -6,6 +6,7 @@ import threading
 import time
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from ikkuna import errors
 from ikkuna.backends import backend as backend_module
 from ikkuna.backends import run as run_module
-from ikkuna.backends.backend import Backend, NullBackend, Sender
+from ikkuna.backends.backend import Backend, NullBackend
 from ikkuna.backends.jsonl import JSONLinesBackend
 from ikkuna.backends.mpl import MPLBackend
 from ikkuna.backends.run import Run
@@ -201,7 +202,7 @@ def test_failures_of_a_backend_are_counted_for_each_sender(tmp_path, caplog):
     run, backend = Run(tmp_path), RecordingBackend()
     add = backend.add_scalar
     backend.add_scalar = lambda series, value, step: 1 / 0 if series == LOSS else add(series, value, step)
-    bad, good = Sender("Bad(loss)"), Sender("Good(weights)")
+    bad, good = Mock(label="Bad(loss)"), Mock(label="Good(weights)")
     for step in range(20):
         run.show(LOSS, 1.0, step, [backend], bad)
         run.show(LOSS, 1.0, step, [backend], bad)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.preflight_checks.signal import _require_different_samples
 from ikkuna.diagnosis.preflight_checks.training_setup import (
     Batch,
@@ -27,6 +26,7 @@ from ikkuna.diagnosis.preflight_checks.training_setup import (
     share_between_samples,
 )
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_output
+from ikkuna.store.finding import Finding
 from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import BATCH_NORMS
 from ikkuna.support.undisturbed import run_model

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, Classification, widened
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
+from ikkuna.store.finding import Finding
 
 __all__ = ["input_scale", "loss_at_init", "loss_scale", "softmax_twice"]
 

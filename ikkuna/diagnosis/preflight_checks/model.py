@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, common_module, counted, listed
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.diagnosis.tied_weights import embedding_pairs, have_same_values
+from ikkuna.store.finding import Finding
 from ikkuna.support.torch_internals import DROPOUTS, RUNNING_NORMS
 
 __all__ = [

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.preflight_checks.training_setup import (
     CannotJudgeError,
     IndexOutsideError,
@@ -17,6 +16,7 @@ from ikkuna.diagnosis.preflight_checks.training_setup import (
     module_of,
 )
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_loss
+from ikkuna.store.finding import Finding
 
 __all__ = ["first_step_runs", "label_dtype", "label_range", "label_shape", "no_gradient"]
 

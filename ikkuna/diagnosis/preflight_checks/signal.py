@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.preflight_checks.training_setup import (
     CallRecord,
     CannotJudgeError,
@@ -17,6 +16,7 @@ from ikkuna.diagnosis.preflight_checks.training_setup import (
     widened,
 )
 from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.store.finding import Finding
 from ikkuna.support.modules import class_name, named_modules
 from ikkuna.support.torch_internals import CONVOLUTIONS
 

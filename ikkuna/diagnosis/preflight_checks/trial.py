@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ikkuna.backends.finding import Finding
 from ikkuna.diagnosis.preflight_checks.first_step_run import run_first_step
 from ikkuna.diagnosis.preflight_checks.training_setup import (
     CannotJudgeError,
@@ -24,6 +23,7 @@ from ikkuna.diagnosis.preflight_checks.training_setup import (
     main_output,
     train_norms,
 )
+from ikkuna.store.finding import Finding
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import run_model
 

@@ -3,38 +3,28 @@
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.optim import Optimizer
 
-from ikkuna.backends.backend import Backend, Sender
 from ikkuna.backends.run import Run
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.metrics.bus.delivery_queue import DeliveryQueue
-from ikkuna.metrics.bus.early_results import EarlyResults
+from ikkuna.metrics.bus.delivery import Delivery
 from ikkuna.metrics.bus.error_guard import ErrorGuard
 from ikkuna.metrics.bus.module_entries import described
 from ikkuna.metrics.bus.registration import check_registration, known_kinds
 from ikkuna.metrics.bus.source import Source
 from ikkuna.metrics.bus.stored_states import StoredStates
-from ikkuna.metrics.messages.batch import BatchBundle, MessageBatch
-from ikkuna.metrics.messages.kinds import EVENT_KINDS
-from ikkuna.metrics.messages.message import Message
-from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.sampling import Sampling
-from ikkuna.store.names import Series, SeriesGroup
 from ikkuna.store.run_directory import Continued, RunSettings, check_log_dir
 from ikkuna.store.values import ModuleEntry
-from ikkuna.support.device_thread import Pending
 from ikkuna.support.modules import NamedModule, signature
 
 __all__ = ["Handle", "MessageBus", "get_default_bus"]
@@ -42,8 +32,6 @@ __all__ = ["Handle", "MessageBus", "get_default_bus"]
 
 _PATIENCE = 5.0  # seconds
 _DEFAULT = RunSettings(verbosity=1)
-_EVENTS = set(EVENT_KINDS)
-_NONE: Mapping[Registered, EarlyResults] = {}
 
 
 class _Place(NamedTuple):
@@ -51,26 +39,6 @@ class _Place(NamedTuple):
 
     source: "weakref.ref[Source]"
     earlier: tuple[Registered, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _LaterResult:
-    """A result of a subscriber that is being computed."""
-
-    registered: Registered
-    stamp: Stamp
-    pending: Pending[Any]
-    then: Callable[[Pending[Any]], None]
-
-    def arrived(self) -> bool:
-        return self.pending.arrived()
-
-    def deliver(self, bus: "MessageBus") -> None:
-        if not self.registered.disabled:
-            bus.error_guard.call(self.registered, "compute", self.then, self.pending)
-
-    def abandon(self, bus: "MessageBus") -> None:
-        pass
 
 
 class Handle:
@@ -90,7 +58,7 @@ def _type_text(value: Any) -> str:
     return f"the class {value.__name__}; pass an instance" if isinstance(value, type) else type(value).__name__
 
 
-class MessageBus:
+class MessageBus(Delivery):
     """Delivers messages to subscribers in the order of their registration.
 
     Parameters
@@ -121,21 +89,17 @@ class MessageBus:
     """
 
     def __init__(self, name: str = "bus", log_dir: str | Path | None = None) -> None:
+        super().__init__(ErrorGuard())
         self.name = name
         self.log_dir = log_dir
-        self.registered: tuple[Registered, ...] = ()
         self._is_registering = False
-        self._by_kind: dict[str, tuple[Registered, ...]] = {}
         self._places: dict[int, _Place] = {}  # by the ids of the sources, in the order of their attachment
-        self.error_guard = ErrorGuard()
         self.sampling = Sampling()
         self.is_silent = False
         self.settings = _DEFAULT
         self.continued: Continued | None = None
         self._states = StoredStates()
         self.calls_model = False
-        self.queue: DeliveryQueue[MessageBus] = DeliveryQueue(self.error_guard)
-        self._run: Run | None = None
 
     # -- registration ---------------------------------------------------------------------------------------------
 
@@ -308,138 +272,15 @@ class MessageBus:
             if first.earlier:
                 self._end_run(first.earlier)
 
-    # -- delivery -------------------------------------------------------------------------------------------------
-
-    def drain(self, wait: bool = False) -> None:
-        """Deliver the items of the queue in order, up to the first that has not arrived; with `wait`, all of them."""
-        self.queue.drain(self, wait)
-
-    def later(
-        self, subscriber: Subscriber, message: Message, pending: Pending[Any], then: Callable[[Pending[Any]], None]
-    ) -> None:
-        """Deliver a result that is being computed before everything that follows in the queue."""
-        registered = next((r for r in self.registered if r.subscriber is subscriber), None)
-        if registered is not None:
-            self.queue.late.append(_LaterResult(registered, message.stamp, pending, then))
-
-    def drop_late(self, subscriber: Subscriber) -> None:
-        """Count a result that is not computed, because earlier ones still are."""
-        for registered in self.registered:
-            if registered.subscriber is subscriber:
-                registered.drop_late()
-
-    def evaluate_early(self, message: Message, into: dict[Registered, EarlyResults]) -> None:
-        """Let subscribers that evaluate the model handle an event now, and keep their results until the event is delivered."""
-        for registered in self._by_kind.get(message.kind, ()):
-            subscriber = registered.subscriber
-            if not (subscriber.needs_model and set(registered.kinds) <= _EVENTS and registered.takes(message)):
-                continue
-            if registered.subscription.is_joined:
-                continue
-            results = EarlyResults(self)
-            try:
-                subscriber._host = results
-                with self.queue.hold(), np.errstate(divide="ignore", invalid="ignore"):
-                    self.error_guard.call(registered, "compute", registered.deliver, message)
-                into[registered] = results
-            finally:
-                if subscriber._host is results:  # it may have unregistered itself
-                    subscriber._host = self
-
-    def commit(self, step: int) -> None:
-        """Pass the end of a step on to the backends."""
-        if self._run is not None:
-            self._run.commit(step)
-
-    def is_wanted(self, kind: str) -> bool:
-        """Return whether a subscriber takes messages of this kind."""
-        return kind in self._by_kind
-
-    def publish(self, message: Message, early: Mapping[Registered, EarlyResults] = _NONE) -> None:
-        """Deliver an event or a result to its subscribers; `early` has the results of those that have handled it already.
-
-        A subscriber that takes a message of a circle, such as its own, is disabled: a message that is published while others are
-        being delivered is in a circle if there are more of them than subscribers.
-        """
-        thread = self.error_guard.thread
-        outer = thread.deliveries
-        try:
-            thread.deliveries = outer + 1
-            for registered in self._by_kind.get(message.kind, ()):
-                if registered in early:
-                    early[registered].deliver()
-                elif not registered.takes(message):
-                    continue
-                elif outer > len(self.registered):
-                    self.error_guard.disable(registered, f"taking a circle of messages of the kind {message.kind!r}")
-                else:
-                    self.error_guard.call(registered, "compute", registered.deliver, message)
-            thread.deliveries = outer
-        except BaseException:
-            thread.deliveries = outer
-            raise
-
-    def publish_batch(self, batch: MessageBatch) -> None:
-        """Deliver the results of a step to the subscribers of their kind."""
-        for registered in self._by_kind.get(batch.kind, ()):
-            if (selected := registered.selection(batch)) is not None:
-                self.deliver_batch(registered, selected)
-
-    def deliver_batch(self, registered: Registered, batch: MessageBatch) -> None:
-        """Deliver messages to one subscriber: at once if it takes them so, otherwise one by one."""
-        is_joined = registered.subscription.is_joined
-        if not registered.takes_batches or (is_joined and not registered.can_join(batch)):
-            self._deliver_each(registered, registered.deliver, batch.messages())
-            return
-        joined: MessageBatch | BatchBundle | None = registered.join(batch) if is_joined else batch
-        if joined is None or not self.error_guard.call(registered, "compute", registered.refuses, joined):
-            return
-        self._deliver_each(registered, registered.subscriber.compute, joined.messages())
-
-    def _deliver_each(self, registered: Registered, function: Callable[[Any], None], messages: Iterable[Any]) -> None:
-        for message in messages:
-            if registered.disabled:
-                return
-            self.error_guard.call(registered, "compute", function, message)
-
     # -- the run --------------------------------------------------------------------------------------------------
-
-    @property
-    def run(self) -> Run | None:
-        """The open run; ``None`` before the first value."""
-        return self._run
 
     def open_run(self) -> Run | None:
         """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
-        if self._run is None and not self.is_silent:
+        if self.run is None and not self.is_silent:
             models = [source.model for source in self.sources]
             whole = signature(models[0]) if len(models) == 1 and models[0] is not None else None
-            self._run = Run(self.log_dir or "run", self.network, self.settings, self.continued, whole)
-        return self._run
-
-    def show(
-        self,
-        series: Series,
-        value: Any,
-        step: int,
-        backends: tuple[str | Backend, ...],
-        sender: Sender | None = None,
-    ) -> None:
-        """Send a value to backends; the first value opens the run."""
-        if (run := self._run or self.open_run()) is not None:
-            run.show(series, value, step, backends, sender)
-
-    def show_group(
-        self,
-        group: SeriesGroup,
-        values: NDArray[np.float64],
-        step: int,
-        backends: tuple[str | Backend, ...],
-        sender: Sender | None = None,
-    ) -> None:
-        """Send one number of each series of a group to backends; see :meth:`show`."""
-        if (run := self._run or self.open_run()) is not None:
-            run.show_group(group, values, step, backends, sender)
+            self.run = Run(self.log_dir or "run", self.network, self.settings, self.continued, whole)
+        return self.run
 
     def close(self) -> None:
         """Deliver the queue, close the run, and unregister every subscriber."""
@@ -453,7 +294,7 @@ class MessageBus:
         for registered in unregistered:
             registered.subscriber._host = registered.subscriber.evaluate = None
         self._set_registered(tuple(r for r in self.registered if r not in unregistered))
-        run, self._run = self._run, None
+        run, self.run = self.run, None
         if run is not None:
             run.close()
 

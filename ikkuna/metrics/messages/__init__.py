@@ -6,13 +6,12 @@
 from importlib import import_module
 from typing import Any
 
-from ikkuna.metrics.messages.batch import BatchBundle, MessageBatch
+from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.messages.bundle import MessageBundle
 from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 
 __all__ = [
-    "BatchBundle",
     "Message",
     "MessageBatch",
     "MessageBundle",

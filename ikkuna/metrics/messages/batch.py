@@ -1,24 +1,21 @@
 """The messages of one kind and step of several modules, as arrays."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ikkuna.errors import ConfigError
 from ikkuna.metrics.messages.bundle import MessageBundle
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.numerics.statistics.record import Records
 
-__all__ = ["BatchBundle", "BatchNames", "MessageBatch", "NotVectorizedError", "message_name"]
-
-
-class NotVectorizedError(Exception):
-    """Raised by ``compute_batch`` if the messages of a batch must be delivered one by one; nothing has been emitted then."""
+__all__ = ["BatchNames", "MessageBatch", "message_name"]
 
 
 def message_name(kind: str, module: str, path: str) -> str:
@@ -64,110 +61,132 @@ class BatchNames:
         return BatchNames(*(tuple(part[i] for i in chosen) for part in (self.modules, self.paths, self.names)))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class MessageBatch:
-    """The messages of one kind and step, with their statistics as arrays.
+    """The messages of one kind and step; ``batch[i]`` is one of them.
+
+    If the kinds of a subscription are joined, the batch has one batch of each kind, ``batch["weights"]``, all of the same modules
+    and paths, and ``batch[i]`` is a `MessageBundle`.
 
     Parameters
     ----------
     stamp : Stamp
         The step, epoch and pass.
     kind : str
-        The kind of the data.
+        The kind of the data; the first one if several are joined.
     names : BatchNames
         The modules, paths and names.
-    records : Records
-        The merged statistics; of a result those of single numbers.
-    data : array, optional
-        Of a result the numbers.
+    statistics : Records, optional
+        The merged statistics, see :attr:`records`.
+    data : array or sequence, optional
+        ``(messages,)``, the numbers of a result; or the row of each message, if the subscriber measures the tensors itself.
+    parts : mapping of str to MessageBatch
+        The batches by kind, in the order of the subscription's kinds, if they are joined.
+    messages : sequence of Message
+        The messages, if they were not made of arrays, such as an event.
 
     Examples
     --------
-    >>> batch = MessageBatch.of_results(Stamp(0, 0, 0), "weights_norm2", BatchNames(("a", "b"), ("", ""), ("a", "b")), [3.0, 4.0])
-    >>> [(message.module, message.data) for message in batch.messages()]
+    >>> batch = MessageBatch(Stamp(0, 0, 0), "weights_norm2", BatchNames(("a", "b"), ("", ""), ("a", "b")), data=np.array([3.0, 4.0]))
+    >>> [(message.module, message.data) for message in batch]
     [('a', 3.0), ('b', 4.0)]
     """
 
     stamp: Stamp
     kind: str
     names: BatchNames
-    records: Records
-    data: NDArray[np.float64] | None = None
+    statistics: Records | None = None
+    data: NDArray[np.float64] | Sequence[Any] | None = None
+    parts: Mapping[str, "MessageBatch"] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
 
     @classmethod
-    def of_results(cls, stamp: Stamp, kind: str, names: BatchNames, values: Any) -> "MessageBatch":
-        """Return the messages of values that were computed."""
-        data = np.asarray(values, np.float64)
-        return cls(stamp, kind, names, Records.of(data), data)
+    def of(cls, message: Message) -> "MessageBatch":
+        """Return the batch of one message."""
+        module, path = getattr(message, "module", None), getattr(message, "path", "")
+        data = np.array([message.data]) if isinstance(message.data, float) else [message.data]
+        names = BatchNames((module,), (path,), (message.series_name,))
+        return cls(message.stamp, message.kind, names, data=data, messages=(message,))
+
+    @classmethod
+    def joined(cls, parts: Mapping[str, "MessageBatch"], data: Sequence[Any] | None = None) -> "MessageBatch":
+        """Return the batch of several kinds, which have the same modules and paths; their names are those of the first kind."""
+        first = next(iter(parts.values()))
+        return cls(first.stamp, first.kind, first.names, data=data, parts=parts)
+
+    @property
+    def records(self) -> Records:
+        """The statistics of each message; of a result those of its number.
+
+        Raises
+        ------
+        ConfigError
+            If the messages have none.
+        """
+        if self.statistics is None:
+            if isinstance(self.data, np.ndarray):
+                self.statistics = Records.of(self.data)
+            elif len(self.messages) == 1 and self.messages[0].record is not None:
+                self.statistics = Records.of_record(self.messages[0].record)
+            else:
+                raise ConfigError(
+                    f"messages of {self.kind!r} have no statistics; name them in the subscriber's `fields`"
+                )
+        return self.statistics
 
     def __len__(self) -> int:
         return len(self.names.names)
 
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    @overload
+    def __getitem__(self, key: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, key: str) -> "MessageBatch": ...
+
+    def __getitem__(self, key: int | str) -> Any:
+        """Return the message at a position, or the batch of a kind of a joined batch."""
+        if isinstance(key, str):
+            return self.parts[key]
+        if self.messages:
+            return self.messages[key]
+        data: Any = None if self.data is None else self.data[key]
+        if self.parts:
+            return MessageBundle({kind: part[key] for kind, part in self.parts.items()}, data)
+        is_result = isinstance(self.data, np.ndarray)
+        record = self.records[key] if is_result or self.statistics is not None else None
+        if record is not None and not record.n:  # measured by the subscriber itself, which reads no statistics of it
+            record = None
+        module, path, data = self.names.modules[key], self.names.paths[key], float(data) if is_result else data
+        if module is None:
+            return NetworkMessage(self.stamp, self.kind, data, record, path)
+        return ModuleMessage(self.stamp, self.kind, data, record, module, path, self.names.names[key] or module)
+
     def result(self, kind: str, values: NDArray[np.float64]) -> "MessageBatch":
-        """Return the messages of values that were computed from these, one for each."""
-        return MessageBatch.of_results(self.stamp, kind, self.names, values)
+        """Return the messages of numbers that were computed from these, one for each."""
+        return MessageBatch(self.stamp, kind, self.names, data=values)
 
     def select(self, positions: NDArray[np.intp], names: BatchNames) -> "MessageBatch":
         """Return the messages at some positions, which have these names."""
-        data = None if self.data is None else self.data[positions]
-        return MessageBatch(self.stamp, self.kind, names, self.records.select(positions), data)
+        at = positions.tolist()
+        statistics = None if self.statistics is None else self.statistics.select(positions)
+        data: Any = self.data
+        if data is not None:
+            data = data[positions] if isinstance(data, np.ndarray) else [data[i] for i in at]
+        messages = [self.messages[i] for i in at] if self.messages else ()
+        return MessageBatch(self.stamp, self.kind, names, statistics, data, messages=messages)
 
-    def only_finite(self) -> "MessageBatch":
-        """Return the messages with statistics of the finite elements."""
-        return MessageBatch(self.stamp, self.kind, self.names, self.records.only_finite(), self.data)
-
-    def messages(self) -> Iterator[Message]:
-        """Yield the messages one by one."""
-        return map(self.message, range(len(self)))
-
-    def message(self, i: int) -> Message:
-        """Return one message."""
-        module, path = self.names.modules[i], self.names.paths[i]
-        data = None if self.data is None else float(self.data[i])
-        record = self.records[i]
-        if module is None:
-            return NetworkMessage(self.stamp, self.kind, data, record, path)
-        return ModuleMessage(self.stamp, self.kind, data, record, module, path, self.names.names[i] or module)
-
-
-@dataclass(eq=False)
-class BatchBundle:
-    """One batch of each kind of a joined subscription, all with the same stamp, modules and paths.
-
-    Parameters
-    ----------
-    batches : mapping of str to MessageBatch
-        The batches by kind, in the order of the subscription's kinds.
-    """
-
-    batches: Mapping[str, MessageBatch]
-
-    @property
-    def first(self) -> MessageBatch:
-        """The batch of the first kind, whose names the results of the bundle carry."""
-        return next(iter(self.batches.values()))
-
-    @property
-    def stamp(self) -> Stamp:
-        """The stamp that all messages share."""
-        return self.first.stamp
-
-    @property
-    def names(self) -> BatchNames:
-        """The modules, paths and names."""
-        return self.first.names
-
-    def __len__(self) -> int:
-        return len(self.names.names)
-
-    def __getitem__(self, kind: str) -> MessageBatch:
-        return self.batches[kind]
-
-    def result(self, kind: str, values: NDArray[np.float64]) -> MessageBatch:
-        """Return the messages of values that were computed from this bundle, one for each module and path."""
-        return self.first.result(kind, values)
-
-    def messages(self) -> Iterator[MessageBundle]:
-        """Yield the bundles of messages one by one."""
-        for i in range(len(self)):
-            yield MessageBundle({kind: batch.message(i) for kind, batch in self.batches.items()})
+    @staticmethod
+    def concatenated(batches: "Sequence[MessageBatch]") -> "MessageBatch":
+        """Return the messages of several batches of one kind and step, as messages of their own."""
+        if len(batches) == 1:
+            return batches[0]
+        names = BatchNames(
+            *(sum((getattr(batch.names, part) for batch in batches), ()) for part in ("modules", "paths", "names"))
+        )
+        stamp, kind = batches[0].stamp, batches[0].kind
+        if all(isinstance(batch.data, np.ndarray) for batch in batches):
+            return MessageBatch(stamp, kind, names, data=np.concatenate([np.asarray(batch.data) for batch in batches]))
+        return MessageBatch(stamp, kind, names, messages=[message for batch in batches for message in batch])

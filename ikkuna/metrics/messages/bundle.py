@@ -54,7 +54,3 @@ class MessageBundle:
 
     def __getitem__(self, kind: str) -> Message:
         return self.messages[kind]
-
-    def result(self, kind: str, value: float) -> Message:
-        """Return the message of a value that was computed from this bundle."""
-        return self.first.result(kind, value)

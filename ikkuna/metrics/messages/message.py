@@ -59,11 +59,6 @@ class Message:  # not frozen, which would cost 3 µs for each message; each subs
         return self.stamp.pass_name
 
     @property
-    def identity(self) -> tuple[Any, ...]:
-        """The key that messages of one bundle share."""
-        return (self.stamp,)
-
-    @property
     def series_name(self) -> str | None:
         """The name of the curve; ``None`` for data of the whole network."""
         return None
@@ -71,10 +66,6 @@ class Message:  # not frozen, which would cost 3 µs for each message; each subs
     def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "Message":
         """Return a copy of this message with other contents and, if `kind` is given, of another kind."""
         return Message(self.stamp, kind or self.kind, data, record)
-
-    def result(self, kind: str, value: float) -> "Message":
-        """Return the message of a value that was computed from this one."""
-        return self.carrying(value, Record.of(value), kind)
 
 
 @dataclass(slots=True)
@@ -95,11 +86,6 @@ class NetworkMessage(Message):
     def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "NetworkMessage":
         """Return a copy of this message with other contents and, if `kind` is given, of another kind."""
         return NetworkMessage(self.stamp, kind or self.kind, data, record, self.path, self.skipped)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """Stamp and path."""
-        return (self.stamp, self.path)
 
     @property
     def series_name(self) -> str | None:
@@ -128,11 +114,6 @@ class ModuleMessage(Message):
     def carrying(self, data: Any, record: Record | None = None, kind: str | None = None) -> "ModuleMessage":
         """Return a copy of this message with other contents and, if `kind` is given, of another kind."""
         return ModuleMessage(self.stamp, kind or self.kind, data, record, self.module, self.path, self.name)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """Stamp, module and path."""
-        return (self.stamp, self.module, self.path)
 
     @property
     def series_name(self) -> str | None:

@@ -1,22 +1,22 @@
 """The base class of all metrics."""
 
-from abc import ABCMeta, abstractmethod
+from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from inspect import Signature, signature
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ikkuna.backends.backend import Backend, Sender
+from ikkuna.backends.backend import Backend
 from ikkuna.backends.loggers import is_target
+from ikkuna.backends.run import Run
 from ikkuna.errors import ConfigError, ConfigTypeError
-from ikkuna.metrics.messages.batch import BatchBundle, BatchNames, MessageBatch
+from ikkuna.metrics.messages.batch import BatchNames, MessageBatch
 from ikkuna.metrics.messages.bundle import MessageBundle
 from ikkuna.metrics.messages.message import Message
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
@@ -24,19 +24,27 @@ from ikkuna.metrics.subscriber.deferred_row import DeferredRow
 from ikkuna.metrics.subscriber.state import pack, types_in, unpack
 from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription, SynchronizedSubscription
 from ikkuna.numerics.statistics import closure
-from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.store.names import SeriesGroup
 from ikkuna.store.quantity import NEUTRAL, Quantity
-from ikkuna.store.values import ModuleEntry
+from ikkuna.store.values import ModuleEntry, shown
 from ikkuna.support.device_thread import Pending, is_full, run_beside
 from ikkuna.support.modules import NamedModule
-from ikkuna.support.overriding import overrides_both
 
-__all__ = ["MERGES", "Host", "Subscriber"]
+__all__ = ["MERGES", "Host", "Later", "Result", "Subscriber"]
 
 
 T = TypeVar("T")
+_MOST_NAMES = 100_000
+_Name = tuple[str | None, str, str | None]
+"""Module, path and name of a message."""
 MERGES = ("sum", "min", "max", "last")
 """How the rows of one module and path are merged over calls, micro-batches and ranks."""
+
+
+class _Thread(Protocol):
+    """The state of a thread, see `ErrorGuard`."""
+
+    subscriber_is_running: bool
 
 
 class Host(Protocol):
@@ -57,37 +65,56 @@ class Host(Protocol):
     def register_subscriber(self, subscriber: "Subscriber") -> object:
         """Register a subscriber."""
 
-    def is_wanted(self, kind: str) -> bool:
-        """Return whether a subscriber takes messages of this kind."""
+    def open_run(self) -> Run | None:
+        """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
 
-    def publish(self, message: Message) -> None:
-        """Deliver a message to the subscribers of its kind."""
+    @property
+    def thread(self) -> _Thread:
+        """The state of this thread: while a subscriber's code runs, the bus takes its results afterwards."""
 
-    def show(
-        self, series: Series, value: Any, step: int, backends: tuple[str | Backend, ...], sender: Sender | None = None
-    ) -> None:
-        """Send a value to backends."""
-
-    def publish_batch(self, batch: MessageBatch) -> None:
-        """Deliver the messages of a batch to the subscribers of its kind."""
-
-    def show_group(
-        self,
-        group: SeriesGroup,
-        values: NDArray[np.float64],
-        step: int,
-        backends: tuple[str | Backend, ...],
-        sender: Sender | None = None,
-    ) -> None:
-        """Send one number of each series of a group to backends."""
-
-    def later(
-        self, subscriber: "Subscriber", message: Message, pending: Pending[Any], then: Callable[[Pending[Any]], None]
-    ) -> None:
-        """Deliver a result that is being computed."""
+    def take_results(self, subscriber: "Subscriber") -> None:
+        """Publish and show the results of a subscriber."""
 
     def drop_late(self, subscriber: "Subscriber") -> None:
         """Count a result that is not computed, because earlier ones still are."""
+
+
+class Result(NamedTuple):
+    """A call of a backend, and the messages that are published with it.
+
+    Parameters
+    ----------
+    method : str
+        The name of the backend's method.
+    arguments : tuple
+        Its arguments.
+    step : int
+        The step of the values.
+    batch : MessageBatch, optional
+        Their messages; ``None`` for values that are only shown.
+    """
+
+    method: str
+    arguments: tuple[Any, ...]
+    step: int
+    batch: MessageBatch | None = None
+
+
+class Later(NamedTuple):
+    """A result that is being computed, and the function that emits it."""
+
+    stamp: Stamp
+    pending: Pending[Any]
+    then: Callable[[Pending[Any]], None]
+
+
+class _Number(NamedTuple):
+    """A number of one message, which is published and shown together with others of its kind and step."""
+
+    stamp: Stamp
+    name: _Name
+    kind: str
+    value: float
 
 
 class _RegisteringType(ABCMeta):
@@ -247,9 +274,9 @@ class Subscriber(metaclass=_RegisteringType):
         self.title = title
         self.ylims = ylims
         self._host: Host | None = None
-        self._series: dict[tuple[str, str | None, str], Series] = {}
-        self._series_groups: WeakKeyDictionary[BatchNames, dict[tuple[str, str], SeriesGroup]] = WeakKeyDictionary()
-        self._sender = Sender(f"{type(self).__name__}({', '.join(self.kinds)})")
+        self._untaken: list[Result | Later | _Number] = []
+        self._known_names: dict[tuple[_Name, ...], BatchNames] = {}
+        self._curve_groups: WeakKeyDictionary[BatchNames, dict[tuple[str, str], SeriesGroup]] = WeakKeyDictionary()
         self.evaluate: Callable[..., None] | None = None
 
     def show_with(self, backend: "str | Backend | Sequence[str | Backend]") -> None:
@@ -313,23 +340,26 @@ class Subscriber(metaclass=_RegisteringType):
         """Return the row of a tensor of which this rank holds only a part: NaN for each published kind."""
         return torch.full((max(len(self.publishes), 1),), torch.nan, device="cpu")
 
-    @abstractmethod
     def compute(self, message: Any) -> None:
-        """Compute numbers from a merged message or bundle and :meth:`emit` them; called after the end of the step."""
+        """Compute numbers from a merged message or bundle and :meth:`emit` them; called after the end of the step.
 
-    def compute_batch(self, batch: Any) -> None:
-        """Compute numbers from all messages of one kind and step at once and :meth:`emit_batch` them; optional.
-
-        A subclass whose results are functions of shared statistics alone can implement it beside :meth:`compute`; it is then
-        called with one `MessageBatch` for each kind and step, or with one `BatchBundle` if the kinds are joined.
-        If it raises `NotVectorizedError` before it emits anything, the messages are delivered one by one from then on.
+        A subclass implements this method or :meth:`compute_batch`; by default each of them calls the other.
         """
-        raise NotImplementedError
+        if isinstance(message, MessageBundle):
+            parts = {kind: MessageBatch.of(part) for kind, part in message.messages.items()}
+            self.compute_batch(MessageBatch.joined(parts, [message.data]))
+        else:
+            self.compute_batch(MessageBatch.of(message))
 
-    @property
-    def takes_batches(self) -> bool:
-        """Whether :meth:`compute_batch` is called instead of :meth:`compute`: no subclass overrides the second alone."""
-        return "compute" not in vars(self) and overrides_both(type(self), "compute_batch", "compute", Subscriber)
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Compute numbers from all messages of one kind and step and :meth:`emit_batch` them; by default one by one.
+
+        If the kinds are joined, `batch` has a batch of each kind, ``batch["weights"]``.
+        By default :meth:`compute` is called with each message.  The bus calls it so that an error loses one message alone.
+        A subclass that overrides `compute` receives the messages one by one, also if its base class has a `compute_batch`.
+        """
+        for message in batch:
+            self.compute(message)
 
     def later(
         self,
@@ -363,7 +393,7 @@ class Subscriber(metaclass=_RegisteringType):
         if self._host is None or all(device.type == "cpu" for device in devices):
             then(pending)
         else:
-            self._host.later(self, message, pending, then)
+            self._keep_result(Later(message.stamp, pending, then))
 
     def finish(self, stamp: Stamp) -> None:
         """Handle the end of a step or pass that this subscriber samples, after all its messages were delivered.
@@ -416,11 +446,7 @@ class Subscriber(metaclass=_RegisteringType):
         ConfigError
             If `kind` is not among ``publishes``.
         """
-        kind = self._checked_kind(kind)
-        value = float(value)
-        self._show(message, value, kind)
-        if self._host is not None and self._host.is_wanted(kind):
-            self._host.publish(message.result(kind, value))
+        self._keep_result(_Number(message.stamp, _name(message), self._checked_kind(kind), float(value)))
 
     def _checked_kind(self, kind: str | None) -> str:
         if not self.publishes:
@@ -432,15 +458,15 @@ class Subscriber(metaclass=_RegisteringType):
             raise ConfigError(f"{type(self).__name__} emits {kind!r} but publishes {list(self.publishes)}")
         return kind
 
-    def emit_batch(self, batch: MessageBatch | BatchBundle, values: Any, kind: str | None = None) -> None:
+    def emit_batch(self, batch: MessageBatch, values: Any, kind: str | None = None) -> None:
         """Publish one value for each message of `batch`, as :meth:`emit` does for one message, and show them.
 
         Parameters
         ----------
-        batch : MessageBatch or BatchBundle
+        batch : MessageBatch
             The messages that the values were computed from.
         values : array
-            ``(messages,)``; a single number stands for all of them.
+            ``(messages,)``; a single number stands for all of them.  They are copied.
         kind : str, optional
             The kind to publish; by default the first one.
 
@@ -452,23 +478,8 @@ class Subscriber(metaclass=_RegisteringType):
             If there is not one value for each message.
         """
         kind = kind if kind in self.publishes else self._checked_kind(kind)
-        values = np.broadcast_to(np.asarray(values, np.float64), (len(batch.names.names),))
-        if self._host is None:
-            return
-        self._host.show_group(
-            self._series_group(batch, kind), values, batch.stamp.global_step, self.backends, self._sender
-        )
-        if self._host.is_wanted(kind):
-            self._host.publish_batch(batch.result(kind, values))
-
-    def _series_group(self, batch: MessageBatch | BatchBundle, kind: str) -> SeriesGroup:
-        """Return the series of the values of a batch, the same object at each step."""
-        key = kind, batch.stamp.pass_name
-        known = self._series_groups.setdefault(batch.names, {})
-        if key not in known:
-            rest = batch.stamp.pass_name, self.title, self.ylims, self.quantity_of(kind)
-            known[key] = SeriesGroup(kind, batch.names.names, *rest)
-        return known[key]
+        if self._host is not None:
+            self._keep_result(self._result_of(batch.stamp, batch.names, kind, values, is_published=True))
 
     def show(self, message: Message | MessageBundle, value: Any) -> None:
         """Show `value` under the kind and name of `message`, without publishing it.
@@ -480,24 +491,76 @@ class Subscriber(metaclass=_RegisteringType):
         ConfigError
             If backends cannot store the value; it counts as a failure of this subscriber.
         """
-        self._show(message, value, message.first.kind if isinstance(message, MessageBundle) else message.kind)
+        first = _first(message)
+        self._show(first, value, first.kind)
 
-    def show_batch(self, batch: MessageBatch, values: Iterable[Any]) -> None:
-        """Show a value for each message of `batch`, as :meth:`show` does for one message; nothing for ``None``."""
+    def show_batch(self, batch: MessageBatch, values: Any, kind: str | None = None) -> None:
+        """Show a value for each message of `batch`, as :meth:`show` does for one message: an array, or a list with ``None``
+        for those that have nothing to show.
+        """
         if self._host is None:
             return
-        for series, value in zip(self._series_group(batch, batch.kind).series, values, strict=True):
+        kind = kind or batch.kind
+        if isinstance(values, np.ndarray):
+            self._keep_result(self._result_of(batch.stamp, batch.names, kind, values, is_published=False))
+            return
+        group, step = self._curve_group(batch.names, kind, batch.stamp.pass_name), batch.stamp.global_step
+        for series, value in zip(group.series, values, strict=True):
             if value is not None:
-                self._host.show(series, value, batch.stamp.global_step, self.backends, self._sender)
+                self._keep_result(Result(*shown(series, value, step), step))
 
-    def _show(self, message: Message | MessageBundle, value: Any, kind: str) -> None:
-        if self._host is None:
-            return
-        stamp = message.stamp
-        key = kind, message.series_name, stamp.pass_name
-        if (series := self._series.get(key)) is None:
-            series = self._series[key] = Series(*key, self.title, self.ylims, self.quantity_of(kind))
-        self._host.show(series, value, stamp.global_step, self.backends, self._sender)
+    def _show(self, message: Message, value: Any, kind: str) -> None:
+        if self._host is not None:
+            step = message.global_step
+            [series] = self._curve_group(self._batch_names((_name(message),)), kind, message.tag).series
+            self._keep_result(Result(*shown(series, value, step), step))
+
+    def _result_of(self, stamp: Stamp, names: BatchNames, kind: str, values: Any, is_published: bool) -> Result:
+        found = np.array(values, np.float64)
+        if found.shape != (len(names.names),):
+            found = np.broadcast_to(found, (len(names.names),))
+        known = self._curve_groups.get(names)
+        group = (known and known.get((kind, stamp.pass_name))) or self._curve_group(names, kind, stamp.pass_name)
+        batch = MessageBatch(stamp, kind, names, data=found) if is_published else None
+        return Result("add_group", (group, found, stamp.global_step), stamp.global_step, batch)
+
+    def _curve_group(self, names: BatchNames, kind: str, pass_name: str) -> SeriesGroup:
+        """Return the curves of a kind, the same object at each step, so that backends can keep what they compute for it."""
+        known = self._curve_groups.setdefault(names, {})
+        if (kind, pass_name) not in known:
+            rest = pass_name, self.title, self.ylims, self.quantity_of(kind)
+            known[kind, pass_name] = SeriesGroup(kind, names.names, *rest)
+        return known[kind, pass_name]
+
+    def _batch_names(self, names: tuple[_Name, ...]) -> BatchNames:
+        """Return the names of messages as one object, the same at each step."""
+        if (known := self._known_names.get(names)) is None:
+            if sum(map(len, self._known_names)) > _MOST_NAMES:  # the modules that are called change from step to step
+                self._known_names.clear()
+            known = self._known_names[names] = BatchNames(*zip(*names, strict=True))
+        return known
+
+    def _keep_result(self, result: Result | Later | _Number) -> None:
+        if self._host is not None:
+            self._untaken.append(result)
+            if not self._host.thread.subscriber_is_running:  # the user calls a method of the subscriber
+                self._host.take_results(self)
+
+    def take_results(self) -> list[Result | Later]:
+        """Return what was emitted and shown since the last call, the numbers of one kind and step together; the bus calls it."""
+        added, self._untaken = self._untaken, []
+        numbers: dict[tuple[int, str], list[_Number]] = {}
+        for each in added:
+            if isinstance(each, _Number):
+                numbers.setdefault((id(each.stamp), each.kind), []).append(each)
+        found: list[Result | Later] = []
+        for each in added:
+            if not isinstance(each, _Number):
+                found.append(each)
+            elif together := numbers.pop((id(each.stamp), each.kind), None):
+                names, values = self._batch_names(tuple(n.name for n in together)), [n.value for n in together]
+                found.append(self._result_of(each.stamp, names, each.kind, values, is_published=True))
+        return found
 
     def quantity_of(self, kind: str) -> Quantity:
         """Return what a kind that this subscriber publishes or shows is."""
@@ -521,6 +584,8 @@ class Subscriber(metaclass=_RegisteringType):
     def check(self) -> None:
         """Raise `ConfigError` if an attribute of the class is invalid; called at registration."""
         self._check_quantity()
+        if type(self).compute is Subscriber.compute and type(self).compute_batch is Subscriber.compute_batch:
+            raise ConfigError(f"{type(self).__name__} needs a method compute or compute_batch, it has neither")
         if self.merge not in MERGES:
             raise ConfigError(f"{type(self).__name__}.merge must be one of {', '.join(MERGES)}, got {self.merge!r}")
         if isinstance(self.fields, str):
@@ -531,3 +596,12 @@ class Subscriber(metaclass=_RegisteringType):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.kinds)})"
+
+
+def _first(message: Message | MessageBundle) -> Message:
+    return message.first if isinstance(message, MessageBundle) else message
+
+
+def _name(message: Message | MessageBundle) -> _Name:
+    first = _first(message)
+    return getattr(first, "module", None), getattr(first, "path", ""), first.series_name

@@ -1,15 +1,15 @@
 """A subscriber that is registered on a bus, and its running state."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.metrics.messages.batch import BatchBundle, BatchNames, MessageBatch, NotVectorizedError
-from ikkuna.metrics.messages.bundle import MessageBundle
+from ikkuna.backends.backend import last_defined
+from ikkuna.metrics.messages.batch import BatchNames, MessageBatch
 from ikkuna.metrics.messages.kinds import MEASURED_TOGETHER, PARAMETER_KINDS
-from ikkuna.metrics.messages.message import Message
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.sampling import Sampling
@@ -44,7 +44,7 @@ class Registered:
     fields : frozenset of str
         The shared statistics that the subscriber reads.
     takes_batches : bool
-        Whether the subscriber takes the messages of all modules at once, at steps at which it does not measure.
+        Whether ``compute_batch`` is called, rather than ``compute`` with each message: no class defines the second later.
     varies : bool
         Whether the subscriber decides for each step whether it measures.
     finishes : bool
@@ -75,7 +75,8 @@ class Registered:
             self.subscription.is_joined and subscriber.measures and set(self.kinds) <= set(MEASURED_TOGETHER)
         )
         self.fields = closure(subscriber.fields) if subscriber.fields else frozenset[str]()
-        self.takes_batches = subscriber.takes_batches
+        is_replaced = "compute" in vars(subscriber)
+        self.takes_batches = not is_replaced and last_defined(type(subscriber), "compute_batch", "compute") != "compute"
         self.varies = type(subscriber).measures is not Subscriber.measures
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
         asked = self.subscription
@@ -89,11 +90,8 @@ class Registered:
         self.seconds = 0.0
         self.dropped = 0
         self._is_late = False
-        self._waiting: dict[tuple[object, ...], dict[str, Message]] = {}
-        self._batches: dict[str, MessageBatch] = {}
-        self._rest: list[
-            tuple[_Common, dict[str, MessageBatch]]
-        ] = []  # of bundles whose batches differ in their modules
+        self._chosen: WeakKeyDictionary[BatchNames, tuple[NDArray[np.intp], BatchNames] | None] = WeakKeyDictionary()
+        self._waiting: dict[Stamp, dict[str, list[MessageBatch]]] = {}
         self._common: dict[tuple[BatchNames, ...], _Common] = {}
 
     @property
@@ -117,6 +115,8 @@ class Registered:
                 self.label,
             )
         self.dropped += max(1, len(self.subscriber.publishes))
+
+    # -- which steps and modules ----------------------------------------------------------------------------------
 
     @property
     def distance(self) -> int:
@@ -159,94 +159,65 @@ class Registered:
             self._scheduled[step] = known
         return known
 
-    def takes(self, message: Message) -> bool:
-        """Return whether this message is delivered."""
-        return not self.disabled and self.subscription.takes(message, self.samples)
-
-    def deliver(self, message: Message | MessageBundle) -> None:
-        """Call ``compute`` with a message; messages of a joined subscription wait until their bundle is complete."""
-        if isinstance(message, MessageBundle) or not self.subscription.is_joined:
-            self.subscriber.compute(message)
-            return
-        self._divide_batches()
-        self._wait(message)
-
-    def refuses(self, batch: MessageBatch | BatchBundle) -> bool:
-        """Call ``compute_batch``; return whether its messages must be delivered one by one, from then on."""
-        try:
-            self.subscriber.compute_batch(batch)
-        except NotVectorizedError as error:
-            log.debug("%s takes messages one by one from now on", self.label, exc_info=error)
-            self.takes_batches = False
-        return not self.takes_batches
-
-    def _wait(self, message: Message) -> None:
-        waiting = self._waiting.setdefault(message.identity, {})
-        waiting[message.kind] = message
-        if len(waiting) == len(self.kinds):
-            del self._waiting[message.identity]
-            self.subscriber.compute(MessageBundle({kind: waiting[kind] for kind in self.kinds}))
-
-    def selection(self, batch: MessageBatch) -> MessageBatch | None:
-        """Return the messages of a batch that are delivered; ``None`` for nothing."""
-        if not self.samples(batch.stamp):
+    def select(self, batch: MessageBatch) -> MessageBatch | None:
+        """Return the messages of an event or of results that are delivered; ``None`` for none of them."""
+        if self.disabled or not self.subscription.takes_step(batch.kind, batch.stamp, self.samples):
             return None
         if self.subscription.modules is None:
             return batch
-        chosen = [i for i, name in enumerate(batch.names.modules) if name is None or self.matches(name)]
-        positions = np.array(chosen, np.intp)
-        return batch.select(positions, batch.names.select(positions)) if chosen else None
+        names = batch.names
+        if names not in self._chosen:
+            at = self._call(self, "modules", self._matching, names) if self._call else self._matching(names)
+            positions = np.array(at or [], np.intp)
+            self._chosen[names] = (positions, names.select(positions)) if at else None
+        chosen = self._chosen[names]
+        return None if chosen is None else batch.select(*chosen)
 
-    def can_join(self, batch: MessageBatch) -> bool:
-        """Return whether a batch can be joined with others; not if messages wait one by one."""
-        is_other_step = any(other.stamp != batch.stamp for other in self._batches.values())
-        return not (self._waiting or self._rest or batch.kind in self._batches or is_other_step)
+    def _matching(self, names: BatchNames) -> list[int]:
+        return [i for i, module in enumerate(names.modules) if module is None or self.matches(module)]
 
-    def join(self, batch: MessageBatch) -> BatchBundle | None:
-        """Return the bundle that a batch completes; ``None`` if others have yet to arrive, or have no module in common."""
-        self._batches[batch.kind] = batch
-        if len(self._batches) < len(self.kinds):
+    # -- joined kinds ---------------------------------------------------------------------------------------------
+
+    def join(self, batch: MessageBatch) -> MessageBatch | None:
+        """Return the messages that a batch completes, joined with those of the other kinds; ``None`` if it completes none.
+
+        The others wait for their partners until the end of the step.
+        """
+        waiting = self._waiting.setdefault(batch.stamp, {})
+        waiting.setdefault(batch.kind, []).append(batch)
+        if len(waiting) < len(self.kinds):
             return None
-        batches, self._batches = {kind: self._batches[kind] for kind in self.kinds}, {}
-        common = self._common_names(tuple(batch.names for batch in batches.values()))
-        if common.rest:
-            self._rest.append((common, batches))
-        return common.bundle(batches)
-
-    def _common_names(self, names: tuple[BatchNames, ...]) -> "_Common":
+        parts = {kind: MessageBatch.concatenated(waiting[kind]) for kind in self.kinds}
+        names = tuple(part.names for part in parts.values())
         if names not in self._common:
             if len(self._common) > _FEW:  # the modules that are called change from step to step
                 self._common.clear()
             self._common[names] = _Common(names)
-        return self._common[names]
-
-    def _divide_batches(self) -> None:
-        """Let the messages of batches wait one by one, because others arrive so; these complete no bundle."""
-        batches, self._batches = self._batches, {}
-        rest, self._rest = self._rest, []
-        for batch in batches.values():
-            for message in batch.messages():
-                self._wait(message)
-        for common, parts in rest:
-            for message in common.others(parts):
-                self._wait(message)
+        common = self._common[names]
+        if any(rest is not None for rest in common.rest):
+            self._waiting[batch.stamp] = {
+                kind: [part.select(*rest)]
+                for (kind, part), rest in zip(parts.items(), common.rest, strict=True)
+                if rest is not None
+            }
+        else:
+            del self._waiting[batch.stamp]
+        if not len(common.names):
+            return None
+        chosen = zip(parts.items(), common.positions, strict=True)
+        return MessageBatch.joined(
+            {kind: part if at is None else part.select(at, common.names) for (kind, part), at in chosen}
+        )
 
     def drop_incomplete(self, stamp: Stamp) -> None:
         """Drop and count the incomplete bundles of a step that is over, and those that exceptions have left of earlier ones.
 
         A parameter that is not trained has no gradient and no update; a bundle of parameters that lacks one is not counted.
         """
-        if not (self._waiting or self._batches or self._rest):
-            return
-        over = [(common, parts) for common, parts in self._rest if _is_over(next(iter(parts.values())).stamp, stamp)]
-        self._rest = [item for item in self._rest if item not in over]
-        is_lost = not set(self.subscriber.kinds).issubset(PARAMETER_KINDS)
-        self.dropped += is_lost * sum(len(common.rest) for common, _ in over)
-        self._divide_batches()
-        incomplete = [identity for identity in self._waiting if _is_over(identity[0], stamp)]
-        for identity in incomplete:
-            del self._waiting[identity]
-        self.dropped += is_lost * len(incomplete)
+        is_lost = not set(self.kinds).issubset(PARAMETER_KINDS)
+        for known in [known for known in self._waiting if _is_over(known, stamp)]:
+            batches = [batch for of_kind in self._waiting.pop(known).values() for batch in of_kind]
+            self.dropped += is_lost * len({key for batch in batches for key in batch.names.positions})
 
 
 class _Common:
@@ -254,42 +225,32 @@ class _Common:
 
     Parameters
     ----------
-    names : tuple of BatchNames
+    batches : tuple of BatchNames
         Those of each batch.
 
     Attributes
     ----------
-    rest : set
-        The modules and paths that some of the batches lack.
+    names : BatchNames
+        What they have in common, under the names in the first batch.
+    positions : list of array or None
+        Where each batch has these; ``None`` if it has nothing else, in the same order.
+    rest : list of (array, BatchNames) or None
+        Positions and names of what others lack; ``None`` for nothing.
     """
 
-    def __init__(self, names: tuple[BatchNames, ...]) -> None:
-        keys = [key for key in names[0].positions if all(key in other.positions for other in names)]
-        self.rest = {key for part in names for key in part.positions} - set(keys)
-        self._positions: list[NDArray[np.intp] | None] = []
-        for part in names:
-            positions = [part.positions[key] for key in keys]
-            is_whole = positions == list(range(len(part)))
-            self._positions.append(None if is_whole else np.array(positions, np.intp))
-        first = self._positions[0]
-        self._names = names[0] if first is None else names[0].select(first)
-
-    def bundle(self, batches: Mapping[str, MessageBatch]) -> BatchBundle | None:
-        """Return the bundle of the common messages; ``None`` if there are none."""
-        if not len(self._names):
-            return None
-        chosen = zip(batches.items(), self._positions, strict=True)
-        return BatchBundle(
-            {kind: batch if at is None else batch.select(at, self._names) for (kind, batch), at in chosen}
-        )
-
-    def others(self, batches: Mapping[str, MessageBatch]) -> Iterator[Message]:
-        """Yield the messages whose modules and paths are not common."""
-        for batch in batches.values():
-            for key, i in batch.names.positions.items():
-                if key in self.rest:
-                    yield batch.message(i)
+    def __init__(self, batches: tuple[BatchNames, ...]) -> None:
+        keys = [key for key in batches[0].positions if all(key in other.positions for other in batches)]
+        common = frozenset(keys)
+        self.positions: list[NDArray[np.intp] | None] = []
+        self.rest: list[tuple[NDArray[np.intp], BatchNames] | None] = []
+        for each in batches:
+            at = [each.positions[key] for key in keys]
+            left = np.array([i for key, i in each.positions.items() if key not in common], np.intp)
+            self.positions.append(None if at == list(range(len(each))) else np.array(at, np.intp))
+            self.rest.append((left, each.select(left)) if len(left) else None)
+        first = self.positions[0]
+        self.names = batches[0] if first is None else batches[0].select(first)
 
 
-def _is_over(stamp: Any, last: Stamp) -> bool:
-    return bool(stamp.pass_name == last.pass_name and stamp.global_step <= last.global_step)
+def _is_over(stamp: Stamp, last: Stamp) -> bool:
+    return stamp.pass_name == last.pass_name and stamp.global_step <= last.global_step

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 
 from ikkuna.errors import ConfigError
-from ikkuna.metrics.messages.batch import MessageBatch, NotVectorizedError
-from ikkuna.metrics.messages.message import Message
+from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.subscriber.plot import PlotSubscriber
 from ikkuna.metrics.subscriber.result_names import name_results
-from ikkuna.support.failures import raise_users_exception
 
 __all__ = ["SharedStatisticSubscriber"]
 
@@ -68,42 +66,18 @@ class SharedStatisticSubscriber(PlotSubscriber):
 
     @abstractmethod
     def values(self, record: Any) -> Iterable[Any]:
-        """Return one number for each name in `results`, or one array of such numbers.
+        """Return an array with one number for each module, or a number for all of them, for each name in `results`.
 
-        Use properties of `record`, arithmetic and numpy functions only, without branches that depend on values:
-        `record` is a `Record`, or `Records` with arrays of one element per tensor, so that all modules are computed in one call.
-        A method that fails with arrays is called for one tensor after the other.
+        `record` is a `Records`: its properties are arrays with one element for each module.
+        Without `fields` it is the batch, whose ``data`` are the rows that ``measure`` has returned, or the numbers of results.
+        Use arithmetic and numpy functions, without branches that depend on values.
         """
-
-    def values_of(self, message: Message) -> Iterable[Any]:
-        """Return the values of one message."""
-        assert message.record is not None
-        return self.values(message.record)
-
-    def compute(self, message: Message) -> None:
-        """Emit the values."""
-        for kind, value in zip(self.publishes, self.values_of(message), strict=True):
-            self.emit(message, value, kind)
-
-    @property
-    def takes_batches(self) -> bool:
-        """Whether the values of all modules are computed in one call; the records of ranks are no arrays."""
-        return bool(self.fields) and not self.per_rank and not self.measures and super().takes_batches
 
     def compute_batch(self, batch: MessageBatch) -> None:
-        """Emit the values of all modules.
-
-        Raises
-        ------
-        NotVectorizedError
-            If :meth:`values` fails with arrays.
-        """
-        try:
-            with np.errstate(all="ignore"):
-                values = [np.asarray(array, np.float64) for array in self.values(batch.records)]
-            arrays = [np.broadcast_to(array, (len(batch.names.names),)) for array in values]
-        except Exception as error:
-            raise_users_exception(error)
-            raise NotVectorizedError from error
-        for kind, array in zip(self.publishes, arrays, strict=True):
+        """Emit the values of all modules."""
+        with np.errstate(all="ignore"):
+            values = list(self.values(batch.records if self.fields else batch))
+        if len(values) != len(self.publishes):
+            raise ValueError(f"values() returned {len(values)} results, expected {len(self.publishes)}")
+        for kind, array in zip(self.publishes, values, strict=True):
             self.emit_batch(batch, array, kind)

@@ -166,24 +166,18 @@ class Subscription:
         object.__setattr__(thinned, "thinning", (begin, factor))
         return thinned
 
-    def takes(self, message: Message, samples: Callable[[Stamp], bool] | None = None) -> bool:
-        """Return whether this message is delivered.  Events of epochs are delivered whatever the tag.
-
-        Parameters
-        ----------
-        message : Message
-            The message.
-        samples : callable, optional
-            Returns whether a step is sampled; by default :meth:`samples`.
-        """
-        if message.kind not in self.kinds:
-            return False
-        if message.kind in ("epoch_started", "epoch_finished"):
-            is_in_range = message.epoch >= self.start and (self.stop is None or message.epoch < self.stop)
-            return message.epoch % self.subsample == 0 and is_in_range
-        if not (samples or self.samples)(message.stamp):
+    def takes(self, message: Message) -> bool:
+        """Return whether this message is delivered.  Events of epochs are delivered whatever the tag."""
+        if message.kind not in self.kinds or not self.takes_step(message.kind, message.stamp, self.samples):
             return False
         return not isinstance(message, ModuleMessage) or self.matches(message.module)
+
+    def takes_step(self, kind: str, stamp: Stamp, samples: Callable[[Stamp], bool]) -> bool:
+        """Return whether messages of a kind are delivered at a step that `samples` or does not; epochs are counted apart."""
+        if kind in ("epoch_started", "epoch_finished"):
+            is_in_range = stamp.epoch >= self.start and (self.stop is None or stamp.epoch < self.stop)
+            return stamp.epoch % self.subsample == 0 and is_in_range
+        return samples(stamp)
 
     def sampled(self, **changes: Any) -> Self:
         """Return the same subscription with another `subsample`, `start`, `stop` or `schedule`."""

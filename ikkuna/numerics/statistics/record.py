@@ -1,9 +1,7 @@
-"""The statistics of a set of numbers as floats.
+r"""The statistics of a set of numbers as floats.
 
 A :class:`Record` holds counts, extrema and central moments of the elements of one or more tensors.
 Records merge exactly, so a value over several calls, micro-batches, chunks or ranks is the value over all elements together.
-
-The statistics of several tensors as arrays, with the properties of a record.
 """
 
 import math
@@ -20,7 +18,6 @@ from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, EMPTY, Values, mer
 
 __all__ = ["EXACT_COUNTS", "FIELDS", "HISTOGRAMS", "Record", "Records", "closure", "merge", "record_of"]
 
-
 FIELDS = (
     *("n", "mean", "m2", "m3", "m4", "min", "max", "finite_min", "finite_max"),
     *("l1", "sumsq", "zeros", "nans", "infs", "codes", "sampled_codes"),
@@ -35,6 +32,8 @@ _NEEDS = {"mean": (), "m2": ("mean",), "m3": ("mean", "m2"), "m4": ("mean", "m2"
 EXACT_COUNTS = "exact_counts"
 """Stands beside fields: how many elements are not finite is wanted, rather than whether there are any."""
 
+_Counts = Mapping[str, Sequence[NDArray[np.int64]]]
+_N, _NANS, _INFS = (COLUMN[name] for name in ("n", "nans", "infs"))
 _SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs", "finite_min", "finite_max"))
 
 
@@ -64,10 +63,23 @@ def _closure(fields: frozenset[str]) -> frozenset[str]:
     return needed | {"nans", "infs"} if needed & _SCREENED else needed
 
 
+class _OfOne:
+    """A property of `Records`, of a single one."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, record: "Record", owner: type | None = None) -> float:
+        with np.errstate(all="ignore"):
+            return float(getattr(Records.of_record(record), self._name)[0])
+
+
 @dataclass(slots=True)
 class Record:
     r"""Statistics of `n` numbers :math:`x_i`, as floats.
 
+    Its properties ``count``, ``nonfinite``, ``mean``, ``skewness``, ``kurtosis``, ``l0_norm``, ``l1_norm``, ``l2_norm``,
+    ``linf_norm``, ``rms`` and ``sparsity`` are those of `Records`.
     Sums run over the finite elements, of which there are :math:`k = n - \mathrm{nans} - \mathrm{infs}`.
     A field that was not measured is ``None``; a property that needs it raises `ConfigError`.
 
@@ -137,82 +149,18 @@ class Record:
             return cls(1, 0.0, 0.0, 0.0, 0.0, x, x, math.nan, math.nan, 0.0, 0.0, 0, nan, inf)
         return cls(1, x, 0.0, 0.0, 0.0, x, x, x, x, abs(x), x * x, int(x == 0), 0, 0)
 
-    def _known(self, value: float | None, field: str) -> float:
-        if value is None:
-            raise ConfigError(f"the field {field!r} was not measured; name it in the subscriber's `fields`")
-        if self.nans is not None and self.infs is not None and self.nans + self.infs and not self.finite_only:
-            return math.nan
-        return value
-
     @property
-    def count(self) -> int:
-        """Number of finite elements; of all elements if ``nans`` and ``infs`` were not measured."""
-        return self.n - (self.nans or 0) - (self.infs or 0)
+    def fields(self) -> frozenset[str]:
+        """The columns of a table that were measured."""
+        return frozenset(name for name in COLUMNS if getattr(self, _ATTRIBUTE.get(name, name)) is not None)
 
-    @property
-    def nonfinite(self) -> int:
-        """Number of elements that are NaN or infinite."""
-        if self.nans is None or self.infs is None:
-            raise ConfigError("the fields 'nans' and 'infs' were not measured; name them in the subscriber's `fields`")
-        return self.nans + self.infs
-
-    @property
-    def mean(self) -> float:
-        """Arithmetic mean; NaN for no element."""
-        return self._known(self.center, "mean") if self.count else math.nan
+    count, nonfinite, mean, skewness, kurtosis = (_OfOne() for _ in range(5))
+    l0_norm, l1_norm, l2_norm, linf_norm, rms, sparsity = (_OfOne() for _ in range(6))
 
     def variance(self, correction: int = 0) -> float:
         """Return the sum of squared deviations over ``count - correction``; NaN where that is not positive."""
-        m2 = self._known(self.m2, "m2")
-        return m2 / (self.count - correction) if self.count > correction else math.nan
-
-    @property
-    def skewness(self) -> float:
-        r"""Fisher's :math:`g_1 = \sqrt k\, m_3 / m_2^{3/2}`; NaN for constant data."""
-        m2, m3 = self._known(self.m2, "m2"), self._known(self.m3, "m3")
-        return math.sqrt(self.count) * (m3 / m2) / math.sqrt(m2) if m2 > 0 else math.nan
-
-    @property
-    def kurtosis(self) -> float:
-        r"""Excess kurtosis :math:`g_2 = k\, m_4 / m_2^2 - 3`; NaN for constant data."""
-        m2, m4 = self._known(self.m2, "m2"), self._known(self.m4, "m4")
-        return self.count * (m4 / m2) / m2 - 3.0 if m2 > 0 else math.nan
-
-    @property
-    def l0_norm(self) -> float:
-        """Number of elements that are not 0."""
-        return self.count - self._known(self.zeros, "zeros")
-
-    @property
-    def l1_norm(self) -> float:
-        """Sum of magnitudes."""
-        return self._known(self.l1, "l1")
-
-    @property
-    def l2_norm(self) -> float:
-        """Root of the sum of squares."""
-        return math.sqrt(self._known(self.sumsq, "sumsq"))
-
-    @property
-    def linf_norm(self) -> float:
-        """Largest magnitude; NaN for no element.  With `finite_only` that of the finite elements."""
-        if not self.n:
-            return math.nan
-        if self.finite_only:
-            return max(-self._known(self.finite_min, "finite_min"), self._known(self.finite_max, "finite_max")) + 0.0
-        return max(-self._known(self.min, "min"), self._known(self.max, "max")) + 0.0  # never -0.0
-
-    @property
-    def rms(self) -> float:
-        """Root of the mean square; NaN for no element."""
-        return math.sqrt(self._known(self.sumsq, "sumsq") / self.count) if self.count else math.nan
-
-    @property
-    def sparsity(self) -> float:
-        """Share of elements equal to 0; NaN for no element."""
-        if self.zeros is None:
-            raise ConfigError("the field 'zeros' was not measured; name it in the subscriber's `fields`")
-        return self.zeros / self.n if self.n else math.nan
+        with np.errstate(all="ignore"):
+            return float(Records.of_record(self).variance(correction)[0])
 
     def repeated(self, times: int) -> "Record":
         """Return the record of every element repeated `times`."""
@@ -258,6 +206,14 @@ def _whole(count: float | None) -> int | None:
     return None if count is None else int(count)
 
 
+def _row_of(record: Record) -> Values:
+    """Return the row of a record in a table; what was not measured is as in the row of no elements."""
+    row = EMPTY.copy()
+    for name in record.fields:
+        row[COLUMN[name]] = _column(record, name)
+    return row
+
+
 def merge(*records: Record) -> Record:
     """Return the record of all elements of `records` together; without any, a record with ``n = 0``.
 
@@ -285,8 +241,6 @@ def _column(record: Record, name: str) -> Any:
     return EMPTY[COLUMN[name]] if name in ("finite_min", "finite_max") and math.isnan(value) else value
 
 
-_Counts = Mapping[str, Sequence[NDArray[np.int64]]]
-_N, _NANS, _INFS = (COLUMN[name] for name in ("n", "nans", "infs"))
 _MOMENTS = frozenset(("mean", "m2", "m3", "m4"))
 _OF_FINITE = frozenset(("mean", "finite_min", "finite_max"))
 
@@ -316,6 +270,8 @@ class Records:
         See `Record`.
     counts : mapping of str to sequence of array, optional
         The float codes of each tensor: ``codes`` or ``sampled_codes`` of the fields.
+    ranks : sequence of sequence of array or None, optional
+        For each tensor the row of each rank, if a subscriber reads them; ``None`` for a rank without the tensor.
 
     Attributes
     ----------
@@ -330,12 +286,18 @@ class Records:
     """
 
     def __init__(
-        self, values: Values, fields: frozenset[str], finite_only: bool = False, counts: _Counts | None = None
+        self,
+        values: Values,
+        fields: frozenset[str],
+        finite_only: bool = False,
+        counts: _Counts | None = None,
+        ranks: Sequence[Sequence[Values | None]] = (),
     ) -> None:
         self.table = values
         self.counts = counts or {}
         self.fields = fields
         self.finite_only = finite_only
+        self.ranks = ranks
         self.n: Values = values[:, _N]
         self._is_counted = fields.issuperset(("nans", "infs"))
         self._nonfinite: Values | None = None  # if there are no such elements, or if they were not counted
@@ -352,6 +314,13 @@ class Records:
         """Return the records of single numbers, with every statistic known."""
         return cls(rows_of(values), frozenset(COLUMN))
 
+    @classmethod
+    def of_record(cls, record: Record) -> "Records":
+        """Return the records of one tensor."""
+        row = _row_of(record)
+        counts = {name: [counts] for name in HISTOGRAMS if (counts := getattr(record, name)) is not None}
+        return cls(row[None], record.fields | counts.keys(), record.finite_only, counts)
+
     def __len__(self) -> int:
         return len(self.table)
 
@@ -361,26 +330,36 @@ class Records:
         record.finite_only = self.finite_only
         for name, counts in self.counts.items():
             setattr(record, name, counts[i])
+        if self.ranks:
+            record.ranks = tuple(None if row is None else record_of(row, self.fields) for row in self.ranks[i])
         return record
 
     def select(self, positions: Any) -> "Records":
         """Return the records of some of the tensors."""
         counts = {name: [each[i] for i in np.arange(len(self))[positions]] for name, each in self.counts.items()}
-        return Records(self.table[positions], self.fields, self.finite_only, counts)
+        ranks = [self.ranks[i] for i in np.arange(len(self))[positions]] if self.ranks else ()
+        return Records(self.table[positions], self.fields, self.finite_only, counts, ranks)
 
     def only_finite(self) -> "Records":
         """Return the records with `finite_only` set."""
-        return self if self.finite_only else Records(self.table, self.fields, True, self.counts)
+        return self if self.finite_only else Records(self.table, self.fields, True, self.counts, self.ranks)
 
-    def _column(self, name: str) -> Values:
-        """Return a column as a record has it; raise `ConfigError` if it was not measured."""
+    def _column(self, name: str, screened: bool = False) -> Values:
+        """Return a column as a record has it; raise `ConfigError` if it was not measured.
+
+        If it is `screened`, it is NaN where elements are not finite, unless `finite_only` is set.
+        """
         if name not in self.fields:
             raise ConfigError(f"the field {name!r} was not measured; name it in the subscriber's `fields`")
         values = self.table[:, COLUMN[name]]
         if name in _MOMENTS and np.isnan(values).any():  # sums that exceed float64 have infinite terms
             values = np.where(np.isnan(values), np.inf, values)
         empty = self.count if name in _OF_FINITE else self.n if name in ("min", "max") else None
-        return values if empty is None or empty.all() else np.where(empty == 0, np.nan, values)
+        if empty is not None and not empty.all():
+            values = np.where(empty == 0, np.nan, values)
+        if screened and self._nonfinite is not None and not self.finite_only:
+            values = np.where(self._nonfinite > 0, np.nan, values)
+        return values
 
     @property
     def codes(self) -> Sequence[NDArray[np.int64]]:
@@ -397,13 +376,6 @@ class Records:
             raise ConfigError(f"the field {name!r} was not measured; name it in the subscriber's `fields`")
         return self.counts[name]
 
-    def _known(self, name: str) -> Values:
-        """Return a column that is NaN where elements are not finite, unless `finite_only` is set."""
-        values = self._column(name)
-        if self.finite_only or self._nonfinite is None:
-            return values
-        return np.where(self._nonfinite > 0, np.nan, values)
-
     @property
     def count(self) -> Values:
         """Numbers of finite elements; of all elements if ``nans`` and ``infs`` were not measured."""
@@ -419,49 +391,49 @@ class Records:
     @property
     def mean(self) -> Values:
         """Arithmetic means; NaN for no element."""
-        return self._known("mean")
+        return self._column("mean", screened=True)
 
     def variance(self, correction: int = 0) -> Values:
         """Return sums of squared deviations over ``count - correction``; NaN where that is not positive."""
-        return _quotient(self._known("m2"), self.count - correction)
+        return _quotient(self._column("m2", screened=True), self.count - correction)
 
     @property
     def skewness(self) -> Values:
         r"""Fisher's :math:`g_1`; NaN for constant data."""
-        m2, m3 = self._known("m2"), self._known("m3")
+        m2, m3 = self._column("m2", screened=True), self._column("m3", screened=True)
         return np.where(m2 > 0, np.sqrt(self.count) * _quotient(m3, m2) / np.sqrt(np.where(m2 > 0, m2, 1.0)), np.nan)
 
     @property
     def kurtosis(self) -> Values:
         r"""Excess kurtosis :math:`g_2`; NaN for constant data."""
-        m2, m4 = self._known("m2"), self._known("m4")
+        m2, m4 = self._column("m2", screened=True), self._column("m4", screened=True)
         return self.count * _quotient(m4, m2) / np.where(m2 > 0, m2, 1.0) - 3.0
 
     @property
     def l0_norm(self) -> Values:
         """Numbers of elements that are not 0."""
-        return self.count - self._known("zeros")
+        return self.count - self._column("zeros", screened=True)
 
     @property
     def l1_norm(self) -> Values:
         """Sums of magnitudes."""
-        return self._known("l1")
+        return self._column("l1", screened=True)
 
     @property
     def l2_norm(self) -> Values:
         """Roots of the sums of squares."""
-        return np.sqrt(self._known("sumsq"))
+        return np.sqrt(self._column("sumsq", screened=True))
 
     @property
     def linf_norm(self) -> Values:
         """Largest magnitudes; NaN for no element.  With `finite_only` those of the finite elements."""
         low, high = ("finite_min", "finite_max") if self.finite_only else ("min", "max")
-        return np.maximum(-self._known(low), self._known(high)) + 0.0
+        return np.maximum(-self._column(low, screened=True), self._column(high, screened=True)) + 0.0
 
     @property
     def rms(self) -> Values:
         """Roots of the mean squares; NaN for no element."""
-        return np.sqrt(_quotient(self._known("sumsq"), self.count))
+        return np.sqrt(_quotient(self._column("sumsq", screened=True), self.count))
 
     @property
     def sparsity(self) -> Values:

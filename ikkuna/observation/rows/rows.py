@@ -11,20 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.distributed.dtensor import ShardPosition
-from ikkuna.metrics.messages.message import Message
+from ikkuna.metrics.messages.batch import MessageBatch
+from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.deferred_row import DeferredRow
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.numerics.statistics import Record
+from ikkuna.numerics.statistics import HISTOGRAMS, Record
 from ikkuna.numerics.statistics.device import Taken
 from ikkuna.numerics.statistics.float_code import half_size, merge_codes
-from ikkuna.numerics.statistics.record import record_of
+from ikkuna.numerics.statistics.record import Records, record_of
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
 from ikkuna.observation.rows.host_copy import HostCopy
 from ikkuna.observation.rows.part import Part, PartPool
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.row_index import Key, RowIndex
-from ikkuna.observation.rows.selection import Selections
+from ikkuna.observation.rows.selection import Selection, Selections
 from ikkuna.observation.rows.site import Site
 from ikkuna.support.device_thread import Pending, run_beside
 from ikkuna.support.failures import raise_users_exception
@@ -77,6 +78,8 @@ class Rows:
 
     Attributes
     ----------
+    subscriptions : sequence of Registered
+        The subscribers that sample the step, in the order of registration.
     values : array
         ``(rows, columns)``, the shared statistics.
     codes : dict
@@ -95,6 +98,7 @@ class Rows:
 
     def __init__(self, stamp: Stamp, plan: Plan, index: RowIndex, pool: PartPool, selections: Selections) -> None:
         self.stamp, self.plan, self.index, self.selections = stamp, plan, index, selections
+        self.subscriptions: Sequence[Registered] = plan.subscriptions
         self.values = _NO_ROWS
         self.codes: dict[int, dict[str, Any]] = {}
         self.measured: dict[int, dict[Registered, Any]] = {}
@@ -115,6 +119,8 @@ class Rows:
         self._device_codes: list[dict[int, dict[str, Any]]] = []
         self._copies: list[tuple[list[_Place], HostCopy]] = []
         self._deferred: list[tuple[list[tuple[dict[Any, Any], Any]], Pending[list[Tensor]]]] = []
+        self._has_elements: NDArray[np.bool_] | None = None
+        self._batches: dict[tuple[Selection, frozenset[str], bool], MessageBatch] = {}
 
     @property
     def keys(self) -> Sequence[Key]:
@@ -270,7 +276,8 @@ class Rows:
         for codes in self._device_codes:
             merge_codes(self.codes, codes)
         self.skipped = self.skipped or any(bool(flag.any()) for flag in self._flags.values())
-        self._sum_totals()
+        if self.reductions:
+            self._sum_totals()
         self._copies, self._taken, self._device_codes, self._flags, self._deferred = [], [], [], {}, []
 
     def _load_deferred(self, places: list[tuple[dict[Any, Any], Any]], computed: Pending[list[Tensor]]) -> None:
@@ -323,18 +330,63 @@ class Rows:
         self.rates = {name: rate for name, rate in self.rates.items() if not isinstance(rate, Tensor)}
         return count
 
+    def abandon(self) -> None:
+        """Forget the step, which is not delivered."""
+        if self.rank_merge is not None:
+            self.rank_merge.abandon()
+
+    def batches(self, registered: Registered) -> list[MessageBatch]:
+        """Return what a subscriber takes of the complete measurements, one batch for each kind."""
+        if registered.together:
+            if registered not in self.together:
+                return []
+            parts = {kind: MessageBatch.of(NetworkMessage(self.stamp, kind)) for kind in registered.kinds}
+            return [MessageBatch.joined(parts, [self.together[registered]])]
+        if self._has_elements is None:
+            self._has_elements = np.zeros(len(self.index.keys), np.bool_)
+            self._has_elements[: len(self.values)] = self.values[:, _N] > 0
+        found = []
+        for selection in self.selections.of(registered):
+            if self.measured and (rows := self._measured_by(registered, selection)):
+                found.append(self._batch_with_data(registered, selection, rows))
+            elif registered.fields and (measured := selection.measured(self._has_elements)) is not None:
+                found.append(self._batch(registered, measured))
+        return found
+
+    def _batch(self, registered: Registered, selection: Selection) -> MessageBatch:
+        """Return the shared statistics of some rows; subscribers that read the same ones share them."""
+        key = selection, registered.fields, registered.subscriber.finite_only
+        if key not in self._batches:
+            values = self.values[selection.rows]
+            values.flags.writeable = False
+            counts = {name: self._counts(selection.rows, name) for name in registered.fields & HISTOGRAMS}
+            ranks = [self.ranks.get(row, ()) for row in selection.rows.tolist()] if self.ranks else ()
+            records = Records(values, registered.fields, registered.subscriber.finite_only, counts, ranks)
+            self._batches[key] = MessageBatch(self.stamp, selection.kind, selection.names, records)
+        return self._batches[key]
+
+    def _measured_by(self, registered: Registered, selection: Selection) -> dict[int, Any]:
+        """Return by row the results of a subscriber's own ``measure``."""
+        rows = selection.rows.tolist()
+        return {row: self.measured[row][registered] for row in rows if registered in self.measured.get(row, ())}
+
+    def _batch_with_data(self, registered: Registered, selection: Selection, rows: dict[int, Any]) -> MessageBatch:
+        """Return the results of a subscriber's own ``measure``, and the statistics that it reads beside them."""
+        assert self._has_elements is not None
+        is_taken = self._has_elements.copy() if registered.fields else np.zeros_like(self._has_elements)
+        is_taken[list(rows)] = True
+        measured = selection.measured(is_taken)
+        assert measured is not None
+        data = [rows.get(row) for row in measured.rows.tolist()]
+        statistics = self._batch(registered, measured).statistics if registered.fields else None
+        return MessageBatch(self.stamp, measured.kind, measured.names, statistics, data)
+
     def measured_rows(self) -> list[int]:
         """Return the numbers of the rows that have measurements."""
         if not len(self.values):
             return sorted(self.measured)
         rows: list[int] = np.flatnonzero(self.values[:, _N]).tolist()
         return sorted({*rows, *self.measured}) if self.measured else rows
-
-    def has_elements(self) -> NDArray[np.bool_]:
-        """Return for each row of the index whether it has shared statistics."""
-        found = np.zeros(len(self.index.keys), np.bool_)
-        found[: len(self.values)] = self.values[:, _N] > 0
-        return found
 
     def fields(self, row: int) -> frozenset[str]:
         """Return the statistics that a row has."""
@@ -355,7 +407,7 @@ class Rows:
             record.ranks = tuple(None if values is None else record_of(values, fields) for values in ranks)
         return record
 
-    def counts(self, numbers: NDArray[np.int64], name: str) -> list[NDArray[np.int64]]:
+    def _counts(self, numbers: NDArray[np.int64], name: str) -> list[NDArray[np.int64]]:
         """Return the histograms of some rows, each ``(2K,)``; all zero where none was measured."""
         return [np.asarray(self.codes.get(row, {}).get(name, _NO_COUNTS)) for row in numbers.tolist()]
 

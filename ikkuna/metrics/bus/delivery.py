@@ -1,0 +1,473 @@
+"""The way of a step's values: from its closed rows to the subscribers, and from these to the backends of the run.
+
+The exporter appends finished steps and events to a `DeliveryQueue`, and drains it at the boundaries between steps:
+
+1. `Finished.deliver` takes the batches of each subscriber from the rows of the step, one `MessageBatch` for each kind.
+2. `Delivery.deliver` calls ``compute_batch`` with a batch, or ``compute`` with each of its messages, through the error guard.
+3. `Delivery.take_results` passes the arrays that the subscriber has emitted to the run, which adds them to the block of the step
+   in each backend, and to `Delivery.publish`, which delivers them to the subscribers of their kind.
+4. `Finished.end` calls ``finish``, drops joined messages that lack a partner, and commits the step: each backend encodes its
+   block and gives it to its writer thread.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ikkuna.backends.run import Run
+from ikkuna.metrics.bus.error_guard import ErrorGuard
+from ikkuna.metrics.messages.batch import MessageBatch
+from ikkuna.metrics.messages.kinds import EVENT_KINDS
+from ikkuna.metrics.messages.message import Message, NetworkMessage
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.base import Later, Result, Subscriber
+from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.support.failures import FailureCounter, log
+
+__all__ = ["Delivery", "DeliveryQueue", "Event", "Finished", "Item", "Measurements", "Observer", "Unsampled"]
+
+
+_EVENTS = frozenset(EVENT_KINDS)
+_Early = dict[Registered, Sequence[Result | Later]]
+_NONE: Mapping[Registered, Sequence[Result | Later]] = {}
+
+
+class Measurements(Protocol):
+    """The measurements of a step, see `ikkuna.observation.rows.rows.Rows`."""
+
+    stamp: Stamp
+    subscriptions: Sequence[Registered]
+    skipped: bool
+    rates: dict[str, Any]
+
+    def arrived(self) -> bool:
+        """Return whether all measurements have reached the host."""
+
+    def complete(self) -> None:
+        """Merge the measurements of all devices and ranks, waiting if necessary."""
+
+    def batches(self, registered: Registered) -> Iterable[MessageBatch]:
+        """Return what a subscriber takes, one batch for each kind."""
+
+    def abandon(self) -> None:
+        """Forget the step, which is not delivered."""
+
+
+class Observer(Protocol):
+    """Observes training steps beside the subscribers, see `ikkuna.observation.rows.observer.StepObserver`."""
+
+    def rows_complete(self, rows: Any, event: NetworkMessage) -> None:
+        """Handle the complete measurements, before they are delivered."""
+
+    def step_delivered(self, stamp: Stamp) -> None:
+        """Handle the end of the delivery."""
+
+
+class Delivery:
+    """Delivers messages to subscribers in the order of their registration, and their results to the run.
+
+    Parameters
+    ----------
+    error_guard : ErrorGuard
+        Calls the subscribers and handles their errors.
+
+    Attributes
+    ----------
+    registered : tuple of Registered
+        The registered subscribers in the order of registration.
+    error_guard : ErrorGuard
+        Handles the errors of subscribers and hooks.
+    thread : ThreadState
+        The state of this thread.
+    run : Run or None
+        The open run; ``None`` before the first value.
+    queue : DeliveryQueue
+        Events and measurements of steps that have not been delivered.
+    """
+
+    def __init__(self, error_guard: ErrorGuard) -> None:
+        self.registered: tuple[Registered, ...] = ()
+        self.error_guard, self.thread = error_guard, error_guard.thread
+        self.queue = DeliveryQueue(error_guard)
+        self._by_kind: dict[str, tuple[Registered, ...]] = {}
+        self.run: Run | None = None
+
+    def open_run(self) -> Run | None:
+        """Return the open run, and open one if there is none; ``None`` if another rank writes the run."""
+        raise NotImplementedError
+
+    def is_wanted(self, kind: str) -> bool:
+        """Return whether a subscriber takes messages of this kind."""
+        return kind in self._by_kind
+
+    def drain(self, wait: bool = False) -> None:
+        """Deliver the items of the queue in order, up to the first that has not arrived; with `wait`, all of them."""
+        self.queue.drain(self, wait)
+
+    def publish(
+        self, messages: Message | MessageBatch, early: Mapping[Registered, Sequence[Result | Later]] = _NONE
+    ) -> None:
+        """Deliver an event or results to the subscribers of their kind.
+
+        Parameters
+        ----------
+        messages : Message or MessageBatch
+            The event, or the results.
+        early : mapping
+            The results of subscribers that have handled the event already.
+
+        A subscriber that takes a message of a circle, such as its own, is disabled: results that are published while others are
+        being delivered are in a circle if there are more of them than subscribers.
+        """
+        if messages.kind not in self._by_kind:
+            return
+        batch = messages if isinstance(messages, MessageBatch) else MessageBatch.of(messages)
+        thread = self.thread
+        outer = thread.deliveries
+        try:
+            thread.deliveries = outer + 1
+            for registered in self._by_kind[batch.kind]:
+                if registered in early:
+                    self.pass_on(registered, early[registered])
+                elif (selected := registered.select(batch)) is None:
+                    continue
+                elif outer > len(self.registered):
+                    self.error_guard.disable(registered, f"taking a circle of messages of the kind {batch.kind!r}")
+                else:
+                    self.deliver(registered, selected)
+            thread.deliveries = outer
+        except BaseException:
+            thread.deliveries = outer
+            raise
+
+    def deliver(self, registered: Registered, batch: MessageBatch, early: _Early | None = None) -> None:
+        """Deliver messages of one kind to one subscriber; those of joined kinds wait until their partners have arrived.
+
+        If the subscriber takes messages one by one, an error in one of them loses no other.
+        Its results are passed on at the end, also after an error; with `early`, they are kept there.
+        """
+        if registered.subscription.is_joined and not batch.parts:
+            if (joined := registered.join(batch)) is None:
+                return
+            batch = joined
+        if registered.takes_batches:
+            self.error_guard.call(registered, "compute", registered.subscriber.compute_batch, batch)
+        else:
+            for message in batch:
+                if registered.disabled:
+                    break
+                self.error_guard.call(registered, "compute", registered.subscriber.compute, message)
+        if early is not None:
+            early[registered] = registered.subscriber.take_results()
+        elif registered.subscriber._untaken:
+            self.pass_on(registered, registered.subscriber.take_results())
+
+    def pass_on(self, registered: Registered, results: Sequence[Result | Later]) -> None:
+        """Show and publish what a subscriber has emitted, in order."""
+        for result in results:
+            if isinstance(result, Later):
+                self.queue.late.append(_LateResult(registered, result))
+                continue
+            method, arguments, step, batch = result
+            if (run := self.run or self.open_run()) is not None:
+                run.add(method, arguments, step, registered.subscriber.backends, registered)
+            if batch is not None and batch.kind in self._by_kind:
+                self.publish(batch)
+
+    def evaluate_early(self, message: Message, into: _Early) -> None:
+        """Let subscribers that evaluate the model handle an event now, and keep their results until the event is delivered."""
+        batch = MessageBatch.of(message)
+        for registered in self._by_kind.get(message.kind, ()):
+            takes_events = _EVENTS.issuperset(registered.kinds) and not registered.subscription.is_joined
+            if registered.subscriber.needs_model and takes_events and registered.select(batch) is not None:
+                with self.queue.hold(), np.errstate(divide="ignore", invalid="ignore"):
+                    self.deliver(registered, batch, into)
+
+    # -- what a subscriber calls ----------------------------------------------------------------------------------
+
+    def take_results(self, subscriber: Subscriber) -> None:
+        """Show and publish what the user lets a subscriber emit by calling it directly."""
+        for registered in self.registered:
+            if registered.subscriber is subscriber:
+                self.pass_on(registered, subscriber.take_results())
+
+    def drop_late(self, subscriber: Subscriber) -> None:
+        """Count a result that is not computed, because earlier ones still are."""
+        for registered in self.registered:
+            if registered.subscriber is subscriber:
+                registered.drop_late()
+
+    def commit(self, step: int) -> None:
+        """Pass the end of a step on to the backends."""
+        if self.run is not None:
+            self.run.commit(step)
+
+
+# -- the items of the queue -------------------------------------------------------------------------------------------
+
+
+class Item:
+    """Something that is delivered in the order of the training loop."""
+
+    stamp: Stamp
+
+    def arrived(self) -> bool:
+        """Return whether everything has been copied to the host; by default ``True``."""
+        return True
+
+    def deliver(self, bus: Delivery) -> None:
+        """Deliver it."""
+        raise NotImplementedError
+
+    def abandon(self, bus: Delivery) -> None:
+        """Make subscribers forget what they have received, because an exception has interrupted the delivery."""
+
+
+@dataclass
+class Finished(Item):
+    """A finished step, or another finished pass.
+
+    Parameters
+    ----------
+    rows : Measurements
+        Its measurements.
+    event : NetworkMessage or None
+        The message ``batch_finished`` of a training step.
+    observer : Observer, optional
+        Observes training steps beside the subscribers.
+    early : dict
+        The results of subscribers that have evaluated the model already.
+    """
+
+    rows: Measurements
+    event: NetworkMessage | None
+    observer: Observer | None = None
+    early: _Early = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.stamp = self.rows.stamp
+        self.arrived = self.rows.arrived  # type: ignore[method-assign]  # a call less at each step
+
+    def evaluate(self, bus: Delivery) -> None:
+        """Let subscribers evaluate the model now, before training changes it; their results are delivered with the event."""
+        if self.event is not None:
+            bus.evaluate_early(self.event, self.early)
+
+    def deliver(self, bus: Delivery) -> None:
+        """Deliver the measurements to one subscriber after the other, then the event, then the end of the step."""
+        rows, event, observer = self.rows, self.event, self.observer
+        rows.complete()
+        if event is not None:
+            event.skipped, event.data["learning_rates"] = rows.skipped, rows.rates
+            if observer is not None:
+                observer.rows_complete(rows, event)
+        is_late = False
+        try:
+            for registered in rows.subscriptions:
+                if not registered.disabled and (not rows.skipped or registered.subscriber.sees_skipped):
+                    for batch in rows.batches(registered):
+                        bus.deliver(registered, batch)
+            if event is not None and event.kind in bus._by_kind:
+                bus.publish(event, _NONE if rows.skipped else self.early)
+            is_late = bool(bus.queue.late)
+            if is_late:  # results of this step are being computed
+                bus.queue.late.append(_End(self))
+            else:
+                self.end(bus)
+        finally:
+            if observer is not None and event is not None and not is_late:
+                observer.step_delivered(rows.stamp)
+
+    def end(self, bus: Delivery) -> None:
+        """Deliver the end of the step, after all of its results."""
+        rows = self.rows
+        for registered in bus.registered:
+            is_asked = registered.finishes and (not rows.skipped or registered.subscriber.sees_skipped)
+            if is_asked and registered.samples(rows.stamp):
+                bus.error_guard.call(registered, "finish", registered.subscriber.finish, rows.stamp)
+            if registered.subscriber._untaken:  # also what was emitted in `measure`
+                bus.pass_on(registered, registered.subscriber.take_results())
+        for registered in bus.registered:
+            if registered.subscription.is_joined:
+                registered.drop_incomplete(rows.stamp)
+        if bus.run is not None:
+            bus.run.commit(rows.stamp.global_step)
+
+    def abandon(self, bus: Delivery) -> None:
+        """Make subscribers forget what they have received of the step."""
+        rows = self.rows
+        rows.abandon()
+        for registered in bus.registered:
+            if registered.samples(rows.stamp):
+                bus.error_guard.call(registered, "abandon", registered.subscriber.abandon, rows.stamp)
+            registered.subscriber.take_results()
+            registered.drop_incomplete(rows.stamp)
+
+
+@dataclass
+class Event(Item):
+    """An event of the whole network, such as the end of an epoch.
+
+    Parameters
+    ----------
+    message : NetworkMessage
+        Its message.
+    early : dict
+        The results of subscribers that have evaluated the model already.
+    """
+
+    message: Message
+    early: _Early = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.stamp = self.message.stamp
+
+    def evaluate(self, bus: Delivery) -> None:
+        """Let subscribers evaluate the model now, before training changes it; their results are delivered with the event."""
+        bus.evaluate_early(self.message, self.early)
+
+    def deliver(self, bus: Delivery) -> None:
+        """Deliver the event."""
+        bus.publish(self.message, self.early)
+
+
+@dataclass
+class Unsampled(Item):
+    """The end of a step that no subscriber samples.
+
+    Parameters
+    ----------
+    stamp : Stamp
+        The step.
+    """
+
+    stamp: Stamp
+
+    def deliver(self, bus: Delivery) -> None:
+        """Pass the end of the step on to the backends."""
+        bus.commit(self.stamp.global_step)
+
+
+class _LateResult(Item):
+    """A result of a subscriber that is being computed."""
+
+    def __init__(self, registered: Registered, later: Later) -> None:
+        self.stamp, self._registered, self._later = later.stamp, registered, later
+        self.arrived = later.pending.arrived  # type: ignore[method-assign]
+
+    def deliver(self, bus: Delivery) -> None:
+        registered = self._registered
+        if not registered.disabled:
+            bus.error_guard.call(registered, "compute", self._later.then, self._later.pending)
+            bus.pass_on(registered, registered.subscriber.take_results())
+
+
+class _End(Item):
+    """The end of a step, which is delivered after the results that its subscribers wait for."""
+
+    def __init__(self, finished: Finished) -> None:
+        self.stamp, self._finished = finished.stamp, finished
+
+    def deliver(self, bus: Delivery) -> None:
+        try:
+            self._finished.end(bus)
+        finally:
+            if self._finished.observer is not None and self._finished.event is not None:
+                self._finished.observer.step_delivered(self.stamp)
+
+    def abandon(self, bus: Delivery) -> None:
+        self._finished.abandon(bus)
+
+
+class DeliveryQueue:
+    """A queue whose items are delivered in order, each as soon as it and all earlier ones have arrived.
+
+    Parameters
+    ----------
+    error_guard : ErrorGuard
+        Handles errors of the delivery itself.
+
+    Attributes
+    ----------
+    late : list of Item
+        Parts of the item that is being delivered, which are delivered later, before the items that follow.
+    """
+
+    def __init__(self, error_guard: ErrorGuard) -> None:
+        self._error_guard = error_guard
+        self._items: deque[Item] = deque()
+        self.late: list[Item] = []
+        self._begun: Item | None = None
+        self._is_held = False
+        self._interruptions = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def append(self, item: Item | Message) -> None:
+        """Append an event, or the measurements of a step."""
+        self._items.append(Event(item) if isinstance(item, Message) else item)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let all items wait in the queue, because a subscriber is called that may evaluate the model."""
+        earlier, self._is_held = self._is_held, True
+        try:
+            yield
+        finally:
+            self._is_held = earlier
+
+    def drain(self, bus: Delivery, wait: bool = False) -> None:
+        """Deliver the items in order, up to the first that has not arrived; with `wait`, all of them."""
+        if self._is_held or not self._items:  # a subscriber evaluates the model in compute; its items stay in the queue
+            return
+        try:
+            try:
+                self._is_held = True
+                with np.errstate(divide="ignore", invalid="ignore"):  # 0/0 of rows is NaN without a warning
+                    while self._items and self._deliver_first(bus, wait):
+                        pass
+            finally:
+                self._is_held = False
+        except BaseException:  # may have come before the line above
+            self._is_held = False
+            raise
+
+    def _deliver_first(self, bus: Delivery, wait: bool) -> bool:
+        """Deliver the first item and return whether it had arrived.
+
+        The item is removed afterwards.  If it is still there at the next call, an exception that belongs to the user has
+        interrupted its delivery, and what remains of it is lost.
+        """
+        item = self._items[0]
+        if item is self._begun:
+            self._items.popleft()
+            self.late = []
+            self._abandon(item, bus)
+            return True
+        try:
+            if not wait and not item.arrived():
+                return False
+            self._begun = item
+            item.deliver(bus)
+        except Exception as error:
+            self._error_guard.report_internal("delivery", error)
+        self._items.popleft()
+        self._begun = None  # it refers to subscribers
+        self._items.extendleft(reversed(self.late))
+        self.late = []
+        return True
+
+    def _abandon(self, item: Item, bus: Delivery) -> None:
+        self._interruptions += 1
+        if FailureCounter.is_logged(self._interruptions):
+            step = item.stamp.global_step
+            log.warning("an exception has interrupted the delivery of step %d; some of its values are missing", step)
+        try:
+            item.abandon(bus)
+        except Exception as error:
+            self._error_guard.report_internal("delivery", error)
