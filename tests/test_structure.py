@@ -20,11 +20,13 @@ PACKAGED = [path for path in (*CORE, *METRICS) if "build" not in path.parts]
 
 # The rooms of ikkuna, one floor a line: a room imports rooms of the lines before it only.
 FLOORS = (
-    ("errors", "printable", "version"),
+    ("printable", "version"),
+    ("errors",),
     ("schedules", "support"),
     ("numerics",),
     ("figures", "store", "distributed"),
-    ("backends", "diagnosis", "inspect"),
+    ("backends", "inspect"),
+    ("diagnosis",),
     ("metrics", "report"),
     ("observation",),
     ("flight_recorder",),
@@ -443,7 +445,18 @@ def wide_handlers(path):
 
 
 ON_THE_TRAINING_THREAD = ("export", "metrics", "observation", "flight_recorder", "backends")
-TRAINING = [path for path in CORE if path.relative_to(ROOT / "ikkuna").parts[0] in ON_THE_TRAINING_THREAD]
+ELSEWHERE = (
+    "replay.py",
+    "checks.py",
+    "dump_reading.py",
+    "dump_writing.py",
+    "memory.py",
+)  # at the prompt, or in a thread
+TRAINING = [
+    path
+    for path in CORE
+    if path.relative_to(ROOT / "ikkuna").parts[0] in ON_THE_TRAINING_THREAD and path.name not in ELSEWHERE
+]
 
 
 @each(TRAINING)
@@ -454,6 +467,47 @@ def test_code_on_the_training_thread_catches_no_exception_of_a_signal_handler(pa
         assert raises or called & RAISING, f"{relative(path)}:{line} may catch an exception of a signal handler"
     for name, line in imports(path):
         assert name != "contextlib.suppress", f"{relative(path)}:{line}: use ikkuna.support.failures.suppressed"
+
+
+SWITCHES = {  # of torch, for the whole process or thread
+    *(
+        "no_grad",
+        "enable_grad",
+        "inference_mode",
+        "set_grad_enabled",
+        "_set_grad_enabled",
+        "set_autocast_enabled",
+        "autocast",
+    ),
+    *("set_stance", "flags", "sdpa_kernel", "use_deterministic_algorithms", "set_default_device", "set_detect_anomaly"),
+}
+SWITCHING = {
+    "ikkuna/support/undisturbed.py": "the helper; inference mode ends by a function in C++, before which no signal handler runs",
+    "ikkuna/support/torch_internals.py": "finds the function that switches autograd",
+    **dict.fromkeys(("ikkuna/inspect", "ikkuna/diagnosis/preflight_checks"), "at the prompt"),
+    **dict.fromkeys(("ikkuna/export/replay.py", "ikkuna/cli", "ikkuna/testing"), "outside of training"),
+    "ikkuna/support/device_thread.py": "a thread of its own, in which no signal handler runs",
+    "ikkuna/numerics/statistics/native/kernels.py": "at set-up",
+    "ikkuna/observation/hooks/context.py": "inference mode, see above",
+    "ikkuna/numerics/curvature": "a metric that calls the model inside of `run_undisturbed`, which restores autograd",
+    "subscribers/ikkuna_subscribers/hessian.py": "likewise; an interrupt may leave cuDNN off for recurrent layers",
+    "subscribers/ikkuna_subscribers/_helpers/probe_subscriber.py": "an interrupt at its end may leave the compiler off",
+    "ikkuna/observation/hooks/in_graph.py": "restored by the end of the step",
+}
+
+
+@each(PACKAGED)
+def test_switches_of_torch_are_set_by_one_helper(path):
+    """A ``with`` block whose end is a function in Python can be left without that end by an exception of a signal handler."""
+    if any(relative(path) == known or relative(path).startswith(f"{known}/") for known in SWITCHING):
+        return
+    found = [
+        (n.lineno, n.func.attr)
+        for n in ast.walk(tree(path))
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
+        if n.func.attr in SWITCHES
+    ]
+    assert found == [], relative(path)
 
 
 def internals_of_torch(path):

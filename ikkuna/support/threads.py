@@ -175,7 +175,7 @@ class Worker:
         return self._busy == threading.get_ident()
 
     def wake(self) -> None:
-        """Have the thread look for a job; start it if it does not run."""
+        """Wake the thread, which takes the next job; start it if it does not run."""
         if self._process == os.getpid():
             with self.lock:
                 self.changed.notify_all()

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -44,13 +45,17 @@ class Watched:
     def __init__(self, directory, rules="default"):
         self.run = Run(directory)
         self.rules = RuleSubscriber(["batch_finished", "loss"], Judge(get_rules(rules)))
-        self.rules._host = self.run
+        self.rules._host = SimpleNamespace(
+            open_run=lambda: self.run, thread=SimpleNamespace(subscriber_is_running=True)
+        )
 
     def step(self, number, loss):
         stamp = Stamp(number, number, 1)
         self.run.show(Series("loss"), loss, number)
         self.rules.compute(NetworkMessage(stamp, "loss", data=loss, record=Record(n=1.0)))
         self.rules.finish(stamp)
+        for method, arguments, step, _ in self.rules.take_results():
+            self.run.add(method, arguments, step, ("tb",))
         self.run.commit(number)
 
     def close(self):

@@ -630,6 +630,7 @@ def test_accuracy_counts_right_answers(bus):
 
 def test_without_set_loss_the_missing_labels_are_logged_once(bus, caplog):
     loop = Loop(CASES["mlp"])
+    loop.loss = lambda output, labels: -output.log_softmax(1)[range(len(labels)), labels].mean()  # no loss of torch
     with Exporter(message_bus=bus) as exporter:
         exporter.add_modules(loop.model)
         bus.register_subscriber(TrainAccuracySubscriber(backend="null"))

@@ -1306,7 +1306,7 @@ def test_a_frozen_backbone_under_a_trained_head(bus, whole, caplog):
 
 
 def test_gradients_of_a_frozen_part_between_trained_ones(bus):
-    """A part without a parameter to train has gradients of its layers; those of ``torch.autograd.grad`` for an input do not count."""
+    """A part without trainable parameters has gradients of its layers; those of ``torch.autograd.grad`` do not count."""
     model = nn.Sequential(
         nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh()).requires_grad_(False), nn.Linear(4, 1)
     )
@@ -1531,7 +1531,7 @@ def test_the_loss_of_micro_batches(bus, model, reduction, weight):
         with exporter.paused():
             whole = loss(model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])).item()
         optimizer.step()
-    ((_, value, _),) = recording.values
+    [value] = [value for series, value, _ in recording.values if series.name is None]
     assert value == pytest.approx(whole, rel=1e-6)
 
 

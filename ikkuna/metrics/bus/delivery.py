@@ -113,15 +113,15 @@ class Delivery:
     ) -> None:
         """Deliver an event or results to the subscribers of their kind.
 
+        A subscriber that takes a message of a circle, such as its own, is disabled: results that are published while others are
+        being delivered are in a circle if there are more of them than subscribers.
+
         Parameters
         ----------
         messages : Message or MessageBatch
             The event, or the results.
         early : mapping
             The results of subscribers that have handled the event already.
-
-        A subscriber that takes a message of a circle, such as its own, is disabled: results that are published while others are
-        being delivered are in a circle if there are more of them than subscribers.
         """
         if messages.kind not in self._by_kind:
             return

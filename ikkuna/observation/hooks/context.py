@@ -197,7 +197,7 @@ def in_compiled_call() -> bool:
 
 
 def backward_roots() -> tuple[list[tuple[Any, Any]], bool]:
-    """Return what the running backward starts from, tensors, each with its gradient, and whether another one runs inside of it.
+    """Return the tensors that the running backward starts from, with their gradients, and whether another one runs inside.
 
     There are none if that cannot be seen.
 

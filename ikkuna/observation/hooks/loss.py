@@ -29,7 +29,7 @@ _SAME_ORDER = ("LogSoftmax", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", 
 
 
 class LossArguments(NamedTuple):
-    """What a functional loss was computed from.
+    """Arguments of a functional loss.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ class LossHooks:
         self._stop_looking: Callable[[], object] = _do_nothing
 
     def step_opened(self) -> None:
-        """Look at what each backward starts from, if the step measures labels."""
+        """Read the tensors that each backward starts from, if the step measures labels."""
         plan = self.context.recorder.plan
         self._stop_looking()
         if plan.together or "input_labels" in plan.kinds:
