@@ -387,6 +387,10 @@ ENDINGS = {
         "a run that is resumed from a checkpoint",
         "steps continue from the checkpoint; TensorBoard hides later steps of an earlier file",
     ),
+    91: Fault(
+        "a fork while a thread of ikkuna works",
+        "the child waits for no thread of its parent, and takes over none of its work",
+    ),
 }
 
 THREADS = {

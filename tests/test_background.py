@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch
-from ikkuna.diagnosis.flight_recorder.dump_writer import DumpWriter
 
 from ikkuna.backends.jsonl import JSONLinesBackend
 from ikkuna.backends.loggers import FunctionBackend
@@ -17,10 +16,12 @@ from ikkuna.backends.pictures.redraw import RedrawThread
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
+from ikkuna.flight_recorder.dump_writing import DumpWriter
 from ikkuna.store.json_lines import read
 from ikkuna.store.names import Series
 from ikkuna.store.writer import FileWriter
-from ikkuna.support.threads import BackgroundThread, DeviceThread, Worker
+from ikkuna.support.device_thread import DeviceThread
+from ikkuna.support.threads import BackgroundThread, Worker
 
 
 def refuse(thread):

@@ -202,7 +202,7 @@ def load_command(name: str) -> Command:
     Examples
     --------
     >>> load_command("check").help
-    'apply rules to a finished run'
+    'show the findings of a finished run'
     """
     found = importlib.import_module(f"{commands.__name__}.{name}").command
     assert isinstance(found, Command)

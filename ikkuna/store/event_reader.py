@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.store.event_format import next_head, record_spans
+from ikkuna.store.event_records import next_head, record_spans
 from ikkuna.support.failures import log
 from ikkuna.support.native import build_library
 

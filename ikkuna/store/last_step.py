@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tensorboardX.proto.event_pb2 import Event
 
-from ikkuna.store.event_format import whole_records
+from ikkuna.store.event_records import whole_records
 from ikkuna.support.failures import raise_users_exception
 
 __all__ = ["last_step"]

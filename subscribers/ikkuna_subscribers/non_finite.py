@@ -294,6 +294,8 @@ class NonFiniteSubscriber(PlotSubscriber):
 
         The position is infinite if the tensor is known to be finite.
         """
+        if message.kind == "loss" and message.series_name:  # it may contain the factor of a gradient scaler
+            return None
         is_single = self._order.is_single(message)
         finite = None if is_single else all_finite(message.data)
         if finite is None and not (is_single and has_numbers(message.data)):

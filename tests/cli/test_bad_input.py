@@ -6,8 +6,6 @@ import logging
 import os
 
 import pytest
-from ikkuna.diagnosis.flight_recorder.dump import DumpRow
-from ikkuna.export.replay.result import Replay
 from tensorboardX import SummaryWriter
 
 from ikkuna import cli
@@ -17,6 +15,8 @@ from ikkuna.diagnosis import Finding, Findings
 from ikkuna.errors import DumpError
 from ikkuna.export.attachment import Health
 from ikkuna.export.handle import Summary, SummaryTable
+from ikkuna.export.replay import Replay
+from ikkuna.flight_recorder.dump_reading import DumpRow
 from ikkuna.netdict import NetDict
 from ikkuna.store.names import Series
 from ikkuna.store.values import ModuleEntry
@@ -262,7 +262,7 @@ OUTPUTS = {
     "page": Summary([HOSTILE], [SummaryTable(HOSTILE, (HOSTILE,), [(HOSTILE,)])])._repr_html_(),
     "weights": NetDict({HOSTILE: 1.0}),
     "error": DumpError(HOSTILE),
-    "health": Health(0, 0, 0, 0, (HOSTILE,), (HOSTILE,), 0, 0.0, 0, 0, {HOSTILE: 1.0}),
+    "health": Health(0, 0, 0, 0, (HOSTILE,), (HOSTILE,), 0, 0.0, 0, 0, 0, {HOSTILE: 1.0}),
     "text": error_text(ValueError(HOSTILE)),
 }
 

@@ -329,7 +329,7 @@ def test_memory_does_not_grow_with_steps(tmp_path):
     loop = Loop(tmp_path, every=1, state_every=1, length=5, burst=0).run(20)
     tracemalloc.start()
     try:
-        loop.run(15)
+        loop.run(75)  # until the ring holds states of its final size
         before = tracemalloc.get_traced_memory()[0]
         loop.run(60)
         assert tracemalloc.get_traced_memory()[0] - before < 40_000
@@ -442,6 +442,17 @@ def test_only_the_user_can_read_a_dump(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o700
 
 
+def test_nobody_else_can_read_a_dump_or_the_configuration_of_a_run(tmp_path):
+    loop = Loop(tmp_path, burst=2).run(12)
+    path = loop.exporter.dump()
+    loop.run(4).close()
+    modes = {each.name: each.stat().st_mode & 0o777 for each in path.iterdir()}
+    assert "burst.npz" in modes
+    assert set(modes.values()) == {0o600}
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert (path.parents[1] / "run.json").stat().st_mode & 0o777 == 0o600
+
+
 # -- which dumps are written --------------------------------------------------------------------------------------
 
 
@@ -466,9 +477,10 @@ def test_dumps_that_a_failing_disk_refuses_do_not_count(tmp_path, caplog, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
+    writer = loop.exporter._attachment.recorder._writer
     for _ in range(3):
         loop.run(50).run(1, factor=1e5)
-        loop.exporter._attachment.recorder._writer.close(10.0)
+        assert writer._worker.wait_for(lambda: not writer._jobs, 10.0)
     assert loop.exporter.health().failed_dumps == 3
     assert caplog.text.count("a dump cannot be written") == 1
     monkeypatch.undo()

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.record_writer import masked_crc32c as reference
 
-from ikkuna.store.event_format import masked_crc32c
+from ikkuna.store.event_records import masked_crc32c
 
 
 @given(st.binary(max_size=3000))

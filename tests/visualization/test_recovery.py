@@ -7,8 +7,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.errors import ConfigError
-from ikkuna.store import event_format
-from ikkuna.store.event_format import masked_crc32c, record, recover, whole_records
+from ikkuna.store import event_records
+from ikkuna.store.event_records import masked_crc32c, record, recover, whole_records
 from ikkuna.store.names import Series
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -106,7 +106,7 @@ def test_a_hostile_file_is_read_in_linear_time(monkeypatch):
     data = b"".join(head + struct.pack("<I", masked_crc32c(head)) for head in heads) + bytes(16)
     read = []
     monkeypatch.setattr(
-        event_format, "masked_crc32c", lambda payload: read.append(len(payload)) or masked_crc32c(payload)
+        event_records, "masked_crc32c", lambda payload: read.append(len(payload)) or masked_crc32c(payload)
     )
-    assert list(event_format.whole_records(data)) == []
+    assert list(event_records.whole_records(data)) == []
     assert sum(read) < 20 * len(data)

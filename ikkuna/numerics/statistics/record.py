@@ -326,7 +326,7 @@ class Records:
 
     def __getitem__(self, i: int) -> Record:
         """Return the record of one tensor."""
-        record = record_of(self.table[i], self.fields)
+        record = record_of(self.table[i], frozenset(self.fields))
         record.finite_only = self.finite_only
         for name, counts in self.counts.items():
             setattr(record, name, counts[i])

@@ -229,6 +229,7 @@ class LossHooks:
         self._owned: list[set[int]] = []
         self._last_root: weakref.ref[Tensor] | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
+        self._losses: list[weakref.ref[Tensor]] = []
         self._arguments: list[LossArguments] = []
         self._stop_looking: Callable[[], object] = _do_nothing
 
@@ -244,7 +245,7 @@ class LossHooks:
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
         self._was_called = self._is_unowned = self._knows_labels = False
-        self._arguments, self._outputs = [], []
+        self._arguments, self._outputs, self._losses = [], [], []
         self._stop_looking()
 
     # -- the loss module ------------------------------------------------------------------------------------------
@@ -257,6 +258,7 @@ class LossHooks:
         if (forward := context.tracker.calls.last(get_ident())) is None:
             return
         self._was_called = self.has_loss = True
+        self._losses.append(weakref.ref(output))
         if context.recorder.rows is not None:
             self._record_call(module, [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], output, forward)
         if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
@@ -350,10 +352,12 @@ class LossHooks:
     def _backward_loss(self) -> Tensor | None:
         """Return the number of which the running backward computes gradients, attached to no graph.
 
-        ``None`` if it starts from a tensor of several elements, which may be a gradient of the user's own; and for a backward
-        inside another one, as of a reentrant checkpoint, whose loss is known.
+        ``None`` if it starts from a tensor of several elements, which may be a gradient of the user's own; if it starts from what the
+        loss module has returned, which is known; and for a backward inside another one, as of a reentrant checkpoint.
         """
         roots, is_nested = backward_roots()
+        if roots and all(any(known() is root for known in self._losses) for root, _ in roots):
+            return None
         if any(not isinstance(root, Tensor) or root.numel() != 1 for root, _ in roots) or not roots:
             return None
         last, self._last_root = self._last_root, weakref.ref(roots[0][0])
