@@ -48,7 +48,7 @@ suppress_warnings = ["ref.python"]  # a word such as "name" in a type may be the
 nitpick_ignore_regex = [
     ("py:.*", r"(?!ikkuna).*"),
     ("py:class", r".*\.[A-Z]"),  # type variables
-    ("py:class", r"ikkuna\.export\.(rows|session|hooks)\..*"),  # internal classes
+    ("py:class", r"ikkuna\.(observation|store\.append_file)\..*"),  # internal classes
     ("py:class", r"ikkuna\..*\._[A-Z].*"),  # private classes
     ("py:obj", r".*"),  # `name` in a docstring may be a parameter
 ]

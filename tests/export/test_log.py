@@ -292,10 +292,12 @@ def test_a_step_is_acknowledged_with_the_values_that_are_logged_after_it(tmp_pat
     model = nn.Linear(3, 2)
     with ikkuna.watch(model, NormSubscriber("weights", backend="jsonl"), log_dir=tmp_path, rules=None) as exporter:
         train(model, 3, lambda step: None)
+        exporter.message_bus.drain(wait=True)  # what a device has measured arrives later
         assert exporter.message_bus.run.flush(30)
         assert exporter.health().acked_step == 2
         exporter.log("x", 1.0)
         assert exporter.health().acked_step == 1
         train(model, 1, lambda step: None)
+        exporter.message_bus.drain(wait=True)
         assert exporter.message_bus.run.flush(30)
         assert exporter.health().acked_step == 3
