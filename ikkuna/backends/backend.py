@@ -16,7 +16,17 @@ from ikkuna.store.values import Image, Matrix, ModuleEntry
 from ikkuna.support.overriding import overrides_both
 from ikkuna.support.plugins import load_plugin, plugin_names
 
-__all__ = ["GROUP", "Backend", "FindingLike", "NullBackend", "Sender", "finding_text", "get_backend", "is_finding"]
+__all__ = [
+    "GROUP",
+    "SPELLINGS",
+    "Backend",
+    "FindingLike",
+    "NullBackend",
+    "Sender",
+    "finding_text",
+    "get_backend",
+    "is_finding",
+]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -65,6 +75,9 @@ def finding_text(finding: FindingLike) -> str:
 
 
 GROUP = "ikkuna.backends"
+
+SPELLINGS = {"tensorboard": "tb", "matplotlib": "mpl", "json": "jsonl"}
+"""Other words for names of backends."""
 
 
 class Backend(ABC):
