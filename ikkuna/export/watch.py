@@ -1,7 +1,6 @@
 """Observes a model with one call."""
 
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ikkuna.backends.backend import Backend
-from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.errors import ConfigError, ConfigTypeError, nearest_name
 from ikkuna.export.attachment import attachments_of
 from ikkuna.export.exporter import Exporter
 from ikkuna.export.handle import WatchHandle
@@ -206,10 +205,8 @@ def _understood(options: dict[str, Any], given: dict[str, Any]) -> tuple[dict[st
         elif name in known:
             rest[name] = value
         elif name not in ("log", "optimizer"):
-            near = (
-                [_NEAREST[name]] if name in _NEAREST else get_close_matches(name.lower(), [*known, *_SPELLINGS], 1, 0.5)
-            )
-            hint = f" did you mean {near[0]!r}?" if near and near[0] in (known | _SPELLINGS.keys()) else ""
+            near = _NEAREST.get(name) or nearest_name(name, [*known, *_SPELLINGS])
+            hint = f" did you mean {near!r}?" if near else ""
             raise ConfigTypeError(f"watch() has no option {name!r};{hint} options: {', '.join(sorted(known))}")
     return rest, meant
 

@@ -18,10 +18,12 @@ from ikkuna.store import SeriesValues, StoredRun, read_run
 from ikkuna.store.values import ModuleOrder
 from ikkuna.support.files import atomic_file
 
-__all__ = ["Parting", "RunDifference", "compare_paths", "compare_runs", "write_diff"]
+__all__ = ["TIMES", "Parting", "RunDifference", "compare_paths", "compare_runs", "training_order", "write_diff"]
 
 
-_NOT_COMPARED = re.compile("second|time|speed|memory|overhead|monitor_share")  # these differ between any two runs
+TIMES = re.compile("second|time|speed|memory|overhead|monitor_share")
+"""The kinds that differ between any two runs."""
+
 _FACTOR = 6.0
 _PERSISTENT = 3  # values
 _PHASES = ("learning_rate|input", "activation|output", "loss|accuracy", "gradient", "update", "weight|bias|param")
@@ -115,7 +117,7 @@ def compare_runs(
     found = RunDifference()
     for pass_name in (name for name in first.passes() if name in second.passes()):
         for kind in first.kinds(pass_name):
-            if _NOT_COMPARED.search(kind):
+            if TIMES.search(kind):
                 continue
             names = set(second.names(kind, pass_name))
             for name in (name for name in first.names(kind, pass_name) if name in names):
@@ -126,7 +128,7 @@ def compare_runs(
                 if (parting := _parting(label, name, *pair, others, tolerance)) is not None:
                     found.partings.append(parting)
     order = ModuleOrder(first.modules)
-    found.partings.sort(key=lambda parting: _rank(parting, order, len(first.modules)))
+    found.partings.sort(key=lambda parting: training_order(parting.step, parting.kind, parting.module, order))
     _compare_modules(found, first, second)
     return found
 
@@ -138,10 +140,14 @@ def _compare_modules(found: RunDifference, first: StoredRun, second: StoredRun) 
     found.common = len(names[0]) - len(found.only_first)
 
 
-def _rank(parting: Parting, order: ModuleOrder, count: int) -> tuple[Any, ...]:
-    phase = next((i for i, words in enumerate(_PHASES) if re.search(words, parting.kind)), len(_PHASES))
-    position, natural = order.key(parting.module) if parting.module is not None else (-1, [])
-    return parting.step, phase, -position if phase == 3 else position, natural, parting.kind
+def training_order(step: int, kind: str, module: str | None, order: ModuleOrder) -> tuple[Any, ...]:
+    """Return a key that sorts values by their steps, and within a step as training computes them.
+
+    This is: inputs, activations, loss, gradients from the last layer to the first, updates, weights.
+    """
+    phase = next((i for i, words in enumerate(_PHASES) if re.search(words, kind)), len(_PHASES))
+    position, natural = order.key(module) if module is not None else (-1, [])
+    return step, phase, -position if phase == 3 else position, natural, kind
 
 
 def _aligned(a: SeriesValues, b: SeriesValues) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:

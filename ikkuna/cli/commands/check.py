@@ -2,13 +2,14 @@
 
 import argparse
 
+from ikkuna.cli.runs import add_run_argument, chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help="the directory of a run, an event file, or a file of JSON lines")
+    add_run_argument(parser)
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     parser.add_argument(
         "--rules", default="default", help='comma-separated names of rules; "all" for every installed rule'
@@ -18,7 +19,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.diagnosis.judge import check
 
-    found = check(options.path, options.rules.split(","))
+    found = check(chosen_run(options.path, terminal), options.rules.split(","))
     if options.json:
         terminal.write_json(
             {
@@ -29,7 +30,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
             }
         )
     else:
-        terminal.write(str(found))
+        terminal.write(found.text(terminal.styled))
     return int(any(finding.severity != "info" for finding in found))
 
 

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from ikkuna.cli.runs import chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         raise ConfigError(f"--tolerance needs a number of at least 0, got {options.tolerance}")
     if options.output:
         page_target(options.output)
+    paths = [chosen_run(path, terminal) for path in (options.first, options.second)]
+    repeats = [chosen_run(path, terminal) for path in options.repeat]
     terminal.progress("reading")
-    found, first, second = compare_paths(options.first, options.second, options.repeat, options.tolerance)
+    found, first, second = compare_paths(*paths, repeats, options.tolerance)
     terminal.progress("")
     if options.output:
         write_diff(found, first, second, options.output, terminal.progress)
