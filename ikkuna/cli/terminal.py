@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ikkuna.cli import commands
+from ikkuna.support.console import has_colour, is_terminal, styled
 
 __all__ = ["Command", "Terminal", "command_names", "finite", "load_command"]
 
 
-_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _LEAST_WIDTH = 20
 
 
@@ -48,14 +48,12 @@ class Terminal:
     @property
     def is_interactive(self) -> bool:
         """Whether a person sees the standard output."""
-        return _is_terminal(self._out)
+        return is_terminal(self._out)
 
     @property
     def has_colour(self) -> bool:
         """Whether colours are shown: not in a file or a pipe, and not with ``NO_COLOR`` or ``TERM=dumb``."""
-        if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-            return False
-        return bool(os.environ.get("FORCE_COLOR")) or self.is_interactive
+        return has_colour(self._out)
 
     @property
     def width(self) -> int:
@@ -77,9 +75,7 @@ class Terminal:
 
     def styled(self, text: str, *styles: str) -> str:
         """Return `text` with styles such as ``"bold"`` and ``"red"``; without colours, `text` itself."""
-        if not styles or not text or not self.has_colour:
-            return text
-        return f"\x1b[{';'.join(_CODES[style] for style in styles)}m{text}\x1b[0m"
+        return styled(self._out, text, *styles)
 
     def write(self, text: str = "") -> None:
         """Write `text` and the end of a line."""
@@ -106,7 +102,7 @@ class Terminal:
 
     def progress(self, text: str) -> None:
         """Replace the line of progress on the standard error; an empty text removes it.  Without a person to see it, do nothing."""
-        if _is_terminal(self._err) and os.environ.get("TERM") != "dumb":
+        if is_terminal(self._err) and os.environ.get("TERM") != "dumb":
             _write(self._err, f"\r{text[: self.width - 1]}\x1b[K")
 
     def flush(self) -> None:
@@ -120,13 +116,6 @@ class Terminal:
         if self._out is sys.stdout:
             sys.stdout = sink
         self._out = sink
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    try:
-        return stream is not None and stream.isatty()
-    except ValueError:  # it is closed
-        return False
 
 
 def _write(stream: TextIO | None, text: str) -> None:

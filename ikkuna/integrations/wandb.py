@@ -8,7 +8,8 @@ import numpy as np
 
 from ikkuna.backends.loggers import StepValues, matrix_picture
 from ikkuna.integrations.remote import RemoteBackend, import_extra
-from ikkuna.support.failures import announce, log, raise_users_exception
+from ikkuna.support.console import announce
+from ikkuna.support.failures import log, raise_users_exception
 
 __all__ = ["WandbBackend"]
 

@@ -1,5 +1,6 @@
 """Applies rules while a model trains, and provides the statistics that they read."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from ikkuna.backends.backend import Backend
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
-from ikkuna.diagnosis.findings import SEVERITIES
+from ikkuna.diagnosis.findings import SEVERITIES, STYLES
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.messages.batch import MessageBatch
@@ -17,6 +18,7 @@ from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessa
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.subscription import Subscription
+from ikkuna.support.console import announce
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
 
@@ -288,7 +290,10 @@ class RuleSubscriber(Subscriber):
         self._show(
             NetworkMessage(stamp, "findings", path=finding.rule), finding, "findings"
         )  # names the run in the log
-        log.warning("%s", finding)
+        verbosity = getattr(getattr(self._host, "settings", None), "verbosity", 1)
+        mark, _, text = str(finding).partition(":")
+        advice = f" Try: {finding.advice.rstrip('.')}." if finding.advice else ""
+        announce(f":{text}{advice}", logging.WARNING, verbosity, mark, STYLES[finding.severity])
         for action in self.actions:
             action(finding)
         if self._on_finding is not None:

@@ -64,7 +64,7 @@ class FirstChanges:
     Parameters
     ----------
     step : int or None
-        The step in question; ``None`` if the loss never left its band upwards and no step was given.
+        The step in question; ``None`` if no step was given and the loss never left its band upwards or was not stored.
     changes : tuple of Change
         The changes, in the order of steps, and within a step in the order of training.
     """
@@ -105,12 +105,11 @@ def first_changes(run: StoredRun, step: int | None = None, findings: Findings | 
     Raises
     ------
     ConfigError
-        If the run has no such step, or no loss and no step is given.
+        If the run has no such step.
     """
     if step is None:
-        if None not in run.names("loss"):
-            raise ConfigError(f"'{run.path}' has no loss; pass --step")
-        if (step := _first_jump(run.series("loss"))) is None:
+        step = _first_jump(run.series("loss")) if None in run.names("loss") else None
+        if step is None:
             return FirstChanges(None)
     if not 0 <= step <= run.last_step:
         raise ConfigError(f"'{run.path}' has the steps 0 to {run.last_step}, got --step {step}")

@@ -9,14 +9,13 @@ import functools
 import inspect
 import logging
 import signal
-import sys
 from collections.abc import Hashable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from ikkuna.errors import StopTraining
 
-__all__ = ["FailureCounter", "announce", "log", "raise_users_exception", "suppressed", "users_exception"]
+__all__ = ["FailureCounter", "log", "raise_users_exception", "suppressed", "users_exception"]
 
 
 class FailureCounter:
@@ -153,6 +152,7 @@ class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
     """Passes records to a logger, and ignores the exceptions of its handlers and filters.
 
     A handler of the user must neither stop a thread of ikkuna nor raise into the training loop.
+    Without any handler a record is written to the standard error stream, and begins with ``ikkuna:``.
 
     Examples
     --------
@@ -164,22 +164,11 @@ class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a record; its source is the caller of :meth:`warning`, :meth:`error` and so on."""
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        if not self.logger.hasHandlers():
+            msg = f"ikkuna: {msg}"
         with suppressed(Exception):
             super().log(level, msg, *args, **kwargs)
 
 
 log = _SafeLogger(logging.getLogger("ikkuna"))
 """Logs to the logger ``"ikkuna"`` of the standard library, which the user may configure."""
-
-
-def announce(text: str) -> None:
-    """Log a line of level INFO; without any configuration of logging, write it to the standard error stream.
-
-    The level WARNING of the logger ``"ikkuna"`` or of a handler silences it.
-    """
-    logger = log.logger
-    if logger.hasHandlers() or logger.level != logging.NOTSET or logging.root.level != logging.WARNING:
-        log.info(text)
-    elif sys.stderr is not None:
-        with suppressed(Exception):
-            sys.stderr.write(f"{text}\n")

@@ -94,7 +94,8 @@ def test_runs_are_listed_with_the_newest_last(runs, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("norm", "NormSubscriber"), ("normsubscriber", "NormSubscriber"), ("perplexty", "PerplexitySubscriber")]
+    ("name", "meant"),
+    [("norm", "NormSubscriber"), ("normsubscriber", "NormSubscriber"), ("perplexty", "PerplexitySubscriber")],
 )
 def test_names_are_matched(name, meant, capsys):
     status, _, err = called(capsys, "list", "subscribers", name)

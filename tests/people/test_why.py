@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ikkuna import cli
@@ -90,6 +90,7 @@ def test_the_command_shows_the_table_the_cause_and_json(tmp_path, capsys):
 def test_the_band_does_not_depend_on_the_unit_and_finds_what_is_far_away(values, unit, place):
     values = np.array(values)
     calm = running_band(values)
+    assume(not np.isclose(calm.distance, 1, atol=1e-6).any())  # rounding decides on which side of the border it is
     np.testing.assert_allclose(running_band(unit * values).distance, calm.distance, rtol=1e-6, atol=1e-9)
     values[place] = 1e4
     assert running_band(values).distance[place] > 1
