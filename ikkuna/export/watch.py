@@ -45,6 +45,7 @@ def watch(
     rules: RuleSelection | None = "default",
     stop: str | int | None = None,
     on_finding: OnFinding | None = None,
+    mute: Sequence[str] = (),
     recorder: RecorderOptions | bool = True,
     start: int | None = None,
     schedule: Schedule | None = None,
@@ -92,7 +93,10 @@ def watch(
         The least severity of a finding that raises `ikkuna.errors.StopTraining` at the end of the step;
         a number is the step before which metrics are sampled.
     on_finding : callable, optional
-        Called with each new `ikkuna.diagnosis.Finding`, on the training thread; its exceptions are logged.
+        Called with each new `ikkuna.diagnosis.Finding`, once for each rule, on the training thread of rank 0;
+        its exceptions are logged.
+    mute : sequence of str
+        ``"rule"`` does not apply a rule, and ``"rule:module"`` leaves out its findings in a module.
     recorder : bool or RecorderOptions
         Whether the last sampled steps are kept, and written when something goes wrong, see `Exporter.record_steps`.
     schedule : callable, optional
@@ -142,7 +146,7 @@ def watch(
                 handle.message_bus.register_subscriber(subscriber)
             if rules is not None:
                 handle.apply_rules(
-                    rules, stop=severity, on_finding=on_finding, **({} if source is None else source.rules)
+                    rules, stop=severity, on_finding=on_finding, mute=mute, **({} if source is None else source.rules)
                 )
             if recorder is not False:
                 handle.record_steps(None if recorder is True else recorder)

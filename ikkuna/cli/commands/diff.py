@@ -34,10 +34,10 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         raise ConfigError(f"--tolerance needs a number of at least 0, got {options.tolerance}")
     if options.output:
         page_target(options.output)
-    paths = [chosen_run(path, terminal) for path in (options.first, options.second)]
+    one, other = (chosen_run(path, terminal) for path in (options.first, options.second))
     repeats = [chosen_run(path, terminal) for path in options.repeat]
     terminal.progress("reading")
-    found, first, second = compare_paths(*paths, repeats, options.tolerance)
+    found, first, second = compare_paths(one, other, repeats, options.tolerance)
     terminal.progress("")
     if options.output:
         write_diff(found, first, second, options.output, terminal.progress)

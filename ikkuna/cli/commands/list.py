@@ -99,7 +99,7 @@ def _plugins(options: argparse.Namespace, terminal: Terminal) -> tuple[tuple[str
             raise PluginError(unknown_name(options.topic.removesuffix("s"), options.name, sorted(names)))
         found = [entry for entry in found if entry[1] == options.name]
     header = ("type", "name", "distribution", *(("state",) if options.load else ("description",)))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for topic, name, point in found:
         terminal.progress(f"{topic} {name}")
         last = _state(GROUPS[topic], name) if options.load else describe_plugin(point)
