@@ -1,8 +1,10 @@
 """The command finds the newest run, understands names, and writes text that a person can read."""
 
+import argparse
 import io
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +12,12 @@ import pytest
 from ikkuna import cli
 from ikkuna.backends.tensorboard import TensorBoardBackend
 from ikkuna.cli.run_summary import text_curve
-from ikkuna.cli.terminal import Terminal
+from ikkuna.cli.terminal import Terminal, command_names, load_command
 from ikkuna.store.names import Series
 from ikkuna.store.run_directory import RunFile, write_run_file
 from ikkuna.store.values import ModuleEntry
 
-LAYERS = 400
+LAYERS, ROOT = 400, Path(__file__).parents[2]
 
 
 def write_run(directory, names=("stem", "head"), dead=None, created="2026-01-01"):
@@ -142,3 +144,36 @@ def test_a_curve_shows_its_range_and_is_flat_where_only_noise_changes(tmp_path, 
     assert len(set(line.split()[4])) == 1
     terminal = Terminal(io.TextIOWrapper(io.BytesIO(), "utf-8"))
     assert len(set(text_curve(np.linspace(2.3, 1.0, 8), 8, terminal))) == 8
+
+
+JSON = {
+    "runs": ["runs"],
+    "summary": ["summary"],
+    "check": ["check"],
+    "why": ["why"],
+    "report": ["report"],
+    "diff": ["diff", "run", "run"],
+    "tensorboard": ["tensorboard", "--dry-run"],
+    "list": ["list", "presets"],
+}
+
+
+@pytest.mark.parametrize("command", JSON)
+def test_the_documented_fields_of_json_are_written(command, runs, capsys):
+    page = (ROOT / "sphinx" / "source" / "the_command.rst").read_text().partition("JSON\n----")[2]
+    [row] = re.findall(rf"^``{command}`` +(.*)$", page, re.MULTILINE)
+    status, out, _ = called(capsys, *JSON[command], "--json")
+    assert status == 0
+    shown = json.loads(out)
+    assert list((shown[0] if isinstance(shown, list) else shown).keys()) == re.findall(r"``(\w+)``", row)
+
+
+def test_every_command_has_json():
+    for name in command_names():
+        assert "--json" in help_of(name)
+
+
+def help_of(name):
+    parser = argparse.ArgumentParser()
+    load_command(name).add_arguments(parser)
+    return parser.format_help()
