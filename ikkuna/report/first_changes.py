@@ -74,7 +74,7 @@ class FirstChanges:
 
     @property
     def cause(self) -> tuple[str, str] | None:
-        """What the first change usually means, and what to do; ``None`` without a change."""
+        """The usual meaning of the first change, and a remedy; ``None`` without a change."""
         for change in self.changes[:1]:
             for words, cause, remedy in _CAUSES:
                 if re.search(words, change.kind):

@@ -1,4 +1,4 @@
-"""``ikkuna diff``: finds where two runs part."""
+"""``ikkuna diff``: finds where two runs differ."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -59,7 +59,7 @@ def _write(found: "RunDifference", first: str, second: str, terminal: Terminal) 
     if found.partings:
         start = found.partings[0]
         place = f"{start.module}, " if start.module else ""
-        terminal.write(terminal.styled(f"The runs part at step {start.step}: {place}{start.kind}", "bold"))
+        terminal.write(terminal.styled(f"The runs differ from step {start.step} on: {place}{start.kind}", "bold"))
         terminal.write(f"{len(found.partings)} of {found.compared} compared series differ beyond the noise.")
         rows = [
             (str(p.step), p.module or "-", p.kind, f"{p.first:.6g}", f"{p.second:.6g}", f"{p.noise:.3g}")
@@ -77,9 +77,9 @@ def _write(found: "RunDifference", first: str, second: str, terminal: Terminal) 
 
 
 command = Command(
-    help="find where two runs part",
+    help="find where two runs differ",
     description=(
-        "Find the first step, layer and kind at which two runs part beyond the noise between them, and what changed in "
+        "Find the first step, layer and kind at which two runs differ beyond the noise between them, and what changed in "
         "configuration and environment. The exit status is 1 if they differ."
     ),
     add_arguments=_add_arguments,
