@@ -29,7 +29,7 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/installed
-	$(BIN)/python examples/digits.py
+	$(BIN)/ikkuna demo
 
 # New memory holds this byte in tests, so that none passes because memory happened to be zero.
 test test-slow test-triton test-gpu: export MALLOC_PERTURB_ := 165

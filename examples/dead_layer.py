@@ -32,7 +32,7 @@ def train(model, log_dir, steps):
     loss_function = nn.CrossEntropyLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     exporter = ikkuna.watch(model, loss=loss_function, log_dir=log_dir)
-    exporter.message_bus.register_subscriber(SparsitySubscriber("activations", modules="relu*", subsample=10))
+    exporter.message_bus.register_subscriber(SparsitySubscriber("activations", modules="relu*", every=10))
     for _ in range(steps):
         rows = torch.randint(0, len(images), (64,))
         optimizer.zero_grad()

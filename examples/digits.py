@@ -63,11 +63,11 @@ def main(epochs=20, log_dir="run"):
         for subscriber in (  # *
             LossSubscriber(),  # *
             TrainAccuracySubscriber(),  # *
-            NormSubscriber("weights", subsample=5),  # *
-            NormSubscriber("layer_gradients", subsample=5),  # *
-            VarianceSubscriber("activations", subsample=5),  # *
-            RatioSubscriber(["weight_updates", "weights"], subsample=5),  # *
-            NearZeroSubscriber("activations", subsample=5),  # *
+            NormSubscriber("weights", every=5),  # *
+            NormSubscriber("layer_gradients", every=5),  # *
+            VarianceSubscriber("activations", every=5),  # *
+            RatioSubscriber(["weight_updates", "weights"], every=5),  # *
+            NearZeroSubscriber("activations", every=5),  # *
         ):
             exporter.message_bus.register_subscriber(subscriber)  # *
         for _ in range(epochs):

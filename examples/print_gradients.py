@@ -20,7 +20,7 @@ def watch_gradients(model):
     exporter = Exporter()
     exporter.add_modules(model)
     gradients = ["weight_gradients", "bias_gradients"]
-    exporter.message_bus.register_subscriber(CallbackSubscriber(gradients, print_gradient, subsample=10))
+    exporter.message_bus.register_subscriber(CallbackSubscriber(gradients, print_gradient, every=10))
     return exporter
 
 

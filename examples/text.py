@@ -42,10 +42,10 @@ def main(steps=200, log_dir="run"):
         exporter.set_loss(loss_function)  # *
         for subscriber in (  # *
             LossSubscriber(),  # *
-            NormSubscriber("weights", subsample=10),  # *
-            NormSubscriber("layer_gradients", subsample=10),  # *
-            MeanSubscriber("activations", subsample=10),  # *
-            RatioSubscriber(["weight_updates", "weights"], subsample=10),  # *
+            NormSubscriber("weights", every=10),  # *
+            NormSubscriber("layer_gradients", every=10),  # *
+            MeanSubscriber("activations", every=10),  # *
+            RatioSubscriber(["weight_updates", "weights"], every=10),  # *
         ):
             exporter.message_bus.register_subscriber(subscriber)  # *
         for _ in range(steps):

@@ -31,6 +31,7 @@ __all__ = [
     "SnapshotError",
     "StopTraining",
     "UnknownKindError",
+    "nearest_name",
     "unknown_name",
 ]
 
@@ -98,6 +99,29 @@ class StopTraining(BaseException):
         self.finding = finding
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the name that was probably meant: the most similar one, or else one that begins similarly or contains it.
+
+    Upper and lower case are the same.
+
+    Examples
+    --------
+    >>> nearest_name("defualt", ["default", "full"]), nearest_name("NORM", ["NormSubscriber"]), nearest_name("x", ["y"])
+    ('default', 'NormSubscriber', None)
+    """
+    lower = {each.lower(): each for each in known}
+    wanted = name.lower()
+    if near := get_close_matches(wanted, lower, 1):
+        return lower[near[0]]
+    if len(wanted) <= 2:
+        return None
+    begins = {each[: len(wanted)]: each for each in sorted(lower, key=len, reverse=True)}
+    if near := get_close_matches(wanted, begins, 1, 0.75):
+        return lower[begins[near[0]]]
+    parts = [each for each in lower if wanted in each]
+    return lower[min(parts, key=len)] if parts else None
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """Return the text of an error about an unknown name.
 
@@ -116,8 +140,10 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     "unknown preset 'full'; available: 'default'"
     >>> unknown_name("kind", "weigths", ["biases", "weights"])
     "unknown kind 'weigths'; did you mean 'weights'? available: 'biases', 'weights'"
+    >>> unknown_name("subscriber", "norm", ["GlobalNormSubscriber", "NormSubscriber"])
+    "unknown subscriber 'norm'; did you mean 'NormSubscriber'? available: 'GlobalNormSubscriber', 'NormSubscriber'"
     """
     known = tuple(known)
-    near = get_close_matches(name, known, 1)
-    hint = f" did you mean {near[0]!r}?" if near else ""
+    near = nearest_name(name, known)
+    hint = f" did you mean {near!r}?" if near else ""
     return f"unknown {what} {name!r};{hint} available: {', '.join(map(repr, known)) or 'none'}"

@@ -31,7 +31,7 @@ def train(images, targets, rate, steps, every):
         exporter.set_loss(loss_function)
         data = TensorDataset(images, targets)
         bus.register_subscriber(HessianSubscriber(loss_function, data, top=1, every=every, backend=recording))
-        bus.register_subscriber(LossSubscriber(subsample=every, backend=recording))
+        bus.register_subscriber(LossSubscriber(every=every, backend=recording))
         for _ in range(steps):
             optimizer.zero_grad()
             loss_function(model(images), targets).backward()

@@ -16,10 +16,13 @@ from ikkuna.store.run_directory import ConfigValue, config_table
 from ikkuna.store.values import Image, Matrix, ModuleEntry
 from ikkuna.support.plugins import load_plugin, plugin_names
 
-__all__ = ["GROUP", "Backend", "NullBackend", "get_backend", "last_defined"]
+__all__ = ["GROUP", "SPELLINGS", "Backend", "NullBackend", "get_backend", "last_defined"]
 
 
 GROUP = "ikkuna.backends"
+
+SPELLINGS = {"tensorboard": "tb", "matplotlib": "mpl", "json": "jsonl"}
+"""Other words for names of backends."""
 
 
 class Backend(ABC):

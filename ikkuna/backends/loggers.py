@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.backend import Backend
+from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series, matrix_tag, series_tag
 from ikkuna.store.run_directory import ConfigValue, config_table
 from ikkuna.store.values import Matrix
@@ -68,6 +69,8 @@ class StepValues:
         Pages of Markdown by their titles.
     config : dict
         The hyper-parameters, if they were added at this step.
+    findings : list of Finding
+        New findings, for loggers that raise alerts.
     """
 
     step: int = 0
@@ -76,6 +79,7 @@ class StepValues:
     matrices: dict[str, Matrix] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     config: dict[str, ConfigValue] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -167,6 +171,11 @@ class LoggerBackend(Backend):
     def add_text(self, title: str, text: str, step: int) -> None:
         """Add a page of Markdown to the step."""
         self._open_step.texts[title] = text
+
+    def add_finding(self, finding: Finding, step: int) -> None:
+        """Add a finding to the step, also as a text and as a mark."""
+        super().add_finding(finding, step)
+        self._open_step.findings.append(finding)
 
     def add_config(self, config: Mapping[str, ConfigValue], step: int) -> None:
         """Add the hyper-parameters to the step."""

@@ -33,9 +33,10 @@ from ikkuna.store.run_directory import (
     write_run_file,
 )
 from ikkuna.store.values import ModuleEntry, shown
-from ikkuna.support.failures import announce, error_text, log, raise_users_exception
+from ikkuna.support.console import announce
+from ikkuna.support.failures import error_text, log, raise_users_exception
 
-__all__ = ["Run"]
+__all__ = ["Run", "shortest_path"]
 
 
 _REWIND_SECONDS = 2.0
@@ -246,7 +247,7 @@ class Run:
         viewers = dict.fromkeys(guarded.backend.viewer(directory) for guarded in list(self._backends.values()))
         how = "".join(f"; {viewer}" for viewer in viewers if viewer)
         verb = "is written to" if self._continued is None else f"continues at step {self._continued.step} in"
-        announce(f"ikkuna: {self._settings.subject} {verb} '{_shortest(directory)}'{how}")
+        announce(f"ikkuna: {self._settings.subject} {verb} '{shortest_path(directory)}'{how}")
 
     def commit(self, step: int) -> None:
         """Pass on the values of a step, if there are any; called at every step, in increasing order.
@@ -347,7 +348,7 @@ class Run:
         return self._refused + sum(guarded.dropped for guarded in list(self._backends.values()))
 
 
-def _shortest(directory: Path) -> str:
+def shortest_path(directory: Path) -> str:
     """Return a path relative to the current directory, if it lies inside."""
     with contextlib.suppress(OSError, ValueError):
         return str(directory.relative_to(Path.cwd()))

@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], terminal: Terminal) -> int:
+    if not arguments:
+        arguments = ["--help"]
     try:
         options = _parser(arguments).parse_args(arguments)
     except SystemExit as done:  # --help or --version

@@ -10,15 +10,20 @@ from numpy.typing import NDArray
 
 from ikkuna.cli.terminal import Terminal
 from ikkuna.diagnosis.judge import findings_of
+from ikkuna.diagnosis.stored_findings import read_findings
+from ikkuna.numerics.bands import unusual_rows
 from ikkuna.store import StoredRun
 
-__all__ = ["summary_values", "text_curve", "text_heatmap", "write_summary"]
+__all__ = ["finding_steps", "summary_values", "text_curve", "text_heatmap", "write_summary"]
 
 
 _LEVELS, _ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 _ZERO, _BAD = "0", "!"
 _MISSING, _MISSING_ASCII = "·", " "
 _LABEL = 26
+_LEAST_SPAN = 0.1
+_ROWS = 16
+_WIDE = 72
 
 
 def _characters(values: NDArray[np.float64], low: float, high: float, terminal: Terminal) -> str:
@@ -59,17 +64,28 @@ def _mean(part: NDArray[np.float64], is_bad: NDArray[np.bool_], axis: int) -> ND
     return means
 
 
+def _wide_limits(low: float, high: float) -> tuple[float, float]:
+    """Return limits that are at least a tenth of the largest magnitude apart, so that noise does not look like a change."""
+    lack = _LEAST_SPAN * max(abs(low), abs(high)) - (high - low)
+    return (low - lack * 4 / 7, high + lack * 3 / 7) if lack > 0 else (low, high)
+
+
 def text_curve(values: NDArray[np.float64], width: int, terminal: Terminal) -> str:
     """Return a curve in one line, with ``0`` for zero and ``!`` for values that are not finite.
+
+    Its scale spans at least a tenth of the largest magnitude: a curve that hardly changes is flat.
 
     Examples
     --------
     >>> import io
-    >>> text_curve(np.array([1.0, 2.0, 3.0, np.nan]), 10, Terminal(io.TextIOWrapper(io.BytesIO(), "utf-8")))
+    >>> terminal = Terminal(io.TextIOWrapper(io.BytesIO(), "utf-8"))
+    >>> text_curve(np.array([1.0, 2.0, 3.0, np.nan]), 10, terminal)
     '▁▅█!'
+    >>> text_curve(np.array([2.3, 2.301, 2.299, 2.3]), 10, terminal)
+    '▅▅▅▅'
     """
     found = _binned(values[None], ~np.isfinite(values[None]), width, 1)[0]
-    return _characters(found, *_limits(found), terminal)
+    return _characters(found, *_wide_limits(*_limits(found)), terminal)
 
 
 def text_heatmap(
@@ -77,9 +93,9 @@ def text_heatmap(
     values: NDArray[np.float64],
     present: NDArray[np.bool_],
     terminal: Terminal,
-    rows: int = 16,
+    rows: int = _ROWS,
 ) -> list[str]:
-    """Return the lines of a heat map; neighbouring modules share a line if there are more than `rows`.
+    """Return the lines of a heat map; of more than `rows` modules those that differ most from the others are shown.
 
     Parameters
     ----------
@@ -100,9 +116,8 @@ def text_heatmap(
     there[bad] = 0.0
     cells = _binned(there, bad, width, 1)
     if len(names) > rows:
-        cells = _binned(cells, np.isinf(cells), rows, 0)
-        groups = np.array_split(np.arange(len(names)), rows)
-        names = [f"{names[group[0]]} … (+{len(group) - 1})" if len(group) > 1 else names[group[0]] for group in groups]
+        shown = np.sort(np.argsort(-unusual_rows(cells), kind="stable")[:rows])
+        names, cells = [names[i] for i in shown], cells[shown]
     low, high = _limits(cells)
     return [
         f"{_label(name, terminal)}  {_characters(row, low, high, terminal)}"
@@ -119,6 +134,12 @@ def _label(name: str, terminal: Terminal) -> str:
 
 def _module_kinds(run: StoredRun) -> list[str]:
     return [kind for kind in run.module_kinds() if len(run.names(kind)) > 1]
+
+
+def finding_steps(run: StoredRun) -> dict[str, int]:
+    """Return the rules that have found something while the model trained, with their first steps, in this order."""
+    found = [(finding.step or 0, finding.rule) for finding in read_findings(run.path) or ()]
+    return {name: step for step, name in sorted(found, reverse=True)[::-1]}
 
 
 def _write_findings(run: StoredRun, terminal: Terminal) -> None:
@@ -192,15 +213,20 @@ def write_summary(run: StoredRun, terminal: Terminal, kind: str | None = None, h
 
 
 def _write_network(run: StoredRun, terminal: Terminal) -> None:
+    is_wide = terminal.width >= _WIDE
+    limits = f"{'min':>11}{'max':>11}" if is_wide else ""
+    terminal.write(terminal.styled(f"{'network':<28}{'last':>11}{limits}", "bold"))
     for pass_name in run.passes():
         for kind in run.network_kinds(pass_name):
             values = run.series(kind, None, pass_name).values
             label = kind if pass_name == "training" else f"{kind}.{pass_name}"
-            number = f"{values[-1]:.4g}"
-            text = f"{label[:34]:<34}  {number:>10}  "
+            finite = values[np.isfinite(values)]
+            ends = (f"{finite.min():.3g}", f"{finite.max():.3g}") if len(finite) else ("-", "-")
+            limits = f"{ends[0]:>11}{ends[1]:>11}" if is_wide else ""
+            text = f"{label[:28]:<28}{values[-1]:>11.4g}{limits}  "
             if not math.isfinite(values[-1]):
                 text = terminal.styled(text, "red")
-            terminal.write(text + text_curve(values, max(terminal.width - 48, 8), terminal))
+            terminal.write(text + text_curve(values, max(terminal.width - (63 if is_wide else 41), 8), terminal))
 
 
 def _write_heatmap(run: StoredRun, kind: str, terminal: Terminal) -> None:
@@ -220,5 +246,7 @@ def _write_heatmap(run: StoredRun, kind: str, terminal: Terminal) -> None:
     ]
     terminal.write()
     terminal.write(f"{terminal.styled(kind, 'bold')}  {', '.join(notes)}  (steps {steps[0]} to {steps[-1]})")
+    if len(names) > _ROWS:
+        terminal.write(f"The {_ROWS} of {len(names)} modules that differ most from the others:")
     for line in text_heatmap(names, values, present, terminal):
         terminal.write(line)

@@ -15,11 +15,11 @@ from typing import Any, TextIO
 
 from ikkuna.cli import commands
 from ikkuna.printable import printable
+from ikkuna.support.console import CODES, has_colour, is_terminal
 
 __all__ = ["Command", "Terminal", "command_names", "finite", "load_command"]
 
 
-_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 _LEAST_WIDTH = 20
 _MARK = f"\ufdd0{os.urandom(8).hex()}"  # precedes a style, so that no text from a file looks like one
 _STYLE = re.compile(f"{_MARK}([0-9;]*);")
@@ -52,14 +52,12 @@ class Terminal:
     @property
     def is_interactive(self) -> bool:
         """Whether a person sees the standard output."""
-        return _is_terminal(self._out)
+        return is_terminal(self._out)
 
     @property
     def has_colour(self) -> bool:
         """Whether colours are shown: not in a file or a pipe, and not with ``NO_COLOR`` or ``TERM=dumb``."""
-        if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-            return False
-        return bool(os.environ.get("FORCE_COLOR")) or self.is_interactive
+        return has_colour(self._out)
 
     @property
     def width(self) -> int:
@@ -83,12 +81,17 @@ class Terminal:
         """Return `text` with styles such as ``"bold"`` and ``"red"`` for :meth:`write`; without colours, `text` itself."""
         if not styles or not text or not self.has_colour:
             return text
-        return f"{_MARK}{';'.join(_CODES[style] for style in styles)};{text}{_MARK}0;"
+        return f"{_MARK}{';'.join(CODES[style] for style in styles)};{text}{_MARK}0;"
 
     def write(self, value: object = "") -> None:
         """Write a text as one line, or an object, such as findings, as all lines of its text."""
         text = printable(str(value), multiline=not isinstance(value, str))
         _write(self._out, _STYLE.sub(lambda style: f"\x1b[{style[1]}m", text) + "\n")
+
+    def write_lines(self, text: str) -> None:
+        """Write each line of a text."""
+        for line in text.splitlines():
+            self.write(line)
 
     def write_json(self, value: Any) -> None:
         """Write a value as JSON, with NaN and infinities as texts."""
@@ -116,7 +119,7 @@ class Terminal:
 
     def progress(self, text: str) -> None:
         """Replace the line of progress on the standard error; an empty text removes it.  Without a person to see it, do nothing."""
-        if _is_terminal(self._err) and os.environ.get("TERM") != "dumb":
+        if is_terminal(self._err) and os.environ.get("TERM") != "dumb":
             _write(self._err, f"\r{printable(text)[: self.width - 1]}\x1b[K")
 
     def flush(self) -> None:
@@ -130,13 +133,6 @@ class Terminal:
         if self._out is sys.stdout:
             sys.stdout = sink
         self._out = sink
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    try:
-        return stream is not None and stream.isatty()
-    except ValueError:  # it is closed
-        return False
 
 
 def _write(stream: TextIO | None, text: str) -> None:

@@ -1,15 +1,29 @@
 """Findings, their table, and the folding of findings that have one cause."""
 
+import html
 import shutil
 import textwrap
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ikkuna.printable import printable
 from ikkuna.store.finding import SEVERITIES, Finding
 
-__all__ = ["FindingList", "Findings"]
+__all__ = ["STYLES", "FindingList", "Findings", "Styled"]
+
+
+STYLES = {"info": ("blue",), "warning": ("bold", "yellow"), "error": ("bold", "red")}
+"""The styles of the severities in a terminal."""
+
+_HTML_COLOURS = {"info": "#3b82f6", "warning": "#d97706", "error": "#dc2626"}
+
+Styled = Callable[..., str]
+"""Returns a text with styles: ``styled(text, "bold", "red")``."""
+
+
+def _plain(text: str, *styles: str) -> str:
+    return text
 
 
 class Findings(tuple[Finding, ...]):
@@ -33,10 +47,10 @@ class Findings(tuple[Finding, ...]):
     >>> found = Findings([Finding("dead_units", "warning", "All units are dead.", "fc1", advice="lower the bias")],
     ...                  judged=["dead_units"], skipped={"loss_at_init": "no loss was given"})
     >>> print(found)
-    severity  rule        module  finding
-    --------  ----------  ------  -------
-    warning   dead_units  fc1     All units are dead.
-                                  Try: lower the bias.
+    severity  rule        module  step  finding
+    --------  ----------  ------  ----  -------
+    warning   dead_units  fc1     -     All units are dead.
+                                        Try: lower the bias.
     1 warning; 1 check judged, 1 could not:
       loss_at_init: no loss was given
     >>> [finding.module for finding in found], len(found.errors)
@@ -83,11 +97,38 @@ class Findings(tuple[Finding, ...]):
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         return "\n".join(lines)
 
+    def text(self, styled: Styled = _plain) -> str:
+        """Return the table with remedies, and why rules or checks could not judge.
+
+        Parameters
+        ----------
+        styled : callable, optional
+            Returns a text with styles such as ``"red"``, for a terminal; by default the text itself.
+        """
+        lines = [*(_table(self, styled) if self else []), self._summary()]
+        return "\n".join([*lines, *self._reasons(), *([self.note] if self.note else [])])
+
     def __str__(self) -> str:
-        lines = [*(_table(self) if self else []), self._summary()]
-        return "\n".join(map(printable, [*lines, *self._reasons(), *([self.note] if self.note else [])]))
+        return "\n".join(map(printable, self.text().split("\n")))
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the findings as a table for a notebook."""
+        rows = []
+        for f in self:
+            place = ", ".join(f.modules or ((f.module,) if f.module else ()))
+            advice = f"<br><b>Try:</b> {html.escape(f.advice)}" if f.advice else ""
+            explained = f"<br>It also explains: {html.escape(', '.join(f.consequences))}." if f.consequences else ""
+            cells = [html.escape(text) for text in (f.severity, f.rule, place, "" if f.step is None else str(f.step))]
+            cells[0] = f'<span style="color:{_HTML_COLOURS[f.severity]}">&#9679;</span> {cells[0]}'
+            text = f'<td style="text-align:left">{html.escape(f.message)}{explained}{advice}</td>'
+            rows.append("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + text + "</tr>")
+        head = "".join(f'<th style="text-align:left">{name}</th>' for name in _HEADER)
+        table = f"<table><tr>{head}</tr>{''.join(rows)}</table>" if rows else ""
+        more = "<br>".join(html.escape(line.strip()) for line in self._reasons())
+        reasons = f"<details><summary>{html.escape(self._summary())}</summary>{more}</details>"
+        return table + (reasons if more else f"<p>{html.escape(self._summary())}</p>")
 
     def _reasons(self) -> list[str]:
         """Return why rules or checks could not judge; those with the same reason share an entry."""
@@ -121,22 +162,26 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 and noun != 'info' else ''}"
 
 
-def _table(findings: Iterable[Finding]) -> list[str]:
-    header = ("severity", "rule", "module", "finding")
-    rows = [(f.severity, f.rule, f.module or "-", f) for f in findings]
-    widths = [max(len(str(row[i])) for row in (header, *rows)) for i in range(3)]
+_HEADER = ("severity", "rule", "module", "step", "finding")
+
+
+def _table(findings: Iterable[Finding], styled: Styled) -> list[str]:
+    header = _HEADER
+    rows = [(f.severity, f.rule, f.module or "-", "-" if f.step is None else str(f.step), f) for f in findings]
+    widths = [max(len(str(row[i])) for row in (header, *rows)) for i in range(4)]
     indent = sum(widths) + 2 * len(widths)
     width = max(shutil.get_terminal_size((120, 24)).columns - indent, 40)
 
     def line(cells: Iterable[str], text: str) -> str:
         return "  ".join((*(cell.ljust(size) for cell, size in zip(cells, widths, strict=True)), text))
 
-    lines = [line(header[:3], header[3]), line(["-" * size for size in widths], "-" * len(header[3]))]
-    for severity, rule, module, finding in rows:
+    lines = [line(header[:4], header[4]), line(["-" * size for size in widths], "-" * len(header[4]))]
+    for severity, rule, module, step, finding in rows:
         advice = f"Try: {finding.advice.rstrip('.')}." if finding.advice else ""
         explained = f"It also explains: {', '.join(finding.consequences)}." if finding.consequences else ""
         texts = [part for text in (finding.message, explained, advice) for part in textwrap.wrap(text, width)]
-        lines.append(line((severity, rule, module), texts[0] if texts else ""))
+        first = line((severity, rule, module, step), texts[0] if texts else "")
+        lines.append(styled(severity, *STYLES[severity]) + first[len(severity) :])
         lines += [" " * indent + text for text in texts[1:]]
     return lines
 

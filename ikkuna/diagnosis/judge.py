@@ -399,7 +399,7 @@ class Judge:
         if rule.name in self.disabled:
             return f"failed: {self.disabled[rule.name]}"
         if self._unmeasured(rule):
-            return "what they read is not measured; findings.needed names it"
+            return "what they read is not measured; preset 'full' measures most of it"
         if count := self._failures.counts.get(rule.name):
             return f"failed {count} times, see the log"
         if rule.name not in self._judged or self._alarms[rule.name].judged < rule.patience:

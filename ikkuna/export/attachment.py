@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ikkuna.backends.run import Run
+from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import ClosedError
 from ikkuna.flight_recorder.recorder import FlightRecorder
 from ikkuna.metrics.bus.bus import MessageBus
@@ -198,6 +199,8 @@ class Attachment:
         The session.
     recorder : FlightRecorder, optional
         Keeps the last steps.
+    at_end : callable, optional
+        Called with this attachment after it was closed, on rank 0 and unless the verbosity is 0.
     is_closed : bool
         Whether it was closed.
     """
@@ -212,6 +215,7 @@ class Attachment:
         self.bus = bus
         self._health: Health | None = None
         self.recorder: FlightRecorder | None = None
+        self.at_end: Callable[[Attachment], None] | None = None
         self.session = Session(bus, roots, self._names_of_others, native, in_graph)
         bus.attach(self, settings)
         try:
@@ -317,7 +321,7 @@ class Attachment:
         """Publish what is pending, and remove every hook; with the last exporter of the bus the run is closed and readable."""
         if self.is_closed:
             return
-        session, bus = self.session, self.bus
+        session, bus, verbosity = self.session, self.bus, self.bus.settings.verbosity
         try:
             session.finish(for_good=True)
             bus.drain(wait=True)  # while a subscriber can still evaluate the model
@@ -333,6 +337,8 @@ class Attachment:
             registered = bus.registered
             bus.detach(self)
             self._health = health_of(session, run, registered, self.recorder)
+        if verbosity and self.at_end is not None and World.here().rank == 0:
+            self.at_end(self)
 
     def __del__(self) -> None:
         """Close the session of an exporter and a model that are both gone."""

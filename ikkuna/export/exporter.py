@@ -225,7 +225,8 @@ class Exporter:
         rules : str, Rule, or iterable of them
             ``"default"``, ``"all"``, names of rules, or `ikkuna.diagnosis.Rule` objects.
         **options : Any
-            ``every``, ``later``, ``loss_every``, ``on_finding``, ``stop`` and ``backend``, see `ikkuna.metrics.live_rules.register_rules`.
+            ``every``, ``later``, ``loss_every``, ``on_finding``, ``stop``, ``mute`` and ``backend``,
+            see `ikkuna.metrics.live_rules.register_rules`.
 
         Raises
         ------

@@ -4,6 +4,7 @@ import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -16,8 +17,12 @@ from torch import Tensor
 
 from ikkuna.backends.pictures.chart import ChartView, Line, QuantileView, heading
 from ikkuna.backends.pictures.drawing import draw_chart
+from ikkuna.backends.run import shortest_path
+from ikkuna.diagnosis.findings import STYLES, Finding, Findings
 from ikkuna.errors import ConfigError, ConfigTypeError, IkkunaError, unknown_name
+from ikkuna.export.attachment import Attachment
 from ikkuna.export.exporter import Exporter
+from ikkuna.metrics.live_rules import RuleSubscriber
 from ikkuna.metrics.messages.kinds import EVENT_KINDS, LOGGED
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.observation.checkpoint import store_finished
@@ -25,6 +30,7 @@ from ikkuna.printable import printable
 from ikkuna.store import SeriesValues, StoredRun
 from ikkuna.store.names import Series
 from ikkuna.store.values import ModuleOrder
+from ikkuna.support.console import announce
 from ikkuna.support.modules import class_name
 
 if TYPE_CHECKING:
@@ -273,7 +279,7 @@ def network_table(run: StoredRun) -> SummaryTable:
             label = run.quantity(kind).label(kind)
             title = label if pass_name == "training" else f"{label} ({pass_name})"
             rows.append((title, *_cells(run.series(kind, None, pass_name).values)))
-    return SummaryTable("", ("network", "first", "last", "least", "greatest"), rows)
+    return SummaryTable("", ("network", "first", "last", "min", "max"), rows)
 
 
 def spread_table(run: StoredRun) -> SummaryTable:
@@ -293,7 +299,7 @@ def spread_table(run: StoredRun) -> SummaryTable:
         middle = _number(float(np.median(last[finite])))
         least, most = ((_number(float(last[i])), names[i]) for i in (low, high))
         rows.append((kind, str(len(names)), *least, middle, *most, bad))
-    header = ("last values of modules", "modules", "least", "is in", "median", "greatest", "is in", "not finite")
+    header = ("last values of modules", "modules", "min", "module", "median", "max", "module", "not finite")
     return SummaryTable("", header, rows)
 
 
@@ -308,7 +314,7 @@ def series_table(run: StoredRun, kind: str) -> SummaryTable:
     names = run.names(kind) or (None,)
     rows = [(str(name or "network"), *_cells(run.series(kind, name).values)) for name in names[:_ROWS]]
     more = f" (the first {_ROWS} of {len(names):,})" if len(names) > _ROWS else ""
-    return SummaryTable(f"{kind}{more}", ("module", "first", "last", "least", "greatest"), rows)
+    return SummaryTable(f"{kind}{more}", ("module", "first", "last", "min", "max"), rows)
 
 
 def _cells(values: NDArray[np.float64]) -> tuple[str, ...]:
@@ -319,6 +325,43 @@ def _cells(values: NDArray[np.float64]) -> tuple[str, ...]:
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+_NAMED = 4  # findings that the last lines name
+
+
+def _write_end(name: str, rules: RuleSubscriber | None, attachment: Attachment) -> None:
+    """Write three lines: steps and loss, findings by importance, and what watching cost."""
+    health, directory = attachment.health(), attachment.run_directory
+    if not health.steps:
+        return
+    loss = None if rules is None else rules.judge.history.curve("loss")
+    course = "" if loss is None or not loss.count else f", loss {loss.first[0]:.4g} → {loss.last:.4g}"
+    place = "" if directory is None else f", in '{shortest_path(directory)}'"
+    announce(f"{name}: {_plural(health.steps, 'step')}{course}{place}")
+    findings = Findings() if rules is None else rules.findings
+    worst = findings[0].severity if findings else "info"
+    named = ", ".join(map(_place, findings[:_NAMED])) + (", …" if len(findings) > _NAMED else "")
+    judged = "no rules" if rules is None else f"{_plural(len(findings.judged), 'rule')} judged"
+    mark = _plural(len(findings), "finding") if findings else "no findings"
+    announce(f": {named}" if findings else f"; {judged}", mark=mark, styles=STYLES[worst] if findings else ())
+    more = "" if directory is None else f"; 'ikkuna report {shortest_path(directory)}' shows more"
+    announce(f"watching took {_milliseconds(attachment):.2g} ms a step{more}")
+
+
+def _milliseconds(attachment: Attachment) -> float:
+    """Return what watching takes of a step on the training thread, from the second step on."""
+    return 1000 * attachment.session.context.stopwatch.spent_later / max(attachment.session.cycle.steps - 1, 1)
+
+
+def _place(finding: Finding) -> str:
+    where = f" in {finding.module}" if finding.module else ""
+    since = "" if finding.step is None else f" (step {finding.step})"
+    return f"{finding.severity} {finding.rule}{where}{since}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -509,6 +552,7 @@ class WatchHandle(Exporter):
         counts = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in found)
         name = "modules" if self.model is None else class_name(self.model)
         self._label = f"{name} with {counts}{source}"
+        self._attachment.at_end = partial(_write_end, name, self._rules)
         self.message_bus.settings = replace(self.message_bus.settings, subject=f"{self._label}; the run")
 
     def __repr__(self) -> str:
@@ -517,14 +561,14 @@ class WatchHandle(Exporter):
     def _state(self) -> str:
         health, directory = self.health(), self.run_directory
         parts = [self._label, f"in '{directory}'" if directory is not None else "no value stored yet"]
-        parts.append(f"{health.steps} steps")
+        parts.append(_plural(health.steps, "step"))
         if self._attachment.is_closed:
             parts.append("closed")
         elif self.message_bus.sampling.is_paused:
             parts.append("paused")
         if self._rules is not None:
-            parts.append(f"{len(self.findings)} findings")
-        parts.append(f"its own time is {health.overhead:.1%} of the rest of a step")
+            parts.append(_plural(len(self.findings), "finding"))
+        parts.append(f"watching takes {_milliseconds(self._attachment):.2g} ms a step")
         lost = {"errors": health.errors, "values lost": health.dropped, "tensors not readable": health.skipped}
         parts += [f"{count} {what}" for what, count in lost.items() if count]
         parts += [f"{name} disabled" for name in health.disabled]

@@ -1,18 +1,21 @@
 """Observes a model with one call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ikkuna.backends.backend import Backend
-from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.errors import ConfigError, ConfigTypeError, nearest_name
 from ikkuna.export.attachment import attachments_of
+from ikkuna.export.exporter import Exporter
 from ikkuna.export.handle import WatchHandle
 from ikkuna.flight_recorder.options import RecorderOptions
 from ikkuna.metrics.bus.bus import MessageBus
-from ikkuna.metrics.live_rules import RuleSelection
+from ikkuna.metrics.live_rules import OnFinding, RuleSelection
 from ikkuna.metrics.preset import GROUP, Preset
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription
@@ -29,7 +32,7 @@ _DEFAULT = "default"
 
 def watch(
     model: nn.Module,
-    *subscribers: Subscriber,
+    *arguments: Subscriber | nn.Module | Callable[..., Any] | Optimizer,
     loss: nn.Module | Callable[..., Any] | None = None,
     preset: str | None = None,
     every: int | None = None,
@@ -40,6 +43,8 @@ def watch(
     run_name: str | None = None,
     rules: RuleSelection | None = "default",
     stop: str | int | None = None,
+    on_finding: OnFinding | None = None,
+    mute: Sequence[str] = (),
     recorder: RecorderOptions | bool = True,
     start: int | None = None,
     schedule: Schedule | None = None,
@@ -56,18 +61,20 @@ def watch(
     ----------
     model : nn.Module
         The model.
-    *subscribers : Subscriber
-        The metrics; by default those of the preset.
+    *arguments : Subscriber, nn.Module, callable or Optimizer
+        Subscribers are the metrics; by default those of the preset.  A module or function is the `loss`.
+        An optimizer is not needed, because it is recognised when it steps.
     loss : nn.Module or callable, optional
-        The module or function that computes the loss, see `Exporter.set_loss`.
+        The module or function that computes the loss, see `Exporter.set_loss`; ``criterion=`` means the same.
         By default the loss is the scalar on which ``backward()`` is called, and the labels are those that models
         of transformers take, or that the losses of ``torch.nn.functional`` were called with.
     preset : str, optional
         Name of a preset, from the entry-point group ``ikkuna.presets``, such as ``"economy"``, ``"default"`` or ``"full"``.
         By default ``"default"`` if no subscribers are given; together with subscribers, both are registered.
+        ``log="gradients"``, ``"parameters"`` and ``"all"``, as other libraries call them, are part of every preset.
     every, start : int, optional
         The steps that all metrics sample, in place of their own; see `ikkuna.export.subscriber.Subscription`.
-        The metrics of the presets sample every tenth step by default.
+        The metrics of the presets sample every tenth step by default.  ``log_freq=`` and ``subsample=`` mean the same.
     modules : str, Pattern, callable, sequence of them, optional
         The modules to observe: a glob such as ``"features.*"``, a compiled regex, a function of the name, or a list.
     depth : int
@@ -84,19 +91,25 @@ def watch(
     stop : {'info', 'warning', 'error'} or int, optional
         The least severity of a finding that raises `ikkuna.errors.StopTraining` at the end of the step;
         a number is the step before which metrics are sampled.
+    on_finding : callable, optional
+        Called with each new `ikkuna.diagnosis.Finding`, once for each rule, on the training thread of rank 0;
+        its exceptions are logged.
+    mute : sequence of str
+        ``"rule"`` does not apply a rule, and ``"rule:module"`` leaves out its findings in a module.
     recorder : bool or RecorderOptions
         Whether the last sampled steps are kept, and written when something goes wrong, see `Exporter.record_steps`.
     schedule : callable, optional
         A function of the step that returns whether the metrics sample it.
     **options : Any
-        Further options of the exporter, such as ``config`` and ``resume``.
+        Further options of the exporter: ``config``, ``resume``, ``verbosity``, ``on_error``, ``kernels`` and ``compiled``.
 
     Raises
     ------
     ConfigTypeError
         If `model` is no module.
     ConfigError
-        If it is a scripted module, if its parameters are on the device ``meta``, or if an argument is invalid.
+        If it is a scripted module, if its parameters are on the device ``meta``, if an argument is invalid,
+        or if there is no option of a name; the message names the nearest one.
     PluginError
         If there is no preset of this name.
 
@@ -109,6 +122,9 @@ def watch(
     >>> watched.close()
     """
     _check_model(model)
+    subscribers, losses = _sorted_arguments(arguments)
+    options, meant = _understood(options, {"loss": loss, "every": every})
+    loss, every = _one("loss", meant["loss"], *losses), meant["every"]
     last, severity = (stop, None) if isinstance(stop, int) and not isinstance(stop, bool) else (None, stop)
     given = {"subsample": every, "start": start, "stop": last, "schedule": schedule}
     changes = {name: value for name, value in given.items() if value is not None}
@@ -128,7 +144,9 @@ def watch(
                     _change(subscriber, changes, backend)
                 handle.message_bus.register_subscriber(subscriber)
             if rules is not None:
-                handle.apply_rules(rules, stop=severity, **({} if source is None else source.rules))
+                handle.apply_rules(
+                    rules, stop=severity, on_finding=on_finding, mute=mute, **({} if source is None else source.rules)
+                )
             if recorder is not False:
                 handle.record_steps(None if recorder is True else recorder)
         handle.begin(len(metrics), chosen, every)
@@ -136,6 +154,64 @@ def watch(
         handle.close()
         raise
     return handle
+
+
+_SPELLINGS = {
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "loss_function": "loss",
+    "log_freq": "every",
+    "subsample": "every",
+}
+_NEAREST = {
+    "logdir": "log_dir", "dir": "log_dir", "directory": "log_dir", "name": "run_name",
+    "project": "log_dir", "freq": "every", "interval": "every", "metrics": "preset", "layers": "modules",
+    "callback": "on_finding", "verbose": "verbosity", "hparams": "config",
+}  # fmt: skip
+_MEASURED = ("gradients", "parameters", "all", None)
+
+
+def _sorted_arguments(arguments: Iterable[Any]) -> tuple[list[Subscriber], list[Any]]:
+    """Return the subscribers and the losses among positional arguments."""
+    subscribers, losses = list[Subscriber](), list[Any]()
+    for argument in arguments:
+        if isinstance(argument, Subscriber):
+            subscribers.append(argument)
+        elif isinstance(argument, type) and issubclass(argument, Subscriber):
+            name = argument.__name__
+            raise ConfigTypeError(f"watch() needs a subscriber, got the class {name}; create one, as in {name}(...)")
+        elif isinstance(argument, nn.Module) or (callable(argument) and not isinstance(argument, type)):
+            losses.append(argument)
+        elif not isinstance(argument, Optimizer):
+            text = f"got {type(argument).__name__} {argument!r}"
+            raise ConfigTypeError(f"watch() needs subscribers, a loss or an optimizer after the model, {text}")
+    return subscribers, losses
+
+
+def _one(name: str, *values: Any) -> Any:
+    given = [value for value in values if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"watch() needs one {name}, got {len(given)}: {', '.join(map(repr, given))}")
+    return given[0] if given else None
+
+
+def _understood(options: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of the exporter, and those of `given` with what the names of other libraries mean."""
+    own = {name for name, each in signature(watch).parameters.items() if each.kind is each.KEYWORD_ONLY}
+    known = own | (signature(Exporter).parameters.keys() - {"depth", "module_filter", "message_bus"})
+    rest, meant = {}, dict(given)
+    for name, value in options.items():
+        if name in _SPELLINGS:
+            meant[_SPELLINGS[name]] = _one(_SPELLINGS[name], meant[_SPELLINGS[name]], value)
+        elif name == "log" and value not in _MEASURED:
+            raise ConfigError(f"watch(log=) needs 'gradients', 'parameters' or 'all', got {value!r}; see preset=")
+        elif name in known:
+            rest[name] = value
+        elif name not in ("log", "optimizer"):
+            near = _NEAREST.get(name) or nearest_name(name, [*known, *_SPELLINGS])
+            hint = f" did you mean {near!r}?" if near else ""
+            raise ConfigTypeError(f"watch() has no option {name!r};{hint} options: {', '.join(sorted(known))}")
+    return rest, meant
 
 
 def _check_model(model: Any) -> None:

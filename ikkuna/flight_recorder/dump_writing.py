@@ -3,8 +3,10 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import shutil
+import textwrap
 import time
 import zipfile
 import zlib
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from ikkuna.flight_recorder.capture import size_of
 from ikkuna.flight_recorder.checks import INFLATED, PLAIN
+from ikkuna.support.console import announce
 from ikkuna.support.failures import error_text, log, suppressed
 from ikkuna.support.files import atomic_path
 from ikkuna.support.threads import Worker
@@ -367,17 +370,23 @@ class DumpJob:
         What to write.
     directory : callable
         Returns the directory of the dumps; called in the thread, and may create it.
+    verbosity : int
+        0 to write no line about the dump.
 
     Attributes
     ----------
+    reason : str
+        Why it is written.
     path : Path or None
         The directory of the dump once it is written.
     is_finished : bool
         Whether it was written or given up.
     """
 
-    def __init__(self, content: DumpContent, directory: Callable[[], Path]) -> None:
+    def __init__(self, content: DumpContent, directory: Callable[[], Path], verbosity: int = 1) -> None:
         self._content: DumpContent | None = content
+        self.verbosity = verbosity
+        self.reason = textwrap.shorten("; ".join(map(str, content.facts.get("reasons", ()))), 90, placeholder=" …")
         self._directory = directory
         self.path: Path | None = None
         self.is_finished = False
@@ -426,7 +435,8 @@ class DumpWriter:
                 path = job.run()
                 self.written.append(path)
                 self._said.discard(_CANNOT)
-                log.warning("the last steps are in '%s'", path)
+                text = f"wrote the last steps to '{path}'; the reason: {job.reason}"
+                announce(text, logging.WARNING, job.verbosity)
             except Exception as error:
                 self._report(error)
             finally:

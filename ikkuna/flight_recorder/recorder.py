@@ -217,7 +217,7 @@ class FlightRecorder(StepObserver):
         if self._process != os.getpid():
             return None
         self._remove_unfinished()
-        job = DumpJob(self._content(reasons), self._directory())
+        job = DumpJob(self._content(reasons), self._directory(), self._bus.settings.verbosity)
         self._writer.write(job)
         if has_burst and self.options.burst and self._burst is None and World.here().size == 1:
             self._begin_burst(job)

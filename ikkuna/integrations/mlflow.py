@@ -16,7 +16,7 @@ from ikkuna.support.failures import log
 __all__ = ["MlflowBackend"]
 
 _METRICS, _PARAMS = 1000, 100  # the most that one request of MLflow takes
-_TAG = "ikkuna.run"
+_TAG, _FINDING_TAG, _TAG_LENGTH = "ikkuna.run", "ikkuna.finding", 5000
 
 
 class MlflowBackend(RemoteBackend):
@@ -99,6 +99,8 @@ class MlflowBackend(RemoteBackend):
             client.log_text(run, _histogram_json(histogram), f"histograms/{_name(tag)}/{values.step}.json")
         for tag, matrix in values.matrices.items():
             client.log_image(run, matrix_picture(matrix, tag), f"{_name(tag)}/{values.step}.png")
+        for finding in values.findings:
+            client.set_tag(run, f"{_FINDING_TAG}.{finding.rule}", f"{finding} {finding.advice}"[:_TAG_LENGTH])
         for title, text in values.texts.items():
             client.log_text(run, text, f"texts/{_name(title)}/{values.step}.md")
 

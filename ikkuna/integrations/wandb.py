@@ -8,11 +8,13 @@ import numpy as np
 
 from ikkuna.backends.loggers import StepValues, matrix_picture
 from ikkuna.integrations.remote import RemoteBackend, import_extra
-from ikkuna.support.failures import announce, log, raise_users_exception
+from ikkuna.support.console import announce
+from ikkuna.support.failures import log, raise_users_exception
 
 __all__ = ["WandbBackend"]
 
 _STEP = "ikkuna/step"
+_MOST_ALERTS, _BETWEEN_ALERTS = 20, 600  # seconds
 
 
 class WandbBackend(RemoteBackend):
@@ -60,6 +62,7 @@ class WandbBackend(RemoteBackend):
         self._mode = mode
         self._init = init or {}
         self._defined: set[str] = set()
+        self._alerts = 0
 
     def start(self) -> None:
         """Use the active run, or create one."""
@@ -116,6 +119,7 @@ class WandbBackend(RemoteBackend):
         run = self._target
         if values.config:
             run.config.update(values.config, allow_val_change=True)
+        self._alert(values)
         if not values.count:
             return
         data: dict[str, Any] = dict(values.scalars)
@@ -130,6 +134,16 @@ class WandbBackend(RemoteBackend):
             run.define_metric(tag, step_metric=_STEP)
             self._defined.add(tag)
         run.log({**data, _STEP: values.step})
+
+    def _alert(self, values: StepValues) -> None:
+        """Raise an alert for each warning and error, at most 20 in a run and one of a rule in ten minutes."""
+        for finding in values.findings:
+            if finding.severity == "info" or self._alerts >= _MOST_ALERTS:
+                continue
+            self._alerts += 1
+            level = self._wandb.AlertLevel.ERROR if finding.severity == "error" else self._wandb.AlertLevel.WARN
+            text = f"{finding} {finding.advice}"
+            self._target.alert(f"ikkuna: {finding.rule}", text, level=level, wait_duration=_BETWEEN_ALERTS)
 
     def _histogram(self, histogram: Any) -> Any:
         """Return a histogram with at most 512 bins, the most that wandb shows."""

@@ -1,5 +1,6 @@
 """Applies rules while a model trains, and provides the statistics that they read."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -9,8 +10,10 @@ from numpy.typing import NDArray
 from ikkuna.backends.backend import Backend, get_backend
 from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
+from ikkuna.diagnosis.findings import STYLES
 from ikkuna.diagnosis.stored_findings import event_text
 from ikkuna.diagnosis.stored_judgement import JudgementBackend
+from ikkuna.distributed.rendezvous import World
 from ikkuna.errors import ConfigError, ConfigTypeError, StopTraining, unknown_name
 from ikkuna.metrics.bus.bus import Handle, MessageBus
 from ikkuna.metrics.messages.batch import MessageBatch
@@ -21,6 +24,7 @@ from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.subscription import Subscription
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.store.names import Series, SeriesGroup
+from ikkuna.support.console import announce
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedParameter
 
@@ -130,11 +134,13 @@ class RuleSubscriber(Subscriber):
     judge : Judge
         Applies the rules.
     on_finding : callable, optional
-        Called with each new finding; its exceptions are logged.
+        Called with each new finding on rank 0; its exceptions are logged.
     stop : {'info', 'warning', 'error'}, optional
         The least severity of a finding that raises `StopTraining` at the end of the step.
     every : int
         The number of steps between two samples of facts that rarely change.
+    mute : frozenset of (str, str)
+        Pairs of a rule and a module whose findings are left out.
     **options : Any
         See `Subscriber`.
 
@@ -156,6 +162,7 @@ class RuleSubscriber(Subscriber):
         on_finding: OnFinding | None = None,
         stop: str | None = None,
         every: int = 10,
+        mute: frozenset[tuple[str, str]] = frozenset(),
         **options: Any,
     ) -> None:
         super().__init__(kinds, tag=None, **options)
@@ -163,6 +170,7 @@ class RuleSubscriber(Subscriber):
         self._on_finding = on_finding
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
         self._every = every
+        self._mute = mute
         self._lacks_network = not judge.history.network.modules
         self.actions: list[OnFinding] = []
         self._store = JudgementBackend() if any(map(_writes_files, self.backends)) else None
@@ -171,8 +179,15 @@ class RuleSubscriber(Subscriber):
 
     @property
     def findings(self) -> Findings:
-        """The findings so far."""
-        return self.judge.findings
+        """The findings so far, without muted ones."""
+        found = self.judge.findings
+        heard = (finding for finding in found if not self._is_muted(finding))
+        return Findings(heard, found.judged, found.skipped, found.needed)
+
+    def _is_muted(self, finding: Finding) -> bool:
+        """Return whether all modules of a finding are muted for its rule."""
+        modules = finding.modules or (finding.module,)
+        return all((finding.rule, module) in self._mute for module in modules)
 
     def receive(self, message: Any, kind: str, value: float) -> None:
         """Add a value to the history of the rules."""
@@ -256,8 +271,9 @@ class RuleSubscriber(Subscriber):
         StopTraining
             If `stop` asks for it.
         """
-        found = self.judge.finish_step(stamp.global_step)
+        judged = self.judge.finish_step(stamp.global_step)
         self._store_step(stamp)
+        found = [each for each in judged if not self._is_muted(each)]
         for finding in found:
             self._act(finding, stamp)
         if found:
@@ -283,10 +299,13 @@ class RuleSubscriber(Subscriber):
         self._show(
             NetworkMessage(stamp, "findings", path=finding.rule), finding, "findings"
         )  # names the run in the log
-        log.warning("%s", finding)
+        verbosity = getattr(getattr(self._host, "settings", None), "verbosity", 1)
+        mark, _, text = str(finding).partition(":")
+        advice = f" Try: {finding.advice.rstrip('.')}." if finding.advice else ""
+        announce(f":{text}{advice}", logging.WARNING, verbosity, mark, STYLES[finding.severity])
         for action in self.actions:
             action(finding)
-        if self._on_finding is not None:
+        if self._on_finding is not None and World.here().rank == 0:
             try:
                 self._on_finding(finding)
             except Exception as error:
@@ -315,6 +334,7 @@ def register_rules(
     on_finding: OnFinding | None = None,
     stop: str | None = None,
     backend: str | Backend | list[str | Backend] | None = None,
+    mute: Iterable[str] = (),
 ) -> RuleSubscriber:
     """Register rules on a bus, with the statistics and subscribers that they need.
 
@@ -336,11 +356,14 @@ def register_rules(
         Rules are judged at these steps.  By default 2 if `every` is even, otherwise 1: for a small model a sample of the loss alone
         costs about as much as everything else in a step without samples.
     on_finding : callable, optional
-        Called with each new `Finding`.
+        Called with each new `Finding` on rank 0: once for each rule, however many modules follow.
     stop : {'info', 'warning', 'error'}, optional
         The least severity of a finding that raises `StopTraining` at the end of the step; by default nothing is raised.
     backend : str, Backend or list of these, optional
         Where findings are shown; by default the backends of the registered subscribers, or ``"tb"``.
+
+    mute : iterable of str
+        ``"rule"`` does not apply a rule; ``"rule:module"`` leaves out its findings in a module.
 
     Raises
     ------
@@ -353,7 +376,8 @@ def register_rules(
         raise ConfigTypeError(f"on_finding needs a function of a Finding, got {type(on_finding).__name__}")
     later = _checked_later(every, later)
     loss_every = _checked_loss_every(every, loss_every)
-    judge = Judge(get_rules(rules), Network(bus.network))
+    chosen, muted = _without_muted(get_rules(rules), mute)
+    judge = Judge(chosen, Network(bus.network))
     used = list(
         {(b if isinstance(b, str) else id(b)): b for r in bus.registered for b in r.subscriber.backends}.values()
     )
@@ -364,7 +388,7 @@ def register_rules(
             handles += _register_needs(bus, rule, judge.history.network, (every, later))
         published = {kind for r in bus.registered for kind in r.subscriber.publishes}
         kinds = ["batch_finished", "loss", *sorted((judge.kinds & published) - set(_OWN))]
-        subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, **options)
+        subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, mute=muted, **options)
         subscriber.subscription = subscriber.subscription.sampled(subsample=loss_every)
         shared = shared_kinds(sorted(judge.kinds - published))
         for kind, statistics in shared.items():
@@ -385,6 +409,18 @@ def register_rules(
             handle.remove()
         raise
     return subscriber
+
+
+def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rule], frozenset[tuple[str, str]]]:
+    """Return the rules that are not muted, and the pairs of a rule and a module that are."""
+    if isinstance(mute, str):
+        raise ConfigTypeError(f"mute needs a list of names of rules, got {mute!r}; pass [{mute!r}]")
+    rules, names = list(rules), [name.partition(":") for name in mute]
+    for name, *_ in names:
+        if name not in (known := [rule.name for rule in rules]):
+            raise ConfigError(unknown_name("rule in mute", name, known))
+    whole = {name for name, colon, _ in names if not colon}
+    return [rule for rule in rules if rule.name not in whole], frozenset((n, module) for n, c, module in names if c)
 
 
 def _checked_later(every: int, later: int | None) -> int:

@@ -18,7 +18,7 @@ from ikkuna.store.quantity import step_order
 from ikkuna.store.values import ModuleOrder
 from ikkuna.support.files import atomic_file
 
-__all__ = ["Parting", "RunDifference", "compare_paths", "compare_runs", "write_diff"]
+__all__ = ["Parting", "RunDifference", "compare_paths", "compare_runs", "training_order", "write_diff"]
 
 
 _FACTOR = 6.0
@@ -125,7 +125,7 @@ def compare_runs(
                     found.partings.append(parting)
     order = ModuleOrder(first.modules)
     places = {kind: step_order(kind, first.quantities) for kind in first.kinds(None)}
-    found.partings.sort(key=lambda parting: _rank(parting, order, places))
+    found.partings.sort(key=lambda parting: training_order(parting.step, parting.kind, parting.module, order, places))
     _compare_modules(found, first, second)
     return found
 
@@ -137,10 +137,16 @@ def _compare_modules(found: RunDifference, first: StoredRun, second: StoredRun) 
     found.common = len(names[0]) - len(found.only_first)
 
 
-def _rank(parting: Parting, order: ModuleOrder, places: Mapping[str, tuple[int, bool]]) -> tuple[Any, ...]:
-    place, is_backward = places[parting.kind.partition(".")[0] if parting.kind not in places else parting.kind]
-    position, natural = order.key(parting.module) if parting.module is not None else (-1, [])
-    return parting.step, place, -position if is_backward else position, natural, parting.kind
+def training_order(
+    step: int, kind: str, module: str | None, order: ModuleOrder, places: Mapping[str, tuple[int, bool]]
+) -> tuple[Any, ...]:
+    """Return a key that sorts values by their steps, and within a step as training computes them.
+
+    `places` has the place of each kind in a step and whether that is in the backward pass, where the last layer comes first.
+    """
+    place, is_backward = places[kind.partition(".")[0] if kind not in places else kind]
+    position, natural = order.key(module) if module is not None else (-1, [])
+    return step, place, -position if is_backward else position, natural, kind
 
 
 def _aligned(a: SeriesValues, b: SeriesValues) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:

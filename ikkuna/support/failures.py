@@ -11,7 +11,6 @@ import functools
 import inspect
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Hashable, Iterator
 from itertools import pairwise
@@ -23,7 +22,6 @@ from ikkuna.printable import printable
 
 __all__ = [
     "FailureCounter",
-    "announce",
     "error_text",
     "log",
     "raise_users_exception",
@@ -239,6 +237,7 @@ class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
     """Passes records to a logger, and ignores the exceptions of its handlers and filters.
 
     A handler of the user must neither stop a thread of ikkuna nor raise into the training loop.
+    Without any handler a record is written to the standard error stream, and begins with ``ikkuna:``.
 
     Examples
     --------
@@ -250,6 +249,8 @@ class _SafeLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a record; its source is the caller of :meth:`warning`, :meth:`error` and so on."""
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        if not self.logger.hasHandlers():
+            msg = f"ikkuna: {msg}"
         with suppressed(BaseException):
             super().log(level, msg, *args, **kwargs)
 
@@ -281,16 +282,3 @@ def _printable_argument(value: object) -> object:
 log = _SafeLogger(logging.getLogger("ikkuna"))
 log.logger.addFilter(_make_printable)
 """Logs to the logger ``"ikkuna"`` of the standard library, which the user may configure."""
-
-
-def announce(text: str) -> None:
-    """Log a line of level INFO; without any configuration of logging, write it to the standard error stream.
-
-    The level WARNING of the logger ``"ikkuna"`` or of a handler silences it.
-    """
-    logger = log.logger
-    if logger.hasHandlers() or logger.level != logging.NOTSET or logging.root.level != logging.WARNING:
-        log.info(text)
-    elif sys.stderr is not None:
-        with suppressed(BaseException):
-            sys.stderr.write(f"{printable(text)}\n")

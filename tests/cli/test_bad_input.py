@@ -98,7 +98,8 @@ COMMANDS = {
     "check": ["check", "RUN"],
     "summary": ["summary", "RUN"],
     "summary of a kind": ["summary", "RUN", "--kind", "loss"],
-    "kinds": ["kinds", "RUN"],
+    "kinds": ["list", "kinds", "RUN"],
+    "why": ["why", "RUN"],
     "report": ["report", "RUN", "-o", "page.html"],
     "report of two": ["report", "HEALTHY", "RUN", "-o", "page.html"],
     "diff from": ["diff", "RUN", "HEALTHY", "-o", "page.html"],
@@ -114,7 +115,7 @@ def called(arguments, run, healthy, *more):
 
 
 def test_the_table_has_every_command_that_reads_files():
-    without_files = {"backends", "demo", "doctor", "plugins", "presets", "subscribers", "tensorboard"}
+    without_files = {"demo", "doctor", "runs", "tensorboard"}
     assert {arguments[0] for arguments in COMMANDS.values()} == set(command_names()) - without_files
 
 
@@ -216,13 +217,15 @@ def test_a_run_that_is_being_written_is_read(command, healthy, tmp_path, capsys)
 
 WRONG = {
     "a command": (["sumary"], "did you mean 'summary'?"),
-    "a subscriber": (["subscribers", "NormSubscribr"], "did you mean 'NormSubscriber'?"),
-    "a preset": (["presets", "defualt"], "did you mean 'default'?"),
-    "a backend": (["backends", "jsonlines"], "did you mean 'jsonl'?"),
+    "a subscriber": (["list", "subscribers", "NormSubscribr"], "did you mean 'NormSubscriber'?"),
+    "a preset": (["list", "presets", "defualt"], "did you mean 'default'?"),
+    "a backend": (["list", "backends", "jsonlines"], "did you mean 'jsonl'?"),
     "a rule": (["check", "HEALTHY", "--rules", "dead_unit"], "did you mean 'dead_units'?"),
     "a kind": (["summary", "HEALTHY", "--kind", "weight_norm2"], "did you mean 'weights_norm2'?"),
     "an option": (["report", "HEALTHY", "--otput", "a"], "unrecognized arguments"),
-    "no run": (["report"], "the following arguments are required: RUN"),
+    "no run": (["report"], "there is no directory 'run' here; pass the path of a run"),
+    "a list": (["list", "subscriber"], "did you mean 'subscribers'?"),
+    "no directory": (["runs"], "'run' is not a directory"),
     "an interval": (["summary", "HEALTHY", "--watch", "--interval", "0"], "--interval needs a positive number"),
     "a tolerance": (["diff", "HEALTHY", "HEALTHY", "--tolerance", "nan"], "--tolerance needs a number of at least 0"),
     "a number": (["diff", "HEALTHY", "HEALTHY", "--tolerance", "much"], "invalid float value: 'much'"),
@@ -323,7 +326,7 @@ TERMINALS = {
     "no width": {"COLUMNS": "20"},
     "no abilities": {"TERM": "dumb", "FORCE_COLOR": "1"},
 }
-LISTS = {name: [name] for name in ("backends", "plugins", "presets", "subscribers")}
+LISTS = {name: ["list", name] for name in ("backends", "plugins", "presets", "subscribers")}
 
 
 @pytest.mark.parametrize("environment", TERMINALS.values(), ids=TERMINALS)

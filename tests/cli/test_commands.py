@@ -29,9 +29,13 @@ def output(capsys, *arguments, status=0):
 
 
 def test_the_demo_finds_its_mistake(tmp_path, capsys):
-    out = output(capsys, "demo", "--log-dir", tmp_path, "--steps", 60)
+    page = tmp_path / "page.html"
+    out = output(capsys, "demo", "--log-dir", tmp_path, "--steps", 60, "-o", page)
     assert "dead" in out.split("finding\n")[1]
-    assert f"ikkuna report {tmp_path}/run0001" in out
+    assert f"Open {page}" in out
+    assert "dead_units" in page.read_text()
+    done = json.loads(output(capsys, "demo", "--log-dir", tmp_path, "--steps", 60, "-o", page, "--json"))
+    assert (done["run"], done["findings"][0]["rule"]) == (str(tmp_path / "run0002"), "dead_units")
     assert cli.main(["demo", "--steps", "0"]) == 2
 
 
@@ -39,22 +43,22 @@ def test_the_demo_finds_its_mistake(tmp_path, capsys):
     ("command", "name"), [("subscribers", "NormSubscriber"), ("backends", "jsonl"), ("presets", "default")]
 )
 def test_plugins_are_listed_with_distribution_and_description(command, name, capsys):
-    rows = json.loads(output(capsys, command, "--json"))
+    rows = json.loads(output(capsys, "list", command, "--json"))
     [row] = [row for row in rows if row["name"] == name]
     assert row["distribution"].startswith("ikkuna ")
     assert row["description"].endswith((".", "always."))
-    assert f"\n{name} " in output(capsys, command)
-    assert name in output(capsys, command, name)
+    assert f" {name} " in output(capsys, "list", command)
+    assert name in output(capsys, "list", command, name)
 
 
 def test_lists_of_plugins_import_no_torch():
-    code = "import sys; from ikkuna.cli import main; main(['subscribers']); print('torch' in sys.modules)"
+    code = "import sys; from ikkuna.cli import main; main(['list', 'subscribers']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")
 
 
 def test_plugins_of_every_type_are_listed_and_imported(capsys):
-    rows = json.loads(output(capsys, "plugins", "--load", "--json"))
+    rows = json.loads(output(capsys, "list", "plugins", "--load", "--json"))
     assert {row["type"] for row in rows} == {"subscriber", "preset", "backend", "rule"}
     assert {row["state"] for row in rows} == {"works"}
 
@@ -65,16 +69,16 @@ def test_a_broken_plugin_is_named(capsys, monkeypatch):
     from ikkuna.support import plugins
 
     monkeypatch.setattr(plugins, "plugins", lambda group: {"bad": (EntryPoint("bad", "no_such_module:X", group),)})
-    rows = json.loads(output(capsys, "plugins", "--load", "--json", status=1))
+    rows = json.loads(output(capsys, "list", "plugins", "--load", "--json", status=1))
     assert "No module named 'no_such_module'" in rows[0]["state"]
 
 
 def test_kinds_of_a_run_and_of_the_library(run, capsys):
-    rows = json.loads(output(capsys, "kinds", run, "--json"))
+    rows = json.loads(output(capsys, "list", "kinds", run, "--json"))
     stored = read_run(run)
     assert [row["kind"] for row in rows] == [*stored.kinds()]
     assert sum(int(row["values"]) for row in rows) == stored.count
-    assert "\nweight_updates " in output(capsys, "kinds")
+    assert "\nweight_updates " in output(capsys, "list", "kinds")
 
 
 def test_the_doctor_measures(capsys):

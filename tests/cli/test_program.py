@@ -44,9 +44,8 @@ def test_every_command_has_a_help_of_its_own(name, capsys):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["chek"], "unknown command 'chek'; did you mean 'check'?"),
-        (["check"], "the following arguments are required: RUN; see 'ikkuna check --help'"),
+        (["diff"], "the following arguments are required: A, B; see 'ikkuna diff --help'"),
         (["check", "--jsn", "."], "unrecognized arguments: --jsn"),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_rule_whose_text_cannot_be_formatted_still_finds():
 
 def test_a_rule_for_a_kind_that_is_never_published_names_what_it_lacks():
     judge = judged([AboveRule()], [{"a": 1.0}], kind="other")
-    assert judge.findings.skipped == {"above": "what they read is not measured; findings.needed names it"}
+    assert judge.findings.skipped == {"above": "what they read is not measured; preset 'full' measures most of it"}
     assert judge.findings.needed == {"above": "figure from SomeSubscriber()"}
     assert judge.findings.judged == ()
 

@@ -371,7 +371,7 @@ def test_verbosity_silences_the_line(tmp_path, caplog):
 
 SCRIPT = """
 import logging
-from ikkuna.support.failures import announce
+from ikkuna.support.console import announce
 announce("without configuration")
 logging.getLogger("ikkuna").setLevel(logging.WARNING)
 announce("with a level")
@@ -386,4 +386,4 @@ announce("with a handler and a level")
 def test_the_line_is_shown_without_configuration_of_logging_and_obeys_it():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines() == ["without configuration", "INFO:ikkuna:with a handler and a level"]
+    assert done.stderr.splitlines() == ["ikkuna: without configuration", "INFO:ikkuna:with a handler and a level"]

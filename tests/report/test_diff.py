@@ -159,7 +159,7 @@ def test_the_command_writes_a_page_and_json(base, tmp_path, capsys):
     page = tmp_path / "diff.html"
     assert cli.main(["diff", str(base), str(run), "-o", str(page)]) == 1
     out = capsys.readouterr().out
-    assert "The runs part at step 20: " in out
+    assert "The runs differ from step 20 on: " in out
     assert ["lr", "0.1", "0.2"] in [line.split() for line in out.splitlines()]
     text = page.read_text()
     assert text.count("data-heatmap=") == 2 * 4

@@ -23,7 +23,7 @@ class MostlyZeroRule(Rule):
     advice = "use a larger initialisation, or a lower weight decay"
 
     def subscribers(self, network, every):  # registered while a model trains, unless the user has registered one
-        return (NearZeroSubscriber("weights", subsample=every),)
+        return (NearZeroSubscriber("weights", every=every),)
 
     def scores(self, history):  # 1 or more is bad; the same code judges live and stored runs
         for name, curve in history.fresh("weights_near_zero"):

@@ -2,13 +2,14 @@
 
 import argparse
 
+from ikkuna.cli.runs import add_run_argument, chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help="the directory of a run, an event file, or a file of JSON lines")
+    add_run_argument(parser)
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     parser.add_argument(
         "--rules",
@@ -19,7 +20,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.diagnosis.judge import check
 
-    found = check(options.path, options.rules and options.rules.split(","))
+    found = check(chosen_run(options.path, terminal), options.rules and options.rules.split(","))
     if options.json:
         terminal.write_json(
             {
@@ -31,7 +32,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
             }
         )
     else:
-        terminal.write(found)
+        terminal.write_lines(found.text(terminal.styled))
     return int(any(finding.severity != "info" for finding in found))
 
 

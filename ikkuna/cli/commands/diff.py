@@ -1,8 +1,9 @@
-"""``ikkuna diff``: finds where two runs part."""
+"""``ikkuna diff``: finds where two runs differ."""
 
 import argparse
 from typing import TYPE_CHECKING
 
+from ikkuna.cli.runs import chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         raise ConfigError(f"--tolerance needs a number of at least 0, got {options.tolerance}")
     if options.output:
         page_target(options.output)
+    one, other = (chosen_run(path, terminal) for path in (options.first, options.second))
+    repeats = [chosen_run(path, terminal) for path in options.repeat]
     terminal.progress("reading")
-    found, first, second = compare_paths(options.first, options.second, options.repeat, options.tolerance)
+    found, first, second = compare_paths(one, other, repeats, options.tolerance)
     terminal.progress("")
     if options.output:
         write_diff(found, first, second, options.output, terminal.progress)
@@ -56,7 +59,7 @@ def _write(found: "RunDifference", first: str, second: str, terminal: Terminal) 
     if found.partings:
         start = found.partings[0]
         place = f"{start.module}, " if start.module else ""
-        terminal.write(terminal.styled(f"The runs part at step {start.step}: {place}{start.kind}", "bold"))
+        terminal.write(terminal.styled(f"The runs differ from step {start.step} on: {place}{start.kind}", "bold"))
         terminal.write(f"{len(found.partings)} of {found.compared} compared series differ beyond the noise.")
         rows = [
             (str(p.step), p.module or "-", p.kind, f"{p.first:.6g}", f"{p.second:.6g}", f"{p.noise:.3g}")
@@ -74,9 +77,9 @@ def _write(found: "RunDifference", first: str, second: str, terminal: Terminal) 
 
 
 command = Command(
-    help="find where two runs part",
+    help="find where two runs differ",
     description=(
-        "Find the first step, layer and kind at which two runs part beyond the noise between them, and what changed in "
+        "Find the first step, layer and kind at which two runs differ beyond the noise between them, and what changed in "
         "configuration and environment. The exit status is 1 if they differ."
     ),
     add_arguments=_add_arguments,

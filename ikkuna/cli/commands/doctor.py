@@ -70,7 +70,7 @@ def _devices() -> str:
 
 
 def _plugins() -> str:
-    from ikkuna.cli.plugin_table import GROUPS
+    from ikkuna.cli.commands.list import GROUPS
     from ikkuna.support.plugins import load_plugin, plugins
 
     count = 0

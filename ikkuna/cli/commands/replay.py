@@ -24,20 +24,34 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a function that returns (model, loss, optimizer); MODULE may be the path of a script; "
         "without it, the content of the dump is shown",
     )
+    parser.add_argument("--json", action="store_true", help="write JSON instead of text")
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.flight_recorder.dump_reading import read_dump
 
     dump = read_dump(options.path)
+    facts = {
+        "dump": str(dump.path),
+        "step": dump.step,
+        "reasons": list(dump.reasons),
+        "steps": list(map(int, dump.steps)),
+    }
     if options.script is None:
-        terminal.write(dump)
+        _write(terminal, options.json, dump, facts | {"reproduced": None})
         return 0
     from ikkuna.export.replay import replay
 
     result = replay(dump, **arguments_of_script(options.script))
-    terminal.write(result)
+    _write(terminal, options.json, result, facts | {"reproduced": result.is_reproduced})
     return int(not result.is_reproduced)
+
+
+def _write(terminal: Terminal, as_json: bool, text: object, facts: dict[str, Any]) -> None:
+    if as_json:
+        terminal.write_json(facts)
+    else:
+        terminal.write(text)
 
 
 def arguments_of_script(reference: str) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 import argparse
 
+from ikkuna.cli.runs import add_run_argument, chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="the directory of a run, an event file, or a file of JSON lines"
-    )
+    add_run_argument(parser, several=True)
     parser.add_argument("-o", "--output", default="report.html", help="the page to write (default: report.html)")
     parser.add_argument("--json", action="store_true", help="write the path and the size of the page as JSON")
 
@@ -18,7 +17,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     from ikkuna.report import write_report
 
-    path = write_report(options.runs, options.output, terminal.progress)
+    path = write_report([chosen_run(path, terminal) for path in options.runs], options.output, terminal.progress)
     size = path.stat().st_size
     if options.json:
         terminal.write_json({"path": str(path), "bytes": size})

@@ -3,13 +3,14 @@
 import argparse
 import time
 
+from ikkuna.cli.runs import add_run_argument, chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help="the directory of a run, an event file, or a file of JSON lines")
+    add_run_argument(parser)
     parser.add_argument("--kind", help="draw the heat map of this kind only")
     parser.add_argument("--watch", action="store_true", help="write the summary again whenever the run has grown")
     parser.add_argument(
@@ -25,14 +26,15 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
 
     if not options.interval > 0:
         raise ConfigError(f"--interval needs a positive number, got {options.interval}")
+    path = chosen_run(options.path, terminal)
     if not options.watch:
-        run = read_run(options.path)
+        run = read_run(path)
         if options.json:
             terminal.write_json(summary_values(run))
         else:
             write_summary(run, terminal, options.kind)
         return 0
-    run, seen = StoredRun(options.path), None
+    run, seen = StoredRun(path), None
     while True:  # until the user interrupts
         if (run.count, run.last_step) != seen:
             seen = run.count, run.last_step

@@ -18,6 +18,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN", nargs="?", default="run", help="a run or a log directory (default: run)")
     parser.add_argument("--port", type=int, default=6006, help="the port of the server (default: 6006)")
     parser.add_argument("--dry-run", action="store_true", help="write the command without running it")
+    parser.add_argument("--json", action="store_true", help="with --dry-run, write the command as a list in JSON")
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
@@ -27,7 +28,10 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         raise ConfigError(f"--port needs a number from 0 to {_LAST_PORT}, got {options.port}")
     arguments = ["-m", "tensorboard.main", "--logdir", options.path, "--port", str(options.port)]
     if options.dry_run:
-        terminal.write(" ".join([sys.executable, *arguments]))
+        if options.json:
+            terminal.write_json({"command": [sys.executable, *arguments]})
+        else:
+            terminal.write(" ".join([sys.executable, *arguments]))
         return 0
     if find_spec("tensorboard") is None:
         raise ConfigError("TensorBoard is not installed; run 'pip install tensorboard'")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ikkuna.backends.backend import Backend
+from ikkuna.backends.backend import SPELLINGS, Backend
 from ikkuna.backends.loggers import is_target
 from ikkuna.backends.run import Run
 from ikkuna.errors import ConfigError, ConfigTypeError
@@ -151,10 +151,10 @@ class Subscriber(metaclass=_RegisteringType):
         The kinds that the subscriber emits; other subscribers can subscribe to them.
     join : bool
         Whether the messages of all kinds are delivered together, as one `MessageBundle`.
-    subsample : int
-        See `Subscription`.
     every : int, optional
-        Another name of `subsample`.
+        Sample every n-th optimizer step, including step 0.
+    subsample : int
+        The older name of `every`.
     start, stop, schedule
         See `Subscription`.
     modules : str, Pattern, callable, sequence of them, or None
@@ -292,7 +292,7 @@ class Subscriber(metaclass=_RegisteringType):
             raise ConfigTypeError(
                 f"backend needs a name, a Backend, a logger or a function, got {type(wrong[0]).__name__} {wrong[0]!r}"
             )
-        self.backends: tuple[Any, ...] = backends
+        self.backends: tuple[Any, ...] = tuple(SPELLINGS.get(b, b) if isinstance(b, str) else b for b in backends)
 
     @property
     def kinds(self) -> tuple[str, ...]:

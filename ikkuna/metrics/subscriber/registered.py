@@ -111,7 +111,7 @@ class Registered:
             self._is_late = True
             log.warning(
                 "%s: the device computes its values more slowly than they are sampled; the newest are dropped and counted. "
-                "A larger subsample= avoids this",
+                "A larger every= avoids this",
                 self.label,
             )
         self.dropped += max(1, len(self.subscriber.publishes))

@@ -198,3 +198,8 @@ class Stopwatch:
         own = self._spent_until_end - self._spent_before
         others = self._ended - self._began - own
         return own / others if others > 0 else 0.0
+
+    @property
+    def spent_later(self) -> float:
+        """Seconds that ikkuna took from the second step on."""
+        return self._spent_until_end - self._spent_before

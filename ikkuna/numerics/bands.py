@@ -1,0 +1,124 @@
+r"""The band in which a series usually is, and which series leave it or differ from the others."""
+
+import math
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Band", "running_band", "unusual_rows"]
+
+_SCALE = 1.4826  # the standard deviation over the median absolute deviation, for normal data
+
+
+class Band(NamedTuple):
+    """Where the values of a series are, compared with those before them.
+
+    Parameters
+    ----------
+    distance : ndarray (steps,)
+        The distance from the running median in half-widths of the band; above 1 a value is outside.
+        It is 0 for the first values, and infinite for values that are not finite after values that are.
+    median : ndarray (steps,)
+        The running median; NaN for the first values.
+    """
+
+    distance: NDArray[np.float64]
+    median: NDArray[np.float64]
+
+
+def running_band(
+    values: NDArray[np.float64], window: int = 20, width: float = 8.0, least: int = 5, tolerance: float = 0.05
+) -> Band:
+    r"""Compare each value of a series with the band of the values before it.
+
+    The band of :math:`x_t` is made of the last `window` values before it that were inside their own bands,
+    so that the beginning of a change does not become usual:
+
+    .. math:: d_t = |x_t - m_t| / h_t, \quad h_t = \max(w \cdot 1.4826 \, \mathrm{MAD}_t, \; 2 \max_i |x_i - m_t|, \; \tau |m_t|)
+
+    with the median :math:`m`, the median absolute deviation MAD, and :math:`x_i` in the band; the second term is for values that
+    are mostly equal.  Positive series are compared as logarithms, where
+    :math:`\tau` replaces :math:`\tau |m_t|`.  After `window` values in a row outside the band begins anew with these.
+
+    Parameters
+    ----------
+    values : ndarray (steps,)
+        The series.
+    window : int
+        The number of values of a band.
+    width : float
+        :math:`w`, the number of robust standard deviations between the median and the end of the band.
+    least : int
+        The number of values that a band needs.
+    tolerance : float
+        :math:`\tau`, the relative change that is never outside.
+
+    Examples
+    --------
+    >>> found = running_band(np.array([1.0, 1.1, 0.9, 1.0, 1.1, 1.0, 40.0, 1.0]))
+    >>> (found.distance > 1).nonzero()[0].tolist(), round(float(found.median[6]), 2)
+    ([6], 1.0)
+    """
+    distance, medians = np.zeros(len(values)), np.full(len(values), np.nan)
+    finite = np.isfinite(values)
+    is_positive = bool(finite.any()) and bool((values[finite] > 0).all())
+    shown = np.log(values, out=np.full(len(values), np.nan), where=finite) if is_positive else values
+    usual: list[float] = []
+    away: list[float] = []
+    for i, value in enumerate(shown.tolist()):
+        if len(usual) >= least:
+            band = usual[-window:]
+            middle = median(band)
+            medians[i] = math.exp(middle) if is_positive else middle
+            away_usually = [abs(each - middle) for each in band]
+            half = max(width * _SCALE * median(away_usually), 2 * max(away_usually))
+            half = max(half, tolerance if is_positive else tolerance * abs(middle))
+            difference = abs(value - middle) if finite[i] else math.inf
+            distance[i] = difference / half if half else (math.inf if difference else 0.0)
+        if not finite[i]:
+            continue
+        if distance[i] <= 1:
+            usual.append(value)
+            away = []
+        else:
+            away.append(value)
+            if len(away) >= window:
+                usual, away = away, []
+    return Band(distance, medians)
+
+
+def unusual_rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    r"""Return how unusual each row is among the rows: larger means more unusual.
+
+    The largest over columns of :math:`|y_{ij} - m_j| / (1.4826 \, \mathrm{MAD}_j)`, with median and MAD over the rows of a column,
+    where :math:`y = \log_{10} |x|`.  A row with a value that is zero where most rows are not has at least :math:`10^3`.
+    Infinite values count as infinite, and NaN as no value.  The MAD is at least 0.05.
+
+    Parameters
+    ----------
+    values : ndarray (rows, columns)
+        The values.
+
+    Examples
+    --------
+    >>> unusual_rows(np.array([[1.0, 1.1], [1.2, 1.0], [0.0, 0.0], [1.1, 1.3], [1.0, 900.0]])).argsort()[-2:].tolist()
+    [4, 2]
+    """
+    if not values.size:
+        return np.zeros(len(values))
+    with np.errstate(all="ignore"):
+        size = np.where(values == 0, np.nan, np.log10(np.abs(values)))
+        size[np.isinf(values)] = np.nan
+        filled = np.isfinite(size).any(axis=0)
+        middle = np.full(values.shape[1], np.nan)
+        middle[filled] = np.nanmedian(size[:, filled], axis=0)
+        spread = np.full(values.shape[1], np.nan)
+        spread[filled] = np.nanmedian(np.abs(size - middle)[:, filled], axis=0)
+        away = np.nan_to_num(np.abs(size - middle) / (_SCALE * np.maximum(spread, 0.05)))
+        rare = np.nanmean(np.where(np.isnan(values), np.nan, values == 0), axis=0) < 0.5
+    away[(values == 0) & rare] += 1e3
+    away[np.isinf(values)] = np.inf
+    found: NDArray[np.float64] = away.max(axis=1)
+    return found

@@ -1,0 +1,78 @@
+"""A finding reaches the person: through a function, wandb and MLflow, unless it is muted."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ikkuna.backends.loggers import StepValues
+from ikkuna.cli.sample_training import train_sample
+from ikkuna.diagnosis import Finding
+from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.integrations.mlflow import MlflowBackend
+from ikkuna.integrations.wandb import WandbBackend
+
+
+def found_in_training(tmp_path, **options):
+    found = []
+    train_sample(tmp_path, 60, on_finding=found.append, recorder=False, **options)
+    return {finding.rule: finding for finding in found}
+
+
+def test_a_function_is_called_once_for_each_rule(tmp_path):
+    found = found_in_training(tmp_path)
+    assert found["dead_units"].module == "relu3"
+
+
+@pytest.mark.parametrize("name", ["dead_units", "dead_units:relu3"])
+def test_muted_findings_are_not_reported(tmp_path, name, caplog):
+    assert "dead_units" not in found_in_training(tmp_path, mute=[name])
+    assert "dead_units" not in caplog.text
+
+
+def test_other_modules_of_a_muted_rule_are_reported(tmp_path):
+    assert "dead_units" in found_in_training(tmp_path, mute=["dead_units:relu1"])
+
+
+@pytest.mark.parametrize(
+    ("mute", "kind", "words"),
+    [(["dead_unit"], ConfigError, "did you mean 'dead_units'"), ("dead_units", ConfigTypeError, r"pass \['dead_units'\]")],
+)  # fmt: skip
+def test_a_wrong_name_is_an_error(tmp_path, mute, kind, words):
+    with pytest.raises(kind, match=words):
+        found_in_training(tmp_path, mute=mute)
+
+
+def backend_without_server(backend, **attributes):
+    made = backend.__new__(backend)
+    vars(made).update(attributes)
+    return made
+
+
+def values(count, severity="error"):
+    findings = [Finding(f"rule{i}", severity, "It is wrong.", "fc", advice="mend it") for i in range(count)]
+    return StepValues(step=3, findings=findings)
+
+
+@pytest.mark.parametrize(("severity", "count", "expected"), [("error", 1, 1), ("info", 3, 0), ("warning", 50, 20)])
+def test_wandb_gets_a_limited_number_of_alerts(severity, count, expected):
+    alerts = []
+    target = SimpleNamespace(alert=lambda title, text, **more: alerts.append((title, text, more)))
+    levels = SimpleNamespace(AlertLevel=SimpleNamespace(ERROR="ERROR", WARN="WARN"))
+    backend = backend_without_server(WandbBackend, _target=target, _wandb=levels, _alerts=0)
+    backend.log_step(values(count, severity))
+    backend.log_step(values(0))
+    assert len(alerts) == expected
+    if expected:
+        title, text, more = alerts[0]
+        assert (title, more["level"]) == ("ikkuna: rule0", "ERROR" if severity == "error" else "WARN")
+        assert text == f"{severity}: rule0 in fc: It is wrong. mend it"
+        assert more["wait_duration"] == 600
+
+
+def test_mlflow_gets_a_tag(monkeypatch):
+    tags = []
+    client = SimpleNamespace(set_tag=lambda run, name, text: tags.append((run, name, text)), log_batch=None)
+    entities = SimpleNamespace(Metric=None, Param=None)
+    backend = backend_without_server(MlflowBackend, _client=client, _run_id="r", _entities=entities)
+    backend.log_step(values(1))
+    assert tags == [("r", "ikkuna.finding.rule0", "error: rule0 in fc: It is wrong. mend it")]

@@ -1,0 +1,97 @@
+"""What a training prints: lines with a prefix, findings with remedies, reasons of dumps, and three lines at the end."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ikkuna.diagnosis import Finding, Findings
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from ikkuna.cli.sample_training import train_sample
+train_sample("run", 60, {options})
+{more}
+"""
+
+
+def lines_of(tmp_path, options="", more="", **environment):
+    inherited = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(options=options, more=more)],
+        env={**inherited, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environment},
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    return lines_of(tmp_path_factory.mktemp("printed"))
+
+
+def test_every_line_has_the_prefix(printed):
+    assert printed
+    assert [line for line in printed if not line.startswith("ikkuna: ")] == []
+
+
+def test_the_last_three_lines_are_steps_findings_and_costs(printed):
+    steps, findings, costs = printed[-3:]
+    assert re.fullmatch(r"ikkuna: Sequential: 60 steps, loss 1\.\d+ → 1\.\d+, in 'run/run0001'", steps)
+    assert re.fullmatch(r"ikkuna: 1 finding: error dead_units in relu3 \(step \d+\)", findings)
+    pattern = r"ikkuna: watching took [\d.e+]+ ms a step; 'ikkuna report run/run0001' shows more"
+    assert re.fullmatch(pattern, costs)
+
+
+def test_a_finding_is_printed_with_its_remedy(printed):
+    [line] = [line for line in printed if line.startswith("ikkuna: error: dead_units")]
+    assert "Try: lower the learning rate" in line
+
+
+def test_a_line_about_a_dump_says_why_it_was_written(printed):
+    [line] = [line for line in printed if "dumps" in line]
+    path = re.search(r"'(.*)'; the reason: \S+", line)[1]
+    assert path.endswith("/run/run0001/dumps/step_000000")
+
+
+def test_findings_are_coloured_where_a_terminal_shows_it(tmp_path, printed):
+    coloured = lines_of(tmp_path, FORCE_COLOR="1")
+    assert not any("\x1b" in line for line in printed)
+    assert "ikkuna: \x1b[1;31merror\x1b[0m: dead_units" in {line[: line.find(" in relu3")] for line in coloured}
+
+
+def test_with_verbosity_0_nothing_is_printed(tmp_path):
+    assert lines_of(tmp_path, "verbosity=0") == []
+
+
+def test_the_lines_are_written_at_the_end_of_the_process_without_close(tmp_path):
+    more = """
+import ikkuna, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ikkuna.watch(model, run_name="open", rules=None)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 2)).mean().backward()
+    optimizer.step()
+"""
+    last = lines_of(tmp_path, "verbosity=0", more)[-3:]
+    assert last[0] == "ikkuna: Linear: 3 steps, in 'run/open'"
+    assert last[1] == "ikkuna: no findings; no rules"
+
+
+def test_findings_show_themselves_in_a_notebook():
+    found = Findings(
+        [Finding("dead<units", "error", "All & more.", "fc1", step=3, advice="lower it", consequences=("x",))],
+        judged=["a"], skipped={"b": "too few <steps>"},
+    )  # fmt: skip
+    shown = found._repr_html_()
+    for text in ("dead&lt;units", "All &amp; more.", "fc1", ">3<", "<b>Try:</b> lower it", "too few &lt;steps&gt;"):
+        assert text in shown
+    assert "<units" not in shown
+    assert Findings()._repr_html_() == "<p>no findings; 0 checks judged</p>"
