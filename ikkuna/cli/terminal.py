@@ -88,9 +88,9 @@ class Terminal:
         text = printable(str(value), multiline=not isinstance(value, str))
         _write(self._out, _STYLE.sub(lambda style: f"\x1b[{style[1]}m", text) + "\n")
 
-    def write_lines(self, text: str) -> None:
-        """Write each line of a text."""
-        for line in text.splitlines():
+    def write_lines(self, lines: Iterable[str]) -> None:
+        """Write several lines."""
+        for line in lines:
             self.write(line)
 
     def write_json(self, value: Any) -> None:

@@ -97,19 +97,19 @@ class Findings(tuple[Finding, ...]):
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         return "\n".join(lines)
 
-    def text(self, styled: Styled = _plain) -> str:
-        """Return the table with remedies, and why rules or checks could not judge.
+    def lines(self, styled: Styled = _plain) -> list[str]:
+        """Return the lines of the table with remedies, and why rules or checks could not judge.
 
         Parameters
         ----------
         styled : callable, optional
             Returns a text with styles such as ``"red"``, for a terminal; by default the text itself.
         """
-        lines = [*(_table(self, styled) if self else []), self._summary()]
-        return "\n".join([*lines, *self._reasons(), *([self.note] if self.note else [])])
+        table = _table(self, styled) if self else []
+        return [*table, self._summary(), *self._reasons(), *([self.note] if self.note else [])]
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, self.text().split("\n")))
+        return "\n".join(map(printable, self.lines()))
 
     __repr__ = __str__
 

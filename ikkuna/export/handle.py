@@ -18,7 +18,7 @@ from torch import Tensor
 from ikkuna.backends.pictures.chart import ChartView, Line, QuantileView, heading
 from ikkuna.backends.pictures.drawing import draw_chart
 from ikkuna.backends.run import shortest_path
-from ikkuna.diagnosis.findings import STYLES, Finding, Findings
+from ikkuna.diagnosis.findings import STYLES, Findings
 from ikkuna.errors import ConfigError, ConfigTypeError, IkkunaError, unknown_name
 from ikkuna.export.attachment import Attachment
 from ikkuna.export.exporter import Exporter
@@ -28,6 +28,7 @@ from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.observation.checkpoint import store_finished
 from ikkuna.printable import printable
 from ikkuna.store import SeriesValues, StoredRun
+from ikkuna.store.finding import Finding
 from ikkuna.store.names import Series
 from ikkuna.store.values import ModuleOrder
 from ikkuna.support.console import announce

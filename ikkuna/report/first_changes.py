@@ -1,6 +1,6 @@
 """Finds what changed first before a jump of the loss: the series that left their own bands, in the order of training."""
 
-import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from ikkuna.errors import ConfigError
 from ikkuna.numerics.bands import running_band
 from ikkuna.report.difference import training_order
 from ikkuna.store import SeriesValues, StoredRun
-from ikkuna.store.quantity import step_order
+from ikkuna.store.quantity import Quantity, built_in_sources, step_order
 from ikkuna.store.values import ModuleOrder
 
 __all__ = ["Change", "FirstChanges", "first_changes"]
@@ -19,14 +19,33 @@ __all__ = ["Change", "FirstChanges", "first_changes"]
 _BEFORE = 80  # values of a series before the step that are read
 _RECENT = 1  # samples between the end of a change and the step
 
-_CAUSES = (
-    ("learning_rate", "the learning rate changed", "look at the schedule"),
-    ("input|label", "the batch is unlike the others", "look at the batch; normalise or skip it"),
-    ("activation|output", "this layer is unstable, or an update before has changed it", "normalise its inputs, or clip gradients"),
-    ("loss|accuracy", "only the loss changed: the labels of the batch are unlike the others", "look at the labels"),
-    ("gradient", "a few samples have large gradients", "clip gradients"),
-    ("update|weight|bias", "the updates are too large", "lower the learning rate, or warm up"),
-)  # fmt: skip
+_CAUSES = (  # by the tensors that a kind is computed from
+    ({"batch_finished"}, "the learning rate changed", "look at the schedule"),
+    (
+        {"input_data", "input_labels", "layer_inputs"},
+        "the batch is unlike the others",
+        "look at the batch; normalise or skip it",
+    ),
+    (
+        {"activations", "network_output", "observed"},
+        "this layer is unstable, or an update before has changed it",
+        "normalise its inputs, or clip gradients",
+    ),
+    ({"loss"}, "only the loss changed: the labels of the batch are unlike the others", "look at the labels"),
+    (
+        {"weight_updates", "bias_updates", "weights", "biases"},
+        "the updates are too large",
+        "lower the learning rate, or warm up",
+    ),
+    (
+        {
+            *("layer_gradients", "weight_gradients", "bias_gradients", "weight_gradients_unclipped"),
+            *("bias_gradients_unclipped", "weight_micro_gradients", "bias_micro_gradients"),
+        },
+        "a few samples have large gradients",
+        "clip gradients",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +87,13 @@ class FirstChanges:
         The step in question; ``None`` if no step was given and the loss never left its band upwards or was not stored.
     changes : tuple of Change
         The changes, in the order of steps, and within a step in the order of training.
+    cause : tuple of str, optional
+        The usual meaning of the first change, and a remedy.
     """
 
     step: int | None
     changes: tuple[Change, ...] = ()
-
-    @property
-    def cause(self) -> tuple[str, str] | None:
-        """The usual meaning of the first change, and a remedy; ``None`` without a change."""
-        for change in self.changes[:1]:
-            for words, cause, remedy in _CAUSES:
-                if re.search(words, change.kind):
-                    return cause, remedy
-        return None
+    cause: tuple[str, str] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields and the cause as plain values."""
@@ -125,7 +138,12 @@ def first_changes(run: StoredRun, step: int | None = None, findings: Findings | 
     order = ModuleOrder(run.modules)
     places = {kind: step_order(kind, run.quantities) for kind in run.kinds(None)}
     changes.sort(key=lambda change: training_order(change.step, change.kind, change.module, order, places))
-    return FirstChanges(step, tuple(changes))
+    return FirstChanges(step, tuple(changes), _cause(changes[0].kind, run.quantities) if changes else None)
+
+
+def _cause(kind: str, quantities: Mapping[str, Quantity]) -> tuple[str, str] | None:
+    sources = built_in_sources(kind, quantities)
+    return next(((cause, remedy) for kinds, cause, remedy in _CAUSES if kinds & sources), None)
 
 
 def _first_jump(loss: SeriesValues) -> int | None:

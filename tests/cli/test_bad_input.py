@@ -20,7 +20,8 @@ from ikkuna.flight_recorder.dump_reading import DumpRow
 from ikkuna.netdict import NetDict
 from ikkuna.store.names import Series
 from ikkuna.store.values import ModuleEntry
-from ikkuna.support.failures import announce, error_text, log
+from ikkuna.support.console import announce
+from ikkuna.support.failures import error_text, log
 
 NAMES = ("stem", "relu", "head")
 STEPS = 12

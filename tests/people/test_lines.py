@@ -1,4 +1,4 @@
-"""What a training prints: lines with a prefix, findings with remedies, reasons of dumps, and three lines at the end."""
+"""Lines that a training prints: lines with a prefix, findings with remedies, reasons of dumps, and three lines at the end."""
 
 import os
 import re

@@ -33,7 +33,7 @@ def watch(model, tmp_path):
 
 
 def periods(handle):
-    return {r.subscriber.subscription.subsample for r in handle.message_bus.registered if not r.subscriber.serves_rules}
+    return {r.subscriber.subscription.subsample for r in handle.message_bus.registered if r.subscriber.backends}
 
 
 CRITERION = nn.CrossEntropyLoss()

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ikkuna import cli
@@ -82,6 +82,7 @@ def test_the_command_shows_the_table_the_cause_and_json(tmp_path, capsys):
         first_changes(read_run(run), 80)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.floats(0.9, 1.1), min_size=30, max_size=60),
     st.floats(0.01, 100),

@@ -32,7 +32,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
             }
         )
     else:
-        terminal.write_lines(found.text(terminal.styled))
+        terminal.write_lines(found.lines(terminal.styled))
     return int(any(finding.severity != "info" for finding in found))
 
 

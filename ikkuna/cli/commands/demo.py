@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     write_summary(read_run(run), terminal, heatmaps=2)
     say()
     if not options.json:
-        terminal.write_lines(Findings(findings, findings.judged, note=findings.note).text(terminal.styled))
+        terminal.write_lines(Findings(findings, findings.judged, note=findings.note).lines(terminal.styled))
     say()
     say(f"Open {page}: it shows the run with its findings.")
     say(f"Next:  ikkuna why {run}   ikkuna tensorboard {options.log_dir}   ikkuna summary {run}")
