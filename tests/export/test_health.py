@@ -104,7 +104,7 @@ def test_watch_leaves_nothing_behind_when_it_fails():
     model = nn.Linear(2, 2)
     with pytest.raises(PluginError, match="unknown preset 'fast'; available: 'default'"):
         ikkuna.watch(model, preset="fast")
-    with pytest.raises(ConfigTypeError, match="needs a Subscriber"):
+    with pytest.raises(ConfigTypeError, match="needs subscribers, a loss or an optimizer"):
         ikkuna.watch(model, 3)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks

@@ -95,3 +95,12 @@ def test_findings_show_themselves_in_a_notebook():
         assert text in shown
     assert "<units" not in shown
     assert Findings()._repr_html_() == "<p>no findings; 0 checks judged</p>"
+
+
+@pytest.mark.parametrize(
+    ("before", "line"), [("pass", "ikkuna: 3 values"), ("logging.basicConfig()", "WARNING:ikkuna:3 values")]
+)
+def test_warnings_have_the_prefix_or_the_format_of_the_user(before, line):
+    code = f"import logging; from ikkuna.support.failures import log; {before}; log.warning('%d values', 3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == [line]
