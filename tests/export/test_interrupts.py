@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from ikkuna.flight_recorder.step_capture import copy_state
 
 from ikkuna.backends.run import Run
+from ikkuna.flight_recorder.capture import copy_state
 from ikkuna.store.names import Series
 from ikkuna.support.undisturbed import gradients, switched
 from ikkuna.testing import RecordingBackend
