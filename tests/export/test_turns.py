@@ -284,6 +284,12 @@ def replace_part(model, optimizer):
     optimizer.add_param_group({"params": list(model.c.parameters())})
 
 
+def log_value(exporter, model, x, optimizers, number, seen):
+    exporter.log("value", number)
+    tracker = exporter._session.context.tracker
+    seen.append((str(tracker.pass_stamp("training")), tracker.state, tracker.latest is None, len(tracker.calls.of(0))))
+
+
 # exporter, model, input, optimizers, number, what was seen
 DISTURBANCES = (
     lambda e, m, x, o, n, s: m(x, PARTS),
@@ -295,7 +301,6 @@ DISTURBANCES = (
     lambda e, m, x, o, n, s: o[-1].step(),
     lambda e, m, x, o, n, s: call_in_thread(m, x),
     lambda e, m, x, o, n, s: m.a(x).sum().backward(),
-    lambda e, m, x, o, n, s: e.log("value", n),
     lambda e, m, x, o, n, s: e.epoch_finished(),
     lambda e, m, x, o, n, s: setattr(e, "steps_per_epoch", n + 2),
     lambda e, m, x, o, n, s: e.step(),
@@ -322,7 +327,7 @@ def run_disturbed(seed, every, directory):
     optimizers = [Descent(model.parameters())]
     if not seed % 6:
         optimizers.append(Descent(model.c.parameters()))
-    chosen = choose.sample(DISTURBANCES, 3)
+    chosen = [log_value, log_value, *choose.sample(DISTURBANCES, 3)]
     with Exporter(message_bus=bus, on_error="raise", log_dir=directory) as exporter:
         exporter.add_modules(model)
         for kind in ("weights", "activations", "weight_updates", "layer_gradients"):
@@ -332,7 +337,7 @@ def run_disturbed(seed, every, directory):
             bus.register_subscriber(event)
         for _ in range(60):
             for place in ("before", "inside", "after"):
-                if choose.random() < 0.02:
+                if choose.random() < 0.05:
                     choose.choice(chosen)(exporter, model, torch.ones(1, 2), optimizers, choose.randrange(4), seen)
                 if place == "before":
                     optimizers[0].zero_grad()
