@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.backends.pictures.chart import ChartView, Line, QuantileView, heading
-from ikkuna.backends.pictures.drawing import draw_chart
 from ikkuna.backends.run import shortest_path
 from ikkuna.diagnosis.findings import STYLES, Findings
 from ikkuna.errors import ConfigError, ConfigTypeError, IkkunaError, unknown_name
@@ -111,7 +109,7 @@ _MOST = 16
 _LEVELS = (0, 25, 50, 75, 100)
 
 
-def draw_kind(run: StoredRun, kind: str, modules: Sequence[str] | None = None, pass_name: str = "training") -> Figure:
+def draw_kind(run: StoredRun, kind: str, modules: Sequence[str] | None = None, pass_name: str = "training") -> "Figure":
     """Return a figure of a kind: a line for each module, or quantiles over the modules if there are more than 16.
 
     The pictures of the backend ``"mpl"`` are drawn in the same way.
@@ -121,6 +119,8 @@ def draw_kind(run: StoredRun, kind: str, modules: Sequence[str] | None = None, p
     ConfigError
         If the run has no such kind or module.
     """
+    from ikkuna.backends.pictures.drawing import draw_chart  # matplotlib takes half of the time to import ikkuna.watch
+
     names = run.names(kind, pass_name)
     if not names:
         run.series(kind, None, pass_name)  # raises the error that names the kinds

@@ -88,6 +88,11 @@ class LoggedValues:
             stamps = [*self._waiting, *(posted.stamp for posted in self._posted if not posted.is_over)]
         return min((stamp.global_step for stamp in stamps), default=math.inf)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether values wait for the end of their step."""
+        return bool(self._waiting)
+
     def step_ends(self, step: int | None = None, is_epoch: bool = False) -> None:
         """Post the values of all steps up to this one, or all; those of the step itself are committed with it, or the epoch."""
         with self._lock:

@@ -18,6 +18,7 @@ from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook_set import HookSet
 from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.modules import ModuleHooks
+from ikkuna.observation.idle_steps import IdleSteps
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.ranks import Exchange
 from ikkuna.observation.rows.plan import Demand, Plan
@@ -58,6 +59,14 @@ class SamplingPlans:
     def of(self, stamp: Stamp) -> Plan:
         """Return the plan of a step or of another pass."""
         return self._demand.plan(self._bus.registered, stamp)
+
+    def count_idle(self) -> float:
+        """Return for how many steps from the next one on neither they nor those after them can be sampled, or end an epoch."""
+        tracker = self._context.tracker
+        if tracker.stamp.completes:
+            return 0
+        counters = tracker.counters
+        return min(self._demand.steps_until_sample(counters.global_step), counters.steps_left) - 1
 
     def of_next_step(self) -> Plan:
         """Return the plan of the open step, or of the next one."""
@@ -219,11 +228,6 @@ class StepCycle:
         Merges the measurements of all ranks.
     logged : LoggedValues
         The values that the user logs.
-
-    Attributes
-    ----------
-    steps : int
-        Number of training steps.
     """
 
     def __init__(
@@ -240,7 +244,13 @@ class StepCycle:
         self._plans, self._replaced = plans, replaced
         self._exchange, self._logged = exchange, logged
         self._missing_loss = MissingLossWarning(context, hooks.losses)
-        self.steps = 0
+        self._idle = IdleSteps(bus, context, hooks, logged)
+        self._steps = 0
+
+    @property
+    def steps(self) -> int:
+        """Number of training steps."""
+        return self._steps + self._idle.steps
 
     def apply(self, decisions: tuple[Decision, ...]) -> None:
         """Carry out decisions of the step tracker, in order."""
@@ -314,7 +324,7 @@ class StepCycle:
         bus, context, optimizers = self._bus, self._context, self._hooks.optimizers
         if not closed.skipped:
             optimizers.before_close()
-            self.steps += 1
+            self._steps += 1
         self._hooks.step_ended()
         lap, rates, has_closure = context.stopwatch.lap(), optimizers.rates, optimizers.has_closure
         optimizers.step_ended()
@@ -333,6 +343,8 @@ class StepCycle:
         bus.drain(wait=self._exchange.must_wait(closed.stamp))
         run = bus.run
         context.stopwatch.step_ended(0.0 if run is None else run.drawing_seconds)
+        if not closed.carried:
+            self._idle.begin(self._plans)
 
     def _finished(
         self, closed: Closed, rates: dict[str, Any], has_closure: bool, lap: tuple[float, float] | None

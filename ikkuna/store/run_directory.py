@@ -596,7 +596,7 @@ class ControlFile:
 
     def __init__(self) -> None:
         self._seen: Any = None
-        self._request: SamplingRequest | None = None
+        self.request: SamplingRequest | None = None
 
     def check(self, directory: Path) -> None:
         """Read the file if it has changed since the last call; what it does not contain properly is logged."""
@@ -613,11 +613,11 @@ class ControlFile:
         except (OSError, ValueError) as error:
             log.warning("'%s' is ignored: %s", path, error)
         else:
-            self._request = request
+            self.request = request
 
     def take(self) -> SamplingRequest | None:
         """Return what was read since the last call; ``None`` if the file has not changed."""
-        if self._request is None:
+        if self.request is None:
             return None
-        request, self._request = self._request, None
+        request, self.request = self.request, None
         return request

@@ -89,15 +89,18 @@ def load_plugin(group: str, name: str, base: type) -> Any:
         offers = ", ".join(f"{_origin(point)} ({point.value})" for point in points)
         raise PluginError(f"several distributions have a plugin {name!r}: {offers}; uninstall all but one")
     (point,) = points
-    what = f"plugin {name!r} from distribution {_origin(point)} ({point.value})"
+
+    def problem(text: str) -> PluginError:  # reads the metadata of the distribution only now
+        return PluginError(f"plugin {name!r} from distribution {_origin(point)} ({point.value}) {text}")
+
     try:
         target = point.load()
     except SystemExit as error:
-        raise PluginError(f"{what} called sys.exit({error.code}) while being imported") from error
+        raise problem(f"called sys.exit({error.code}) while being imported") from error
     except Exception as error:
-        raise PluginError(f"{what} could not be imported: {type(error).__name__}: {error}") from error
+        raise problem(f"could not be imported: {type(error).__name__}: {error}") from error
     if not isinstance(target, type):
-        raise PluginError(f"{what} is of type {type(target).__name__}, expected a subclass of {base.__name__}")
+        raise problem(f"is of type {type(target).__name__}, expected a subclass of {base.__name__}")
     if not issubclass(target, base):
-        raise PluginError(f"{what} is the class {target.__qualname__}, expected a subclass of {base.__name__}")
+        raise problem(f"is the class {target.__qualname__}, expected a subclass of {base.__name__}")
     return target

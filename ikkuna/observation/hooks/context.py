@@ -537,6 +537,8 @@ class HookContext:
         Abandons the open step, whatever state it is in; set likewise.
     tracker : StepTracker
         The state of the training loop.
+    idle_handlers : dict
+        Functions of hooks → functions that count a step that nobody samples, and return whether the tracker needs no event.
     parameters : TrackedParameters
         The parameters and their optimizers.
     sites : Sites
@@ -565,6 +567,7 @@ class HookContext:
     apply: Callable[[tuple[Decision, ...]], None] = _is_incomplete
     abandon: Callable[[], None] = _is_incomplete
     tracker: StepTracker = field(default_factory=StepTracker)
+    idle_handlers: Mapping[Callable[..., object], Callable[..., bool]] = field(default_factory=dict)
     parameters: TrackedParameters = field(default_factory=TrackedParameters)
     sites: Sites = field(default_factory=Sites)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)

@@ -84,6 +84,9 @@ class Hook:
             if in_capture():
                 context.is_captured()
                 return
+            count_only = context.idle_handlers.get(self.function)
+            if count_only is not None and count_only(*args):
+                return
             try:
                 stopwatch.start()
                 context.native.close()

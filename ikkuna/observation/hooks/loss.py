@@ -255,6 +255,8 @@ class LossHooks:
         context = self.context
         if context.is_off or in_backward() or not isinstance(output, Tensor):
             return
+        if self.has_loss and context.recorder.rows is None and context.observer is None:
+            return
         if (forward := context.tracker.calls.last(get_ident())) is None:
             return
         self._was_called = self.has_loss = True

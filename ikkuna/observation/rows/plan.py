@@ -169,6 +169,10 @@ class Demand:
         self._last: tuple[Stamp, Plan] | None = None
         self._distance = 0
 
+    def steps_until_sample(self, step: int) -> float:
+        """Return the least number of training steps from `step` on before one that the subscribers of the last plan may sample."""
+        return min((-step % s.distance for s in self._known if not s.disabled), default=math.inf)
+
     def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
         """Return the plan of the step `stamp`."""
         subscriptions = tuple(subscriptions)

@@ -1,5 +1,6 @@
 """Counts steps and epochs, and measures the time that ikkuna takes."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -58,15 +59,21 @@ class StepCounters:
         self._epoch_is_open = self._epoch_is_open or is_certain
         return starts_epoch
 
-    def step_closed(self) -> None:
-        """Count a step."""
+    def step_closed(self) -> int:
+        """Count a step; return its number."""
         global_step, train_step, epoch = self._numbers
         self._numbers = global_step + 1, train_step + 1, epoch
+        return global_step
+
+    @property
+    def steps_left(self) -> float:
+        """Number of steps until the epoch ends by itself."""
+        return math.inf if self.steps_per_epoch is None else self.steps_per_epoch - self.train_step
 
     @property
     def epoch_is_full(self) -> bool:
         """Whether the epoch has all of its steps."""
-        return self.steps_per_epoch is not None and self.train_step >= self.steps_per_epoch
+        return self.steps_left <= 0
 
     @property
     def epoch_has_begun(self) -> bool:
@@ -182,6 +189,12 @@ class Stopwatch:
         self._spent_until_end = self._spent_until(self._ended) + beside
         if self._began is None:
             self._began, self._spent_before = self._ended, self._spent_until_end
+
+    def steps_passed(self, ended: float, spent: float, beside: float) -> None:
+        """Mark the end of the last of several steps, in seconds of the clock and of `spent`."""
+        spent += self._others()
+        self._lap = ended, spent
+        self._ended, self._spent_until_end = ended, spent + beside
 
     def _spent_until(self, now: float) -> float:
         """Return the seconds that were spent, including the pair that is open on this thread."""

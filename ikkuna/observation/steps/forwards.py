@@ -304,6 +304,11 @@ class RunningCalls:
         known = self._threads.get(thread)
         return known.calls if known is not None else ()
 
+    @property
+    def are_running(self) -> bool:
+        """Whether a call runs on any thread."""
+        return any(known.calls for known in self._threads.values())
+
     def last(self, thread: int) -> Forward | None:
         """Return the running forward of a thread or else its last one; ``None`` if it does not count."""
         known = self._threads.get(thread)
@@ -452,6 +457,12 @@ class RunningOptimizers:
         if self._running or len(self.stepped) < len(owners) or not self.stepped.issuperset(owners):
             return False
         return covered or self.stepped == self._stepped_before
+
+    def only(self, owners: Collection[int]) -> int | None:
+        """Return the only owner, if it alone has stepped in the last step and nothing runs."""
+        if self._running or len(owners) != 1 or self._stepped_before != set(owners):
+            return None
+        return next(iter(owners))
 
     def step_closed(self) -> None:
         """Keep which optimizers have stepped, for the next step."""

@@ -121,6 +121,18 @@ class StepTracker:
         is_open = self.state is not State.IDLE and self._is_certain
         return self.counters.stamp(back=0 if is_open else 1, pass_name=name)
 
+    @property
+    def only_optimizer(self) -> int | None:
+        """The optimizer that has made the last step, if it is the only one, and the next step can be like the last one.
+
+        Then the next step opens with a call of the root in training mode, begins no epoch, and closes when this optimizer has stepped.
+        """
+        if self.state is not State.IDLE or self.pass_name != TRAINING or self.is_rootless or self._trains_in_evaluation:
+            return None
+        if self._turns.incomplete or self._modes or self.calls.are_running or not self.counters.train_step:
+            return None
+        return self.optimizers.only(self._owners)
+
     # -- calls of the model ---------------------------------------------------------------------------------------
 
     @property
