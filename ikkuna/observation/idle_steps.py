@@ -1,4 +1,4 @@
-"""Counts steps that nobody samples by four hooks, without the step tracker."""
+"""Counts steps that no subscriber samples by four hooks, without the step tracker."""
 
 import weakref
 from collections.abc import Callable

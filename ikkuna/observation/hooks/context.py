@@ -538,7 +538,7 @@ class HookContext:
     tracker : StepTracker
         The state of the training loop.
     idle_handlers : dict
-        Functions of hooks → functions that count a step that nobody samples, and return whether the tracker needs no event.
+        Functions of hooks → functions that count a step that no subscriber samples, and return whether the tracker needs no event.
     parameters : TrackedParameters
         The parameters and their optimizers.
     sites : Sites
