@@ -148,7 +148,7 @@ class FindingList:
     """The findings so far, one for each cause.
 
     A further finding of a rule adds its module to the finding of that rule.
-    A finding of a rule that another finding explains becomes a consequence of that finding.
+    A finding of a rule that another finding explains becomes a consequence of that finding, which has the highest of their severities.
     A mistake that shows at step 0, before the first update, is not a consequence of one that begins later.
 
     Parameters
@@ -193,6 +193,16 @@ class FindingList:
             self.causes = {**self.causes, rule: replace(known, ended=step)}
             self._keep(step)
 
+    def aggravate(self, rule: str, severity: str, step: int) -> Finding | None:
+        """Raise the severity of the cause that a rule is, or is a consequence of; return the cause if that changes it."""
+        cause = self._folded.get(rule, rule)
+        known = self.causes.get(cause)
+        if known is None or _graver(known.severity, severity) == known.severity:
+            return None
+        self.causes = {**self.causes, cause: replace(known, severity=severity)}
+        self._keep(step)
+        return self.causes[cause]
+
     def retract(self, step: int) -> None:
         """Restore the findings before a step, to which the training has gone back."""
         while self._states and self._states[-1][0] >= step:
@@ -223,7 +233,7 @@ class FindingList:
         if rule in self._folded:
             return False
         if (cause := self._cause_of(finding)) is not None:
-            self._fold(rule, cause)
+            self._fold(rule, cause, finding.severity)
             return False
         self.causes[rule] = finding
         explained = self._explains.get(rule, frozenset())
@@ -247,16 +257,21 @@ class FindingList:
             known = replace(known, modules=(*modules, finding.module))
         self.causes[finding.rule] = replace(known, ended=None)
 
-    def _fold(self, rule: str, cause: str) -> None:
+    def _fold(self, rule: str, cause: str, severity: str) -> None:
         self._folded[rule] = cause
         known = self.causes[cause]
-        self.causes[cause] = replace(known, consequences=(*known.consequences, rule))
+        consequences, severity = (*known.consequences, rule), _graver(known.severity, severity)
+        self.causes[cause] = replace(known, consequences=consequences, severity=severity)
 
     def _demote(self, rule: str, cause: str) -> None:
         """Make a cause a consequence of another one, with all of its own consequences."""
         demoted = self.causes.pop(rule)
         for name in (rule, *demoted.consequences):
-            self._fold(name, cause)
+            self._fold(name, cause, demoted.severity)
+
+
+def _graver(*severities: str) -> str:
+    return max(severities, key=SEVERITIES.index)
 
 
 def _can_cause(cause: Finding, finding: Finding) -> bool:
