@@ -198,10 +198,10 @@ class RepeatedBatchRule(Rule):
     """The inputs of every sampled step are the same.
 
     Training on one batch, or on all data in every step, does this on purpose; the finding is therefore only an info.
-    Threshold: mean and variance of the inputs are equal to the last bit, for 5 samples in a row, and the loss changes from one step to the
-    next by less than half of its change over the distance of two samples, or 10 steps; medians over 40 steps.  If the epoch fits into this
-    distance, or if another input than the first one differs, both changes are alike.
-    Cannot see: a batch that is repeated with noise.
+    Threshold: mean and variance of the inputs are equal to the last bit, for 5 samples in a row, and the change of the loss from one step
+    to the next differs from the change before by less than half of it; medians over 40 steps.  If the distance of two samples is a
+    multiple of the epoch, or if another input than the first one differs, the loss is not so smooth.
+    Cannot see: a batch that is repeated with noise; a loss with dropout.
     """
 
     name = "repeated_batch"
@@ -219,18 +219,16 @@ class RepeatedBatchRule(Rule):
         mean, variance = history.now("input_data_mean"), history.now("input_data_variance")
         if mean is not None and variance is not None and mean.count > 1 and len(variance.values) > 1:
             same = mean.values[-2] == mean.last and variance.values[-2] == variance.last and variance.last > 0
-            yield Score(float(same and not _varies(history.curve("loss"), mean.steps[-1] - mean.steps[-2])), mean.last)
+            yield Score(float(same and not _varies(history.curve("loss"))), mean.last)
 
 
-def _varies(loss: TimeSeries | None, distance: int) -> bool:
-    """Return whether the loss of consecutive steps differs as much as that of steps at a distance; false if it is unknown."""
-    if loss is None or loss.count < 30:
+def _varies(loss: TimeSeries | None) -> bool:
+    """Return whether the change of the loss differs from step to step as much as between batches; false if it is unknown."""
+    if loss is None or loss.count < 12:
         return False
-    values, steps = loss.tail(40 + max(distance, 10)), loss.steps
-    lag = max(distance, 10) // max(steps[-1] - steps[-2], 1)
-    near = middle([abs(b - a) for a, b in pairwise(values)])
-    far = middle([abs(b - a) for a, b in zip(values, values[lag:], strict=False)])
-    return lag > 1 and not near < 0.5 * far
+    changes = [b - a for a, b in pairwise(loss.tail(40))]
+    differences = middle([abs(b - a) for a, b in pairwise(changes)])
+    return differences > 0.5 * middle([abs(change) for change in changes])
 
 
 class SigmoidTwiceRule(Rule):

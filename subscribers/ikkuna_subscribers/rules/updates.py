@@ -54,7 +54,8 @@ class LostUpdatesRule(Rule):
 class LrTooHighRule(Rule):
     """One of the first steps moves the weights of half of the layers by a third of their size or more.
 
-    The rule is silent if the network has a single weight matrix, whose first values may be small by chance.
+    The rule is silent if the network has a single weight matrix, whose first values may be small by chance.  From step 10 on it looks at
+    what such a step has led to: the next ones are as large, or hardly move the weights any more, or the loss has risen.
     Threshold: 0.3 within the first 30 steps; a healthy step moves about 1/1000, the largest healthy value was 0.09.
     Cannot see: weights that are zero at first; a rate that is too high only by a factor of a few; optimizers that evaluate the model
     themselves, such as LBFGS, one step of which may move a linear model to its minimum.
@@ -63,7 +64,7 @@ class LrTooHighRule(Rule):
     name = "lr_too_high"
     severity_while_falling = "info"
     needs = sources("weight_updates_weights_ratio")
-    uses = sources("optimizer_closure")
+    uses = sources("optimizer_closure", "loss")
     judged_on = frozenset(needs)
     thresholds = ("ratio",)
     ratio: float = 0.3
@@ -98,8 +99,14 @@ class LrTooHighRule(Rule):
             return
         ratios = [curve.last for _, curve in history.matrices("weight_updates_weights_ratio")]
         ratio = middle(ratios)
-        if ratio == ratio and len(ratios) > 1:
-            yield Score(ratio / self.ratio, ratio)
+        if ratio != ratio or len(ratios) < 2:
+            return
+        memory = history.memory[self.name]
+        largest = memory["ratio"] = max(ratio, memory.get("ratio", 0.0))
+        loss, since = history.curve("loss"), memory.setdefault("since", history.step)
+        has_risen = loss is not None and not loss.median(3) < 1.1 * loss.first[0]
+        if has_risen or (history.step >= since + 10 and not 0.01 * largest < ratio < self.ratio):
+            yield Score(largest / self.ratio, largest, step=since)
 
 
 class LrTooLowRule(Rule):
