@@ -249,7 +249,7 @@ class RunningStatisticsRule(Rule):
     """
 
     name = "running_statistics"
-    severity_while_falling = "info"
+    severity_while_falling = "warning"  # the training loss does not depend on these statistics
     needs = sources("running_mean_distance", "running_variance_distance")
     thresholds = ("distance",)
     distance: float = 1.0
