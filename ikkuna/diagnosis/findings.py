@@ -3,7 +3,7 @@
 import shutil
 import textwrap
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ikkuna.backends.finding import SEVERITIES, Finding
@@ -153,7 +153,7 @@ class FindingList:
 
     Parameters
     ----------
-    explains : mapping of str to frozenset
+    explains : mapping of str to collection of str
         For each rule the rules whose findings it explains.
 
     Attributes
@@ -174,7 +174,7 @@ class FindingList:
     [('dead_units', ('fc1', 'fc2'), ('no_learning',))]
     """
 
-    def __init__(self, explains: Mapping[str, frozenset[str]]) -> None:
+    def __init__(self, explains: Mapping[str, Collection[str]]) -> None:
         self._explains = explains
         self.causes: dict[str, Finding] = {}
         self._folded: dict[str, str] = {}  # rule → the rule that explains it
@@ -230,13 +230,15 @@ class FindingList:
         if rule in self.causes:
             self._join(finding)
             return False
-        if rule in self._folded:
+        if (cause := self._folded.get(rule)) is not None:
+            known = self.causes[cause]
+            self.causes[cause] = replace(known, severity=_graver(known.severity, finding.severity))
             return False
         if (cause := self._cause_of(finding)) is not None:
             self._fold(rule, cause, finding.severity)
             return False
         self.causes[rule] = finding
-        explained = self._explains.get(rule, frozenset())
+        explained = self._explains.get(rule, ())
         for other, known in [*self.causes.items()]:
             if other != rule and other in explained and _can_cause(finding, known):
                 self._demote(other, rule)
