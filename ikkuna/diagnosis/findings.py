@@ -4,7 +4,7 @@ import html
 import shutil
 import textwrap
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ikkuna.printable import printable
@@ -193,12 +193,12 @@ class FindingList:
     """The findings so far, one for each cause.
 
     A further finding of a rule adds its module to the finding of that rule.
-    A finding of a rule that another finding explains becomes a consequence of that finding.
+    A finding of a rule that another finding explains becomes a consequence of that finding, which has the highest of their severities.
     A mistake that shows at step 0, before the first update, is not a consequence of one that begins later.
 
     Parameters
     ----------
-    explains : mapping of str to frozenset
+    explains : mapping of str to collection of str
         For each rule the rules whose findings it explains.
 
     Attributes
@@ -219,7 +219,7 @@ class FindingList:
     [('dead_units', ('fc1', 'fc2'), ('no_learning',))]
     """
 
-    def __init__(self, explains: Mapping[str, frozenset[str]]) -> None:
+    def __init__(self, explains: Mapping[str, Collection[str]]) -> None:
         self._explains = explains
         self.causes: dict[str, Finding] = {}
         self._folded: dict[str, str] = {}  # rule → the rule that explains it
@@ -237,6 +237,16 @@ class FindingList:
         if known is not None and known.ended is None:
             self.causes = {**self.causes, rule: replace(known, ended=step)}
             self._keep(step)
+
+    def aggravate(self, rule: str, severity: str, step: int) -> Finding | None:
+        """Raise the severity of the cause that a rule is, or is a consequence of; return the cause if that changes it."""
+        cause = self._folded.get(rule, rule)
+        known = self.causes.get(cause)
+        if known is None or _graver(known.severity, severity) == known.severity:
+            return None
+        self.causes = {**self.causes, cause: replace(known, severity=severity)}
+        self._keep(step)
+        return self.causes[cause]
 
     def retract(self, step: int) -> None:
         """Restore the findings before a step, to which the training has gone back."""
@@ -265,13 +275,15 @@ class FindingList:
         if rule in self.causes:
             self._join(finding)
             return False
-        if rule in self._folded:
+        if (cause := self._folded.get(rule)) is not None:
+            known = self.causes[cause]
+            self.causes[cause] = replace(known, severity=_graver(known.severity, finding.severity))
             return False
         if (cause := self._cause_of(finding)) is not None:
-            self._fold(rule, cause)
+            self._fold(rule, cause, finding.severity)
             return False
         self.causes[rule] = finding
-        explained = self._explains.get(rule, frozenset())
+        explained = self._explains.get(rule, ())
         for other, known in [*self.causes.items()]:
             if other != rule and other in explained and _can_cause(finding, known):
                 self._demote(other, rule)
@@ -292,16 +304,21 @@ class FindingList:
             known = replace(known, modules=(*modules, finding.module))
         self.causes[finding.rule] = replace(known, ended=None)
 
-    def _fold(self, rule: str, cause: str) -> None:
+    def _fold(self, rule: str, cause: str, severity: str) -> None:
         self._folded[rule] = cause
         known = self.causes[cause]
-        self.causes[cause] = replace(known, consequences=(*known.consequences, rule))
+        consequences, severity = (*known.consequences, rule), _graver(known.severity, severity)
+        self.causes[cause] = replace(known, consequences=consequences, severity=severity)
 
     def _demote(self, rule: str, cause: str) -> None:
         """Make a cause a consequence of another one, with all of its own consequences."""
         demoted = self.causes.pop(rule)
         for name in (rule, *demoted.consequences):
-            self._fold(name, cause)
+            self._fold(name, cause, demoted.severity)
+
+
+def _graver(*severities: str) -> str:
+    return max(severities, key=SEVERITIES.index)
 
 
 def _can_cause(cause: Finding, finding: Finding) -> bool:

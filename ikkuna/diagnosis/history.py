@@ -280,6 +280,25 @@ class History:
         curve = self.curve(kind, pass_name)
         return curve if curve is not None and curve.step == self.step else None
 
+    @property
+    def loss_falls(self) -> bool | None:
+        """Whether the loss falls, or has fallen and stays low; ``None`` while fewer than ten values are known.
+
+        The median of the last five values is compared with that of the first five: it is lower by at least 2% and by the median
+        absolute deviation of the first five, and no higher than that of the five values before by more than half of the fall.
+        """
+        curve = self.curve("loss")
+        if curve is None:
+            return None
+        if not math.isfinite(curve.last):
+            return False
+        if curve.count < 10:
+            return None
+        first, recent, before = middle(curve.first[:5]), curve.median(5), curve.median(5, skip=5)
+        noise = middle([abs(value - first) for value in curve.first[:5]])
+        fall = first - recent
+        return fall > max(0.02 * abs(first), noise) and recent - before < 0.5 * fall
+
     def matrices(self, kind: str) -> list[tuple[str, TimeSeries]]:
         """Return the fresh series of weights with two or more axes."""
         return [(name, curve) for name, curve in self.fresh(kind) if self.network.is_matrix(name)]

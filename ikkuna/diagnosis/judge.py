@@ -16,7 +16,7 @@ from ikkuna.diagnosis.stored_findings import changes, read_findings
 from ikkuna.diagnosis.stored_values import ValueGroup, read_rule_values
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.store import StoredRun, read_run
-from ikkuna.store.finding import Finding
+from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import FailureCounter, error_text, log
 
 __all__ = ["Alarm", "Judge", "Raised", "check", "findings_of", "judge_again"]
@@ -180,7 +180,8 @@ class Judge:
         self.measured: frozenset[str] = frozenset()
         self._alarms = {rule.name: Alarm(rule) for rule in self.rules}
         self._list = FindingList({rule.name: rule.explains for rule in self.rules})
-        self._readers: dict[str, tuple[Rule, ...]] = {}
+        self._readers: dict[str, tuple[Rule, ...]] = {"loss": ()}  # which bounds the severity of every rule
+        self._undecided: set[Rule] = set()
         self._judges: dict[str, tuple[Rule, ...]] = {}
         for rule in self.rules:
             for kind in dict.fromkeys((*rule.needs, *rule.uses)):
@@ -276,13 +277,14 @@ class Judge:
         self._reported = self._list.causes
         self._history.clear()
         self._latest.clear()
+        self._undecided.clear()
         self._due_at = -1
         for alarm in self._alarms.values():
             alarm.clear()
 
     def finish_step(self, step: int) -> list[Finding]:
         """Judge a step after its values have been added; return the new findings, one for each new cause."""
-        if self._deferred and (step >= self._due_at or len(self._deferred) >= _MOST_DEFERRED):
+        if self._deferred and (self._undecided or step >= self._due_at or len(self._deferred) >= _MOST_DEFERRED):
             self._flush()
         if not self._changed:
             return []
@@ -291,16 +293,35 @@ class Judge:
         due = self._due(changed, step)
         rules = {rule for kind in self._deferred_kinds for rule in self._judges.get(kind, ())}
         self._due_at = min((self._latest.get(rule, -rule.stride) + rule.stride for rule in rules), default=step + 1)
+        new = self._decide(step)
         if not due:
-            return []
+            return new
         raised = [(rule, found) for rule in self.rules if rule in due and (found := self._judge(rule, step))]
-        new = []
         for rule, places in raised:
             new += [finding for finding in self._findings(rule, places) if self._list.add(finding, step)]
         for rule_name, known in self._list.causes.items():
             if known.ended is None and self._alarms[rule_name].is_over:
                 self._list.end(rule_name, step)
         return [finding for finding in new if finding.rule in self._list.causes]
+
+    def _decide(self, step: int) -> list[Finding]:
+        """Give findings the severity of their rules once the loss is known not to fall; return those that have become graver."""
+        falls = self._history.loss_falls
+        if falls is None or not self._undecided:
+            return []
+        graver = [] if falls else [self._list.aggravate(rule.name, rule.severity, step) for rule in self._undecided]
+        self._undecided.clear()
+        return [finding for finding in graver if finding is not None]
+
+    def _severity(self, rule: Rule) -> str:
+        """Return the severity of a new finding, which the loss bounds."""
+        falls = self._history.loss_falls
+        bounded = min(rule.severity, rule.severity_while_falling, key=SEVERITIES.index)
+        if falls is None and self._history.curve("loss") is None:
+            return rule.severity
+        if falls is None and bounded != rule.severity:
+            self._undecided.add(rule)
+        return rule.severity if falls is False else bounded
 
     def _due(self, changed: set[str], step: int) -> set[Rule]:
         """Return the rules that judge this step."""
@@ -362,7 +383,7 @@ class Judge:
         return Finding(
             rule=rule.name,
             version=rule.version,
-            severity=rule.severity,
+            severity=self._severity(rule),
             message=self._message(rule, score),
             module=score.module,
             kind=kind,

@@ -1,14 +1,13 @@
 """Finds mistakes before the first training step."""
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.findings import FindingList, Findings
 from ikkuna.diagnosis.preflight_checks.dependence import batch_leak, ignores_input, random_output, time_leak
 from ikkuna.diagnosis.preflight_checks.loss import input_scale, loss_at_init, loss_scale, softmax_twice
 from ikkuna.diagnosis.preflight_checks.model import (
@@ -31,15 +30,15 @@ from ikkuna.diagnosis.preflight_checks.signal import (
 from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, split_batch
 from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.errors import ConfigTypeError
-from ikkuna.store.finding import SEVERITIES, Finding
+from ikkuna.store.finding import Finding
 
 __all__ = ["CHECKS", "preflight", "without_consequences"]
 
 
 _SIGNAL = ("signal_scale", "signal_lost", "gradient_scale", "dead_units", "loss_at_init")
 
-# Which findings a finding explains; the earlier entry explains the later one.
-_EXPLAINS = {
+# Which findings a finding explains.
+_EXPLAINS: dict[str, Collection[str]] = {
     "nonfinite": (*_SIGNAL, "input_scale", "loss_scale", "ignores_input", "batch_leak", "time_leak", "softmax_twice"),
     "input_scale": ("signal_scale", "loss_at_init", "gradient_scale"),
     "identical_units": ("signal_lost", "gradient_scale"),
@@ -61,17 +60,13 @@ def without_consequences(findings: Iterable[Finding]) -> list[Finding]:
     >>> [(f.rule, f.severity, f.consequences) for f in without_consequences([a, b])]
     [('input_scale', 'warning', ('loss_at_init',))]
     """
-    left = list(findings)
-    for cause, explained in _EXPLAINS.items():
-        causes = [finding for finding in left if finding.rule == cause]
-        consequences = [finding for finding in left if finding.rule in explained]
-        if not causes or not consequences:
-            continue
-        severity = max((f.severity for f in (causes[0], *consequences)), key=SEVERITIES.index)
-        rules = (*causes[0].consequences, *(r for f in consequences for r in (f.rule, *f.consequences)))
-        first = replace(causes[0], severity=severity, consequences=tuple(dict.fromkeys(rules)))
-        left = [first if finding is causes[0] else finding for finding in left if finding not in consequences]
-    return left
+    found, further = FindingList(_EXPLAINS), []
+    for finding in findings:
+        if finding.rule in found.causes:
+            further.append(finding)
+        else:
+            found.add(finding)
+    return [each for cause in found for each in (cause, *(other for other in further if other.rule == cause.rule))]
 
 
 CHECKS: tuple[Check, ...] = (

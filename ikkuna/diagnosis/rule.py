@@ -81,6 +81,9 @@ class Rule(ABC):
         The names of attributes that are thresholds: positive numbers that the constructor accepts.
     severity : {'info', 'warning', 'error'}
         The severity of its findings.
+    severity_while_falling : {'info', 'warning', 'error'}
+        The highest severity of its findings while the loss falls or is not yet known to fall or not:
+        ``info`` for a threshold, ``warning`` for an exact fact, ``error`` for what cannot be right whatever the loss does.
     patience : int
         The number of judgements in a row with a score of at least 1 that make a finding.
     release : float
@@ -122,6 +125,7 @@ class Rule(ABC):
     meaning: ClassVar[str] = ""
     advice: ClassVar[str] = ""
     is_default: ClassVar[bool] = True
+    severity_while_falling: ClassVar[str] = "error"
     severity: str = "warning"
     patience: int = 3
     release: float = 0.8
@@ -144,8 +148,8 @@ class Rule(ABC):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{owner} needs {name} >= 1, got {value!r}")
-        if self.severity not in SEVERITIES:
-            raise ConfigError(f"{owner}: {unknown_name('severity', self.severity, SEVERITIES)}")
+        if unknown := {self.severity, self.severity_while_falling}.difference(SEVERITIES):
+            raise ConfigError(f"{owner}: {unknown_name('severity', min(unknown), SEVERITIES)}")
         for name in ("release", *self.thresholds):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

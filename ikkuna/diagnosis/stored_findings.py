@@ -29,7 +29,7 @@ from ikkuna.store.json_lines import parse_line, replaced_ends
 
 __all__ = ["changes", "event_line", "event_text", "read_findings"]
 
-_CHANGING = ("modules", "consequences", "ended")
+_CHANGING = ("severity", "modules", "consequences", "ended")
 
 
 def changes(before: Mapping[str, Finding], after: Mapping[str, Finding]) -> Iterator[dict[str, Any]]:
@@ -108,7 +108,7 @@ def _folded(events: list[dict[str, Any]]) -> Findings:
             judged = event
         elif event.get("rule") in found:
             rule = event["rule"]
-            fields = {**found[rule].as_dict(), **{field: event[field] for field in _CHANGING}}
+            fields = {**found[rule].as_dict(), **{field: event[field] for field in _CHANGING if field in event}}
             found[rule] = _finding(fields)
     return Findings(found.values(), judged.get("judged", ()), judged.get("skipped"), judged.get("needed"))
 

@@ -233,12 +233,13 @@ class RuleSubscriber(Subscriber):
         if self._lacks_network:
             self.judge.history.network = Network(self.network)
             self._lacks_network = not self.network
-        skipped = float(message.skipped)
-        self.judge.defer("step_skipped", None, message.global_step, skipped)
-        self._keep(_SKIPPED, np.array([skipped]), message.global_step)
+        data = message.data or {}
+        if data.get("has_scaler"):  # without one, a backward without a step belongs to another optimizer
+            skipped = float(message.skipped)
+            self.judge.defer("step_skipped", None, message.global_step, skipped)
+            self._keep(_SKIPPED, np.array([skipped]), message.global_step)
         if message.skipped or message.global_step % self._every:
             return
-        data = message.data or {}
         rates = data.get("learning_rates", {})
         self._add_rates(message, rates)
         if data.get("has_closure"):

@@ -52,7 +52,7 @@ class _TrackerLater:
 
 
 class IdleSteps:
-    """Counts the steps before the next sampled one, as long as each is one call of the root and one step of the only optimizer.
+    """Counts the steps before the next sampled one, while each is one call of the root and one step of the only optimizer.
 
     The step tracker gets no events of such steps.  Whatever uses the tracker ends this: the tracker gets the events of the open step first.
     So each other event, call of the user's, and change of what is wanted is handled as if the tracker had seen everything.

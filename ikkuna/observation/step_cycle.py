@@ -354,6 +354,7 @@ class StepCycle:
         report: dict[str, Any] = {
             "learning_rates": rates,
             "has_closure": has_closure,
+            "has_scaler": self._context.loss_scale.is_used,
             "unowned": self._context.parameters.known_owners().unowned,
         }
         if lap is not None:

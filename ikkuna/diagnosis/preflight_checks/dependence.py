@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -66,6 +66,8 @@ def batch_leak(trial: Trial) -> Iterator[Finding]:
     ):
         raise CannotJudgeError("the output compares the samples with each other")
     difference = _change_by_others(trial, 0)
+    if difference and _keeps_graph(trial):
+        raise CannotJudgeError("the model keeps a graph, which connects the samples on purpose")
     if difference and _has_time_first(trial):
         with suppress(CannotJudgeError):  # the second axis is not that of samples either
             difference = min(difference, _change_by_others(trial, 1))
@@ -73,6 +75,23 @@ def batch_leak(trial: Trial) -> Iterator[Finding]:
         message = f"In evaluation mode the output of a sample depends on other samples of the batch (relative change {difference:.1g})."
         advice = "look for a reduction, softmax, normalisation or reshape over the axis of samples"
         yield Finding("batch_leak", "error", message, value=difference, advice=advice)
+
+
+def _keeps_graph(trial: Trial) -> bool:
+    """Return whether a module has a matrix of samples times samples, or a matrix of indices of two samples each."""
+    size = trial.batch.size or 0
+
+    def connects(value: Any) -> bool:
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.ndim != 2 or not value.numel():
+            return False
+        is_index = value.dtype in (torch.int32, torch.int64) and 2 in value.shape
+        return value.shape == (size, size) or (
+            is_index and int(value.min()) >= 0 and size // 2 <= int(value.max()) < size
+        )
+
+    return any(
+        connects(value) for module in trial.names for value in (*vars(module).values(), *module.buffers(recurse=False))
+    )
 
 
 def _require_samples(trial: Trial) -> None:

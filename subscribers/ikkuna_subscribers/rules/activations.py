@@ -34,6 +34,7 @@ class DeadUnitsRule(Rule):
     """
 
     name = "dead_units"
+    severity_while_falling = "info"
     needs = sources("activations_dead")
     thresholds = ("share",)
     share: float = 0.9
@@ -71,6 +72,7 @@ class SaturatedRule(Rule):
     """
 
     name = "saturated"
+    severity_while_falling = "info"
     needs = sources("activations_variance", "activations_mean")
     thresholds = ("share",)
     share: float = 0.75
@@ -114,6 +116,7 @@ class RankCollapseRule(Rule):
     """
 
     name = "rank_collapse"
+    severity_while_falling = "info"
     needs = sources("activations_dimension", "output_classes")
     judged_on = frozenset(("activations_dimension",))
     thresholds = ("limit", "lasting_limit")
@@ -154,6 +157,7 @@ class SignalLostRule(Rule):
     """
 
     name = "signal_lost"
+    severity_while_falling = "info"
     needs = sources("output_dependence")
     uses = sources("weights_norm2")
     thresholds = ("share",)
@@ -187,6 +191,7 @@ class SignalScaleRule(Rule):
     """
 
     name = "signal_scale"
+    severity_while_falling = "info"
     needs = sources("activations_variance")
     thresholds = ("limit",)
     limit: float = 30.0
@@ -244,6 +249,7 @@ class RunningStatisticsRule(Rule):
     """
 
     name = "running_statistics"
+    severity_while_falling = "warning"  # the training loss does not depend on these statistics
     needs = sources("running_mean_distance", "running_variance_distance")
     thresholds = ("distance",)
     distance: float = 1.0
@@ -274,6 +280,7 @@ class EvaluationModeRule(Rule):
     """
 
     name = "evaluation_mode"
+    severity_while_falling = "warning"
     needs = sources("evaluation_mode")
     uses = sources("weight_requires_grad")
     severity = "error"

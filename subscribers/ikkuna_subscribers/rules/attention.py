@@ -19,6 +19,7 @@ class AttentionCollapseRule(Rule):
     """
 
     name = "attention_collapse"
+    severity_while_falling = "info"
     needs = sources("attention_evenness")
     thresholds = ("evenness",)
     evenness: float = 0.02
@@ -48,6 +49,7 @@ class IdleExpertsRule(Rule):
     """
 
     name = "idle_experts"
+    severity_while_falling = "info"
     needs = sources("dead_experts")
     thresholds = ("share",)
     share: float = 0.5
@@ -73,6 +75,7 @@ class OverloadedExpertsRule(Rule):
     """
 
     name = "overloaded_experts"
+    severity_while_falling = "info"
     needs = sources("window_load_max")
     thresholds = ("load",)
     load: float = 4.0

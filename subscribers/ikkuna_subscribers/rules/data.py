@@ -1,8 +1,10 @@
 """Rules about inputs, labels and predictions."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
-from ikkuna.diagnosis import History, Rule, Score
+from ikkuna.diagnosis import History, Rule, Score, TimeSeries
+from ikkuna.diagnosis.history import middle
 from ikkuna_subscribers.rules.figures import guessing_loss, sources, stays_below
 
 __all__ = [
@@ -27,6 +29,7 @@ class ClassCollapseRule(Rule):
     """
 
     name = "class_collapse"
+    severity_while_falling = "info"
     needs = sources("prediction_entropy", "label_entropy", "output_cross_entropy")
     uses = sources("output_classes")
     thresholds = ("share",)
@@ -66,6 +69,7 @@ class IgnoresInputRule(Rule):
     """
 
     name = "ignores_input"
+    severity_while_falling = "info"
     needs = sources("output_dependence")
     uses = sources("label_entropy")
     thresholds = ("share", "lasting_share")
@@ -96,6 +100,7 @@ class InputScaleRule(Rule):
     """
 
     name = "input_scale"
+    severity_while_falling = "info"
     needs = sources("input_data_mean", "input_data_variance")
     thresholds = ("limit",)
     limit: float = 10.0
@@ -125,6 +130,7 @@ class NotShuffledRule(Rule):
     """The mean label differs far more from batch to batch than it does in random batches: the data is sorted.
 
     The figure is the variance of the batches' mean labels, times the size of a batch, over the variance within a batch: about 1 if random.
+    Batches with fewer than 4 labels are not judged: the variance within them is not known.
     Threshold: 5, and a twentieth of the variance of all labels between batches, for 5 samples in a row, over up to 40 samples;
     the largest figure of 140 healthy runs of classifiers was 2.6.  Of language models it was 10, because neighbouring tokens
     belong to one text, with a fiftieth of the variance between batches.
@@ -132,6 +138,7 @@ class NotShuffledRule(Rule):
     """
 
     name = "not_shuffled"
+    severity_while_falling = "info"
     needs = sources("label_mean", "label_variance", "label_count")
     thresholds = ("factor", "share")
     factor: float = 5.0
@@ -144,7 +151,7 @@ class NotShuffledRule(Rule):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield one score for the network."""
         mean, variance, count = (history.now(kind) for kind in (*self.needs,))
-        if mean is None or variance is None or count is None or mean.count < 10:
+        if mean is None or variance is None or count is None or mean.count < 10 or count.median(40) < 4:
             return
         means, variances, counts = mean.tail(40), variance.tail(40), count.tail(40)
         within = sum(v * n / max(n - 1, 1) for v, n in zip(variances, counts, strict=False)) / len(variances)
@@ -163,6 +170,7 @@ class OneLabelRule(Rule):
     """
 
     name = "one_label"
+    severity_while_falling = "warning"
     needs = sources("label_mean", "label_variance", "label_count")
     patience = 8
     explains = frozenset(
@@ -190,23 +198,37 @@ class RepeatedBatchRule(Rule):
     """The inputs of every sampled step are the same.
 
     Training on one batch, or on all data in every step, does this on purpose; the finding is therefore only an info.
-    Threshold: mean and variance of the inputs are equal to the last bit, for 5 samples in a row.
-    Cannot see: a batch that is repeated with noise.
+    Threshold: mean and variance of the inputs are equal to the last bit, for 5 samples in a row, and the change of the loss from one step
+    to the next differs from the change before by less than half of it; medians over 40 steps.  If the distance of two samples is a
+    multiple of the epoch, or if another input than the first one differs, the loss is not so smooth.
+    Cannot see: a batch that is repeated with noise; a loss with dropout.
     """
 
     name = "repeated_batch"
+    severity_while_falling = "warning"
     needs = sources("input_data_mean", "input_data_variance")
+    uses = sources("loss")
+    judged_on = frozenset(needs)
     severity = "info"
     patience = 5
-    meaning = "Every sampled step has the same inputs."
-    advice = "check the sampler and the data loader"
+    meaning = "Every sampled step has the same inputs, and the loss changes as on a single batch: this is one batch, or all data."
+    advice = "check the sampler and the data loader, unless every step is meant to have all data"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the inputs are those of the sample before."""
         mean, variance = history.now("input_data_mean"), history.now("input_data_variance")
         if mean is not None and variance is not None and mean.count > 1 and len(variance.values) > 1:
             same = mean.values[-2] == mean.last and variance.values[-2] == variance.last and variance.last > 0
-            yield Score(float(same), mean.last)
+            yield Score(float(same and not _varies(history.curve("loss"))), mean.last)
+
+
+def _varies(loss: TimeSeries | None) -> bool:
+    """Return whether the change of the loss differs from step to step as much as between batches; false if it is unknown."""
+    if loss is None or loss.count < 12:
+        return False
+    changes = [b - a for a, b in pairwise(loss.tail(40))]
+    differences = middle([abs(b - a) for a, b in pairwise(changes)])
+    return differences > 0.5 * middle([abs(change) for change in changes])
 
 
 class SigmoidTwiceRule(Rule):

@@ -32,6 +32,7 @@ class DivergesRule(Rule):
     """
 
     name = "diverges"
+    severity_while_falling = "warning"
     needs = sources("loss")
     uses = sources("output_classes")
     thresholds = ("factor",)
@@ -79,6 +80,7 @@ class LossSpikeRule(Rule):
     """
 
     name = "loss_spike"
+    severity_while_falling = "warning"
     needs = sources("loss")
     uses = sources("output_classes", "label_count")
     judged_on = frozenset(("loss",))
@@ -153,12 +155,14 @@ class LossAtInitRule(Rule):
     deep residual networks whose blocks end with a scale of 1, such as a ResNet-110, start at 1.2 to 1.7 times.
     The rule is silent if the usual initialisation of the last layer explains the loss, such as that by the number of outputs
     in EfficientNet and MobileNet, which gives 2 to 9 times log C for five classes.
+    It is silent as well if weights are frozen, because the model, or a part of it, is pre-trained.
     Cannot see: losses that are no classification; a run that was resumed; features that are up to as large as their initialisation intends.
     """
 
     name = "loss_at_init"
+    severity_while_falling = "info"
     needs = sources("output_cross_entropy", "output_classes")
-    uses = sources("weights_norm2")
+    uses = sources("weights_norm2", "weight_requires_grad")
     judged_on = frozenset(needs)
     thresholds = ("factor",)
     factor: float = 2.0
@@ -186,7 +190,8 @@ class LossAtInitRule(Rule):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score at the first step of the training."""
         curve, guess = history.now("output_cross_entropy"), guessing_loss(history)
-        if curve is not None and curve.count == 1 and curve.step == 0 and math.isfinite(guess):
+        is_pretrained = any(flag.last == 0 for flag in history.curves("weight_requires_grad").values())
+        if curve is not None and curve.count == 1 and curve.step == 0 and math.isfinite(guess) and not is_pretrained:
             ratio = curve.last / guess
             yield Score(min(ratio / self.factor, curve.last / _explained_loss(history, guess)), ratio)
 
@@ -212,6 +217,7 @@ class LossScaleRule(Rule):
     """
 
     name = "loss_scale"
+    severity_while_falling = "warning"
     needs = sources("loss", "output_cross_entropy", "label_count")
     judged_on = frozenset(("output_cross_entropy",))
     thresholds = ("tolerance",)
@@ -244,6 +250,7 @@ class NoLearningRule(Rule):
     """
 
     name = "no_learning"
+    severity_while_falling = "warning"
     needs = sources(
         "output_cross_entropy", "output_classes", "label_entropy", "label_count", "weight_updates_weights_ratio"
     )
@@ -286,6 +293,7 @@ class OverfitRule(Rule):
     """
 
     name = "overfit"
+    severity_while_falling = "warning"
     needs = sources("loss")
     thresholds = ("factor", "passes")
     factor: float = 1.05
@@ -321,6 +329,7 @@ class PlateauRule(Rule):
     """
 
     name = "plateau"
+    severity_while_falling = "warning"
     needs = sources("loss")
     thresholds = ("share",)
     share: float = 0.9
@@ -348,6 +357,7 @@ class LogitGrowthRule(Rule):
     """
 
     name = "logit_growth"
+    severity_while_falling = "info"
     needs = sources("output_log_normalizer", "output_classes")
     thresholds = ("limit",)
     limit: float = 30.0

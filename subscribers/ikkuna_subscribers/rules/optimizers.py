@@ -16,11 +16,13 @@ __all__ = ["FrozenInsideRule", "NotInOptimizerRule", "OptimizerResetRule", "Rank
 class OptimizerResetRule(Rule):
     """The optimizer's own count of steps does not grow: it is created again, and its state is lost.
 
-    Threshold: the count is below half of the number of steps since the sample before, for 3 samples in a row.
+    Threshold: the count is below half of the number of steps since the sample before, for 3 samples in a row, in each of up to five
+    weights that are spread over the network: a single one, such as that of an expert without tokens, may have received no gradient.
     Cannot see: optimizers without a count of steps, such as SGD; an optimizer that is created once more on purpose.
     """
 
     name = "optimizer_reset"
+    severity_while_falling = "warning"
     needs = sources("weight_state_step_mean")
     severity = "error"
     explains = frozenset(("no_learning", "plateau"))
@@ -28,30 +30,35 @@ class OptimizerResetRule(Rule):
     advice = "create the optimizer once, before the loop"
 
     def subscribers(self, network: Network, every: int) -> Sequence[Any]:
-        """Return a subscriber for the count of one weight."""
+        """Return a subscriber for the counts of up to five weights."""
         names = [entry.name for entry in network.modules if any(role == "weight" for role, _ in entry.parameters)]
         if not names:
             return ()
-        return (OptimizerStateSubscriber("step", "mean", modules=names[len(names) // 2], subsample=every),)
+        chosen = [names[round(i * (len(names) - 1) / 4)] for i in range(5)]
+        return (OptimizerStateSubscriber("step", "mean", modules=[*dict.fromkeys(chosen)], subsample=every),)
 
     def scores(self, history: History) -> Iterator[Score]:
-        """Yield a score for the first weight."""
-        curve = history.now("weight_state_step_mean")
-        if curve is not None and len(curve.values) > 1:
-            between = curve.steps[-1] - curve.steps[-2]
-            yield Score(float(curve.last - curve.values[-2] <= 0 and curve.last < between), curve.last)
+        """Yield one score for the network."""
+        curves = [curve for _, curve in history.fresh("weight_state_step_mean") if len(curve.values) > 1]
+        if curves:
+            still = (c.values[-2] >= c.last < c.steps[-1] - c.steps[-2] for c in curves)
+            yield Score(float(all(still)), max(curve.last for curve in curves))
 
 
 class NotInOptimizerRule(Rule):
     """A trainable parameter belongs to no optimizer, so it never changes.
 
     Every optimizer of the process counts.
-    Threshold: a fact, without a number.
+    Threshold: a fact, without a number.  The rule is silent if the norm of the module's weight changes, because something else writes it,
+    such as the average of a target network, and if no gradient reaches this weight, because then nothing is meant to train it.
     Cannot see: parameters of modules that are not observed; a run in which a step is made by hand.
     """
 
     name = "not_in_optimizer"
+    severity_while_falling = "warning"
     needs = sources("unowned_parameters")
+    uses = sources("weights_norm2", "weight_gradients_norm2")
+    judged_on = frozenset(needs)
     severity = "error"
     patience = 1
     explains = frozenset(("no_learning", "lr_too_low", "plateau"))
@@ -61,7 +68,17 @@ class NotInOptimizerRule(Rule):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 for each parameter without an optimizer."""
         for name, curve in history.fresh("unowned_parameters"):
-            yield Score(curve.last if name else 0.0, 1.0, name or None)
+            yield Score(curve.last if name and not _is_written_otherwise(history, name) else 0.0, 1.0, name or None)
+
+
+def _is_written_otherwise(history: History, name: str) -> bool:
+    """Return whether a parameter of the same module changes, or no gradient reaches it while gradients are measured."""
+    module, gradients = history.network.module(name), history.curves("weight_gradients_norm2")
+    weights = {
+        other: c for other, c in history.curves("weights_norm2").items() if history.network.module(other) == module
+    }
+    is_written = any(curve.first[0] != curve.last for curve in weights.values())
+    return is_written or bool(gradients and weights and not weights.keys() & gradients.keys())
 
 
 class FrozenInsideRule(Rule):
@@ -74,6 +91,7 @@ class FrozenInsideRule(Rule):
     """
 
     name = "frozen_inside"
+    severity_while_falling = "warning"
     needs = sources("weight_requires_grad")
     thresholds = ("share",)
     share: float = 0.25
@@ -104,6 +122,7 @@ class UntiedWeightsRule(Rule):
     """
 
     name = "untied_weights"
+    severity_while_falling = "warning"
     needs = sources("untied_weights")
     patience = 1
     severity = "error"
@@ -132,6 +151,7 @@ class RanksDifferRule(Rule):
     """
 
     name = "ranks_differ"
+    severity_while_falling = "warning"
     needs = sources("weights_ranks_norm2_min", "weights_ranks_norm2_max")
     judged_on = frozenset(("weights_ranks_norm2_max",))
     thresholds = ("difference",)

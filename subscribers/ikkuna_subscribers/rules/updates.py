@@ -29,6 +29,7 @@ class LostUpdatesRule(Rule):
     """
 
     name = "lost_updates"
+    severity_while_falling = "info"
     needs = sources("weight_updates_sparsity", "weight_gradients_sparsity")
     thresholds = ("share",)
     share: float = 0.25
@@ -53,14 +54,17 @@ class LostUpdatesRule(Rule):
 class LrTooHighRule(Rule):
     """One of the first steps moves the weights of half of the layers by a third of their size or more.
 
+    The rule is silent if the network has a single weight matrix, whose first values may be small by chance.  From step 10 on it looks at
+    what such a step has led to: the next ones are as large, or hardly move the weights any more, or the loss has risen.
     Threshold: 0.3 within the first 30 steps; a healthy step moves about 1/1000, the largest healthy value was 0.09.
     Cannot see: weights that are zero at first; a rate that is too high only by a factor of a few; optimizers that evaluate the model
     themselves, such as LBFGS, one step of which may move a linear model to its minimum.
     """
 
     name = "lr_too_high"
+    severity_while_falling = "info"
     needs = sources("weight_updates_weights_ratio")
-    uses = sources("optimizer_closure")
+    uses = sources("optimizer_closure", "loss")
     judged_on = frozenset(needs)
     thresholds = ("ratio",)
     ratio: float = 0.3
@@ -93,9 +97,16 @@ class LrTooHighRule(Rule):
         """Yield a score in the first 30 steps."""
         if history.step > 30 or not history.is_complete or history.curve("optimizer_closure") is not None:
             return
-        ratio = middle([curve.last for _, curve in history.matrices("weight_updates_weights_ratio")])
-        if ratio == ratio:
-            yield Score(ratio / self.ratio, ratio)
+        ratios = [curve.last for _, curve in history.matrices("weight_updates_weights_ratio")]
+        ratio = middle(ratios)
+        if ratio != ratio or len(ratios) < 2:
+            return
+        memory = history.memory[self.name]
+        largest = memory["ratio"] = max(ratio, memory.get("ratio", 0.0))
+        loss, since = history.curve("loss"), memory.setdefault("since", history.step)
+        has_risen = loss is not None and not loss.median(3) < 1.1 * loss.first[0]
+        if has_risen or (history.step >= since + 10 and not 0.01 * largest < ratio < self.ratio):
+            yield Score(largest / self.ratio, largest, step=since)
 
 
 class LrTooLowRule(Rule):
@@ -108,6 +119,7 @@ class LrTooLowRule(Rule):
     """
 
     name = "lr_too_low"
+    severity_while_falling = "info"
     needs = sources("weight_updates_weights_ratio", "loss", "output_cross_entropy", "output_classes")
     judged_on = frozenset(("weight_updates_weights_ratio",))
     thresholds = ("ratio",)
@@ -141,6 +153,7 @@ class LrVanishedRule(Rule):
     """
 
     name = "lr_vanished"
+    severity_while_falling = "info"
     needs = sources("learning_rate")
     thresholds = ("share", "steps")
     share: float = 1e-4
@@ -170,13 +183,16 @@ class NeverMovesRule(Rule):
     """A weight receives gradients and is in an optimizer, but no element of it changes.
 
     Threshold: a fact, in 5 samples in a row; in the first sample if the learning rate of one group is 0 and that of another is not,
-    because the learning rates of all groups are 0 at the start of a warm-up.
+    because the learning rates of all groups are 0 at the start of a warm-up.  A sample counts only if half of the other weights change by
+    more than 1e-5 of their size: while a rate that the optimizer finds by itself is near 1e-6, rounding explains weights that stay.
+    If no weight changes, 20 samples in a row are needed.
     Cannot see: a part of a weight that does not change (that is the rule lost_updates).
     """
 
     name = "never_moves"
+    severity_while_falling = "warning"
     needs = sources("weight_gradients_norm2", "weight_updates_norm2")
-    uses = sources("learning_rate")
+    uses = sources("learning_rate", "weights_norm2")
     judged_on = frozenset(needs)
     patience = 1
     explains = frozenset(("no_learning", "lr_too_low", "plateau"))
@@ -187,14 +203,24 @@ class NeverMovesRule(Rule):
         """Yield 1 for each weight with a gradient and without an update."""
         gradients = history.curves("weight_gradients_norm2")
         rates = [curve.last for curve in history.curves("learning_rate").values()]
-        needed = 1 if any(rates) and not all(rates) else _SAMPLES
+        moved = [curve.last for _, curve in history.fresh("weight_updates_norm2") if curve.last > 0]
+        needed = 1 if any(rates) and not all(rates) else _SAMPLES if moved else 4 * _SAMPLES
+        if moved and _usual_change(history) < 1e-5:
+            return
         memory = history.memory[self.name]
         for name, curve in history.fresh("weight_updates_norm2"):
             gradient = gradients.get(name)
             has_gradient = gradient is not None and gradient.step == history.step and gradient.last > 0
             is_still = curve.last == 0 and has_gradient
-            memory[name] = seen = [*memory.get(name, ()), history.step][:_SAMPLES] if is_still else []
+            memory[name] = seen = [*memory.get(name, ()), history.step][: 4 * _SAMPLES] if is_still else []
             yield Score(float(len(seen) >= needed), 0.0, name, step=seen[0] if seen else None)
+
+
+def _usual_change(history: History) -> float:
+    """Return the norm of an update over that of its weight, the median over the weights that moved; NaN if it is unknown."""
+    sizes = history.curves("weights_norm2")
+    moved = [(name, curve.last) for name, curve in history.fresh("weight_updates_norm2") if curve.last > 0]
+    return middle([update / sizes[name].last for name, update in moved if name in sizes and sizes[name].last > 0])
 
 
 class UpdateRatioRule(Rule):
@@ -210,6 +236,7 @@ class UpdateRatioRule(Rule):
     """
 
     name = "update_ratio"
+    severity_while_falling = "info"
     needs = sources("weight_updates_weights_ratio")
     uses = sources("weights_norm2")
     thresholds = ("ratio", "factor")
@@ -254,6 +281,7 @@ class WeightDecayRule(Rule):
     """
 
     name = "weight_decay"
+    severity_while_falling = "info"
     needs = sources("weights_norm2")
     thresholds = ("share",)
     share: float = 0.3

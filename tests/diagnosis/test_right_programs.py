@@ -1,0 +1,277 @@
+"""Programs that train well, which rules have accused: no rule states a cause that they do not have."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ikkuna
+
+PROGRAMS = {}
+
+
+def program(*rules, steps=60):
+    """Register a function that returns a model, its loss and a function that makes a step; name the rules that accused it."""
+
+    def register(function):
+        PROGRAMS[function.__name__] = function, rules, steps
+        return function
+
+    return register
+
+
+def supervised(model, optimizer, loss, batches):
+    drawn = iter(range(10**9))
+
+    def step():
+        x, y = batches[next(drawn) % len(batches)]
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    return model, loss, step
+
+
+def blobs(samples=64, classes=3, features=8, noise=0.3):
+    y = torch.randint(0, classes, (samples,))
+    return 2 * F.one_hot(y, features).float() + noise * torch.randn(samples, features), y
+
+
+def mlp(*sizes):
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+@program("lr_too_high")
+def linear_regression():
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 0.1)
+    x = torch.randn(64, 1)
+    return supervised(model, torch.optim.Adam(model.parameters(), 0.1), nn.MSELoss(), [(x, 3 * x + 1)])
+
+
+@program("lr_too_high")
+def two_small_layers_whose_loss_falls():
+    model = mlp(2, 16, 1)
+    x = torch.randn(64, 2)
+    return supervised(model, torch.optim.Adam(model.parameters(), 0.1), nn.MSELoss(), [(x, x.sum(1, keepdim=True))])
+
+
+@program("lr_too_high")
+def forward_forward():
+    layers = nn.ModuleList([nn.Linear(64, 32), nn.Linear(32, 32)])
+    optimizers = [torch.optim.Adam(layer.parameters(), 0.03) for layer in layers]
+    x, _ = blobs(features=64)
+    right, wrong = x, x.roll(7, 1) * torch.randn(64).sign()
+
+    def step():
+        positive, negative = right, wrong
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            scores = [layer(F.normalize(each)).relu() for each in (positive, negative)]
+            good, bad = (score.square().mean(1) for score in scores)
+            optimizer.zero_grad()
+            F.softplus(torch.cat([0.5 - good, bad - 0.5])).mean().backward()
+            optimizer.step()
+            positive, negative = (score.detach() for score in scores)
+
+    return layers, None, step
+
+
+class ActorCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.actor, self.critic = nn.Linear(4, 128), nn.Linear(128, 2), nn.Linear(128, 1)
+
+    def forward(self, x):
+        hidden = self.hidden(x).relu()
+        return self.actor(hidden).log_softmax(-1), self.critic(hidden)[..., 0]
+
+
+@program("lr_too_high")
+def actor_critic():
+    model = ActorCritic()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-2)
+
+    def step():
+        states = torch.randn(30, 4)
+        log_probabilities, values = model(states)
+        actions = torch.distributions.Categorical(logits=log_probabilities).sample()
+        rewards = ((states[:, 0] > 0) == (actions == 1)).float()
+        returns = rewards.flip(0).cumsum(0).flip(0)
+        returns = (returns - returns.mean()) / returns.std()
+        advantage = returns - values.detach()
+        chosen = log_probabilities.gather(1, actions[:, None])[:, 0]
+        optimizer.zero_grad()
+        (F.smooth_l1_loss(values, returns, reduction="sum") - (chosen * advantage).sum()).backward()
+        optimizer.step()
+
+    return model, None, step
+
+
+class WithTarget(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.online = mlp(4, 16, 2)
+        self.target = copy.deepcopy(self.online)
+
+    def forward(self, x):
+        with torch.no_grad():
+            wanted = self.target(0.9 * x).max(1).values
+        return self.online(x), wanted
+
+
+@program("not_in_optimizer")
+def target_network_by_polyak_averaging():
+    model = WithTarget()
+    optimizer = torch.optim.Adam(model.online.parameters(), 1e-3)
+
+    def step():
+        x = torch.randn(32, 4)
+        values, wanted = model(x)
+        optimizer.zero_grad()
+        F.smooth_l1_loss(values[:, 0], x[:, 0] + 0.9 * wanted).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, parameter in zip(model.target.parameters(), model.online.parameters(), strict=True):
+                mean.lerp_(parameter, 0.01)
+
+    return model, None, step
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.experts[0](self.stem(x)).relu())
+
+
+@program("optimizer_reset")
+def an_expert_without_tokens():
+    model = Experts()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    x, y = blobs()
+    for expert in model.experts:  # the experts have had tokens before
+        expert(x).sum().backward()
+    optimizer.step()
+    return supervised(model, optimizer, nn.CrossEntropyLoss(), [(x, y)])
+
+
+class Variational(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(0.01 * torch.eye(8))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(x) * 1e-3 + 30 * (x @ self.factor.tril()).square().mean(1, keepdim=True)
+
+
+@program("exploding_gradient")
+def a_variational_factor():
+    model = Variational()
+    x, _ = blobs()
+    return supervised(model, torch.optim.Adam(model.parameters(), 1e-2), nn.MSELoss(), [(x, x.mean(1, keepdim=True))])
+
+
+@program("repeated_batch", steps=120)
+def ten_batches_an_epoch():
+    model = mlp(8, 16, 3)
+    return supervised(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        nn.CrossEntropyLoss(),
+        [blobs(16, noise=1.5) for _ in range(10)],
+    )
+
+
+@program("scaler_skips", steps=300)
+def wasserstein_gan():
+    critic, generator = mlp(4, 16, 1), nn.Linear(2, 4)
+    optimizers = [torch.optim.RMSprop(each.parameters(), 5e-5) for each in (critic, generator)]
+    drawn = iter(range(10**9))
+
+    def step():
+        is_generator = next(drawn) % 3 == 2
+        fake = generator(torch.randn(32, 2))
+        optimizers[is_generator].zero_grad()
+        (
+            -critic(fake).mean() if is_generator else critic(fake.detach()).mean() - critic(torch.randn(32, 4)).mean()
+        ).backward()
+        optimizers[is_generator].step()
+
+    return critic, None, step
+
+
+@program("clipped_hard", "not_zeroed", steps=100)
+def a_gradient_scaler():
+    model = mlp(8, 16, 3)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=2.0**14)
+
+    def step():
+        x, y = blobs()
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return model, None, step
+
+
+@program("one_label", steps=120)
+def segmentation_of_squares():
+    model = nn.Conv2d(1, 2, 3, padding=1)
+    masks = torch.zeros(16, 16, 16, dtype=torch.long)
+    masks[:, 4:12, 4:12] = 1
+    x = masks[:, None] + 0.3 * torch.randn(16, 1, 16, 16)
+    return supervised(model, torch.optim.Adam(model.parameters(), 1e-2), nn.CrossEntropyLoss(), [(x, masks)])
+
+
+@program("loss_at_init")
+def a_head_on_large_features():
+    model = nn.Linear(8, 3)
+    x, y = blobs()
+    return supervised(model, torch.optim.Adam(model.parameters(), 3e-2), nn.CrossEntropyLoss(), [(30 * x, y)])
+
+
+@program("not_shuffled", steps=150)
+def batches_of_one():
+    model = mlp(8, 16, 3)
+    batches = [(x[None], y[None]) for x, y in zip(*blobs(400), strict=True)]
+    return supervised(model, torch.optim.SGD(model.parameters(), 0.02), nn.CrossEntropyLoss(), batches)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_rule_accuses_a_program_that_trains(name, tmp_path):
+    torch.manual_seed(1)
+    make, rules, steps = PROGRAMS[name]
+    model, loss, step = make()
+    with ikkuna.watch(model, loss=loss, log_dir=tmp_path, backend="null", verbosity=0) as exporter:
+        for _ in range(steps):
+            step()
+    accused = [str(finding) for finding in exporter.findings if finding.rule in rules]
+    assert not [text for text in accused if name.startswith("ten_") or not text.startswith("info")]
+
+
+class Graph(nn.Module):
+    def __init__(self, edges):
+        super().__init__()
+        self.edges, self.layer = edges, nn.Linear(8, 3)
+
+    def forward(self, x):
+        source, target = self.edges
+        return self.layer(x + torch.zeros_like(x).index_add(0, target, x[source]))
+
+
+def test_a_network_that_keeps_its_graph_does_not_leak():
+    x, y = blobs(32)
+    found = ikkuna.preflight(Graph(torch.randint(0, 32, (2, 100))), (x, y), nn.CrossEntropyLoss())
+    assert "batch_leak" not in [finding.rule for finding in found]
+    assert "graph" in found.skipped["batch_leak"]
