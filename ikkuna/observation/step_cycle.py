@@ -335,15 +335,14 @@ class StepCycle:
             bus.queue.append(step := self._finished(closed, rates, has_closure, lap))
         else:
             self._pass_over(closed)
-        if not closed.carried:
-            self.prepare_next()
+        plan = None if closed.carried else self.prepare_next()
         self._plans.follow_control_file()
         if step is not None and bus.calls_model and not self._exchange.is_shared:
             step.evaluate(bus)
         bus.drain(wait=self._exchange.must_wait(closed.stamp))
         run = bus.run
         context.stopwatch.step_ended(0.0 if run is None else run.drawing_seconds)
-        if not closed.carried:
+        if plan is not None and not plan.subscriptions:
             self._idle.begin(self._plans)
 
     def _finished(
@@ -382,8 +381,8 @@ class StepCycle:
         else:
             self._bus.commit(stamp.global_step)
 
-    def prepare_next(self) -> None:
-        """Prepare the hooks of modules for the next step."""
+    def prepare_next(self) -> Plan:
+        """Prepare the hooks of modules for the next step; return its plan."""
         context, modules = self._context, self._hooks.modules
         if modules.is_found_compiled():
             self._plans.demand_changed()
@@ -394,6 +393,7 @@ class StepCycle:
         modules.set_sampled(plan)
         if context.tracker.is_rootless:
             modules.install(plan)  # no call of a root will announce the next step
+        return plan
 
     def _finish_epoch(self, stamp: Stamp) -> None:
         bus = self._bus
