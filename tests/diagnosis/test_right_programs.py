@@ -166,11 +166,11 @@ def an_expert_without_tokens():
 class Variational(nn.Module):
     def __init__(self):
         super().__init__()
-        self.factor = nn.Parameter(0.01 * torch.eye(8))
+        self.factor = nn.Parameter(0.3 * torch.eye(8))
         self.head = nn.Linear(8, 1)
 
     def forward(self, x):
-        return self.head(x) * 1e-3 + 30 * (x @ self.factor.tril()).square().mean(1, keepdim=True)
+        return self.head(x) * 1e-4 + 30 * (x @ self.factor.tril()).square().mean(1, keepdim=True)
 
 
 @program("exploding_gradient")
@@ -233,7 +233,7 @@ def segmentation_of_squares():
     return supervised(model, torch.optim.Adam(model.parameters(), 1e-2), nn.CrossEntropyLoss(), [(x, masks)])
 
 
-@program("loss_at_init")
+@program("loss_at_init", "input_scale")
 def a_head_on_large_features():
     model = nn.Linear(8, 3)
     x, y = blobs()
