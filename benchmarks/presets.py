@@ -28,7 +28,7 @@ from overhead import MODELS, Workload
 import ikkuna
 from ikkuna.diagnosis import RecorderOptions
 from ikkuna.export.subscriber import Subscriber
-from ikkuna.metrics.preset import GROUP, Preset
+from ikkuna.metrics.subscriber.bases import GROUP, Preset
 from ikkuna.observation.steps import counters
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.plugins import load_plugin

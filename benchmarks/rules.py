@@ -21,7 +21,7 @@ from torch import nn
 
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
-from ikkuna.metrics.preset import GROUP, Preset
+from ikkuna.metrics.subscriber.bases import GROUP, Preset
 from ikkuna.support.plugins import load_plugin
 
 PERIOD = 40

@@ -21,8 +21,7 @@ from ikkuna.metrics.messages.kinds import is_built_in, is_of_module
 from ikkuna.metrics.messages.message import Message
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
-from ikkuna.observation.rows.observer import StepObserver
-from ikkuna.observation.rows.rows import Rows
+from ikkuna.observation.rows.rows import Rows, StepObserver
 from ikkuna.printable import printable
 from ikkuna.store.finding import Finding
 from ikkuna.support.random_states import RandomStates

@@ -16,8 +16,8 @@ from ikkuna.export.handle import WatchHandle
 from ikkuna.flight_recorder.options import RecorderOptions
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.live_rules import OnFinding, RuleSelection
-from ikkuna.metrics.preset import GROUP, Preset
 from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.bases import GROUP, Preset
 from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule, unwrap

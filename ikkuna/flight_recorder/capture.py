@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import is_distributed
-from ikkuna.flight_recorder.memory import MemoryBudget
+from ikkuna.flight_recorder.options import MemoryBudget
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.random_states import RandomStates
 

@@ -12,8 +12,7 @@ from ikkuna.diagnosis.judge import Judge
 from ikkuna.diagnosis.rule import Rule
 from ikkuna.flight_recorder.burst import names_of
 from ikkuna.flight_recorder.capture import CapturedStep, StepCapture
-from ikkuna.flight_recorder.memory import MemoryBudget
-from ikkuna.flight_recorder.options import RecorderOptions
+from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
 from ikkuna.flight_recorder.ring import RowRing, StepLog
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.metrics.messages.message import NetworkMessage

@@ -18,8 +18,7 @@ from ikkuna.diagnosis.judge import Judge
 from ikkuna.distributed.rendezvous import World
 from ikkuna.flight_recorder.burst import Burst, BurstSubscriber, InputHashSubscriber
 from ikkuna.flight_recorder.dump_writing import DumpContent, DumpJob, DumpWriter
-from ikkuna.flight_recorder.memory import MemoryBudget
-from ikkuna.flight_recorder.options import RecorderOptions
+from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
 from ikkuna.flight_recorder.process_hooks import hook_process
 from ikkuna.flight_recorder.recorded_steps import RecordedSteps, rule_facts
 from ikkuna.flight_recorder.triggers import AT_END, CoolDown, NonFiniteTrigger, SpikeTrigger
@@ -28,9 +27,8 @@ from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.observation.hooks.context import HookContext
-from ikkuna.observation.rows.observer import StepObserver
 from ikkuna.observation.rows.plan import Plan
-from ikkuna.observation.rows.rows import Rows
+from ikkuna.observation.rows.rows import Rows, StepObserver
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import error_text, log, suppressed
 

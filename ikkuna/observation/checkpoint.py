@@ -9,7 +9,7 @@ from ikkuna.distributed.rendezvous import World, from_first_rank
 from ikkuna.errors import ConfigError, LogDirError
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.observation.session import Session
-from ikkuna.store.last_step import last_step
+from ikkuna.store.run_contents import last_step
 from ikkuna.store.run_directory import Continued, find_run, latest_run, log_path, read_run_file
 from ikkuna.support.failures import log
 from ikkuna.support.modules import difference, signature

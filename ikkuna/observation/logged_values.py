@@ -20,7 +20,7 @@ from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.numerics.statistics import Record
 from ikkuna.numerics.statistics.histogram import Histogram
-from ikkuna.observation.rows.host_copy import HostCopy
+from ikkuna.observation.rows.part import HostCopy
 from ikkuna.store.names import Series
 from ikkuna.store.values import Image, Matrix, is_histogram, is_pixels
 from ikkuna.support.failures import log, raise_users_exception

@@ -18,9 +18,8 @@ from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.numerics.statistics.table import empty_rows
 from ikkuna.observation.model.watched_model import WatchedModel
-from ikkuna.observation.rows.plan import Plan
+from ikkuna.observation.rows.plan import Plan, Site
 from ikkuna.observation.rows.rows import Rows
-from ikkuna.observation.rows.site import Site
 from ikkuna.support.failures import log, raise_users_exception, suppressed
 
 __all__ = ["Exchange", "Translation", "signature_of"]

@@ -18,11 +18,10 @@ from ikkuna.metrics.messages.kinds import MEASURED_TOGETHER, MODULE_KINDS
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
-from ikkuna.metrics.subscriber.callback import CallbackSubscriber
+from ikkuna.metrics.subscriber.bases import CallbackSubscriber
 from ikkuna.numerics.elements import host_array
-from ikkuna.observation.rows.plan import Demand
+from ikkuna.observation.rows.plan import Demand, Site
 from ikkuna.observation.rows.recorder import Recorder
-from ikkuna.observation.rows.site import Site
 from ikkuna.store.names import Series
 from ikkuna.store.values import Matrix, is_histogram
 from ikkuna.testing.backends import RecordingBackend

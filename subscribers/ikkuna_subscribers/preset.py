@@ -3,7 +3,7 @@
 from types import MappingProxyType
 
 from ikkuna.export.subscriber import Subscriber
-from ikkuna.metrics.preset import Preset
+from ikkuna.metrics.subscriber.bases import Preset
 from ikkuna_subscribers.activations import DeadUnitsSubscriber
 from ikkuna_subscribers.distribution import HistogramSubscriber, PercentileSubscriber
 from ikkuna_subscribers.gradients import ClippingSubscriber

@@ -148,7 +148,7 @@ def test_every_stored_value_is_read_back(backend, tmp_path):
 
 
 def test_the_modules_are_read_back(tmp_path):
-    from ikkuna.metrics.bus.module_entries import described
+    from ikkuna.metrics.bus.bus import described
     from ikkuna.support.modules import walk
 
     modules = described(walk(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2))))

@@ -18,8 +18,8 @@ from ikkuna.errors import ConfigError, ConfigTypeError, DumpError
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import LossSubscriber, NormSubscriber
-from ikkuna.flight_recorder import memory
-from ikkuna.flight_recorder.memory import available_bytes
+from ikkuna.flight_recorder import options as memory
+from ikkuna.flight_recorder.options import available_bytes
 from ikkuna.support.random_states import RandomReader, RandomStates
 from ikkuna.testing import small_model
 

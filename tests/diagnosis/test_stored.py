@@ -220,7 +220,7 @@ def test_the_modules_and_lost_definitions_of_series_are_stored_again(tmp_path):
 
 
 def small_entries():
-    from ikkuna.metrics.bus.module_entries import described
+    from ikkuna.metrics.bus.bus import described
     from ikkuna.support.modules import walk
 
     return described(walk(small_model()))

@@ -9,7 +9,7 @@ import torch
 from ikkuna.backends.backend import GROUP as BACKENDS
 from ikkuna.export import subscriber
 from ikkuna.metrics.messages.kinds import BUILT_IN
-from ikkuna.metrics.preset import GROUP as PRESETS
+from ikkuna.metrics.subscriber.bases import GROUP as PRESETS
 from ikkuna.support.plugins import plugin_names
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS
 from tests.plugins.children import ROOT

@@ -19,9 +19,8 @@ from ikkuna.export.subscriber import (
     TrainAccuracySubscriber,
 )
 from ikkuna.metrics.bus.delivery import Finished
-from ikkuna.observation.rows.plan import Demand
+from ikkuna.observation.rows.plan import Demand, Site
 from ikkuna.observation.rows.recorder import Recorder
-from ikkuna.observation.rows.site import Site
 
 KINDS = ("weights", "weight_gradients", "weight_updates", "activations", "layer_gradients")
 LAYERS, STEPS, THRESHOLD = 50, 20, 100

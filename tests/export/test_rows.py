@@ -12,11 +12,10 @@ from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.observation.rows.host_copy import HostCopy
-from ikkuna.observation.rows.plan import Demand
+from ikkuna.observation.rows.part import HostCopy
+from ikkuna.observation.rows.plan import Demand, Site
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.rows.rows import Rows
-from ikkuna.observation.rows.site import Site
 
 STAMP = Stamp(3, 1, 0)
 ACTIVATIONS, WEIGHTS, LOSS = Site("activations", "fc"), Site("weights", "fc"), Site("loss")

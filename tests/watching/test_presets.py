@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ikkuna
-from ikkuna.metrics.preset import GROUP, Preset
+from ikkuna.metrics.subscriber.bases import GROUP, Preset
 from ikkuna.store.values import ModuleEntry
 from ikkuna.support.plugins import load_plugin
 from tests.watching.test_handle import network, train

@@ -10,24 +10,46 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ikkuna.backends.run import Run
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.bus.delivery import Delivery
 from ikkuna.metrics.bus.error_guard import ErrorGuard
-from ikkuna.metrics.bus.module_entries import described
-from ikkuna.metrics.bus.registration import check_registration, known_kinds
-from ikkuna.metrics.bus.source import Source
-from ikkuna.metrics.bus.stored_states import StoredStates
+from ikkuna.metrics.bus.registration import Source, StoredStates, check_registration, known_kinds
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.metrics.subscriber.sampling import Sampling
+from ikkuna.metrics.subscriber.subscription import Sampling
 from ikkuna.store.run_directory import Continued, RunSettings, check_log_dir
 from ikkuna.store.values import ModuleEntry
-from ikkuna.support.modules import NamedModule, signature
+from ikkuna.support.modules import NamedModule, class_name, parameters_of, signature
 
-__all__ = ["Handle", "MessageBus", "get_default_bus"]
+__all__ = ["Handle", "MessageBus", "described", "get_default_bus"]
+
+
+def described(modules: Iterable[NamedModule]) -> tuple[ModuleEntry, ...]:
+    """Return an entry for each module, in the same order; a shared parameter is listed once.
+
+    Examples
+    --------
+    >>> described([NamedModule("fc", nn.Linear(3, 2))])
+    (ModuleEntry(name='fc', class_name='Linear', parameters=(('weight', (2, 3)), ('bias', (2,))), aliases=()),)
+    """
+    modules = tuple(modules)
+    owned: dict[str, list[tuple[str, tuple[int, ...] | None]]] = {}
+    for named in parameters_of(modules):
+        role = named.path or ("bias" if named.is_bias else "weight")
+        owned.setdefault(named.module, []).append((role, _shape(named.parameter)))
+    return tuple(
+        ModuleEntry(named.name, class_name(named.module), tuple(owned.get(named.name, ())), named.aliases)
+        for named in modules
+    )
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...] | None:
+    return None if is_lazy(parameter) else tuple(parameter.shape)
 
 
 _PATIENCE = 5.0  # seconds

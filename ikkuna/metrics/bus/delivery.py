@@ -58,7 +58,7 @@ class Measurements(Protocol):
 
 
 class Observer(Protocol):
-    """Observes training steps beside the subscribers, see `ikkuna.observation.rows.observer.StepObserver`."""
+    """Observes training steps beside the subscribers, see `ikkuna.observation.rows.rows.StepObserver`."""
 
     def rows_complete(self, rows: Any, event: NetworkMessage) -> None:
         """Handle the complete measurements, before they are delivered."""

@@ -1,13 +1,54 @@
-"""The checks that a subscriber passes before it is registered; each of them raises and changes nothing."""
+"""The checks that a subscriber passes before it is registered, the interface of exporters, and states in a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
 
 from ikkuna.errors import ConfigError, UnknownKindError, unknown_name
 from ikkuna.metrics.messages.kinds import BUILT_IN, EVENT_KINDS, LOGGED, OBSERVED, is_built_in, is_of_module
 from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.subscription import Subscription
+from ikkuna.support.failures import log, raise_users_exception
+from ikkuna.support.modules import NamedModule
 
-__all__ = ["check_registration", "known_kinds"]
+__all__ = ["Source", "StoredStates", "check_registration", "known_kinds"]
+
+
+class Source(Protocol):
+    """A publisher on a bus: an exporter."""
+
+    @property
+    def modules(self) -> Sequence[NamedModule]:
+        """The modules it observes, in the order of the network."""
+
+    @property
+    def module_names(self) -> frozenset[str]:
+        """The names of these modules."""
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The whole network; ``None`` if it is unknown."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers that own parameters of the network."""
+
+    def demand_changed(self) -> None:
+        """Prepare for subscribers that were added or removed."""
+
+    @property
+    def evaluate(self) -> Callable[..., None]:
+        """The function that runs the model over data without an effect on training."""
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether the user has no reference to the exporter any more."""
+
+    def close(self) -> None:
+        """Stop publishing."""
 
 
 def known_kinds(subscribers: Sequence[Subscriber]) -> tuple[str, ...]:
@@ -129,3 +170,56 @@ def _check_modules(subscriber: Subscriber, modules: frozenset[str]) -> None:
         raise ConfigError(
             f"modules={subscriber.subscription.modules!r} matches none of the {len(modules)} modules ({names})"
         )
+
+
+class StoredStates:
+    """Returns and loads what subscribers keep over several steps.
+
+    A state belongs to the subscriber with the same label, such as ``CosineSubscriber(weight_gradients)``;
+    of several with one label, they are matched in the order of registration.
+    A state whose subscriber is not registered yet waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[dict[str, Any]] = []
+
+    def of(self, registered: Iterable[Registered]) -> list[dict[str, Any]]:
+        """Return the states of all subscribers that have one, and those that still wait."""
+        states = []
+        for each in registered:
+            try:
+                state = each.subscriber.state_dict()
+            except Exception as error:
+                raise_users_exception(error)
+                log.exception("%s.state_dict() failed; the checkpoint lacks it", each.label)
+                continue
+            if state:
+                states.append({"label": each.label, "state": state})
+        return states + self._waiting
+
+    def load(self, registered: Iterable[Registered], states: Sequence[dict[str, Any]]) -> None:
+        """Load states into the subscribers that are registered; the others wait."""
+        self._waiting = list(states)
+        for each in registered:
+            self.apply(each)
+        if self._waiting:
+            names = ", ".join(dict.fromkeys(state["label"] for state in self._waiting))
+            log.info("load_state_dict(): states wait for subscribers that are not registered yet: %s", names)
+
+    def apply(self, registered: Registered) -> None:
+        """Load the first waiting state of a subscriber, if there is one.
+
+        Raises
+        ------
+        ConfigError
+            If the subscriber cannot load it.
+        """
+        for position, each in enumerate(self._waiting):
+            if each["label"] == registered.label and registered.subscriber.state_dict():
+                try:
+                    registered.subscriber.load_state_dict(each["state"])
+                except Exception as error:
+                    raise_users_exception(error)
+                    raise ConfigError(f"the state of {registered.label} cannot be loaded: {error}") from error
+                del self._waiting[position]
+                return

@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from ikkuna.metrics.messages.batch import MessageBatch
-from ikkuna.metrics.messages.bundle import MessageBundle
-from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
+from ikkuna.metrics.messages.message import Message, MessageBundle, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 
 __all__ = [

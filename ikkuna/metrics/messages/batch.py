@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.errors import ConfigError
-from ikkuna.metrics.messages.bundle import MessageBundle
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
-from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
+from ikkuna.metrics.messages.message import Message, MessageBundle, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.numerics.statistics.record import Records
 

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ikkuna.errors import PluginError, unknown_name
 from ikkuna.metrics.subscriber.base import Subscriber
-from ikkuna.metrics.subscriber.callback import CallbackSubscriber
-from ikkuna.metrics.subscriber.deferred_row import DeferredRow
-from ikkuna.metrics.subscriber.plot import PlotSubscriber
-from ikkuna.metrics.subscriber.result_names import name_results
-from ikkuna.metrics.subscriber.shared_statistic import SharedStatisticSubscriber
+from ikkuna.metrics.subscriber.bases import CallbackSubscriber, PlotSubscriber, SharedStatisticSubscriber, name_results
+from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.metrics.subscriber.subscription import Subscription, SynchronizedSubscription
 from ikkuna.store.quantity import Quantity
 from ikkuna.support.device_thread import Pending

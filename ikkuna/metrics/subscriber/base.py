@@ -17,11 +17,9 @@ from ikkuna.backends.loggers import is_target
 from ikkuna.backends.run import Run
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.metrics.messages.batch import BatchNames, MessageBatch
-from ikkuna.metrics.messages.bundle import MessageBundle
-from ikkuna.metrics.messages.message import Message
+from ikkuna.metrics.messages.message import Message, MessageBundle
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
-from ikkuna.metrics.subscriber.deferred_row import DeferredRow
-from ikkuna.metrics.subscriber.state import pack, types_in, unpack
+from ikkuna.metrics.subscriber.state import DeferredRow, pack, types_in, unpack
 from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription, SynchronizedSubscription
 from ikkuna.numerics.statistics import closure
 from ikkuna.store.names import SeriesGroup

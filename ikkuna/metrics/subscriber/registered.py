@@ -12,7 +12,7 @@ from ikkuna.metrics.messages.batch import BatchNames, MessageBatch
 from ikkuna.metrics.messages.kinds import MEASURED_TOGETHER, PARAMETER_KINDS
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
-from ikkuna.metrics.subscriber.sampling import Sampling
+from ikkuna.metrics.subscriber.subscription import Sampling
 from ikkuna.numerics.statistics import closure
 from ikkuna.support.failures import FailureCounter, log
 

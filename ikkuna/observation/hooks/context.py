@@ -29,10 +29,10 @@ from ikkuna.numerics.statistics.native.kernels import NOTHING, Function, Permits
 from ikkuna.observation.hooks.hook import MAY_CAPTURE, in_backward
 from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.model.watched_model import WatchedModel
-from ikkuna.observation.rows.observer import StepObserver
 from ikkuna.observation.rows.plan import NOTHING as NOTHING_PLANNED
+from ikkuna.observation.rows.plan import Site
 from ikkuna.observation.rows.recorder import Recorder
-from ikkuna.observation.rows.site import Site
+from ikkuna.observation.rows.rows import StepObserver
 from ikkuna.observation.rows.wanted_rows import WantedRows
 from ikkuna.observation.steps.counters import Stopwatch
 from ikkuna.observation.steps.forwards import Decision, Forward

@@ -15,7 +15,7 @@ from ikkuna.observation.hooks.backward import BackwardHooks
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import Leaves, with_batch_sizes
-from ikkuna.observation.rows.site import Site
+from ikkuna.observation.rows.plan import Site
 from ikkuna.observation.steps.forwards import MICRO_PART, Forward
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS, skip_in_compiler
 

@@ -21,7 +21,7 @@ from ikkuna.observation.hooks.loss import LossHooks
 from ikkuna.observation.hooks.modules import BACKWARD, ModuleHooks
 from ikkuna.observation.hooks.observed import ObservedHooks
 from ikkuna.observation.hooks.optimizers import OptimizerHooks, StepHooks, call_at_steps
-from ikkuna.observation.rows.site import Site
+from ikkuna.observation.rows.plan import Site
 
 __all__ = ["CompiledHooks", "HookSet", "PermanentHooks", "pause_after_fork"]
 

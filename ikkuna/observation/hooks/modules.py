@@ -16,8 +16,7 @@ from ikkuna.observation.hooks.gradients import LayerGradientHooks
 from ikkuna.observation.hooks.hook import Remove, remove_all
 from ikkuna.observation.hooks.in_graph import CompiledModules, CompilerStance, GraphSwitch, ModuleHook
 from ikkuna.observation.hooks.observed import ObservedHooks
-from ikkuna.observation.rows.plan import Plan
-from ikkuna.observation.rows.site import Site
+from ikkuna.observation.rows.plan import Plan, Site
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedModule

@@ -10,10 +10,8 @@ from torch.optim import Optimizer
 from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed, local_tensor
 from ikkuna.numerics.elements import has_numbers
 from ikkuna.observation.hooks.context import HookContext
-from ikkuna.observation.rows.host_list import CopyMemory
-from ikkuna.observation.rows.parameter_lists import ParameterList
-from ikkuna.observation.rows.plan import Plan
-from ikkuna.observation.rows.site import Site
+from ikkuna.observation.rows.host_list import CopyMemory, ParameterList
+from ikkuna.observation.rows.plan import Plan, Site
 from ikkuna.observation.steps.forwards import UNCLIPPED_PART
 from ikkuna.support.failures import raise_users_exception
 from ikkuna.support.modules import NamedParameter

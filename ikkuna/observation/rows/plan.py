@@ -1,11 +1,13 @@
-"""Which tensors are measured at a step, and how."""
+"""Which tensors are measured at a step, how, and in which row."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
+from threading import RLock
 from typing import Any
 
+from ikkuna.metrics.messages.batch import message_name
 from ikkuna.metrics.messages.kinds import (
     EVENT_KINDS,
     FORWARD_KINDS,
@@ -16,11 +18,88 @@ from ikkuna.metrics.messages.kinds import (
     UNCLIPPED_KINDS,
     is_built_in,
 )
+from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, closure
+from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, Record, closure
 
-__all__ = ["NOTHING", "Demand", "Plan", "Task"]
+__all__ = ["NOTHING", "Demand", "Key", "Plan", "RowIndex", "Site", "Task"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """A kind of tensor, and the module it belongs to.
+
+    A site equals only itself, which makes it a cheap key; each exporter creates each site once.
+
+    Parameters
+    ----------
+    kind : str
+        The kind.
+    module : str or None
+        Name of the module; ``None`` for the network.
+    """
+
+    kind: str
+    module: str | None = None
+
+    def message(self, stamp: Stamp, path: str = "", data: Any = None, record: Record | None = None) -> Message:
+        """Return the message of one output or parameter of this site."""
+        if self.module is None:
+            return NetworkMessage(stamp, self.kind, data, record, path)
+        name = message_name(self.kind, self.module, path)
+        return ModuleMessage(stamp, self.kind, data, record, self.module, path, name)
+
+    def __str__(self) -> str:
+        return self.kind if self.module is None else f"{self.kind} of {self.module}"
+
+
+Key = tuple[Site, str]
+"""A site, and the name of a parameter or the path of an output."""
+
+
+class RowIndex:
+    """The number of the row of each site and path, the same in all steps of a recorder.
+
+    Attributes
+    ----------
+    keys : list
+        The site and path of each row.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[Key] = []
+        self._rows: dict[Key, int] = {}
+        self._by_kind: tuple[int, dict[str, list[int]]] = 0, {}  # of the first rows
+        self._lock = RLock()  # reentrant, because an exception can interrupt the release
+
+    def row(self, site: Site, path: str) -> int:
+        """Return the number of a row."""
+        key = site, path
+        row = self._rows.get(key)
+        return self._new_row(key) if row is None else row
+
+    def _new_row(self, key: Key) -> int:
+        with self._lock:
+            if key not in self._rows:
+                self.keys.append(key)
+                self._rows[key] = len(self.keys) - 1
+            return self._rows[key]
+
+    def rows_of_kind(self, kind: str) -> list[int]:
+        """Return the rows of one kind in the order of their first measurement."""
+        with self._lock:
+            count, by_kind = len(self.keys), self._by_kind[1]
+            if count > self._by_kind[0]:
+                by_kind = {name: [*rows] for name, rows in by_kind.items()}
+                for row in range(self._by_kind[0], count):
+                    by_kind.setdefault(self.keys[row][0].kind, []).append(row)
+                self._by_kind = count, by_kind  # at once, because an exception can interrupt the loop
+            return by_kind.get(kind, [])
+
+    def rows_of(self, kinds: frozenset[str]) -> Iterator[int]:
+        """Yield the rows of some kinds."""
+        return (row for row, (site, _) in enumerate(self.keys) if site.kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)

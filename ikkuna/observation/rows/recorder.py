@@ -10,21 +10,18 @@ from torch import Tensor
 
 from ikkuna.distributed.dtensor import full_tensor, is_distributed, local_shard
 from ikkuna.metrics.bus.error_guard import ErrorGuard
-from ikkuna.metrics.messages.bundle import MessageBundle
-from ikkuna.metrics.messages.message import Message, NetworkMessage
+from ikkuna.metrics.messages.message import Message, MessageBundle, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
-from ikkuna.metrics.subscriber.deferred_row import DeferredRow
 from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.elements import dequantized, has_float64, has_numbers, is_special
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native import Library, library
 from ikkuna.observation.rows.part import Part, PartPool
-from ikkuna.observation.rows.plan import NOTHING, Plan, Task
-from ikkuna.observation.rows.row_index import Key, RowIndex
+from ikkuna.observation.rows.plan import NOTHING, Key, Plan, RowIndex, Site, Task
 from ikkuna.observation.rows.rows import Rows
 from ikkuna.observation.rows.selection import Selections
-from ikkuna.observation.rows.site import Site
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.undisturbed import gradients, switched
 

@@ -1,4 +1,4 @@
-"""The measurements of one step."""
+"""The measurements of one step, and observers of whole steps."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,23 +14,20 @@ from ikkuna.distributed.dtensor import ShardPosition
 from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.deferred_row import DeferredRow
 from ikkuna.metrics.subscriber.registered import Registered
+from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.statistics import HISTOGRAMS, Record
 from ikkuna.numerics.statistics.device import Taken
 from ikkuna.numerics.statistics.float_code import half_size, merge_codes
 from ikkuna.numerics.statistics.record import Records, record_of
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
-from ikkuna.observation.rows.host_copy import HostCopy
-from ikkuna.observation.rows.part import Part, PartPool
-from ikkuna.observation.rows.plan import Plan
-from ikkuna.observation.rows.row_index import Key, RowIndex
+from ikkuna.observation.rows.part import HostCopy, Part, PartPool
+from ikkuna.observation.rows.plan import Key, Plan, RowIndex, Site
 from ikkuna.observation.rows.selection import Selection, Selections
-from ikkuna.observation.rows.site import Site
 from ikkuna.support.device_thread import Pending, run_beside
 from ikkuna.support.failures import raise_users_exception
 
-__all__ = ["RankMerge", "Rows"]
+__all__ = ["RankMerge", "Rows", "StepObserver"]
 
 
 _NO_FIELDS = frozenset[str]()
@@ -415,3 +412,28 @@ class Rows:
         """Return the message of a row."""
         site, path = self.keys[row]
         return site.message(self.stamp, path, data, record)
+
+
+class StepObserver:
+    """Observes the steps of one exporter; its methods do nothing by default.
+
+    They raise nothing but exceptions that belong to the user.
+    """
+
+    def step_opened(self, stamp: Stamp, plan: Plan) -> None:
+        """Handle the beginning of a step, before the first forward."""
+
+    def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle what the model is called with in a step, borrowed."""
+
+    def loss_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle what the loss module is called with in a step, borrowed."""
+
+    def step_passed(self, stamp: Stamp) -> None:
+        """Handle the end of a step that no subscriber samples, so that it has no rows."""
+
+    def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:
+        """Handle the complete measurements of a training step, before they are delivered to subscribers."""
+
+    def step_delivered(self, stamp: Stamp) -> None:
+        """Handle the end of the delivery, also after an exception."""

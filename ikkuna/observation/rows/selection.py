@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ikkuna.metrics.messages.batch import BatchNames, message_name
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.observation.rows.row_index import RowIndex
+from ikkuna.observation.rows.plan import RowIndex
 
 __all__ = ["Selection", "Selections"]
 

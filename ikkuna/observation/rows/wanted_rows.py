@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS
 from ikkuna.numerics.statistics.native.kernels import NOTHING, PYTHON, flags_of
-from ikkuna.observation.rows.plan import Plan
-from ikkuna.observation.rows.row_index import Key, RowIndex
+from ikkuna.observation.rows.plan import Key, Plan, RowIndex
 
 __all__ = ["WantedRows"]
 

@@ -20,8 +20,8 @@ from ikkuna.backends.backend import GROUP as BACKENDS
 from ikkuna.backends.backend import Backend
 from ikkuna.export import subscriber
 from ikkuna.metrics.messages.kinds import BUILT_IN
-from ikkuna.metrics.preset import GROUP as PRESETS
-from ikkuna.metrics.preset import Preset
+from ikkuna.metrics.subscriber.bases import GROUP as PRESETS
+from ikkuna.metrics.subscriber.bases import Preset
 from ikkuna.support.plugins import load_plugin, plugins
 
 ROOT = Path(__file__).parents[3]
