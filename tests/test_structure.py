@@ -450,7 +450,7 @@ ELSEWHERE = (
     "checks.py",
     "dump_reading.py",
     "dump_writing.py",
-    "memory.py",
+    "options.py",
 )  # at the prompt, or in a thread
 TRAINING = [
     path

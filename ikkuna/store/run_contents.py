@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tensorboardX.proto.event_pb2 import Event
 
 from ikkuna.errors import ConfigError
 from ikkuna.store.event_reader import KIND_HISTOGRAM, KIND_TENSOR, EventColumns, EventFile
@@ -520,6 +519,8 @@ def _tail(file: Path) -> bytes:
 
 def _last_of_events(data: bytes) -> int:
     """Return the step of the last record with a number; images are written later than the values of their steps."""
+    from tensorboardX.proto.event_pb2 import Event  # it imports torch
+
     last = -1
     for record in whole_records(data):
         try:

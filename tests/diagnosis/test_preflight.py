@@ -959,7 +959,7 @@ def test_findings_print_as_a_table(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     model, batch, loss, _ = classifier()
     text = str(ikkuna.preflight(model, batch, loss, torch.optim.Adam(model[0].parameters())))
-    assert "error     not_in_optimizer  -       4 trainable parameters in no optimizer: 2.weight, 2.bias" in text
+    assert "error     not_in_optimizer  -       -     4 trainable parameters in no optimizer: 2.weight, 2.bias" in text
     assert "Try: pass these parameters to an optimizer" in text
 
 

@@ -39,4 +39,4 @@ def test_three_bugs_in_a_script_are_named_on_the_console(tmp_path):
     assert modules["not_in_optimizer"] == "1"
     assert modules["dead_units"] == "0.1"
     assert "not_zeroed" in modules
-    assert len(done.stderr.splitlines()) <= 6, done.stderr
+    assert len(done.stderr.splitlines()) <= 12, done.stderr  # a finding once more when its severity rises

@@ -23,7 +23,8 @@ from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.store import run_directory
 from ikkuna.store.names import Series
 from ikkuna.store.run_directory import Continued, RunSettings
-from ikkuna.support.failures import announce, log
+from ikkuna.support.console import announce
+from ikkuna.support.failures import log
 
 ARGUMENTS = {
     UnicodeDecodeError: ("utf-8", b"\xff", 0, 1, "x"),

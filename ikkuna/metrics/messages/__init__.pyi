@@ -1,6 +1,7 @@
 from ikkuna.metrics.bus.bus import MessageBus, get_default_bus
 from ikkuna.metrics.messages.batch import MessageBatch
-from ikkuna.metrics.messages.message import Message, MessageBundle as MessageBundle, ModuleMessage, NetworkMessage
+from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
+from ikkuna.metrics.messages.message import MessageBundle as MessageBundle
 from ikkuna.metrics.messages.stamp import Stamp
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a subscriber keeps over several steps: as plain values for a checkpoint, and rows that are computed after the step."""
+"""The state of a subscriber as plain values for a checkpoint, and rows that are computed after the step."""
 
 import dataclasses
 from collections import deque

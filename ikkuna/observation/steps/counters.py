@@ -23,6 +23,7 @@ class StepCounters:
     --------
     >>> counters = StepCounters()
     >>> counters.step_closed()
+    0
     >>> counters.global_step, counters.train_step, counters.epoch
     (1, 1, 0)
     """
