@@ -191,7 +191,7 @@ def test_the_number_of_threads_changes_no_result(threads, dtype):
 
 def copied(tensors, flags=FLAGS):
     """Return the memory of a list of tensors that were measured and copied, and what keeps the copies alive."""
-    memory, room = ListMemory(len(tensors), [x.numel() for x in tensors]), [np.zeros(x.nbytes) for x in tensors]
+    memory, room = ListMemory(len(tensors), [x.nbytes for x in tensors]), [np.zeros(x.nbytes) for x in tensors]
     memory.copy_to(np.array([part.ctypes.data for part in room]))
     statistics = HostStatistics()
     rows = statistics.addresses(np.arange(len(tensors)))
@@ -227,6 +227,18 @@ def test_copies_are_made_while_tensors_are_measured_and_differences_are_those_of
         np.testing.assert_array_equal(statistics.values[i], plain.values[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_tensor_that_has_another_dtype_than_its_memory_was_reserved_for_is_not_copied(dtype):
+    """As after ``model.to(torch.float64)`` between two steps of the same optimizer."""
+    x, room = nn.Parameter(torch.ones(100)), np.zeros(300, np.float32)
+    memory, statistics = ListMemory(1, [x.nbytes]), HostStatistics()
+    memory.copy_to(np.array([room.ctypes.data]))
+    x.data = x.data.to(dtype)
+    assert not len(reader.add_all([x], np.array([flags_of(ALL)], np.int32), statistics.addresses(np.arange(1)), memory))
+    assert not memory.is_copied.any()
+    assert not room.any()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("flags", [-1, 0, 1])
 @pytest.mark.parametrize("offset", [0, 1])
@@ -237,7 +249,7 @@ def test_large_copies_are_equal_to_the_tensors(variant, flags, offset):
     x, few = nn.Parameter(torch.randn(1_200_000 + 37)), nn.Parameter(torch.randn(5))
     room = torch.zeros(x.numel() + 64)
     begin = -room.data_ptr() % 64 // 4 + offset
-    memory, statistics = ListMemory(2, [x.numel(), 0]), HostStatistics()
+    memory, statistics = ListMemory(2, [x.nbytes, 0]), HostStatistics()
     memory.copy_to(np.array([room.data_ptr() + 4 * begin, 0]))
     reader.add_all([x, few], np.full(2, flags, np.int32), statistics.addresses(np.arange(2)), memory)
     next(filter(kernels.use, VARIANTS))

@@ -110,7 +110,7 @@ class CopiedList(HostList):
         self._tensors = list(tensors)
         is_copied = [key is not None for key in differences]
         self._memory = ListMemory(
-            len(keys), [x.numel() if copied else 0 for x, copied in zip(tensors, is_copied, strict=True)]
+            len(keys), [x.nbytes if copied else 0 for x, copied in zip(tensors, is_copied, strict=True)]
         )
         self._differences = HostList(index, plan, differences)
         self._is_copied = np.array(is_copied, np.bool_)

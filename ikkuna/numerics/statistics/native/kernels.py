@@ -153,7 +153,7 @@ class ListMemory:
     count : int
         The number of tensors.
     sizes : sequence of int, optional
-        The numbers of elements of tensors that are copied; 0 for those that are not.
+        The numbers of bytes of tensors that are copied; 0 for those that are not.
     """
 
     def __init__(self, count: int, sizes: Sequence[int] | None = None) -> None:

@@ -184,10 +184,11 @@ void run_list(const std::vector<Job> &jobs, Do do_one) {
     else for (const Job &job : jobs) run_alone(job, do_one);
 }
 
-// A copy of a tensor, and what the tensor must still be for a difference.
+// A copy of a tensor, its size in bytes, and what the tensor must still be for a difference.  A tensor with another dtype than when the
+// memory was reserved must not be copied: it may be larger.
 struct Copied {
     void *data;
-    int64_t n, dtype, order, shape;
+    int64_t bytes, dtype, order, shape;
 };
 
 }  // namespace
@@ -215,7 +216,7 @@ enum Done { MEASURED = 1, COPIED = 2 };
 
 // The same for a list of tensors and the different rows at these addresses; what is None counts as measured.
 // `known` is the memory of this function for the next call with the same tensors, all zeros at first.
-// If `copies` is not null, tensors with a `data` of at least n elements there are copied if they require gradients and their
+// If `copies` is not null, tensors with a `data` of just their size there are copied if they require gradients and their
 // differences can be measured; `wanted` may then be -1.
 extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t *wanted, void *const *rows, void *known,
                                 void *copies, uint8_t *done) {
@@ -229,7 +230,7 @@ extern "C" void measure_tensors(PyObject *tensors, int64_t count, const int32_t 
         done[i] = x == o->none ? MEASURED : 0;
         if (done[i] || !look(x, view, each + i)) continue;
         Copied *const copy = copies ? static_cast<Copied *>(copies) + i : nullptr;
-        const bool is_copied = copy && copy->data && view.n == copy->n &&
+        const bool is_copied = copy && copy->data && view.n * int64_t(BYTES[view.dtype]) == copy->bytes &&
                                Reference(attribute(x, o->requires_grad)).is_true();
         if (is_copied) {
             copy->dtype = view.dtype, copy->order = view.order, copy->shape = view.shape;
@@ -257,7 +258,7 @@ extern "C" void measure_differences(PyObject *tensors, int64_t count, const int3
         const Copied &copy = static_cast<const Copied *>(copies)[i];
         PyObject *const x = PyList_GetItem(tensors, i);
         View view;
-        done[i] = look(x, view, each + i) && view.n == copy.n && view.dtype == copy.dtype && view.order == copy.order &&
+        done[i] = look(x, view, each + i) && view.n * int64_t(BYTES[view.dtype]) == copy.bytes && view.dtype == copy.dtype && view.order == copy.order &&
                   view.shape == copy.shape ? MEASURED : 0;
         if (!done[i]) continue;
         const Job job{view.data, copy.data, view.n, view.dtype, wanted[i], static_cast<Record *>(rows[i])};
