@@ -297,9 +297,8 @@ class RuleSubscriber(Subscriber):
             run.show(_JUDGED, event_text(event), stamp.global_step, (self._store,))
 
     def _act(self, finding: Finding, stamp: Stamp) -> None:
-        self._show(
-            NetworkMessage(stamp, "findings", path=finding.rule), finding, "findings"
-        )  # names the run in the log
+        # before the line is logged, so that the run is named first
+        self._show(NetworkMessage(stamp, "findings", path=finding.rule), finding, "findings")
         verbosity = getattr(getattr(self._host, "settings", None), "verbosity", 1)
         mark, _, text = str(finding).partition(":")
         advice = f" Try: {finding.advice.rstrip('.')}." if finding.advice else ""

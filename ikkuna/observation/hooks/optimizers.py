@@ -211,9 +211,8 @@ class OptimizerHooks:
     def step_by_hand(self) -> None:
         """Handle the end of a step that no optimizer makes."""
         context = self.context
-        self._by_hand = (
-            context.tracker.state is not State.IDLE
-        )  # otherwise it opens now, when the weights have changed already
+        # a step that opens only now has no weights from before the change
+        self._by_hand = context.tracker.state is not State.IDLE
         if self._by_hand:
             self.records.gradients(context.parameters.all)
             self.records.updates(context.parameters.all)
