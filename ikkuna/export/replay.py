@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from ikkuna.printable import printable
 from ikkuna.store.finding import Finding
 from ikkuna.support.random_states import RandomStates
 
-__all__ = ["Replay", "ReplayRun", "Step", "check_fits", "replay", "restore_state"]
+__all__ = ["Replay", "ReplayRun", "Step", "check_fits", "prepare", "replay", "restore_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class ReplayRun:
     def __init__(
         self, dump: Dump, model: nn.Module, loss: nn.Module | None, optimizers: list[Optimizer], step: Step | None
     ) -> None:
-        self._dump, self._model, self._loss, self._optimizers = dump, model, loss, optimizers
+        self.dump, self._model, self._loss, self._optimizers = dump, model, loss, optimizers
         self._step = step or self._default_step
         self._random = dump.arrays("random_calls.npz")
         if dump.rows["columns"].tolist() != list(COLUMNS):
@@ -202,7 +202,7 @@ class ReplayRun:
             self._request_rows(exporter)
             if rules:
                 exporter.apply_rules(
-                    rules, every=self._dump.facts["options"]["every"], backend="null", on_finding=new.append
+                    rules, every=self.dump.facts["options"]["every"], backend="null", on_finding=new.append
                 )
                 self._feed(exporter, steps[0]["step"])
             counters = {name: steps[0][name] for name in ("train_step", "epoch")}
@@ -210,7 +210,7 @@ class ReplayRun:
             exporter._session.context.observer = last
             for batch in steps:
                 new.clear()
-                self._run(batch)
+                self.run(batch)
         finally:
             exporter._session.context.observer = None
             exporter.close()
@@ -219,7 +219,7 @@ class ReplayRun:
     def _request_rows(self, exporter: Exporter) -> None:
         """Register what measures the statistics that the dump has of its last step."""
         fields: dict[str, set[str]] = {}
-        for row, values in zip(self._dump.names, self._expected, strict=False):
+        for row, values in zip(self.dump.names, self._expected, strict=False):
             measured = {name for name, value in zip(COLUMNS, values, strict=True) if not np.isnan(value)}
             fields.setdefault(row.kind, set()).update(measured - {"n"})
         for kind, names in fields.items():
@@ -229,18 +229,19 @@ class ReplayRun:
 
     def _feed(self, exporter: Exporter, before: int) -> None:
         rules = exporter._rules
-        if rules is not None and self._dump.has("history.npz"):
-            arrays = self._dump.arrays("history.npz")
+        if rules is not None and self.dump.has("history.npz"):
+            arrays = self.dump.arrays("history.npz")
             if len(arrays["series"]) and not 0 <= arrays["series"].min() <= arrays["series"].max() < len(
                 arrays["kinds"]
             ):
                 raise DumpError(
-                    f"'series' of '{self._dump.path / 'history.npz'}' has other numbers than 'kinds' has names"
+                    f"'series' of '{self.dump.path / 'history.npz'}' has other numbers than 'kinds' has names"
                 )
-            with _explained(f"'{self._dump.path / 'history.npz'}' cannot be judged"):
+            with _explained(f"'{self.dump.path / 'history.npz'}' cannot be judged"):
                 feed_history(rules.judge, arrays, before)
 
-    def _run(self, batch: dict[str, Any]) -> None:
+    def run(self, batch: dict[str, Any]) -> None:
+        """Run one step: what ``batches.pt`` holds of it."""
         step = batch["step"]
         calls = [[_to(call, self._device) for call in batch[name]] for name in ("model_calls", "loss_calls")]
         self._set_rates(step)
@@ -263,7 +264,7 @@ class ReplayRun:
 
     def _set_rates(self, step: int) -> None:
         """Set the learning rates of the step, which a scheduler may have changed since the state was copied."""
-        rows = self._dump.rows
+        rows = self.dump.rows
         at = np.flatnonzero(rows["log_steps"] == step)
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         if not len(at) or len(groups) != rows["learning_rates"].shape[1]:
@@ -294,7 +295,7 @@ class ReplayRun:
     def _result(self, first: int, last: _LastRows, new: tuple[Finding, ...]) -> Replay:
         compared = equal = 0
         differences = []
-        for row, values in zip(self._dump.names, self._expected, strict=False):
+        for row, values in zip(self.dump.names, self._expected, strict=False):
             known = ~np.isnan(values)
             if not known.any():
                 continue
@@ -305,11 +306,11 @@ class ReplayRun:
             for i in np.flatnonzero(known & ~same):
                 differences.append(f"{COLUMNS[i]} of {row}: {got[i]:.9g}, in the dump {values[i]:.9g}")
         mean = last.values.get(("loss", "", ""), np.full(len(COLUMNS), np.nan))[COLUMN["mean"]]
-        losses = self._dump.losses.get(self._dump.step, float("nan")), float(mean)
+        losses = self.dump.losses.get(self.dump.step, float("nan")), float(mean)
         return Replay(
-            self._dump.step,
+            self.dump.step,
             first,
-            tuple(self._dump.findings),
+            tuple(self.dump.findings),
             new,
             compared,
             equal,
@@ -376,6 +377,34 @@ def restore_state(model: nn.Module, state: dict[str, Any], optimizers: list[Opti
             optimizer.load_state_dict({"state": stored["state"], "param_groups": groups})
 
 
+def _renamed(state: dict[str, Any], model: nn.Module, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the state of a dump under the names of a model, which are aligned by their order.
+
+    What belongs to the program stays the program's own: modes, buffers that are not persistent, and the options of optimizers
+    (a replay sets their learning rates for each step).
+    """
+    stored: dict[str, str] = {}  # the name in the dump by the own name
+    found = dict(state)
+    for what, tensors in (("parameters", model.named_parameters()), ("buffers", model.named_buffers())):
+        own = [name for name, _ in tensors]
+        rest = iter([name for name in state[what] if name not in names.values()])
+        kept = {name: names.get(name) or next(rest, name) for name in own}
+        if set(kept.values()) != state[what].keys():
+            raise DumpError(f"the dump has {len(state[what])} {what}, the model has {len(own)}; they cannot be aligned")
+        found[what] = {name: state[what][source] for name, source in kept.items()}
+        stored |= kept
+    gradients = state["gradients"]
+    found["gradients"] = {name: gradients[source] for name, source in stored.items() if source in gradients}
+    persistent = model.state_dict().keys()
+    found["buffers"] |= {name: own for name, own in model.named_buffers() if name not in persistent}
+    found["evaluated"] = [name for name, module in model.named_modules() if not module.training]
+    kept_groups = [[{"params": group["params"]} for group in one["param_groups"]] for one in state["optimizers"]]
+    found["optimizers"] = [
+        {**one, "param_groups": groups} for one, groups in zip(state["optimizers"], kept_groups, strict=True)
+    ]
+    return found
+
+
 def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -426,6 +455,41 @@ def replay(
     ConfigTypeError
         If an argument has the wrong type.
     """
+    run, steps = prepare(dump, model, loss, optimizer, step)
+    return run.compare(steps, _rules(run.dump, rules))
+
+
+def prepare(
+    dump: str | os.PathLike[str] | Dump,
+    model: nn.Module,
+    loss: nn.Module | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] = (),
+    step: Step | None = None,
+    names: Mapping[str, str] | None = None,
+) -> tuple[ReplayRun, list[dict[str, Any]]]:
+    """Restore the state of a dump; return what runs steps from there, and the steps.
+
+    Parameters
+    ----------
+    dump : path or Dump
+        The dump.
+    model : nn.Module
+        A model; its parameters and buffers are overwritten.
+    loss : nn.Module, optional
+        The loss module.
+    optimizer : Optimizer or iterable of them
+        Optimizers; their states are overwritten.
+    step : callable, optional
+        Runs a step, see `replay`.
+    names : dict, optional
+        If given, the model may have other names: its parameters and buffers are those of the dump in their order, except
+        for these, which are given by their name in the dump.
+
+    Raises
+    ------
+    DumpError, ConfigTypeError
+        As for `replay`.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     found = dump if isinstance(dump, Dump) else read_dump(dump)
@@ -439,10 +503,11 @@ def replay(
     is_whole = len(steps) == found.step - state["step"] + 1
     if not steps or not is_whole or any(batch["step"] != state["step"] + i for i, batch in enumerate(steps)):
         raise DumpError(f"the dump lacks batches of the steps {state['step']} to {found.step}")
+    if names is not None:
+        state = _renamed(state, model, names)
     check_fits(found, model, state, optimizers)
     restore_state(model, state, optimizers)
-    run = ReplayRun(found, model, loss, optimizers, step)
-    return run.compare(steps, _rules(found, rules))
+    return ReplayRun(found, model, loss, optimizers, step), steps
 
 
 def _rules(dump: Dump, given: Iterable[str | Rule] | None) -> tuple[Rule, ...]:

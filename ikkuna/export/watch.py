@@ -41,7 +41,7 @@ def watch(
     backend: str | Backend | Sequence[str | Backend] | None = None,
     log_dir: str | Path | None = None,
     run_name: str | None = None,
-    rules: RuleSelection | None = "default",
+    rules: RuleSelection | bool | None = "default",
     stop: str | int | None = None,
     on_finding: OnFinding | None = None,
     mute: Sequence[str] = (),
@@ -85,9 +85,9 @@ def watch(
         The directory of the runs; by default ``run``.
     run_name : str, optional
         The name of the run's directory, see `Exporter`.
-    rules : str, Rule, iterable of them, or None
+    rules : str, Rule, iterable of them, bool, or None
         The rules that name mistakes of the training (see ``findings``): ``"default"``, ``"all"``, names of rules,
-        or `ikkuna.diagnosis.Rule` objects; ``None`` for no rules.
+        or `ikkuna.diagnosis.Rule` objects; ``None`` or ``False`` for no rules.
     stop : {'info', 'warning', 'error'} or int, optional
         The least severity of a finding that raises `ikkuna.errors.StopTraining` at the end of the step;
         a number is the step before which metrics are sampled.
@@ -143,9 +143,14 @@ def watch(
                 if isinstance(subscriber, Subscriber):
                     _change(subscriber, changes, backend)
                 handle.message_bus.register_subscriber(subscriber)
-            if rules is not None:
+            if rules is not None and rules is not False:
+                chosen_rules = "default" if rules is True else rules
                 handle.apply_rules(
-                    rules, stop=severity, on_finding=on_finding, mute=mute, **({} if source is None else source.rules)
+                    chosen_rules,
+                    stop=severity,
+                    on_finding=on_finding,
+                    mute=mute,
+                    **({} if source is None else source.rules),
                 )
             if recorder is not False:
                 handle.record_steps(None if recorder is True else recorder)

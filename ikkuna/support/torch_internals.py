@@ -20,6 +20,7 @@ __all__ = [
     "BASE",
     "BATCH_NORMS",
     "CONVOLUTIONS",
+    "DISPATCH_MODE",
     "DROPOUTS",
     "GLOBAL_FORWARD_HOOKS",
     "MODULE_CALL",
@@ -124,6 +125,9 @@ kept_version: Callable[[Tensor], AbstractContextManager[Any]] = getattr(
 
 holds_other_tensors: Callable[[object], bool] = getattr(_DISPATCH, "is_traceable_wrapper_subclass", lambda x: False)
 """Whether a tensor is a subclass around other tensors; without it, no: its storage is read, if it has one."""
+
+DISPATCH_MODE: Any = getattr(_DISPATCH, "TorchDispatchMode", object)
+"""The base class of what receives each operation; without it, the operations of a step cannot be recorded."""
 
 MODULE_CALL: CodeType = getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__
 """The code that calls a module's forward and hooks."""

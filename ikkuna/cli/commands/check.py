@@ -9,18 +9,39 @@ __all__ = ["command"]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_argument(parser)
+    add_run_argument(parser, several=True)
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     parser.add_argument(
         "--rules",
         help='judge every step again: comma-separated names of rules, "default", or "all" for every installed rule',
     )
+    parser.add_argument(
+        "--learn", action="store_true", help="learn from at least 3 healthy runs what they have in common"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="with --learn: the file to write (default: baseline.npz)"
+    )
+    parser.add_argument(
+        "--baseline", metavar="FILE", help="find where the run departs from the runs that FILE was learned from"
+    )
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
-    from ikkuna.diagnosis.judge import check
+    from ikkuna.errors import ConfigError
 
-    found = check(chosen_run(options.path, terminal), options.rules and options.rules.split(","))
+    runs = [chosen_run(path, terminal) for path in options.runs]
+    if options.learn:
+        return _learn(runs, options.output or "baseline.npz", terminal)
+    if len(runs) > 1:
+        raise ConfigError(f"without --learn, check needs one run, got {len(runs)}")
+    if options.baseline:
+        from ikkuna.diagnosis.baseline import check_baseline
+
+        found = check_baseline(runs[0], options.baseline)
+    else:
+        from ikkuna.diagnosis.judge import check
+
+        found = check(runs[0], options.rules and options.rules.split(","))
     if options.json:
         terminal.write_json(
             {
@@ -34,6 +55,18 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     else:
         terminal.write_lines(found.lines(terminal.styled))
     return int(any(finding.severity != "info" for finding in found))
+
+
+def _learn(runs: list[str], output: str, terminal: Terminal) -> int:
+    from ikkuna.diagnosis.baseline import learn
+
+    found = learn(runs)
+    path = found.write(output)
+    terminal.write(
+        f"wrote {path}: {len(found.keys)} series of {found.runs} runs up to step {found.edges[-1] - 1}; "
+        f"the limit of the score is {found.limit:.3g}"
+    )
+    return 0
 
 
 command = Command(

@@ -1,6 +1,7 @@
 """``ikkuna diff``: finds where two runs differ."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ikkuna.cli.runs import chosen_run
@@ -22,6 +23,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference of rounding (default: 1e-4)")
     parser.add_argument("-o", "--output", help="write a page with both runs side by side")
+    parser.add_argument(
+        "--replay",
+        type=int,
+        metavar="STEP",
+        help="run this step of A again with both programs, and name the first operation that differs",
+    )
+    parser.add_argument(
+        "--script",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="with --replay, twice: a function of A's and of B's program that returns (model, loss, optimizer)",
+    )
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
 
 
@@ -35,6 +49,8 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.output:
         page_target(options.output)
     one, other = (chosen_run(path, terminal) for path in (options.first, options.second))
+    if options.replay is not None:
+        return _replay(options, terminal, Path(one), Path(other))
     repeats = [chosen_run(path, terminal) for path in options.repeat]
     terminal.progress("reading")
     found, first, second = compare_paths(one, other, repeats, options.tolerance)
@@ -48,6 +64,23 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         if options.output:
             terminal.write(f"wrote {options.output}")
     return int(bool(found.partings or found.config or not found.is_same_model))
+
+
+def _replay(options: argparse.Namespace, terminal: Terminal, one: Path, other: Path) -> int:
+    from ikkuna.errors import ConfigError
+    from ikkuna.export.step_difference import compare_codes
+
+    if len(options.script) != 2:
+        raise ConfigError(
+            f"--replay needs --script twice, for the program of A and that of B, got {len(options.script)}"
+        )
+    first, second = (run / "dumps" / f"step_{options.replay:06d}" for run in (one, other))
+    found = compare_codes((first, second if second.is_dir() else None), tuple(options.script))
+    if options.json:
+        terminal.write_json(found.as_dict())
+    else:
+        terminal.write(found)
+    return int(not found.is_equal)
 
 
 def _write(found: "RunDifference", first: str, second: str, terminal: Terminal) -> None:

@@ -6,14 +6,17 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ikkuna.cli.terminal import Command, Terminal
 from ikkuna.errors import ConfigError
 
+if TYPE_CHECKING:
+    from ikkuna.flight_recorder.dump_reading import Dump
+
 __all__ = ["arguments_of_script", "command"]
 
-_NAMES = ("model", "loss", "optimizer", "step", "rules")
+_NAMES = ("model", "loss", "optimizer", "step", "rules", "names")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +28,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "without it, the content of the dump is shown",
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
+    parser.add_argument(
+        "--operations", metavar="FILE", help="write the operations of the step as JSON, and compare nothing"
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="N",
+        type=int,
+        help="with --operations: write the outputs of operation N beside FILE, as '.pt'",
+    )
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
@@ -40,11 +52,28 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.script is None:
         _write(terminal, options.json, dump, facts | {"reproduced": None})
         return 0
+    if options.operations is not None:
+        return _record(dump, options)
     from ikkuna.export.replay import replay
 
-    result = replay(dump, **arguments_of_script(options.script))
+    arguments = arguments_of_script(options.script)
+    arguments.pop("names", None)  # `ikkuna diff` needs them
+    result = replay(dump, **arguments)
     _write(terminal, options.json, result, facts | {"reproduced": result.is_reproduced})
     return int(not result.is_reproduced)
+
+
+def _record(dump: "Dump", options: argparse.Namespace) -> int:
+    import torch
+
+    from ikkuna.export.step_difference import record_operations
+
+    path = Path(options.operations)
+    found, kept = record_operations(dump, arguments_of_script(options.script), options.keep)
+    if options.keep is not None:
+        torch.save(kept, path.with_suffix(".pt"))
+    found.write(path)
+    return 0
 
 
 def _write(terminal: Terminal, as_json: bool, text: object, facts: dict[str, Any]) -> None:
