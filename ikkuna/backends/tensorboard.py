@@ -144,11 +144,12 @@ def overview(values: NDArray[np.float64]) -> tuple[float, float, float]:
     >>> overview(np.array([4.0, float("nan")]))
     (nan, nan, nan)
     """
-    if np.isnan(values).any():
+    ordered = np.sort(values)  # NaN comes last
+    last = ordered.item(-1)
+    if math.isnan(last):
         return math.nan, math.nan, math.nan
-    ordered = np.sort(values)
-    low, high = float(ordered[(len(ordered) - 1) // 2]), float(ordered[len(ordered) // 2])
-    return float(ordered[0]), low if low == high else low / 2 + high / 2, float(ordered[-1])
+    low, high = ordered.item((len(ordered) - 1) // 2), ordered.item(len(ordered) // 2)
+    return ordered.item(0), low if low == high else low / 2 + high / 2, last
 
 
 _DRAWING_INTERVAL = 5.0  # seconds

@@ -31,7 +31,15 @@ from ikkuna.printable import printable
 from ikkuna.support.failures import log
 from ikkuna.support.files import private_directory, read_private_file, safe_directory, write_private_file
 
-__all__ = ["LIBRARY_BYTES", "Compiler", "CompilerError", "LibraryCache", "build_library", "load_from_memory"]
+__all__ = [
+    "LIBRARY_BYTES",
+    "Compiler",
+    "CompilerError",
+    "LibraryCache",
+    "build_library",
+    "joined_source",
+    "load_from_memory",
+]
 
 
 LIBRARY_BYTES = 1 << 26
@@ -44,6 +52,7 @@ _FLAGS = (
 _MESSAGE_BYTES = 1 << 16
 
 
+_INCLUDE = re.compile(rb'#include "([^"]+)"\n')
 _PREFIX = "ikkuna-build-"
 _OLD_SECONDS = 3600.0
 _PASSING = re.compile("signal|killed|memory|space left|quota|temporarily", re.IGNORECASE)
@@ -360,6 +369,15 @@ def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made]) -> Made:
         raise
     cached.store(name, library)
     return made
+
+
+def joined_source(*files: Path) -> bytes:
+    """Return C++ files in one piece, each file that one of them includes by ``#include "…"`` in place of that line."""
+
+    def included(file: Path) -> bytes:
+        return _INCLUDE.sub(lambda line: included(file.parent / line[1].decode()), file.read_bytes())
+
+    return b"\n".join(map(included, files))
 
 
 def _load(library: bytes) -> ctypes.CDLL:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import chain, count, islice
+from itertools import chain, compress, count, islice
 from operator import is_
 from typing import Any
 
@@ -227,9 +227,10 @@ class TrackedParameters:
     def known_owners(self) -> "_Owners":
         """Return the living optimizers that own parameters of the model."""
         if not self._has_searched:
-            classes = _subclasses(Optimizer)
-            for found in gc.get_objects():
-                if type(found) in classes and hasattr(found, "param_groups"):
+            classes, objects = _subclasses(Optimizer), gc.get_objects()
+            # a loop in Python takes twice as long
+            for found in compress(objects, map(classes.__contains__, map(type, objects))):
+                if hasattr(found, "param_groups"):
                     self.number(found)
             self._has_searched = True
         if self._owners is None or self._owners.known != len(self._numbers):

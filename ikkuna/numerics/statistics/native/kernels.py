@@ -19,7 +19,7 @@ from ikkuna.numerics.elements import in_memory_order
 from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, EMPTY, Values
 from ikkuna.support.failures import log
-from ikkuna.support.native import build_library
+from ikkuna.support.native import build_library, joined_source
 from ikkuna.support.torch_internals import (
     BACKWARD_HOOKS,
     BASE,
@@ -371,6 +371,7 @@ class Library:
         }
         self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
         self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
+        self._checksum = _typed(kernels, "masked_checksum", (ctypes.c_char_p, ctypes.c_int64), ctypes.c_uint32)
         _typed(kernels, "set_parallel_for", (ctypes.c_void_p,))(parallel_for())
         self._use_vectors = _typed(kernels, "use_vectors", (ctypes.c_int,), ctypes.c_int)
         wanted = os.environ.get("IKKUNA_KERNELS")
@@ -443,6 +444,10 @@ class Library:
         """Add the `fields` of ``x - y`` to the row at an address, without a tensor for the difference."""
         self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), flags_of(fields), row)
 
+    def checksum(self, data: bytes) -> int:
+        """Return the masked CRC-32C of a record of an event file."""
+        return int(self._checksum(data, len(data)))
+
     def codes(self, x: Tensor, m: int, counts: Tensor) -> None:
         """Overwrite `counts` with the counts of the float codes of `x`."""
         self._codes[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2)
@@ -489,10 +494,7 @@ _SOURCES = ("kernels.cpp", "tensors.cpp", "hooks.cpp")
 
 def source() -> bytes:
     """Return the program in one piece."""
-    here = Path(__file__)
-    lanes = here.with_name("lanes.h").read_bytes()
-    program = b"\n".join(here.with_name(name).read_bytes() for name in _SOURCES)
-    return program.replace(b'#include "lanes.h"\n', lanes)
+    return joined_source(*map(Path(__file__).with_name, _SOURCES))
 
 
 @cache
