@@ -1,8 +1,9 @@
-"""Removes what would control a terminal from text that is shown or logged."""
+"""Parts of texts that are shown or logged."""
 
 import re
+from collections.abc import Collection
 
-__all__ = ["printable"]
+__all__ = ["counted", "listed", "printable"]
 
 _CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 _MULTILINE = re.compile(f"(?![\n\t]){_CONTROLS.pattern}")
@@ -28,3 +29,20 @@ def printable(text: str, *, multiline: bool = False) -> str:
     """
     pattern = _MULTILINE if multiline else _CONTROLS
     return pattern.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+def listed(names: Collection[str], most: int = 4) -> str:
+    """Return the first names, and how many more there are.
+
+    Examples
+    --------
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    first = ", ".join([*names][:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most} more"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as ``2 parameters``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,23 +1,26 @@
 """Finds mistakes before the first training step."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ikkuna.diagnosis.findings import FindingList, Findings
+from ikkuna.diagnosis.mistakes import EXPLAINS
+from ikkuna.diagnosis.preflight_checks.batch import split_batch
 from ikkuna.diagnosis.preflight_checks.dependence import batch_leak, ignores_input, random_output, time_leak
 from ikkuna.diagnosis.preflight_checks.loss import input_scale, loss_at_init, loss_scale, softmax_twice
 from ikkuna.diagnosis.preflight_checks.model import (
-    eval_mode,
+    evaluation_mode,
     frozen_in_optimizer,
     learning_rate_zero,
     not_in_optimizer,
     parameter_in_two_groups,
     untied_weights,
 )
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.runs import first_step_runs, label_dtype, label_range, label_shape, no_gradient
 from ikkuna.diagnosis.preflight_checks.signal import (
     dead_units,
@@ -27,51 +30,16 @@ from ikkuna.diagnosis.preflight_checks.signal import (
     signal_lost,
     signal_scale,
 )
-from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, split_batch
 from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.errors import ConfigTypeError
 from ikkuna.store.finding import Finding
 
-__all__ = ["CHECKS", "preflight", "without_consequences"]
-
-
-_SIGNAL = ("signal_scale", "signal_lost", "gradient_scale", "dead_units", "loss_at_init")
-
-# Which findings a finding explains.
-_EXPLAINS: dict[str, Collection[str]] = {
-    "nonfinite": (*_SIGNAL, "input_scale", "loss_scale", "ignores_input", "batch_leak", "time_leak", "softmax_twice"),
-    "input_scale": ("signal_scale", "loss_at_init", "gradient_scale"),
-    "identical_units": ("signal_lost", "gradient_scale"),
-    "dead_units": ("signal_lost", "gradient_scale", "ignores_input"),
-    "signal_scale": ("loss_at_init", "gradient_scale"),
-    "signal_lost": ("ignores_input", "gradient_scale"),
-    "ignores_input": ("gradient_scale",),
-}
-
-
-def without_consequences(findings: Iterable[Finding]) -> list[Finding]:
-    """Return `findings` without those that another one explains.
-
-    The finding that remains lists the others as ``consequences``, and has the highest of their severities.
-
-    Examples
-    --------
-    >>> a, b = Finding("input_scale", "info", "large inputs"), Finding("loss_at_init", "warning", "large loss")
-    >>> [(f.rule, f.severity, f.consequences) for f in without_consequences([a, b])]
-    [('input_scale', 'warning', ('loss_at_init',))]
-    """
-    found, further = FindingList(_EXPLAINS), []
-    for finding in findings:
-        if finding.rule in found.causes:
-            further.append(finding)
-        else:
-            found.add(finding)
-    return [each for cause in found for each in (cause, *(other for other in further if other.rule == cause.rule))]
+__all__ = ["CHECKS", "preflight"]
 
 
 CHECKS: tuple[Check, ...] = (
     *(not_in_optimizer, frozen_in_optimizer, parameter_in_two_groups, learning_rate_zero),
-    *(eval_mode, untied_weights, identical_units, input_scale, nonfinite),
+    *(evaluation_mode, untied_weights, identical_units, input_scale, nonfinite),
     *(first_step_runs, label_range, label_dtype, label_shape, loss_at_init, loss_scale, softmax_twice),
     *(no_gradient, signal_scale, signal_lost, gradient_scale, dead_units),
     *(ignores_input, batch_leak, time_leak, random_output),
@@ -136,17 +104,18 @@ def preflight(
         raise ConfigTypeError(f"loss must be a function of output and labels, got {type(loss).__name__}")
     split = None if batch is None else split_batch(batch, loss is not None)
     trial = Trial(model, split, loss, _optimizers(optimizer), causal)
-    found: list[Finding] = []
+    found = FindingList(EXPLAINS)
     judged: list[str] = []
     skipped: dict[str, str] = {}
     with trial.restored():
         for check in CHECKS:
             try:
-                found += _run(check, trial)
+                for finding in _run(check, trial):
+                    found.add(finding)
                 judged.append(check.__name__)
             except CannotJudgeError as reason:
                 skipped[check.__name__] = str(reason)
-    return Findings(without_consequences(found), judged, skipped)
+    return Findings(found, judged, skipped)
 
 
 def _run(check: Check, trial: Trial) -> list[Finding]:

@@ -3,9 +3,11 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
 from ikkuna.diagnosis.history import History, Network
+from ikkuna.diagnosis.mistakes import Mistake
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError, unknown_name
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.support.failures import log
@@ -51,6 +53,8 @@ class Rule(ABC):
     The mistake is over when the score has been below `release` for `patience` judgements in a row.
     A rule stores what it must remember in ``history.memory[self.name]``.
     It does not change anything else.
+    If a mistake has other evidences as well, the class takes its name, severities, texts and consequences from the declared
+    `Mistake`: ``class MyRule(Rule, mistake=DEAD_UNITS)``.
 
     Parameters
     ----------
@@ -129,6 +133,11 @@ class Rule(ABC):
     severity: str = "warning"
     patience: int = 3
     release: float = 0.8
+
+    def __init_subclass__(cls, mistake: Mistake | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for each in fields(mistake) if mistake is not None else ():
+            setattr(cls, each.name, getattr(mistake, each.name))
 
     def __init__(self, **settings: Any) -> None:
         for name, value in settings.items():

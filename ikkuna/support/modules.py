@@ -1,9 +1,10 @@
 """Names of the user's modules and parameters, without the names of wrappers, and the signature of a model."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
@@ -17,8 +18,10 @@ __all__ = [
     "NamedModule",
     "NamedParameter",
     "class_name",
+    "common_module",
     "difference",
     "is_bias",
+    "module_of",
     "name_of",
     "named_children",
     "named_modules",
@@ -197,6 +200,30 @@ def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield f"{name}.{own}" if name else own, parameter
+
+
+def module_of(parameter: str) -> str:
+    """Return the name of the module that owns a parameter.
+
+    Examples
+    --------
+    >>> module_of("encoder.0.weight"), module_of("scale")
+    ('encoder.0', '')
+    """
+    return parameter.rpartition(".")[0]
+
+
+def common_module(parameters: Sequence[str]) -> str | None:
+    """Return the name of the innermost module that contains all parameters; ``None`` if that is the whole model.
+
+    Examples
+    --------
+    >>> common_module(["encoder.0.weight", "encoder.0.bias"]), common_module(["encoder.0.weight", "encoder.10.weight"])
+    ('encoder.0', 'encoder')
+    """
+    modules = [module_of(name).split(".") for name in parameters]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*modules, strict=False))
+    return ".".join(parts[0] for parts in shared) or None
 
 
 @lru_cache(maxsize=_CLASSES)

@@ -125,7 +125,7 @@ def large_initial_weights(run):
 def evaluation_mode(run):
     run.model.add_module("last_dropout", nn.Dropout(0.1))
     run.model.eval()
-    return {"eval_mode"}
+    return {"evaluation_mode"}
 
 
 def second_softmax(run):

@@ -12,20 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ikkuna.diagnosis.mistakes import BATCH_LEAK, IGNORES_INPUT, RANDOM_OUTPUT, TIME_LEAK
+from ikkuna.diagnosis.preflight_checks.batch import Batch, by_sample, sample_axis, share_between_samples
+from ikkuna.diagnosis.preflight_checks.first_step import ForwardRecord, recorded
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, arranged_scores, main_output
 from ikkuna.diagnosis.preflight_checks.signal import _require_different_samples
-from ikkuna.diagnosis.preflight_checks.training_setup import (
-    Batch,
-    CannotJudgeError,
-    ForwardRecord,
-    arranged_scores,
-    by_sample,
-    listed,
-    main_output,
-    recorded,
-    sample_axis,
-    share_between_samples,
-)
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_output
+from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import BATCH_NORMS
@@ -44,9 +37,7 @@ def ignores_input(trial: Trial) -> Iterator[Finding]:
     if _differs(trial, trial.evaluated) or _differs(trial, trial.evaluate(trial.batch, batch_statistics=True).output):
         return
     if not _differs(trial, perturbed_output(trial, trial.model.parameters())):
-        message = "The output is the same for all samples, whatever their inputs are."
-        advice = "check that forward() uses its input, and that nothing multiplies it by 0"
-        yield Finding("ignores_input", "error", message, advice=advice)
+        yield IGNORES_INPUT.found(0.0, detail="With other parameters they are so as well.")
 
 
 def _differs(trial: Trial, output: Tensor) -> bool:
@@ -72,9 +63,7 @@ def batch_leak(trial: Trial) -> Iterator[Finding]:
         with suppress(CannotJudgeError):  # the second axis is not that of samples either
             difference = min(difference, _change_by_others(trial, 1))
     if difference:
-        message = f"In evaluation mode the output of a sample depends on other samples of the batch (relative change {difference:.1g})."
-        advice = "look for a reduction, softmax, normalisation or reshape over the axis of samples"
-        yield Finding("batch_leak", "error", message, value=difference, advice=advice)
+        yield BATCH_LEAK.found(difference)
 
 
 def _keeps_graph(trial: Trial) -> bool:
@@ -156,9 +145,7 @@ def time_leak(trial: Trial) -> Iterator[Finding]:
     )
     difference = relative_change(before[:, :start], after[:, :start], before)
     if difference:
-        message = f"The output at a position depends on later positions (relative change {difference:.1g}), which it should predict."
-        advice = "use a causal mask, or shift the inputs"
-        yield Finding("time_leak", "error", message, value=difference, advice=advice)
+        yield TIME_LEAK.found(difference)
 
 
 def _sequence(trial: Trial) -> tuple[Tensor, int]:
@@ -240,17 +227,10 @@ def random_output(trial: Trial) -> Iterator[Finding]:
     difference = relative_change(before, after, before) if before.shape == after.shape else 1.0
     if not difference:
         return
-    message = (
-        f"In evaluation mode the output changes from one forward pass to the next (relative change {difference:.1g})"
-    )
     if dropouts:
-        message += f": dropout is on in {listed(dropouts)}."
-        advice = "pass training=self.training to functional.dropout, and dropout_p=0.0 to attention in evaluation mode"
-        yield Finding("random_output", "warning", message, dropouts[0], value=difference, advice=advice)
+        yield RANDOM_OUTPUT.found(difference, dropouts[0], detail=f"Dropout is on in {listed(dropouts)}.")
     else:
-        message += ", because the model uses random numbers."
-        advice = "if the model does not sample on purpose, use random numbers only if self.training"
-        yield Finding("random_output", "info", message, value=difference, advice=advice)
+        yield RANDOM_OUTPUT.found(difference, detail="The model may sample on purpose.", at_most="info")
 
 
 def _run_again(trial: Trial) -> tuple[Tensor, list[str]]:

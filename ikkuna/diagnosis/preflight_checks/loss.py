@@ -7,7 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, Classification, widened
+from ikkuna.diagnosis.mistakes import (
+    ACTIVATION_BEFORE_LOSS,
+    INPUT_SCALE,
+    LOSS_AT_INIT,
+    LOSS_SCALE,
+    NO_LOG_SOFTMAX,
+    SIGMOID_TWICE,
+    SOFTMAX_TWICE,
+    TARGET_SCALE,
+)
+from ikkuna.diagnosis.preflight_checks.batch import widened
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classification
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna.store.finding import Finding
@@ -15,21 +26,16 @@ from ikkuna.store.finding import Finding
 __all__ = ["input_scale", "loss_at_init", "loss_scale", "softmax_twice"]
 
 
-_LARGEST = 10.0
-
-
 def input_scale(trial: Trial) -> Iterator[Finding]:
-    """Find floating-point inputs and labels whose mean or standard deviation is 10 or more."""
-    for what, tensors in (("inputs", trial.batch.tensors), ("labels", [trial.batch.labels])):
+    """Find floating-point inputs, and labels, of a large mean or standard deviation; the rule `input_scale` judges them."""
+    for mistake, tensors in ((INPUT_SCALE, trial.batch.tensors), (TARGET_SCALE, [trial.batch.labels])):
         for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.numel() < 2:
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
                 continue
-            values = widened(tensor)
-            mean, deviation = float(values.mean()), float(values.std(correction=0))
-            if max(abs(mean), deviation) >= _LARGEST:
-                message = f"The {what} have the mean {mean:.3g} and the standard deviation {deviation:.3g}."
-                advice = "normalise them to a mean near 0 and a standard deviation near 1"
-                yield Finding("input_scale", "info", message, value=max(abs(mean), deviation), advice=advice)
+            variance, mean = torch.var_mean(widened(tensor), correction=0)
+            values = {"input_data_mean": float(mean), "input_data_variance": float(variance)}
+            if tensor.numel() > 1 and (bad := trial.bad_scores("input_scale", values)):
+                yield mistake.found(bad[0].figure, at_most="info")
                 break
 
 
@@ -49,11 +55,9 @@ def loss_at_init(trial: Trial) -> Iterator[Finding]:
     error = float(losses.std()) / math.sqrt(losses.numel()) if losses.numel() > 1 else math.inf
     if math.isfinite(entropy) and entropy > _EXCESS * guess and entropy - guess > max(_GAP, 2 * error):
         is_explained = entropy <= _explained_loss(trial)
-        reason = "its last layer begins with large weights" if is_explained else "it is certain and wrong"
-        message = f"The cross-entropy of the untrained model is {entropy:.3g}, a guess has {guess:.3g}: {reason}."
-        advice = "use smaller initial weights in the last layer, and check the scale of the inputs"
-        severity = "info" if is_explained else "warning"
-        yield Finding("loss_at_init", severity, message, value=entropy / guess, advice=advice)
+        reason = "the last layer begins with large weights" if is_explained else "the model is certain and wrong"
+        detail = f"It is {entropy:.3g}, and that of a guess {guess:.3g}: {reason}."
+        yield LOSS_AT_INIT.found(entropy / guess, detail=detail, at_most="info" if is_explained else "error")
 
 
 def _explained_loss(trial: Trial) -> float:
@@ -99,34 +103,21 @@ def softmax_twice(trial: Trial) -> Iterator[Finding]:
     _ = trial.loss_value
     if isinstance(trial.loss, nn.BCEWithLogitsLoss):
         if last == ("Sigmoid",):
-            yield _softmax_finding(
-                "error",
-                "The loss applies a sigmoid to outputs that have passed one.",
-                "remove the sigmoid of the model",
-            )
+            yield SIGMOID_TWICE.found()
         return
     task = trial.classification
     known = task.counted
     if _is_cross_entropy(trial, known):
         if task.are_probabilities:
-            text = "The model returns probabilities, and the cross-entropy applies a softmax to them again."
-            yield _softmax_finding("error", text, "remove the softmax of the model")
+            yield SOFTMAX_TWICE.found()
         elif task.are_log_probabilities and last == ("LogSoftmax",):
-            text = (
-                "The model returns log-probabilities, and the cross-entropy applies the logarithm of the softmax again."
-            )
-            yield _softmax_finding("info", text, "use NLLLoss, or remove the log-softmax; the loss is the same")
+            detail = "The model returns their logarithms, of which the softmax is the same: the loss is right."
+            yield SOFTMAX_TWICE.found(detail=detail, at_most="info")
         elif last and last[0] in ("Relu", "Sigmoid", "Tanh"):
-            text = f"The outputs have passed {last[0].lower()} before the cross-entropy, which limits the scores of classes."
-            yield _softmax_finding("warning", text, "remove the last activation function of the model")
+            yield ACTIVATION_BEFORE_LOSS.found(detail=f"It is {last[0].lower()}.")
     elif _is_nll(trial, known) and not task.are_log_probabilities:
         kind = "probabilities" if task.are_probabilities else "scores without a softmax"
-        text = f"The loss wants log-probabilities, but the model returns {kind}."
-        yield _softmax_finding("error", text, "apply log_softmax to the outputs, or use CrossEntropyLoss")
-
-
-def _softmax_finding(severity: str, message: str, advice: str) -> Finding:
-    return Finding("softmax_twice", severity, message, advice=advice)
+        yield NO_LOG_SOFTMAX.found(detail=f"The model returns {kind}.")
 
 
 def _is_cross_entropy(trial: Trial, task: Classification) -> bool:
@@ -163,9 +154,7 @@ def loss_scale(trial: Trial) -> Iterator[Finding]:
     ratio = _ratio_inside(trial) if trial.batch.loss_inside else _ratio_outside(trial)
     if abs(ratio - 2) < 0.02:
         standard = type(trial.loss).__module__.startswith("torch.") or _is_standard(trial)
-        message = f"The loss is a sum over the batch, so that gradients grow with the number of samples (here {size})."
-        advice = 'use reduction="mean", or divide the loss by the number of samples'
-        yield Finding("loss_scale", "warning" if standard else "info", message, value=float(loss), advice=advice)
+        yield LOSS_SCALE.found(size or math.nan, at_most="error" if standard else "info")
 
 
 def _ratio_outside(trial: Trial) -> float:

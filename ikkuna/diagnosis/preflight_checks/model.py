@@ -5,14 +5,24 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ikkuna.diagnosis.preflight_checks.training_setup import CannotJudgeError, common_module, counted, listed
+from ikkuna.diagnosis.mistakes import (
+    EVALUATION_MODE,
+    FROZEN_IN_OPTIMIZER,
+    LEARNING_RATE_ZERO,
+    NOT_IN_OPTIMIZER,
+    PARAMETER_IN_TWO_GROUPS,
+    UNTIED_WEIGHTS,
+)
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.diagnosis.tied_weights import embedding_pairs, have_same_values
+from ikkuna.printable import counted, listed
 from ikkuna.store.finding import Finding
+from ikkuna.support.modules import common_module
 from ikkuna.support.torch_internals import DROPOUTS, RUNNING_NORMS
 
 __all__ = [
-    "eval_mode",
+    "evaluation_mode",
     "frozen_in_optimizer",
     "learning_rate_zero",
     "not_in_optimizer",
@@ -21,7 +31,7 @@ __all__ = [
 ]
 
 
-def eval_mode(trial: Trial) -> Iterator[Finding]:
+def evaluation_mode(trial: Trial) -> Iterator[Finding]:
     """Find modules that train in evaluation mode, if the mode changes what they compute.
 
     A module whose parameters are all frozen may stay in evaluation mode, with everything inside it.
@@ -31,13 +41,9 @@ def eval_mode(trial: Trial) -> Iterator[Finding]:
     still = [name for name, module in concerned.items() if not module.training and name in trained]
     if not still:
         return
-    if len(still) == len(concerned):
-        message = f"The model is in evaluation mode: {counted(len(still), 'module')} such as {still[0]} will not train as usual."
-        advice, module = "call model.train() before training", None
-    else:
-        message = f"{counted(len(still), 'module')} in evaluation mode inside a model that trains: {listed(still)}."
-        advice, module = "call model.train(), or freeze the parameters of these modules as well", still[0]
-    yield Finding("eval_mode", "warning", message, module, value=len(still) / len(concerned), advice=advice)
+    share = len(still) / len(concerned)
+    detail = f"It concerns {counted(len(still), 'module')} of {len(concerned)}: {listed(still)}."
+    yield EVALUATION_MODE.found(share, None if share == 1 else still[0], detail=detail, at_most="warning")
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
@@ -75,13 +81,11 @@ def not_in_optimizer(trial: Trial) -> Iterator[Finding]:
     if not missing:
         return
     share = len(missing) / len(trial.trainable)
+    detail, advice = f"It concerns {counted(len(missing), 'parameter')}: {listed(missing)}.", ""
     if share == 1 and foreign:
-        message = "The optimizer owns other tensors than the parameters of this model."
+        detail = "The optimizer owns other tensors than the parameters of this model."
         advice = "create the optimizer after the model is complete, converted and on its device"
-    else:
-        message = f"{counted(len(missing), 'trainable parameter')} in no optimizer: {listed(missing)}."
-        advice = "pass these parameters to an optimizer, or freeze them with requires_grad_(False)"
-    yield Finding("not_in_optimizer", "error", message, common_module(missing), value=share, advice=advice)
+    yield NOT_IN_OPTIMIZER.found(share, common_module(missing), detail=detail, advice=advice)
 
 
 def frozen_in_optimizer(trial: Trial) -> Iterator[Finding]:
@@ -89,11 +93,8 @@ def frozen_in_optimizer(trial: Trial) -> Iterator[Finding]:
     owned = set(map(id, _owned(trial)))
     frozen = [name for name, p in trial.parameters.items() if not p.requires_grad and id(p) in owned]
     if frozen:
-        message = (
-            f"An optimizer owns {counted(len(frozen), 'frozen parameter')}, which will not change: {listed(frozen)}."
-        )
-        advice = "if they should train, call requires_grad_(True)"
-        yield Finding("frozen_in_optimizer", "info", message, common_module(frozen), value=len(frozen), advice=advice)
+        detail = f"It concerns {counted(len(frozen), 'parameter')}: {listed(frozen)}."
+        yield FROZEN_IN_OPTIMIZER.found(len(frozen), common_module(frozen), detail=detail)
 
 
 def parameter_in_two_groups(trial: Trial) -> Iterator[Finding]:
@@ -101,11 +102,8 @@ def parameter_in_two_groups(trial: Trial) -> Iterator[Finding]:
     counts = Counter(map(id, _owned(trial)))
     twice = [name for name, parameter in trial.parameters.items() if counts[id(parameter)] > 1]
     if twice:
-        message = f"{counted(len(twice), 'parameter')} in several parameter groups or optimizers: {listed(twice)}."
-        advice = "put each parameter into one group, so that it is updated once a step"
-        yield Finding(
-            "parameter_in_two_groups", "warning", message, common_module(twice), value=len(twice), advice=advice
-        )
+        detail = f"It concerns {counted(len(twice), 'parameter')}: {listed(twice)}."
+        yield PARAMETER_IN_TWO_GROUPS.found(len(twice), common_module(twice), detail=detail)
 
 
 def learning_rate_zero(trial: Trial) -> Iterator[Finding]:
@@ -117,9 +115,8 @@ def learning_rate_zero(trial: Trial) -> Iterator[Finding]:
             scheduled = float(group.get("initial_lr", 0.0)) > 0
             if float(group.get("lr", 1.0)) == 0 and not scheduled and any(p.requires_grad for p in group["params"]):
                 members = [names[id(p)] for p in group["params"] if id(p) in names]
-                message = f"The learning rate of parameter group {number} is 0: {listed(members)}."
-                advice = "set a learning rate, or freeze the parameters"
-                yield Finding("learning_rate_zero", "error", message, common_module(members), value=0.0, advice=advice)
+                detail = f"Group {number} contains {listed(members)}."
+                yield LEARNING_RATE_ZERO.found(0.0, common_module(members), detail=detail)
 
 
 def _owned(trial: Trial) -> list[nn.Parameter]:
@@ -141,9 +138,7 @@ def untied_weights(trial: Trial) -> Iterator[Finding]:
         if a is None or b is None or a is b:
             continue
         if (embedding, layer) == configured or have_same_values(a, b):
-            message = f"The weights of {name} and {other} are two tensors, but they should be tied."
-            advice = f"assign {other}.weight = {name}.weight again (in transformers: model.tie_weights())"
-            yield Finding("untied_weights", "error", message, other, advice=advice)
+            yield UNTIED_WEIGHTS.found(module=other, detail=f"The embedding is {name}.")
 
 
 def _configured(trial: Trial) -> tuple[nn.Module | None, nn.Module | None] | None:

@@ -5,18 +5,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.preflight_checks.training_setup import (
-    CannotJudgeError,
-    IndexOutsideError,
-    Stopped,
-    arranged_scores,
-    common_module,
-    counted,
-    listed,
-    module_of,
-)
+from ikkuna.diagnosis.mistakes import FIRST_STEP_RUNS, LABEL_DTYPE, LABEL_RANGE, LABEL_SHAPE, NO_GRADIENT
+from ikkuna.diagnosis.preflight_checks.first_step import Stopped
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, IndexOutsideError, arranged_scores
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_loss
+from ikkuna.printable import counted, listed
 from ikkuna.store.finding import Finding
+from ikkuna.support.modules import common_module, module_of
 
 __all__ = ["first_step_runs", "label_dtype", "label_range", "label_shape", "no_gradient"]
 
@@ -35,14 +30,14 @@ def first_step_runs(trial: Trial) -> Iterator[Finding]:
             yield _index_outside(stopped.error)
         elif not any(_finds(check, trial) for check in (label_range, label_dtype, label_shape)):
             name = {"forward": "The forward pass", "loss": "The loss", "backward": "The backward pass"}[stopped.stage]
-            message = f"{name} raises {stopped.text}"
-            yield Finding("first_step_runs", "error", message, stopped.module, advice=_advice(trial, stopped))
+            detail = f"{name} raises {stopped.text}"
+            yield FIRST_STEP_RUNS.found(module=stopped.module, detail=detail, advice=_advice(trial, stopped))
     elif not trial.batch.loss_inside and trial.loss is None:
         return
     elif (loss := trial.first_step.loss) is not None and loss.numel() != 1:
-        message = f"The loss has the shape {tuple(loss.shape)}, but backward() needs one number."
+        detail = f"The loss has the shape {tuple(loss.shape)}, but backward() needs one number."
         advice = 'use reduction="mean", or call loss.mean().backward()'
-        yield Finding("first_step_runs", "error", message, value=loss.numel(), advice=advice)
+        yield FIRST_STEP_RUNS.found(loss.numel(), detail=detail, advice=advice)
 
 
 def _finds(check: Callable[[Trial], Iterator[Finding]], trial: Trial) -> bool:
@@ -53,9 +48,9 @@ def _finds(check: Callable[[Trial], Iterator[Finding]], trial: Trial) -> bool:
 
 
 def _index_outside(error: IndexOutsideError) -> Finding:
-    message = f"The indices go from {error.low} to {error.high}, but the embedding has {error.size} rows."
+    detail = f"The indices go from {error.low} to {error.high}, but the embedding has {error.size} rows."
     advice = "make the embedding larger, or check the tokenizer, padding and the length of sequences"
-    return Finding("first_step_runs", "error", message, error.module, value=error.high, advice=advice)
+    return FIRST_STEP_RUNS.found(error.high, error.module, detail=detail, advice=advice)
 
 
 def _advice(trial: Trial, stopped: Stopped) -> str:
@@ -63,7 +58,7 @@ def _advice(trial: Trial, stopped: Stopped) -> str:
     given = {tensor.dtype for tensor in trial.batch.tensors if tensor.is_floating_point()}
     if stopped.stage == "forward" and wanted is not None and given and wanted not in given:
         return f"convert the inputs to {wanted}"
-    return "run the model on this batch by hand"
+    return ""
 
 
 def label_range(trial: Trial) -> Iterator[Finding]:
@@ -72,10 +67,9 @@ def label_range(trial: Trial) -> Iterator[Finding]:
     if stopped is None:
         _ = trial.classification
     elif stopped.stage == "labels" and isinstance(error := stopped.error, IndexOutsideError):
-        message = f"The labels go from {error.low} to {error.high}, but the model has outputs for {error.size} classes."
-        shifted = error.low == 1 and error.high == error.size
-        advice = "subtract 1 from the labels" if shifted else "change the number of outputs, or the labels"
-        yield Finding("label_range", "error", message, value=error.high, advice=advice)
+        detail = f"The labels go from {error.low} to {error.high}, but the model has outputs for {error.size} classes."
+        is_shifted = error.low == 1 and error.high == error.size
+        yield LABEL_RANGE.found(error.high, detail=detail, advice="subtract 1 from the labels" if is_shifted else "")
 
 
 def label_dtype(trial: Trial) -> Iterator[Finding]:
@@ -92,8 +86,8 @@ def label_dtype(trial: Trial) -> Iterator[Finding]:
         changes.append((torch.long, _INTEGER))
     for change, wants in changes:
         if _accepts(trial, lambda y, change=change: y.to(change)):  # type: ignore[misc]
-            message = f"The labels have the dtype {labels.dtype}, but {wants}."
-            yield Finding("label_dtype", "error", message, advice=f"convert the labels with .to({change})")
+            detail = f"They have the dtype {labels.dtype}, but {wants}."
+            yield LABEL_DTYPE.found(detail=detail, advice=f"convert the labels with .to({change})")
             return
 
 
@@ -102,10 +96,10 @@ def label_shape(trial: Trial) -> Iterator[Finding]:
     labels = _refused(trial)
     if labels is not None:
         if labels.ndim > 1 and labels.shape[-1] == 1 and _accepts(trial, lambda y: y.squeeze(-1).long()):
-            message = (
+            detail = (
                 f"The labels have the shape {tuple(labels.shape)}, but the loss wants one index for each prediction."
             )
-            yield Finding("label_shape", "error", message, advice="remove the last axis with labels.squeeze(-1)")
+            yield LABEL_SHAPE.found(detail=detail, advice="remove the last axis with labels.squeeze(-1)")
         return
     if trial.loss is None or not isinstance(labels := trial.batch.labels, Tensor):
         raise CannotJudgeError("there is no loss of output and labels")
@@ -113,12 +107,8 @@ def label_shape(trial: Trial) -> Iterator[Finding]:
     warned = any("target size" in text and "different" in text for text in trial.first_step.warnings)
     column = output.numel() == labels.numel() > 1 and output.shape != labels.shape and labels.is_floating_point()
     if warned or (column and _mixes_samples(trial)):
-        message = (
-            f"The output has the shape {tuple(output.shape)} and the labels {tuple(labels.shape)}: "
-            "the loss compares each output with each label."
-        )
-        advice = "give both the same shape, for example with output.squeeze(-1)"
-        yield Finding("label_shape", "error", message, advice=advice)
+        shapes = f"The output has the shape {tuple(output.shape)} and the labels {tuple(labels.shape)}"
+        yield LABEL_SHAPE.found(detail=f"{shapes}: the loss compares each output with each label.")
 
 
 def _refused(trial: Trial) -> Tensor | None:
@@ -166,27 +156,28 @@ def no_gradient(trial: Trial) -> Iterator[Finding]:
     cut.  These passes run only if there are parameters without a gradient.
     """
     if trial.parameters and not trial.trainable:
-        message = "No parameter is trainable."
         advice = "call requires_grad_(True) on the parameters that should train"
-        yield Finding("no_gradient", "error", message, advice=advice)
+        yield NO_GRADIENT.found(detail="No parameter is trainable.", advice=advice)
         return
     if trial.first_step.loss is not None and not trial.first_step.has_gradient:
-        message = "The loss has no gradient: something between parameters and loss detaches it."
-        advice = "look for no_grad(), detach(), .item(), .data, argmax or numpy between model and loss"
-        yield Finding("no_gradient", "error", message, advice=advice)
+        yield NO_GRADIENT.found(
+            detail="The loss has no gradient: something between the model and the loss detaches it."
+        )
         return
     missing = [name for name, gradient in trial.gradients.items() if gradient is None]
     if not missing:
         return
     cut = _next_to_the_cut(trial, missing)
     if cut is None:
-        message = f"The loss does not depend on {counted(len(missing), 'trainable parameter')}: {listed(missing)}."
+        detail = f"The loss does not depend on {counted(len(missing), 'parameter')}: {listed(missing)}."
         advice = "freeze or remove them; DistributedDataParallel needs find_unused_parameters=True"
-        yield Finding("no_gradient", "info", message, common_module(missing), value=len(missing), advice=advice)
+        module = common_module(missing)
+        yield NO_GRADIENT.found(len(missing), module, detail=detail, advice=advice, at_most="info")
     else:
-        message = f"{counted(len(missing), 'trainable parameter')} up to {cut} get no gradient, although the loss depends on them."
-        advice = f"look for detach(), no_grad(), .data or an operation without gradient behind {cut}"
-        yield Finding("no_gradient", "error", message, cut, value=len(missing), advice=advice)
+        detail = (
+            f"The loss depends on these {counted(len(missing), 'parameter')}, the last of which are those of {cut}."
+        )
+        yield NO_GRADIENT.found(len(missing), cut, detail=detail)
 
 
 def _next_to_the_cut(trial: Trial, missing: list[str]) -> str | None:

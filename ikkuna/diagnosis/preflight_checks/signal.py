@@ -6,18 +6,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.preflight_checks.training_setup import (
-    CallRecord,
-    CannotJudgeError,
-    counted,
-    listed,
-    module_of,
-    share_between_samples,
-    widened,
+from ikkuna.diagnosis.mistakes import (
+    DEAD_UNITS,
+    EXPLODING_GRADIENT,
+    IDENTICAL_UNITS,
+    NONFINITE,
+    SIGNAL_LOST,
+    SIGNAL_SCALE,
+    VANISHING_GRADIENT,
 )
+from ikkuna.diagnosis.preflight_checks.batch import share_between_samples, widened
+from ikkuna.diagnosis.preflight_checks.first_step import CallRecord
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.printable import counted, listed
 from ikkuna.store.finding import Finding
-from ikkuna.support.modules import class_name, named_modules
+from ikkuna.support.modules import class_name, module_of, named_modules
 from ikkuna.support.torch_internals import CONVOLUTIONS
 
 __all__ = ["dead_units", "gradient_scale", "identical_units", "nonfinite", "signal_lost", "signal_scale"]
@@ -40,13 +44,9 @@ def signal_scale(trial: Trial) -> Iterator[Finding]:
     exploded = next(((name, rms) for name, rms in scales if rms > _LARGEST_RMS * largest), None)
     if exploded:
         is_normalised = _is_normalised(trial, exploded[0])
-        behind = "; a normalisation behind it removes this scale" if is_normalised else ""
-        message = f"The outputs of {exploded[0]} have a root mean square of {exploded[1]:.3g} before training{behind}."
-        advice = "use smaller initial weights (kaiming, xavier), or a normalisation"
-        severity = "info" if is_normalised else "warning"
-        yield Finding(
-            "signal_scale", severity, message, exploded[0], value=exploded[1], advice=advice, evidence=tuple(scales)
-        )
+        name, rms = exploded
+        detail, at_most = ("A normalisation behind it removes this scale.", "info") if is_normalised else ("", "error")
+        yield SIGNAL_SCALE.found(rms, name, detail=detail, at_most=at_most, evidence=tuple(scales))
 
 
 def _is_normalised(trial: Trial, name: str) -> bool:
@@ -73,12 +73,8 @@ def signal_lost(trial: Trial) -> Iterator[Finding]:
         lost -= 1
     if 0 < lost < len(shares):  # a layer that has never seen the input is the matter of ignores_input
         name, value = shares[lost]
-        message = (
-            f"Behind {name} the outputs hardly differ between samples ({value:.1g} of their energy) before training."
-        )
-        advice = "use larger initial weights, fewer saturating activations, residual connections or a normalisation"
-        severity = "error" if share < _NOTHING else "warning"
-        yield Finding("signal_lost", severity, message, name, value=value, advice=advice, evidence=tuple(shares))
+        at_most = "error" if share < _NOTHING else "warning"
+        yield SIGNAL_LOST.found(value, name, detail="This layer is the first.", at_most=at_most, evidence=tuple(shares))
 
 
 def _require_different_samples(trial: Trial) -> None:
@@ -113,18 +109,10 @@ def gradient_scale(trial: Trial) -> Iterator[Finding]:
     early, late = (max(rms for _, rms in part) for part in (scales[:third], scales[-third:]))
     if not early or not late:
         return
-    if early < _VANISHED * late:
-        text, advice = "vanish", "use residual connections, a normalisation, or another initialisation"
-    elif early > _EXPLODED * late:
-        text, advice = "explode", "use smaller initial weights, a normalisation, or clip the gradients"
-    else:
-        return
-    name = scales[0][0]
-    message = f"The gradients {text} towards the first layers: {early:.1g} for each weight there, {late:.1g} in the last layers."
-    module = name.rpartition(".")[0] or None
-    yield Finding(
-        "gradient_scale", "warning", message, module, value=early / late, advice=advice, evidence=tuple(scales)
-    )
+    mistakes = {VANISHING_GRADIENT: early < _VANISHED * late, EXPLODING_GRADIENT: early > _EXPLODED * late}
+    detail = f"Each weight of the first layers has {early:.1g}, and of the last layers {late:.1g}."
+    for mistake in (mistake for mistake, is_made in mistakes.items() if is_made):
+        yield mistake.found(early / late, module_of(scales[0][0]) or None, detail=detail, evidence=tuple(scales))
 
 
 def _matrices(trial: Trial) -> list[str]:
@@ -132,7 +120,7 @@ def _matrices(trial: Trial) -> list[str]:
     called = trial.first_step.record.called
     order = {name: called[module] for module, name in trial.names.items() if module in called}
     root = trial.names[next(iter(trial.names))]
-    owners = {name: name.rpartition(".")[0] or root for name in trial.trainable}
+    owners = {name: module_of(name) or root for name in trial.trainable}
     modules = {name: module for module, name in trial.names.items()}
     names = [name for name, p in trial.trainable.items() if _is_matrix(p) and owners[name] in order]
     layers = [name for name in names if not isinstance(modules[owners[name]], nn.Embedding | nn.EmbeddingBag)]
@@ -151,11 +139,8 @@ def dead_units(trial: Trial) -> Iterator[Finding]:
     dead = [r for r in rectifiers if r.dead >= _DEAD and _chance(r.units, round(r.dead * r.units)) < _BY_CHANCE]
     if dead:
         name, share = dead[0].name, dead[0].dead
-        others = f" (and of {counted(len(dead) - 1, 'later rectifier')})" if len(dead) > 1 else ""
-        message = f"{share:.0%} of the units of {name}{others} are 0 for every sample before training."
-        advice = "raise the bias of the layer before, or use other initial weights"
-        evidence = tuple((r.name, r.dead) for r in rectifiers)
-        yield Finding("dead_units", "error", message, name, value=share, advice=advice, evidence=evidence)
+        detail = f"So are those of {counted(len(dead) - 1, 'later rectifier')}." if len(dead) > 1 else ""
+        yield DEAD_UNITS.found(share, name, detail=detail, evidence=tuple((r.name, r.dead) for r in rectifiers))
 
 
 def _chance(units: int, dead: int) -> float:
@@ -172,9 +157,7 @@ def identical_units(trial: Trial) -> Iterator[Finding]:
     layers = (nn.Linear, CONVOLUTIONS, nn.RNNBase)
     names = [name for module, name in trial.names.items() if isinstance(module, layers) and _has_equal_units(module)]
     if names:
-        message = f"All units of {listed(names)} have the same weights, so they will stay equal."
-        advice = "initialise the weights at random"
-        yield Finding("identical_units", "error", message, names[0], advice=advice, modules=tuple(names))
+        yield IDENTICAL_UNITS.found(module=names[0], modules=tuple(names))
 
 
 def _has_equal_units(module: nn.Module) -> bool:
@@ -205,9 +188,9 @@ def _of_parameters(trial: Trial) -> Finding | None:
                 bad.append(f"{prefix}.{name}" if prefix else name)
     if not bad:
         return None
-    message = f"NaN or infinite elements in {counted(len(bad), 'tensor')} of the model: {listed(bad)}."
+    detail = f"It concerns {counted(len(bad), 'tensor')} of the model: {listed(bad)}."
     advice = "initialise the model again, or load another checkpoint"
-    return Finding("nonfinite", "error", message, module_of(bad[0]) or None, value=len(bad), advice=advice)
+    return NONFINITE.found(len(bad), module_of(bad[0]) or None, detail=detail, advice=advice)
 
 
 def _of_batch(trial: Trial) -> Finding | None:
@@ -217,8 +200,8 @@ def _of_batch(trial: Trial) -> Finding | None:
             known = tensor.masked_fill(tensor == -math.inf, 0.0) if masked else tensor
             if not _finite(known):
                 count = int((~known.isfinite()).sum())
-                message = f"The {what} contain {counted(count, 'NaN or infinite element')}."
-                return Finding("nonfinite", "error", message, value=count, advice="clean the data set")
+                detail = f"The {what} contain {counted(count, 'NaN or infinite element')}."
+                return NONFINITE.found(count, detail=detail, advice="clean the data set")
     return None
 
 
@@ -227,25 +210,16 @@ def _of_first_step(trial: Trial) -> Finding | None:
     loss_finite = step.loss is None or _finite(step.loss)
     if (step.output is not None and not _finite(step.output)) or not loss_finite:
         source = next((call.name for call in step.record.calls if not call.finite), None)
+        detail, advice = "This module is the first with such outputs.", ""
         if source is None:
-            all_ignored = _all_ignored(trial)
-            message = "The loss is NaN or infinite although the output of the model is finite."
-            advice = (
-                "give labels that are not ignored" if all_ignored else "look for log(0), 0/0 or overflow in the loss"
-            )
-        else:
-            message, advice = (
-                f"{source} is the first module with NaN or infinite outputs.",
-                "look at its inputs and operations",
-            )
-        return Finding("nonfinite", "error", message, source, advice=advice)
+            detail = "The loss is so although the output of the model is finite."
+            advice = "give labels that are not ignored" if _all_ignored(trial) else ""
+        return NONFINITE.found(module=source, detail=detail, advice=advice)
     bad = [name for name, gradient in step.gradients.items() if gradient is not None and not gradient.finite]
     if bad:
-        message = (
-            f"The gradients of {counted(len(bad), 'parameter')} are NaN or infinite, the loss is not: {listed(bad)}."
-        )
+        detail = f"These are gradients, behind a finite loss: {listed(bad)}."
         advice = "look for sqrt(0), norm(0) or a division by 0 behind the last of these modules"
-        return Finding("nonfinite", "error", message, module_of(bad[-1]) or None, value=len(bad), advice=advice)
+        return NONFINITE.found(len(bad), module_of(bad[-1]) or None, detail=detail, advice=advice)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ikkuna.diagnosis.preflight_checks.first_step_run import run_first_step
-from ikkuna.diagnosis.preflight_checks.training_setup import (
+from ikkuna.diagnosis.history import History, Network
+from ikkuna.diagnosis.preflight_checks.first_step import FirstStep, Gradient, run_first_step
+from ikkuna.diagnosis.preflight_checks.outputs import (
     CannotJudgeError,
     Classification,
-    Evaluation,
-    FirstStep,
-    Gradient,
-    TrainingSetup,
     arranged_scores,
     inner_loss,
     main_output,
-    train_norms,
 )
+from ikkuna.diagnosis.preflight_checks.training_setup import Evaluation, TrainingSetup, train_norms
+from ikkuna.diagnosis.rule import Score, get_rules
 from ikkuna.store.finding import Finding
+from ikkuna.store.values import ModuleEntry
+from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import run_model
 
@@ -56,6 +56,14 @@ class Trial(TrainingSetup):
         step = self.first_step
         result = pytree.tree_map_only(Tensor, lambda leaf: output if leaf is step.output else leaf, step.result)
         return self.call_loss(result, labels)
+
+    def bad_scores(self, rule: str, values: Mapping[str, float]) -> list[Score]:
+        """Return what a rule finds, by its own threshold, in values of the network at the first step."""
+        modules = (each for each in self.names.items() if next(each[0].children(), None) is None)
+        history = History(Network(ModuleEntry(name, class_name(module)) for module, name in modules))
+        for kind, value in values.items():
+            history.add(kind, None, 0, value)
+        return [score for each in get_rules(rule) for score in each.scores(history) if score.value >= 1]
 
     # -- parts of the first step, for checks
     @property

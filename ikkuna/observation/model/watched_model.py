@@ -9,6 +9,7 @@ from torch import nn
 
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.observation.model.roots import Root, Roots, StagePosition, stage_positions, stage_within
+from ikkuna.printable import listed
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.modules import NamedModule, class_name, name_of, unwrap
 
@@ -120,11 +121,7 @@ class ModuleChange:
 
     def __str__(self) -> str:
         parts = (("replaced", self.replaced), ("added", self.added), ("removed", self.removed))
-        return "; ".join(f"{what} {_listed(names)}" for what, names in parts if names)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        return "; ".join(f"{what} {listed(names, _SHOWN)}" for what, names in parts if names)
 
 
 def _is_more_than_a_stage(root: nn.Module, stage: nn.Module) -> str:

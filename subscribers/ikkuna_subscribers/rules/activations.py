@@ -6,6 +6,7 @@ from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score
 from ikkuna.diagnosis.history import middle
+from ikkuna.diagnosis.mistakes import DEAD_UNITS, EVALUATION_MODE, NONFINITE, SIGNAL_LOST, SIGNAL_SCALE
 from ikkuna_subscribers.activations import DeadUnitsSubscriber, ModuleStateSubscriber, RunningStatisticsSubscriber
 from ikkuna_subscribers.representation import DimensionSubscriber
 from ikkuna_subscribers.rules.figures import sources, stays_below
@@ -25,7 +26,7 @@ __all__ = [
 _RECTIFIERS = ("ReLU", "ReLU6")
 
 
-class DeadUnitsRule(Rule):
+class DeadUnitsRule(Rule, mistake=DEAD_UNITS):
     """Nearly all units of a rectified layer are inactive for every sample of a window.
 
     Threshold: 90% of the units, for 3 samples in a row; healthy runs stay below 31%, half of the units is common in fine-tuned networks.
@@ -33,21 +34,9 @@ class DeadUnitsRule(Rule):
     other activation functions.
     """
 
-    name = "dead_units"
-    severity_while_falling = "info"
     needs = sources("activations_dead")
     thresholds = ("share",)
     share: float = 0.9
-    severity = "error"
-    explains = frozenset(
-        (
-            *("signal_lost",),
-            *("ignores_input", "no_learning", "lr_too_low", "signal_scale", "vanishing_gradient", "zero_gradient"),
-            *("class_collapse", "rank_collapse", "plateau", "never_moves", "update_ratio"),
-        )
-    )
-    meaning = "{figure:.0%} of the units of this layer are inactive for every sample."
-    advice = "lower the learning rate, check the bias and the initialisation of the layer before it, or use a leaky rectifier"
 
     def subscribers(self, network: Network, every: int) -> Sequence[Any]:
         """Return a subscriber for the rectified layers."""
@@ -149,28 +138,18 @@ class RankCollapseRule(Rule):
                 yield Score((self.lasting_limit if is_lasting else self.limit) / figure, figure, name)
 
 
-class SignalLostRule(Rule):
+class SignalLostRule(Rule, mistake=SIGNAL_LOST):
     """Before the first update the outputs do not differ between samples: the signal is lost in the layers.
 
     Threshold: 1e-6 of the energy of the outputs; healthy networks have 0.005 or more, seven layers of sigmoids 1e-10.
     Cannot see: a last layer that begins at zero, which is a usual choice and is left out; a resumed run.
     """
 
-    name = "signal_lost"
-    severity_while_falling = "info"
     needs = sources("output_dependence")
     uses = sources("weights_norm2")
     thresholds = ("share",)
     share: float = 1e-6
     patience = 1
-    explains = frozenset(
-        (
-            *("ignores_input", "vanishing_gradient", "no_learning", "lr_too_low", "lr_too_high", "saturated"),
-            *("class_collapse", "rank_collapse", "plateau", "gradient_spike", "update_ratio"),
-        )
-    )
-    meaning = "Before the first update the outputs are the same for every sample; the share of their energy that differs is {figure:.2g}."
-    advice = "look for a layer whose outputs are constant, as with a very negative bias; use a larger initialisation or a normalisation"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score at the first step."""
@@ -182,7 +161,7 @@ class SignalLostRule(Rule):
         yield Score(0.0 if begins_at_zero else self.share / max(curve.last, 1e-12), max(curve.last, 0.0))
 
 
-class SignalScaleRule(Rule):
+class SignalScaleRule(Rule, mistake=SIGNAL_SCALE):
     """Before the first update the outputs of a layer with weights have a standard deviation far above 1.
 
     Threshold: 30; healthy networks stay below 10 (largest of 140 runs), and a residual stream grows with the root of its depth.
@@ -190,41 +169,10 @@ class SignalScaleRule(Rule):
     Cannot see: a signal that becomes too small, which a normalisation or a zero initialisation does on purpose; a resumed run.
     """
 
-    name = "signal_scale"
-    severity_while_falling = "info"
     needs = sources("activations_variance")
     thresholds = ("limit",)
     limit: float = 30.0
     patience = 1
-    explains = frozenset(
-        (
-            *(
-                "signal_lost",
-                "logit_growth",
-            ),
-            *(
-                "loss_at_init",
-                "lr_too_high",
-                "exploding_gradient",
-                "no_learning",
-                "diverges",
-                "dead_units",
-                "loss_spike",
-            ),
-            *(
-                "ignores_input",
-                "nonfinite",
-                "saturated",
-                "class_collapse",
-                "update_ratio",
-                "rank_collapse",
-                "plateau",
-                "zero_gradient",
-            ),
-        )
-    )
-    meaning = "Before the first update the outputs of this layer have a standard deviation of {figure:.3g}."
-    advice = "use a smaller initialisation, a normalisation, or normalised inputs"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each layer at the first step."""
@@ -272,23 +220,15 @@ class RunningStatisticsRule(Rule):
             yield Score(figure / self.distance, figure, name)
 
 
-class EvaluationModeRule(Rule):
+class EvaluationModeRule(Rule, mistake=EVALUATION_MODE):
     """Every module is in evaluation mode in training steps, and the network has dropout or batch norm.
 
     Threshold: a fact, without a number, for 3 samples in a row.
     Cannot see: a single layer in the wrong mode, because frozen batch norms are usual in fine-tuning.
     """
 
-    name = "evaluation_mode"
-    severity_while_falling = "warning"
     needs = sources("evaluation_mode")
     uses = sources("weight_requires_grad")
-    severity = "error"
-    explains = frozenset(("overfit", "loss_spike"))
-    meaning = (
-        "The network is in evaluation mode while it trains: dropout is off, and batch norm uses its running statistics."
-    )
-    advice = "call model.train() after each evaluation"
 
     def subscribers(self, network: Network, every: int) -> Sequence[Any]:
         """Return a subscriber for the flags of modules."""
@@ -304,7 +244,7 @@ class EvaluationModeRule(Rule):
         yield Score(float(curve.last >= 1 and depends), curve.last)
 
 
-class NonFiniteRule(Rule):
+class NonFiniteRule(Rule, mistake=NONFINITE):
     """The loss, an activation, a gradient or a weight is NaN or infinite.
 
     The module is the first one whose activation is not finite although its weights are; if only gradients are not finite, the last one.
@@ -313,28 +253,10 @@ class NonFiniteRule(Rule):
     Cannot see: the exact producer if the first NaN appears in a step that is not sampled; steps that a gradient scaler skips.
     """
 
-    name = "nonfinite"
     needs = sources("weights_norm2")
     uses = sources("loss", "activations_variance", "weight_gradients_norm2", "nonfinite_producer")
     judged_on = frozenset(("weights_norm2", "activations_variance", "weight_gradients_norm2", "nonfinite_producer"))
-    severity = "error"
     patience = 1
-    explains = frozenset(
-        (
-            *(
-                "diverges",
-                "no_learning",
-                "loss_spike",
-                "dead_units",
-                "ignores_input",
-                "class_collapse",
-                "zero_gradient",
-            ),
-            *("never_moves", "plateau", "saturated", "vanishing_gradient", "gradient_spike", "lost_updates"),
-        )
-    )
-    meaning = "The values are NaN or infinite."
-    advice = "lower the learning rate, clip gradients, check the data; NonFiniteSubscriber() names the operation"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 for the module that comes first, or for the network if only the loss is not finite."""

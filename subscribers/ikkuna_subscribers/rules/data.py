@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from ikkuna.diagnosis import History, Rule, Score, TimeSeries
 from ikkuna.diagnosis.history import middle
+from ikkuna.diagnosis.mistakes import IGNORES_INPUT, INPUT_SCALE, SIGMOID_TWICE, SOFTMAX_TWICE
 from ikkuna_subscribers.rules.figures import guessing_loss, sources, stays_below
 
 __all__ = [
@@ -58,7 +59,7 @@ class ClassCollapseRule(Rule):
 _LASTING = 30
 
 
-class IgnoresInputRule(Rule):
+class IgnoresInputRule(Rule, mistake=IGNORES_INPUT):
     """The outputs are the same for every sample of a batch.
 
     The figure is the share of the outputs' energy that differs between samples.
@@ -68,18 +69,12 @@ class IgnoresInputRule(Rule):
     Cannot see: outputs that depend on a part of the input only; a batch of one sample.
     """
 
-    name = "ignores_input"
-    severity_while_falling = "info"
     needs = sources("output_dependence")
     uses = sources("label_entropy")
     thresholds = ("share", "lasting_share")
     share: float = 1e-6
     lasting_share: float = 2e-4
     patience = 5
-    severity = "error"
-    explains = frozenset(("class_collapse", "no_learning", "rank_collapse", "plateau", "lr_too_low"))
-    meaning = "The outputs are the same for every sample; only {figure:.2g} of their energy differs."
-    advice = "search for a branch that is multiplied by zero, dead layers, or inputs that are constant"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield one score for the network."""
@@ -91,7 +86,7 @@ class IgnoresInputRule(Rule):
         yield Score(limit / figure, curve.last)
 
 
-class InputScaleRule(Rule):
+class InputScaleRule(Rule, mistake=INPUT_SCALE):
     """The inputs have a mean or a standard deviation far from that of normalised data.
 
     Threshold: 10, for 3 samples in a row; pixels from 0 to 255 have a deviation near 70, normalised data 1.
@@ -99,21 +94,9 @@ class InputScaleRule(Rule):
     inputs that are too small.
     """
 
-    name = "input_scale"
-    severity_while_falling = "info"
     needs = sources("input_data_mean", "input_data_variance")
     thresholds = ("limit",)
     limit: float = 10.0
-    explains = frozenset(
-        (
-            *("signal_lost",),
-            *("signal_scale", "loss_at_init", "lr_too_high", "dead_units", "no_learning", "ignores_input", "diverges"),
-            *("exploding_gradient", "nonfinite", "vanishing_gradient", "class_collapse", "saturated", "loss_spike"),
-            *("zero_gradient", "update_ratio", "plateau", "logit_growth"),
-        )
-    )
-    meaning = "Mean or standard deviation of the inputs is {figure:.3g}."
-    advice = "normalise the inputs to mean 0 and standard deviation 1"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for the first input."""
@@ -231,7 +214,7 @@ def _varies(loss: TimeSeries | None) -> bool:
     return differences > 0.5 * middle([abs(change) for change in changes])
 
 
-class SigmoidTwiceRule(Rule):
+class SigmoidTwiceRule(Rule, mistake=SIGMOID_TWICE):
     r"""The outputs went through a sigmoid, but the loss applies the sigmoid again.
 
     The loss is then that of logits between 0 and 1, and a label of 0 costs at least :math:`\log 2`.
@@ -240,13 +223,8 @@ class SigmoidTwiceRule(Rule):
     Cannot see: a loss with weights of classes or samples; a sigmoid in a function whose outputs stay below 0.95.
     """
 
-    name = "sigmoid_twice"
     needs = sources("output_in_unit_interval", "output_binary_cross_entropy", "output_magnitude", "loss")
     judged_on = frozenset(("output_binary_cross_entropy",))
-    severity = "error"
-    explains = frozenset(("no_learning", "ignores_input", "vanishing_gradient", "lr_too_low", "saturated", "plateau"))
-    meaning = "The outputs are between 0 and 1, and the loss applies the sigmoid to them a second time."
-    advice = "remove the sigmoid from the model, or use BCELoss"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the outputs are those of a sigmoid and the loss treats them as logits."""
@@ -261,7 +239,7 @@ class SigmoidTwiceRule(Rule):
         yield Score(float(is_bounded and is_applied and (is_sigmoid or is_at_limit)), largest.last)
 
 
-class SoftmaxTwiceRule(Rule):
+class SoftmaxTwiceRule(Rule, mistake=SOFTMAX_TWICE):
     r"""The outputs are probabilities, but the loss applies the softmax again.
 
     The loss is then that of logits between 0 and 1, and cannot fall below :math:`\log(1 + (C - 1)/e)`.
@@ -269,15 +247,8 @@ class SoftmaxTwiceRule(Rule):
     Cannot see: a sigmoid applied twice (that is the rule sigmoid_twice); a loss with weights of classes.
     """
 
-    name = "softmax_twice"
     needs = sources("output_is_probability", "output_cross_entropy", "loss")
     judged_on = frozenset(("output_cross_entropy",))
-    severity = "error"
-    explains = frozenset(
-        ("no_learning", "ignores_input", "vanishing_gradient", "lr_too_low", "class_collapse", "plateau")
-    )
-    meaning = "The outputs are probabilities, and the loss applies the softmax to them a second time."
-    advice = "remove the softmax from the model, or use NLLLoss with log-probabilities"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the outputs are probabilities and the loss treats them as logits."""

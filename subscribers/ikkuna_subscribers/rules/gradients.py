@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ikkuna.diagnosis import History, Rule, Score
 from ikkuna.diagnosis.history import middle
+from ikkuna.diagnosis.mistakes import EXPLODING_GRADIENT, NO_GRADIENT, VANISHING_GRADIENT
 from ikkuna_subscribers.rules.figures import gradient_growth, gradient_scales, sources
 
 __all__ = [
@@ -19,7 +20,7 @@ __all__ = [
 ]
 
 
-class ExplodingGradientRule(Rule):
+class ExplodingGradientRule(Rule, mistake=EXPLODING_GRADIENT):
     """At the first step the gradient of a weight matrix is far larger than that of the last one.
 
     Threshold: 100 times; healthy runs stay below 3.  Weights in front of a normalisation are left out: in a ResNet-50 of the usual
@@ -27,16 +28,11 @@ class ExplodingGradientRule(Rule):
     Cannot see: a gradient that explodes later (that is the rule gradient_spike).
     """
 
-    name = "exploding_gradient"
-    severity_while_falling = "info"
     needs = sources("weight_gradients_norm2")
     thresholds = ("factor",)
     factor: float = 100.0
     patience = 1
     origin = "worst"
-    explains = frozenset(("nonfinite", "diverges", "loss_spike", "no_learning", "plateau"))
-    meaning = "At the first step the gradient of this weight is {figure:.0f} times that of the last layer."
-    advice = "use a smaller initialisation, a normalisation, or clip gradients"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each matrix at the first step."""
@@ -48,7 +44,7 @@ class ExplodingGradientRule(Rule):
                 yield Score(scale / last / self.factor, scale / last, name)
 
 
-class VanishingGradientRule(Rule):
+class VanishingGradientRule(Rule, mistake=VANISHING_GRADIENT):
     """The gradients of the first weight matrices are far smaller than the largest of the network.
 
     The figure is the root mean square of a gradient over the largest of all matrices.
@@ -60,16 +56,11 @@ class VanishingGradientRule(Rule):
     gradients that vanish only in a part of the network.
     """
 
-    name = "vanishing_gradient"
-    severity_while_falling = "info"
     needs = sources("weight_gradients_norm2")
     thresholds = ("share",)
     share: float = 1e-4
     patience = 5
     origin = "last"
-    explains = frozenset(("ignores_input", "no_learning", "plateau", "class_collapse"))
-    meaning = "The gradient of this weight is only {figure:.1g} of the largest of the network."
-    advice = "use rectifiers, residual connections, a normalisation or a larger initialisation"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each matrix but the last one."""
@@ -142,7 +133,7 @@ class ClippedHardRule(Rule):
 _SAMPLES = 3
 
 
-class NoGradientRule(Rule):
+class NoGradientRule(Rule, mistake=NO_GRADIENT):
     """Backward never reaches a trainable weight of a module that is called, but reaches others.
 
     Threshold: a fact, in 3 samples in a row; in the first sample if exactly the weights from the input up to one layer have no gradient,
@@ -151,18 +142,10 @@ class NoGradientRule(Rule):
     an optimizer that fills missing gradients with zeros (that is the rule zero_gradient).
     """
 
-    name = "no_gradient"
-    severity_while_falling = "warning"
     needs = sources("weight_gradients_norm2", "weight_updates_norm2")
     uses = sources("weight_requires_grad", "activations_variance")
-    severity = "error"
     patience = 1
     origin = "last"
-    explains = frozenset(
-        ("signal_lost", "no_learning", "lr_too_low", "ignores_input", "never_moves", "plateau", "vanishing_gradient")
-    )
-    meaning = "The weight is trainable and in an optimizer, but no gradient ever reaches it, while others receive one."
-    advice = "search for detach(), .data, torch.no_grad(), an argmax or a conversion to numpy behind this module"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 for each owned weight without a gradient."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
 from ikkuna.diagnosis.history import middle
+from ikkuna.diagnosis.mistakes import LOSS_AT_INIT, LOSS_SCALE
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna_subscribers.predictions import PredictionSubscriber
 from ikkuna_subscribers.rules.figures import guessing_loss, scale_of_loss, sources
@@ -148,7 +149,7 @@ def _add_means(memory: dict[Any, Any], curve: TimeSeries, group: int) -> int:
     return number
 
 
-class LossAtInitRule(Rule):
+class LossAtInitRule(Rule, mistake=LOSS_AT_INIT):
     """Before the first update the cross-entropy is far above log C, the loss of a guess among C classes.
 
     Threshold: twice log C; healthy networks start below 1.1 times (largest of 140 runs), and a pre-trained one lower;
@@ -159,29 +160,12 @@ class LossAtInitRule(Rule):
     Cannot see: losses that are no classification; a run that was resumed; features that are up to as large as their initialisation intends.
     """
 
-    name = "loss_at_init"
-    severity_while_falling = "info"
     needs = sources("output_cross_entropy", "output_classes")
     uses = sources("weights_norm2", "weight_requires_grad")
     judged_on = frozenset(needs)
     thresholds = ("factor",)
     factor: float = 2.0
     patience = 1
-    explains = frozenset(
-        (
-            "logit_growth",
-            "ignores_input",
-            "lr_too_high",
-            "exploding_gradient",
-            "no_learning",
-            "diverges",
-            "dead_units",
-            "loss_spike",
-            "saturated",
-        )
-    )
-    meaning = "Before the first update the cross-entropy is {figure:.1f} times that of a guess."
-    advice = "scale down the initial weights of the last layer, and check the normalisation of the inputs"
 
     def subscribers(self, network: Network, every: int) -> Sequence[Any]:
         """Return a subscriber for outputs and labels."""
@@ -208,7 +192,7 @@ def _explained_loss(history: History, guess: float) -> float:
     return guess
 
 
-class LossScaleRule(Rule):
+class LossScaleRule(Rule, mistake=LOSS_SCALE):
     """The loss is the sum of the cross-entropies of a batch, not their mean.
 
     The gradient then grows with the size of the batch.
@@ -216,20 +200,10 @@ class LossScaleRule(Rule):
     Cannot see: other losses, and batches of more than 512 items, of which the cross-entropy is a sample.
     """
 
-    name = "loss_scale"
-    severity_while_falling = "warning"
     needs = sources("loss", "output_cross_entropy", "label_count")
     judged_on = frozenset(("output_cross_entropy",))
     thresholds = ("tolerance",)
     tolerance: float = 0.02
-    explains = frozenset(
-        (
-            *("lr_too_high", "diverges", "nonfinite", "no_learning", "dead_units", "ignores_input", "lr_too_low"),
-            *("loss_spike", "loss_at_init", "class_collapse", "update_ratio", "plateau", "zero_gradient"),
-        )
-    )
-    meaning = "The loss is {figure:.0f} times the mean cross-entropy, which is the number of labels: it is a sum."
-    advice = 'use reduction="mean", or divide the loss by the number of labels'
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if the loss is the sum."""

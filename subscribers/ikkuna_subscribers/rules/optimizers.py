@@ -6,6 +6,7 @@ from typing import Any
 from torch import distributed
 
 from ikkuna.diagnosis import History, Network, Rule, Score
+from ikkuna.diagnosis.mistakes import NOT_IN_OPTIMIZER, UNTIED_WEIGHTS
 from ikkuna_subscribers.activations import ModuleStateSubscriber
 from ikkuna_subscribers.rules.figures import sources
 from ikkuna_subscribers.training import OptimizerStateSubscriber, RankSpreadSubscriber
@@ -45,7 +46,7 @@ class OptimizerResetRule(Rule):
             yield Score(float(all(still)), max(curve.last for curve in curves))
 
 
-class NotInOptimizerRule(Rule):
+class NotInOptimizerRule(Rule, mistake=NOT_IN_OPTIMIZER):
     """A trainable parameter belongs to no optimizer, so it never changes.
 
     Every optimizer of the process counts.
@@ -54,16 +55,10 @@ class NotInOptimizerRule(Rule):
     Cannot see: parameters of modules that are not observed; a run in which a step is made by hand.
     """
 
-    name = "not_in_optimizer"
-    severity_while_falling = "warning"
     needs = sources("unowned_parameters")
     uses = sources("weights_norm2", "weight_gradients_norm2")
     judged_on = frozenset(needs)
-    severity = "error"
     patience = 1
-    explains = frozenset(("no_learning", "lr_too_low", "plateau"))
-    meaning = "No optimizer owns this parameter, so it is not trained, and optimizer.zero_grad() does not clear its gradients."
-    advice = "pass it to the optimizer, or call requires_grad_(False) if it is meant to stay as it is"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 for each parameter without an optimizer."""
@@ -112,7 +107,7 @@ class FrozenInsideRule(Rule):
             yield from (Score(1.0, 0.0, name) for name in inside)
 
 
-class UntiedWeightsRule(Rule):
+class UntiedWeightsRule(Rule, mistake=UNTIED_WEIGHTS):
     """An output layer and an embedding had one weight, or equal weights, and have two now.
 
     A copy of a model, an assignment of new parameters, or the loading of a checkpoint separates them; each is then trained by itself.
@@ -121,14 +116,8 @@ class UntiedWeightsRule(Rule):
     (that is the check untied_weights of ``ikkuna.preflight``); tied weights of other layers than embeddings and linear ones.
     """
 
-    name = "untied_weights"
-    severity_while_falling = "warning"
     needs = sources("untied_weights")
     patience = 1
-    severity = "error"
-    explains = frozenset(("not_in_optimizer", "never_moves", "no_gradient"))
-    meaning = "The weight of this layer is no longer that of the embedding, although both were tied."
-    advice = "assign the weight of the embedding again after the model has been copied or loaded, before the optimizer is created"
 
     def subscribers(self, network: Network, every: int) -> Sequence[Any]:
         """Return a subscriber for the flags of modules."""

@@ -1,0 +1,352 @@
+"""The mistakes that checks before the first step find, and those that they share with rules.
+
+A mistake is declared once.  Each evidence, a check before the first step or a rule, refers to it and has its own threshold.
+A mistake with a single rule as its evidence is declared by the attributes of that rule.
+"""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+
+from ikkuna.errors import ConfigError, unknown_name
+from ikkuna.store.finding import SEVERITIES, Finding
+
+__all__ = ["EXPLAINS", "Mistake"]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake of a training, with the texts and the severity of its findings.
+
+    Parameters
+    ----------
+    name : str
+        The name of the mistake.
+    severity : {'info', 'warning', 'error'}
+        The severity of its findings.
+    severity_while_falling : {'info', 'warning', 'error'}
+        The highest severity of its findings while the loss falls, see `ikkuna.diagnosis.Rule`.
+    meaning : str
+        What a finding means, in a sentence; ``{figure}`` is replaced.
+    advice : str
+        What to try.
+    explains : frozenset of str
+        The mistakes that are consequences of this one.
+
+    Raises
+    ------
+    ConfigError
+        If a severity is unknown.
+
+    Examples
+    --------
+    >>> large = Mistake("large", meaning="The loss is {figure:.2g}.", advice="use a mean")
+    >>> print(large.found(12.3, detail="A guess has 2.", at_most="info"))
+    info: large: The loss is 12. A guess has 2.
+    """
+
+    name: str
+    severity: str = "warning"
+    severity_while_falling: str = "error"
+    _: KW_ONLY
+    meaning: str
+    advice: str
+    explains: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if unknown := {self.severity, self.severity_while_falling}.difference(SEVERITIES):
+            raise ConfigError(f"{self.name}: {unknown_name('severity', min(unknown), SEVERITIES)}")
+
+    def found(
+        self,
+        figure: float | None = None,
+        module: str | None = None,
+        *,
+        detail: str = "",
+        at_most: str = "error",
+        advice: str = "",
+        evidence: tuple[tuple[int | str, float], ...] = (),
+        modules: tuple[str, ...] = (),
+    ) -> Finding:
+        """Return a finding of this mistake before the first step.
+
+        Parameters
+        ----------
+        figure : float, optional
+            The figure that shows the mistake.
+        module : str, optional
+            The name of the module; ``None`` for the network.
+        detail : str
+            Further sentences of this evidence.
+        at_most : {'info', 'warning', 'error'}
+            The highest severity that this evidence justifies.
+        advice : str
+            What to try, if this evidence shows which of several causes the mistake has.
+        evidence : tuple of (object, float)
+            The series behind the figure.
+        modules : tuple of str
+            Every module with the mistake, if there are several.
+        """
+        meaning = self.meaning.format(figure=figure, module=module)
+        return Finding(
+            self.name,
+            min(self.severity, at_most, key=SEVERITIES.index),
+            f"{meaning} {detail}".strip(),
+            module,
+            value=figure,
+            advice=advice or self.advice,
+            evidence=evidence,
+            modules=modules,
+        )
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# -- the optimizer ----------------------------------------------------------------------------------------------------
+
+NOT_IN_OPTIMIZER = Mistake(
+    "not_in_optimizer",
+    "error",
+    "warning",
+    meaning="No optimizer owns this parameter, so it is not trained, and optimizer.zero_grad() does not clear its gradients.",
+    advice="pass it to the optimizer, or call requires_grad_(False) if it is meant to stay as it is",
+    explains=_names("no_learning lr_too_low plateau"),
+)
+FROZEN_IN_OPTIMIZER = Mistake(
+    "frozen_in_optimizer",
+    "info",
+    meaning="An optimizer owns frozen parameters, which will not change.",
+    advice="if they should train, call requires_grad_(True)",
+)
+PARAMETER_IN_TWO_GROUPS = Mistake(
+    "parameter_in_two_groups",
+    meaning="Parameters are in several parameter groups or optimizers.",
+    advice="put each parameter into one group, so that it is updated once a step",
+)
+LEARNING_RATE_ZERO = Mistake(
+    "learning_rate_zero",
+    "error",
+    meaning="The learning rate of a parameter group is 0.",
+    advice="set a learning rate, or freeze the parameters",
+)
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+EVALUATION_MODE = Mistake(
+    "evaluation_mode",
+    "error",
+    "warning",
+    meaning="Modules are in evaluation mode while they train: dropout is off, and batch norm uses its running statistics.",
+    advice="call model.train() before training and after each evaluation, or freeze the parameters of these modules",
+    explains=_names("overfit loss_spike"),
+)
+UNTIED_WEIGHTS = Mistake(
+    "untied_weights",
+    "error",
+    "warning",
+    meaning="The weight of this layer is not the tensor of the embedding's weight, although both were tied.",
+    advice="assign the weight of the embedding to this layer again after the model has been copied or loaded, before the optimizer "
+    "is created (in transformers: model.tie_weights())",
+    explains=_names("not_in_optimizer never_moves no_gradient"),
+)
+IDENTICAL_UNITS = Mistake(
+    "identical_units",
+    "error",
+    meaning="All units of this layer have the same weights, so they will stay equal.",
+    advice="initialise the weights at random",
+    explains=_names("signal_lost vanishing_gradient exploding_gradient"),
+)
+NONFINITE = Mistake(
+    "nonfinite",
+    "error",
+    meaning="The values are NaN or infinite.",
+    advice="look for log(0), 0/0 and overflow here, check the data, lower the learning rate or clip gradients; "
+    "NonFiniteSubscriber() names the operation",
+    explains=_names(
+        "diverges no_learning loss_spike dead_units ignores_input class_collapse zero_gradient never_moves plateau saturated "
+        "vanishing_gradient gradient_spike lost_updates softmax_twice"
+    ),
+)
+DEAD_UNITS = Mistake(
+    "dead_units",
+    "error",
+    "info",
+    meaning="{figure:.0%} of the units of this layer are inactive for every sample.",
+    advice="lower the learning rate, check the bias and the initialisation of the layer before it, or use a leaky rectifier",
+    explains=_names(
+        "signal_lost ignores_input no_learning lr_too_low signal_scale vanishing_gradient zero_gradient class_collapse rank_collapse "
+        "plateau never_moves update_ratio"
+    ),
+)
+SIGNAL_LOST = Mistake(
+    "signal_lost",
+    "error",
+    "info",
+    meaning="Before the first update the outputs are the same for every sample; the share of their energy that differs is {figure:.2g}.",
+    advice="use larger initial weights, residual connections or a normalisation; look for a layer whose outputs are constant, as with a "
+    "very negative bias",
+    explains=_names(
+        "ignores_input vanishing_gradient no_learning lr_too_low lr_too_high saturated class_collapse rank_collapse plateau "
+        "gradient_spike update_ratio"
+    ),
+)
+SIGNAL_SCALE = Mistake(
+    "signal_scale",
+    "warning",
+    "info",
+    meaning="Before the first update the outputs of this layer have a scale of {figure:.3g}.",
+    advice="use smaller initial weights, a normalisation, or normalised inputs",
+    explains=_names(
+        "signal_lost logit_growth loss_at_init lr_too_high exploding_gradient vanishing_gradient no_learning diverges dead_units "
+        "loss_spike ignores_input nonfinite saturated class_collapse update_ratio rank_collapse plateau zero_gradient"
+    ),
+)
+IGNORES_INPUT = Mistake(
+    "ignores_input",
+    "error",
+    "info",
+    meaning="The outputs are the same for every sample; only {figure:.2g} of their energy differs.",
+    advice="search for a branch that is multiplied by zero, dead layers, or inputs that are constant or not used",
+    explains=_names("class_collapse no_learning rank_collapse plateau lr_too_low"),
+)
+BATCH_LEAK = Mistake(
+    "batch_leak",
+    "error",
+    meaning="In evaluation mode the output of a sample depends on other samples of the batch (relative change {figure:.1g}).",
+    advice="look for a reduction, softmax, normalisation or reshape over the axis of samples",
+)
+TIME_LEAK = Mistake(
+    "time_leak",
+    "error",
+    meaning="The output at a position depends on later positions (relative change {figure:.1g}), which it should predict.",
+    advice="use a causal mask, or shift the inputs",
+)
+RANDOM_OUTPUT = Mistake(
+    "random_output",
+    meaning="In evaluation mode the output changes from one forward pass to the next (relative change {figure:.1g}).",
+    advice="use dropout and other random numbers only in training mode: pass training=self.training to functional.dropout, and "
+    "dropout_p=0.0 to attention",
+)
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+NO_GRADIENT = Mistake(
+    "no_gradient",
+    "error",
+    "warning",
+    meaning="The weight is trainable, but no gradient ever reaches it.",
+    advice="search for detach(), .data, torch.no_grad(), an argmax or a conversion to numpy behind this module",
+    explains=_names("signal_lost no_learning lr_too_low ignores_input never_moves plateau vanishing_gradient"),
+)
+EXPLODING_GRADIENT = Mistake(
+    "exploding_gradient",
+    "warning",
+    "info",
+    meaning="At the first step the gradient of this weight is {figure:.3g} times that of the last layers.",
+    advice="use a smaller initialisation, a normalisation, or clip gradients",
+    explains=_names("nonfinite diverges loss_spike no_learning plateau"),
+)
+VANISHING_GRADIENT = Mistake(
+    "vanishing_gradient",
+    "warning",
+    "info",
+    meaning="The gradient of this weight is only {figure:.1g} of those of other layers.",
+    advice="use rectifiers, residual connections, a normalisation or a larger initialisation",
+    explains=_names("ignores_input no_learning plateau class_collapse"),
+)
+
+# -- data and loss ----------------------------------------------------------------------------------------------------
+
+INPUT_SCALE = Mistake(
+    "input_scale",
+    "warning",
+    "info",
+    meaning="Mean or standard deviation of the inputs is {figure:.3g}.",
+    advice="normalise the inputs to mean 0 and standard deviation 1",
+    explains=_names(
+        "signal_lost signal_scale loss_at_init lr_too_high dead_units no_learning ignores_input diverges exploding_gradient nonfinite "
+        "saturated class_collapse loss_spike update_ratio plateau vanishing_gradient zero_gradient logit_growth"
+    ),
+)
+TARGET_SCALE = Mistake(
+    "target_scale",
+    "info",
+    meaning="Mean or standard deviation of the targets is {figure:.3g}.",
+    advice="normalise the targets to mean 0 and standard deviation 1",
+    explains=_names("exploding_gradient"),
+)
+FIRST_STEP_RUNS = Mistake(
+    "first_step_runs",
+    "error",
+    meaning="The first step does not run:",
+    advice="run the model and the loss on this batch by hand",
+)
+LABEL_RANGE = Mistake(
+    "label_range",
+    "error",
+    meaning="Labels are no indices of classes.",
+    advice="change the number of outputs, or the labels",
+)
+LABEL_DTYPE = Mistake(
+    "label_dtype", "error", meaning="The loss refuses the dtype of the labels.", advice="convert the labels"
+)
+LABEL_SHAPE = Mistake(
+    "label_shape",
+    "error",
+    meaning="Output and labels have shapes that do not belong together.",
+    advice="give both the shapes that the loss documents, for example with output.squeeze(-1) or labels.squeeze(-1)",
+)
+LOSS_AT_INIT = Mistake(
+    "loss_at_init",
+    "warning",
+    "info",
+    meaning="Before the first update the cross-entropy is {figure:.1f} times that of a guess.",
+    advice="scale down the initial weights of the last layer, and check the normalisation of the inputs",
+    explains=_names(
+        "logit_growth ignores_input lr_too_high exploding_gradient no_learning diverges dead_units loss_spike saturated"
+    ),
+)
+LOSS_SCALE = Mistake(
+    "loss_scale",
+    "warning",
+    "warning",
+    meaning="The loss is a sum over the batch, {figure:.0f} times the mean, so that gradients grow with the number of samples.",
+    advice='use reduction="mean", or divide the loss by the number of labels',
+    explains=_names(
+        "lr_too_high diverges nonfinite no_learning dead_units ignores_input lr_too_low loss_spike loss_at_init class_collapse "
+        "update_ratio plateau zero_gradient"
+    ),
+)
+SOFTMAX_TWICE = Mistake(
+    "softmax_twice",
+    "error",
+    meaning="The outputs are probabilities, and the loss applies the softmax to them a second time.",
+    advice="remove the softmax from the model, or use NLLLoss with log-probabilities",
+    explains=_names("no_learning ignores_input vanishing_gradient lr_too_low class_collapse plateau"),
+)
+ACTIVATION_BEFORE_LOSS = Mistake(
+    "activation_before_loss",
+    meaning="The outputs have passed an activation function before the cross-entropy, which limits the scores of classes.",
+    advice="remove the last activation function of the model",
+    explains=_names("no_learning plateau"),
+)
+NO_LOG_SOFTMAX = Mistake(
+    "no_log_softmax",
+    "error",
+    meaning="The loss wants log-probabilities, but the outputs are not those.",
+    advice="apply log_softmax to the outputs, or use CrossEntropyLoss",
+    explains=_names("no_learning diverges plateau"),
+)
+SIGMOID_TWICE = Mistake(
+    "sigmoid_twice",
+    "error",
+    meaning="The outputs have passed a sigmoid, and the loss applies the sigmoid to them a second time.",
+    advice="remove the sigmoid from the model, or use BCELoss",
+    explains=_names("no_learning ignores_input vanishing_gradient lr_too_low saturated plateau"),
+)
+
+EXPLAINS: Mapping[str, frozenset[str]] = {
+    each.name: each.explains for each in tuple(globals().values()) if isinstance(each, Mistake)
+}
+"""Which mistakes each declared mistake explains."""
