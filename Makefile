@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-triton test-gpu check docs bench bench-gpu clean
+.PHONY: demo test mutation test-slow test-triton test-gpu check docs bench bench-gpu clean
 
 .venv/installed: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -49,6 +49,11 @@ test-triton: .venv/installed-test
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(.venv-triton/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/environment.pth"
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q --triton
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q --device sim --triton
+
+# Changes one place of the code after another and runs the nearest tests; an interrupted run goes on where it stopped.
+mutation: .venv/installed-test
+	$(BIN)/python -m pip install --quiet coverage==7.17.4
+	$(BIN)/python -m tests.mutation.run
 
 # Without a device these tests are skipped.
 test-gpu: .venv/installed-test

@@ -1,0 +1,44 @@
+"""A plugin of pytest that records which tests run which lines of the files in `LOGIC`, and how long each test takes."""
+
+import json
+import os
+from pathlib import Path
+
+import coverage
+import pytest
+
+from tests.mutation.mutants import LOGIC
+
+
+class _Recording:
+    def __init__(self, folder: Path, worker: str) -> None:
+        self._folder, self._worker = folder, worker
+        self._durations: dict[str, float] = {}
+        self._coverage = coverage.Coverage(
+            data_file=str(folder / f"coverage.{worker}"), include=[f"*/{file}" for file in LOGIC], config_file=False
+        )
+        self._coverage.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self._coverage.switch_context(item.nodeid)
+        try:
+            return (yield)
+        finally:
+            self._coverage.switch_context("")
+
+    def pytest_runtest_logreport(self, report):
+        self._durations[report.nodeid] = self._durations.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self):
+        self._coverage.stop()
+        self._coverage.save()
+        (self._folder / f"durations.{self._worker}.json").write_text(json.dumps(self._durations))
+
+
+def pytest_configure(config):
+    """Record in each process that runs tests, which is not the one that distributes them."""
+    if not hasattr(config, "workerinput") and getattr(config.option, "numprocesses", None):
+        return
+    worker = getattr(config, "workerinput", {"workerid": "main"})["workerid"]
+    config.pluginmanager.register(_Recording(Path(os.environ["MUTATION_FOLDER"]), worker))
