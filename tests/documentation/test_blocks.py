@@ -6,7 +6,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+import ikkuna
+from ikkuna.cli import commands
+from ikkuna.cli.program import main
 from ikkuna.cli.terminal import command_names
 from ikkuna.export import Exporter
 from ikkuna.export.messages import get_default_bus
@@ -48,6 +52,24 @@ def namespace(tmp_path, monkeypatch):
 def test_the_blocks_of_a_page_run_one_after_another(path, namespace):
     for line, code in blocks(path):
         exec(compile("\n" * line + code, str(path), "exec"), namespace)  # tracebacks show the line of the page
+
+
+def test_the_command_of_the_page_is_a_command(tmp_path, monkeypatch, capfd):
+    """A module in the folder of the commands is all that a command needs."""
+    [code] = [code for _, code in blocks(SITE / "how_to_add.rst") if "argparse" in code]
+    (tmp_path / "last.py").write_text(code)
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    assert "last" in command_names()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ikkuna.watch(model, every=1, log_dir=tmp_path / "runs", verbosity=0):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            optimizer.step()
+    assert main(["last", str(tmp_path / "runs")]) == 0
+    assert capfd.readouterr().out == f"step 2: loss {loss.item():.4g}\n"
 
 
 def test_all_blocks_are_found():

@@ -75,19 +75,30 @@ class Selection:
     def __init__(self, path: Path, seconds: float) -> None:
         recorded = json.loads(path.read_text())
         self._durations, self._lines, self._seconds = recorded["durations"], recorded["lines"], seconds
+        self._setup: dict[
+            str, float
+        ] = {}  # of a file's fixtures, which its first test makes: less than its slowest test
+        for name, duration in self._durations.items():
+            file = name.partition("::")[0]
+            self._setup[file] = max(self._setup.get(file, 0.0), duration)
 
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that run the changed line, or, if it only runs at import, the function or class around it."""
         by_line = self._lines.get(mutant.file, {})
         names = set(by_line.get(str(mutant.line), ()))
         names = names or {name for line in mutant.lines for name in by_line.get(str(line), ())}
-        chosen, total = [], 0.0
-        for name in sorted(names, key=lambda name: (self._durations.get(name, 1.0), name)):
-            total += self._durations.get(name, 1.0)
+        chosen, total, files = [], 0.0, set[str]()
+        for name in sorted(names, key=lambda name: (self._cost(name), name)):
+            file = name.partition("::")[0]
+            total += self._durations.get(name, 1.0) + (0.0 if file in files else self._setup.get(file, 1.0))
             if chosen and total > self._seconds:
                 break
             chosen.append(name)
+            files.add(file)
         return chosen
+
+    def _cost(self, name: str) -> float:
+        return self._durations.get(name, 1.0) + self._setup.get(name.partition("::")[0], 1.0)
 
 
 def copy_tree(target: Path) -> None:
