@@ -216,6 +216,23 @@ BATCH_LEAK = Mistake(
     meaning="In evaluation mode the output of a sample depends on other samples of the batch (relative change {figure:.1g}).",
     advice="look for a reduction, softmax, normalisation or reshape over the axis of samples",
 )
+BATCH_POSITION = Mistake(
+    "batch_position",
+    "error",
+    meaning="In evaluation mode the output of a sample depends on its position in the batch (relative change {figure:.1g}).",
+    advice="look for positions or other tensors that are added along the axis of samples, and for a reshape over it",
+)
+LABEL_OFFSET = Mistake(
+    "label_offset",
+    "error",
+    meaning="The output at a position is trained with the input {figure:+g} positions away; the next one is +1.",
+    advice="shift the labels by one position, and shift them once only",
+)
+PADDING_CHANGES_OUTPUT = Mistake(
+    "padding_changes_output",
+    meaning="The output changes with the amount of padding (relative change {figure:.1g}).",
+    advice="use the mask or the lengths in attention, recurrent layers and pooling",
+)
 TIME_LEAK = Mistake(
     "time_leak",
     "error",
@@ -274,7 +291,7 @@ TARGET_SCALE = Mistake(
     "info",
     meaning="Mean or standard deviation of the targets is {figure:.3g}.",
     advice="normalise the targets to mean 0 and standard deviation 1",
-    explains=_names("exploding_gradient"),
+    explains=_names("exploding_gradient unbounded_loss labels_out_of_reach"),
 )
 FIRST_STEP_RUNS = Mistake(
     "first_step_runs",
@@ -344,6 +361,44 @@ SIGMOID_TWICE = Mistake(
     meaning="The outputs have passed a sigmoid, and the loss applies the sigmoid to them a second time.",
     advice="remove the sigmoid from the model, or use BCELoss",
     explains=_names("no_learning ignores_input vanishing_gradient lr_too_low saturated plateau"),
+)
+
+UNBOUNDED_LOSS = Mistake(
+    "unbounded_loss",
+    meaning="The loss has no lower bound: it falls without end if the outputs alone are changed.",
+    advice="check the sign of each term and the range of the labels",
+    explains=_names("diverges nonfinite loss_spike"),
+)
+WRONG_OPTIMUM = Mistake(
+    "wrong_optimum",
+    "error",
+    meaning="The outputs of the least loss are not those of the labels.",
+    advice="check the order of the axes, the order of the arguments, and the sign of the loss",
+    explains=_names("unbounded_loss no_learning diverges plateau class_collapse"),
+)
+LOSS_FLOOR = Mistake(
+    "loss_floor",
+    meaning="The loss cannot fall below {figure:.3g}, whatever the outputs are.",
+    advice="look for a softmax or a sigmoid that the loss applies twice",
+    explains=_names("no_learning plateau lr_too_low"),
+)
+LABELS_WITHOUT_GRADIENT = Mistake(
+    "labels_without_gradient",
+    meaning="The loss ignores {figure:.0%} of the labels, which are those of classes.",
+    advice="check ignore_index, class weights of 0 and masks",
+    explains=_names("class_collapse no_learning plateau"),
+)
+LABELS_OUT_OF_REACH = Mistake(
+    "labels_out_of_reach",
+    meaning="The last activation of the model cannot return {figure:.0%} of the labels.",
+    advice="remove the last activation, or bring the labels into its range",
+    explains=_names("plateau"),
+)
+LABELS_NO_DISTRIBUTION = Mistake(
+    "labels_no_distribution",
+    meaning="The loss applies a softmax over classes, but several classes of a sample can be right (up to {figure:g}).",
+    advice="use BCEWithLogitsLoss for several labels, or divide the labels of a sample by their sum",
+    explains=_names("plateau"),
 )
 
 EXPLAINS: Mapping[str, frozenset[str]] = {

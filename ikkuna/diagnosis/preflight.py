@@ -10,7 +10,8 @@ from torch import nn
 from ikkuna.diagnosis.findings import FindingList, Findings
 from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.diagnosis.preflight_checks.batch import split_batch
-from ikkuna.diagnosis.preflight_checks.dependence import batch_leak, ignores_input, random_output, time_leak
+from ikkuna.diagnosis.preflight_checks.dependence import batch_leak, ignores_input, random_output
+from ikkuna.diagnosis.preflight_checks.freed_outputs import freed_outputs
 from ikkuna.diagnosis.preflight_checks.loss import input_scale, loss_at_init, loss_scale, softmax_twice
 from ikkuna.diagnosis.preflight_checks.model import (
     evaluation_mode,
@@ -22,6 +23,7 @@ from ikkuna.diagnosis.preflight_checks.model import (
 )
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.runs import first_step_runs, label_dtype, label_range, label_shape, no_gradient
+from ikkuna.diagnosis.preflight_checks.sequences import label_offset, padding_changes_output, time_leak
 from ikkuna.diagnosis.preflight_checks.signal import (
     dead_units,
     gradient_scale,
@@ -40,9 +42,9 @@ __all__ = ["CHECKS", "preflight"]
 CHECKS: tuple[Check, ...] = (
     *(not_in_optimizer, frozen_in_optimizer, parameter_in_two_groups, learning_rate_zero),
     *(evaluation_mode, untied_weights, identical_units, input_scale, nonfinite),
-    *(first_step_runs, label_range, label_dtype, label_shape, loss_at_init, loss_scale, softmax_twice),
+    *(first_step_runs, label_range, label_dtype, label_shape, loss_at_init, loss_scale, softmax_twice, freed_outputs),
     *(no_gradient, signal_scale, signal_lost, gradient_scale, dead_units),
-    *(ignores_input, batch_leak, time_leak, random_output),
+    *(ignores_input, batch_leak, time_leak, label_offset, padding_changes_output, random_output),
 )
 
 

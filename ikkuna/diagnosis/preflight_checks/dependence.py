@@ -2,9 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ikkuna.diagnosis.mistakes import BATCH_LEAK, IGNORES_INPUT, RANDOM_OUTPUT, TIME_LEAK
-from ikkuna.diagnosis.preflight_checks.batch import Batch, by_sample, sample_axis, share_between_samples
+from ikkuna.diagnosis.mistakes import BATCH_LEAK, BATCH_POSITION, IGNORES_INPUT, RANDOM_OUTPUT
+from ikkuna.diagnosis.preflight_checks.batch import by_sample, sample_axis, share_between_samples
 from ikkuna.diagnosis.preflight_checks.first_step import ForwardRecord, recorded
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, arranged_scores, main_output
-from ikkuna.diagnosis.preflight_checks.signal import _require_different_samples
+from ikkuna.diagnosis.preflight_checks.signal import require_different_samples
 from ikkuna.diagnosis.preflight_checks.trial import Trial, perturbed_output
 from ikkuna.printable import listed
 from ikkuna.store.finding import Finding
@@ -24,7 +23,7 @@ from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import BATCH_NORMS
 from ikkuna.support.undisturbed import run_model
 
-__all__ = ["batch_leak", "ignores_input", "random_output", "relative_change", "time_leak"]
+__all__ = ["batch_leak", "ignores_input", "random_output", "relative_change"]
 
 
 _EPSILONS = 100  # a kernel may round differently for other data in the batch
@@ -33,7 +32,7 @@ _SAME = 1e-10  # of the energy: rounding in float32
 
 def ignores_input(trial: Trial) -> Iterator[Finding]:
     """Find an output that is the same for different inputs, also with other parameters than the initial ones."""
-    _require_different_samples(trial)
+    require_different_samples(trial)
     if _differs(trial, trial.evaluated) or _differs(trial, trial.evaluate(trial.batch, batch_statistics=True).output):
         return
     if not _differs(trial, perturbed_output(trial, trial.model.parameters())):
@@ -49,21 +48,33 @@ def _differs(trial: Trial, output: Tensor) -> bool:
 
 def batch_leak(trial: Trial) -> Iterator[Finding]:
     """Find an output of a sample, in evaluation mode, that changes with the other samples of the batch."""
-    _require_different_samples(trial)
+    require_different_samples(trial)
     _require_samples(trial)
     if (
         trial.evaluated.shape == (trial.batch.size,) * 2
         and arranged_scores(trial.evaluated, trial.batch.labels) is None
     ):
         raise CannotJudgeError("the output compares the samples with each other")
-    difference = _change_by_others(trial, 0)
-    if difference and _keeps_graph(trial):
+    leak, moved = (_least_change(trial, change) for change in (_change_by_others, _change_by_order))
+    if (leak or moved) and _keeps_graph(trial):
         raise CannotJudgeError("the model keeps a graph, which connects the samples on purpose")
-    if difference and _has_time_first(trial):
+    if leak:
+        recurrent = [name for module, name in trial.names.items() if getattr(module, "batch_first", True) is False]
+        detail = f"The first axis of {recurrent[0]} is that of time: batch_first is False." if recurrent else ""
+        yield BATCH_LEAK.found(leak, detail=detail)
+    elif moved:
+        yield BATCH_POSITION.found(moved)
+
+
+def _least_change(trial: Trial, change: Callable[[Trial, int], float]) -> float:
+    """Return the change if the samples are those of the first axis, or of the second one if the labels allow that as well."""
+    found = change(trial, 0)
+    labels, shape = trial.batch.labels, trial.batch.tensors[0].shape
+    is_decided = isinstance(labels, Tensor) and labels.ndim == 1 and shape[:1] == labels.shape != shape[1:2]
+    if found and not is_decided and _has_time_first(trial):
         with suppress(CannotJudgeError):  # the second axis is not that of samples either
-            difference = min(difference, _change_by_others(trial, 1))
-    if difference:
-        yield BATCH_LEAK.found(difference)
+            found = min(found, change(trial, 1))
+    return found
 
 
 def _keeps_graph(trial: Trial) -> bool:
@@ -98,18 +109,42 @@ def _has_time_first(trial: Trial) -> bool:
 
 
 def _change_by_others(trial: Trial, preferred: int) -> float:
-    """Return the relative change of the output of sample 0 when all samples become copies of it; 0 if none."""
+    """Return the relative change of the output of the last sample when all samples become copies of it; 0 if none.
+
+    The first one does not show an RNN along the axis of samples, in which it sees itself only.
+    """
+
+    def copies(tensor: Tensor, axis: int) -> Tensor:
+        return tensor.narrow(axis, tensor.shape[axis] - 1, 1).expand_as(tensor).clone()
+
+    return _change(trial, preferred, copies, slice(-1, None))
+
+
+def _change_by_order(trial: Trial, preferred: int) -> float:
+    """Return the relative change of the outputs when the samples come in the opposite order; 0 if none.
+
+    A model that uses random numbers has others for the same sample then.
+    """
+    if trial.evaluation.draws:
+        return 0.0
+    return _change(trial, preferred, lambda t, axis: t.flip(axis), slice(None), is_reversed=True)
+
+
+def _change(
+    trial: Trial, preferred: int, function: Callable[[Tensor, int], Tensor], part: slice, is_reversed: bool = False
+) -> float:
+    """Return the relative change of the outputs of some samples when a function of tensor and axis changes the inputs."""
     size = trial.batch.tensors[0].shape[1] if preferred else trial.batch.size
 
-    def copies(tensor: Tensor) -> Tensor:
+    def changed(tensor: Tensor) -> Tensor:
         fits = tensor.ndim > preferred and tensor.shape[preferred] == size
         axis = preferred if fits else sample_axis(tensor, size)
-        return tensor if axis is None else tensor.narrow(axis, 0, 1).expand_as(tensor).clone()
+        return tensor if axis is None else function(tensor, axis)
 
-    before, after = trial.evaluated, trial.evaluate(trial.batch.map(copies)).output
+    before, after = trial.evaluated, trial.evaluate(trial.batch.map(changed)).output
     layouts = [(by_sample(before, size, axis), by_sample(after, size, axis)) for axis in range(preferred + 1)]
     changes = [
-        relative_change(a[0], b[0], before)
+        relative_change(a[part], (b.flip(0) if is_reversed else b)[part], before)
         for a, b in layouts
         if a is not None and b is not None and a.shape == b.shape
     ]
@@ -131,79 +166,6 @@ def relative_change(a: Tensor, b: Tensor, scale_of: Tensor) -> float:
     if not math.isfinite(difference) or not math.isfinite(scale):
         raise CannotJudgeError("the output is not finite")
     return difference / scale if difference > _EPSILONS * torch.finfo(a.dtype).eps * scale else 0.0
-
-
-def time_leak(trial: Trial) -> Iterator[Finding]:
-    """Find a model of sequences whose output at a position changes with later inputs, which are its labels."""
-    tokens, axis = _sequence(trial)
-    length = tokens.shape[axis]
-    start = length // 2
-    changed = _other_tail(tokens, axis, start)
-    replaced = trial.batch.map(lambda tensor: changed if torch.equal(tensor, tokens) else tensor, labels=False)
-    before, after = (
-        _by_position(output, tokens, axis) for output in (trial.evaluated, trial.evaluate(replaced).output)
-    )
-    difference = relative_change(before[:, :start], after[:, :start], before)
-    if difference:
-        yield TIME_LEAK.found(difference)
-
-
-def _sequence(trial: Trial) -> tuple[Tensor, int]:
-    """Return the sequence of inputs and its axis of time, if the model is to predict the next elements."""
-    batch = trial.batch
-    tokens = batch.inputs.get("input_ids") if isinstance(batch.inputs, dict) else batch.tensors[0]
-    if trial.causal is False:
-        raise CannotJudgeError("the model is not causal")
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-        raise CannotJudgeError("the inputs are no sequences")
-    axis = 1 if trial.causal else _predicted_axis(trial, batch, tokens)
-    if axis is None:
-        raise CannotJudgeError("the labels are not the next inputs; pass causal=True if the model is causal")
-    if tokens.shape[axis] < 2:
-        raise CannotJudgeError("the sequences have fewer than two elements")
-    return tokens, axis
-
-
-def _predicted_axis(trial: Trial, batch: Batch, tokens: Tensor) -> int | None:
-    labels = batch.labels
-    if not isinstance(labels, Tensor) or labels.numel() != tokens.numel():
-        return None
-    labels = labels.view(tokens.shape)
-    if batch.loss_inside:
-        known = labels >= 0
-        named = "ForCausalLM" in type(trial.model).__name__ or type(trial.model).__name__.startswith("GPT2LMHead")
-        encoder = getattr(getattr(trial.model, "config", None), "is_encoder_decoder", False)
-        return 1 if named and not encoder and bool((labels == tokens)[known].all()) else None
-    shifted = partial(_is_shifted, labels, tokens)
-    return next((axis for axis in (1, 0) if tokens.shape[axis] > 2 and shifted(axis)), None)
-
-
-def _is_shifted(labels: Tensor, tokens: Tensor, axis: int) -> bool:
-    length = tokens.shape[axis] - 1
-    return torch.equal(labels.narrow(axis, 0, length), tokens.narrow(axis, 1, length))
-
-
-def _other_tail(tokens: Tensor, axis: int, start: int) -> Tensor:
-    """Return `tokens` with other elements from position `start` on, taken from the sequences themselves."""
-    length = tokens.shape[axis]
-    tail = tokens.narrow(axis, start, length - start)
-    for other in (tail.roll(1, 1 - axis), tail.flip(axis), tokens.narrow(axis, 0, 1).expand_as(tail)):
-        if not torch.equal(other, tail):
-            return torch.cat([tokens.narrow(axis, 0, start), other], axis)
-    raise CannotJudgeError("all elements of the sequences are equal")
-
-
-def _by_position(output: Tensor, tokens: Tensor, axis: int) -> Tensor:
-    """Return the output as (sample, time, …)."""
-    samples, length = tokens.shape[1 - axis], tokens.shape[axis]
-    if output.shape[:2] == tokens.shape[:2]:
-        return output.transpose(0, 1) if axis == 0 else output
-    if output.ndim == 2 and output.shape[0] == samples * length:
-        flat = output.view(*tokens.shape[:2], -1)
-        return flat.transpose(0, 1) if axis == 0 else flat
-    if output.ndim == 3 and axis == 1 and output.shape[::2] == tokens.shape[:2]:
-        return output.transpose(1, 2)
-    raise CannotJudgeError("the output has no axis of time")
 
 
 _DROPOUTS = {

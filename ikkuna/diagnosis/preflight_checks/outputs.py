@@ -16,6 +16,7 @@ __all__ = [
     "Classification",
     "IndexOutsideError",
     "arranged_scores",
+    "class_axis",
     "inner_loss",
     "labels_outside",
     "last_operations",
@@ -115,6 +116,14 @@ def arranged_scores(output: Tensor, labels: object, class_axis_last: bool = Fals
     >>> round(arranged_scores(torch.zeros(2, 4), torch.tensor([0, 3])).cross_entropy, 4)
     1.3863
     """
+    axis = class_axis(output, labels, class_axis_last)
+    if axis is None or not isinstance(labels, Tensor):
+        return None
+    return Classification(output.detach().movedim(axis, -1).flatten(0, -2), labels.detach().flatten())
+
+
+def class_axis(output: Tensor, labels: object, last: bool = False) -> int | None:
+    """Return the axis of classes of an output, see `arranged_scores`; ``None`` if there is none."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or not output.is_floating_point():
         return None
     if output.ndim < 2 or not labels.ndim or not labels.numel():
@@ -124,10 +133,7 @@ def arranged_scores(output: Tensor, labels: object, class_axis_last: bool = Fals
         output.ndim - 1: output.shape[:-1] == labels.shape or (output.ndim == 2 and len(output) == labels.numel()),
     }
     axes = [axis for axis, fits in layouts.items() if fits and output.shape[axis] > 1]
-    if not axes:
-        return None
-    scores = output.detach().movedim(axes[-1 if class_axis_last else 0], -1).flatten(0, -2)
-    return Classification(scores, labels.detach().flatten())
+    return axes[-1 if last else 0] if axes else None
 
 
 def main_output(result: Any, loss_inside: bool) -> Tensor:

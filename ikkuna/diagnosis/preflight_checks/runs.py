@@ -122,7 +122,7 @@ def _refused(trial: Trial) -> Tensor | None:
 def _accepts(trial: Trial, change: Callable[[Tensor], Tensor]) -> bool:
     """Return whether loss and backward accept changed labels; on the host, where wrong indices raise."""
     try:
-        _gradient_of_output(trial, trial.output.cpu(), change(trial.batch.labels.cpu()))
+        trial.gradient_of_output(trial.output.cpu(), change(trial.batch.labels.cpu()))
     except Exception:
         return False
     return True
@@ -134,16 +134,10 @@ def _mixes_samples(trial: Trial) -> bool:
     changed = labels.clone()
     changed.flatten()[0] += 1
     try:
-        first, second = (_gradient_of_output(trial, trial.output, y).flatten()[1:] for y in (labels, changed))
+        first, second = (trial.gradient_of_output(trial.output, y).flatten()[1:] for y in (labels, changed))
     except Exception:
         return False
     return not torch.allclose(first, second, rtol=1e-4, atol=1e-4 * float(first.abs().max()))
-
-
-def _gradient_of_output(trial: Trial, output: Tensor, labels: Tensor) -> Tensor:
-    with trial.running(as_training=True, autograd=True):
-        source = output.detach().clone().requires_grad_()
-        return torch.autograd.grad(trial.loss_of(source, labels.clone()), source)[0]
 
 
 _MOST_FORWARDS = 12

@@ -15,7 +15,7 @@ from ikkuna.diagnosis.mistakes import (
     SIGNAL_SCALE,
     VANISHING_GRADIENT,
 )
-from ikkuna.diagnosis.preflight_checks.batch import share_between_samples, widened
+from ikkuna.diagnosis.preflight_checks.batch import by_sample, share_between_samples, widened
 from ikkuna.diagnosis.preflight_checks.first_step import CallRecord
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
@@ -24,7 +24,15 @@ from ikkuna.store.finding import Finding
 from ikkuna.support.modules import class_name, module_of, named_modules
 from ikkuna.support.torch_internals import CONVOLUTIONS
 
-__all__ = ["dead_units", "gradient_scale", "identical_units", "nonfinite", "signal_lost", "signal_scale"]
+__all__ = [
+    "dead_units",
+    "gradient_scale",
+    "identical_units",
+    "nonfinite",
+    "require_different_samples",
+    "signal_lost",
+    "signal_scale",
+]
 
 
 _LARGEST_RMS = 30.0  # healthy layers stay below 5
@@ -63,7 +71,7 @@ def _input_scales(trial: Trial) -> list[tuple[int, float]]:
 
 def signal_lost(trial: Trial) -> Iterator[Finding]:
     """Find the first layer behind which the outputs no longer differ between samples, although the inputs do."""
-    _require_different_samples(trial)
+    require_different_samples(trial)
     share = share_between_samples(trial.output, trial.batch.size)
     shares = [(call.name, call.between) for call in _weighted(trial) if math.isfinite(call.between)]
     if not share < _LOST or not shares:
@@ -77,7 +85,8 @@ def signal_lost(trial: Trial) -> Iterator[Finding]:
         yield SIGNAL_LOST.found(value, name, detail="This layer is the first.", at_most=at_most, evidence=tuple(shares))
 
 
-def _require_different_samples(trial: Trial) -> None:
+def require_different_samples(trial: Trial) -> None:
+    """Raise `CannotJudgeError` if the inputs of all samples are equal."""
     size = trial.batch.size
     shares = [share_between_samples(tensor, size) for tensor in trial.batch.tensors]
     if size is None or size < 2:
@@ -199,8 +208,13 @@ def _of_batch(trial: Trial) -> Finding | None:
             masked = number > 0 and tensor.is_floating_point()  # additive masks contain -inf
             known = tensor.masked_fill(tensor == -math.inf, 0.0) if masked else tensor
             if not _finite(known):
-                count = int((~known.isfinite()).sum())
-                detail = f"The {what} contain {counted(count, 'NaN or infinite element')}."
+                bad, rows = ~known.isfinite(), by_sample(~known.isfinite(), trial.batch.size)
+                count = int(bad.sum())
+                detail = f"The {what} contain {counted(count, 'NaN or infinite element')}"
+                if rows is not None:
+                    samples = rows.flatten(1).any(1) if rows.ndim > 1 else rows
+                    detail += f" in {counted(int(samples.sum()), 'sample')}, the first of which is sample {int(samples.nonzero()[0])}"
+                detail += "."
                 return NONFINITE.found(count, detail=detail, advice="clean the data set")
     return None
 

@@ -57,6 +57,12 @@ class Trial(TrainingSetup):
         result = pytree.tree_map_only(Tensor, lambda leaf: output if leaf is step.output else leaf, step.result)
         return self.call_loss(result, labels)
 
+    def gradient_of_output(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return the gradient of the loss with respect to the main output, for another main output and other labels."""
+        with self.running(as_training=True, autograd=True):
+            source = output.detach().clone().requires_grad_()
+            return torch.autograd.grad(self.loss_of(source, labels.clone()), source)[0]
+
     def bad_scores(self, rule: str, values: Mapping[str, float]) -> list[Score]:
         """Return what a rule finds, by its own threshold, in values of the network at the first step."""
         modules = (each for each in self.names.items() if next(each[0].children(), None) is None)

@@ -1,0 +1,324 @@
+"""Checks of the loss alone: it is minimised over the outputs, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ikkuna.diagnosis import mistakes
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classification, arranged_scores, class_axis
+from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.store.finding import Finding
+from ikkuna.support.torch_internals import pytree
+
+__all__ = ["freed_outputs"]
+
+
+_STEPS, _MOST_ELEMENTS = 250, 1_000_000
+_ROUNDING = 1e-5  # relative; a loss in float32 sums many terms
+_REACH = {"Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Relu": (0.0, float("inf"))}
+
+
+class _Map(NamedTuple):
+    """A function from free numbers to possible outputs, and its inverse."""
+
+    forward: Callable[[Tensor], Tensor]
+    inverse: Callable[[Tensor], Tensor]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+_EPSILON = 1e-6
+_IDENTITY = _Map(_same, _same)
+_POSITIVE = _Map(torch.exp, lambda y: y.clamp(min=_EPSILON).log())
+_MAPS = {  # by the last operation of the output
+    "Sigmoid": _Map(torch.sigmoid, lambda y: y.clamp(_EPSILON, 1 - _EPSILON).logit()),
+    "Tanh": _Map(torch.tanh, lambda y: y.clamp(-1 + _EPSILON, 1 - _EPSILON).atanh()),
+    **dict.fromkeys(("Exp", "Softplus"), _POSITIVE),
+}
+
+
+class _FreeLoss:
+    """The loss of the first step as a function of the outputs.
+
+    Parameters
+    ----------
+    trial : Trial
+        The first step, whose output and labels are used.
+
+    Raises
+    ------
+    CannotJudgeError
+        If there is no loss of output and labels, or if the output is large.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        if trial.loss is None or trial.batch.loss_inside or not isinstance(trial.batch.labels, Tensor):
+            raise CannotJudgeError("there is no loss of output and labels")
+        if isinstance(trial.loss, nn.Module) and any(True for _ in trial.loss.parameters()):
+            raise CannotJudgeError("the loss has parameters of its own")
+        if trial.loss_value.numel() != 1 or not bool(trial.loss_value.isfinite()):
+            raise CannotJudgeError("the loss is not a finite number")
+        self.trial, self.labels = trial, trial.batch.labels
+        self.main = trial.output
+        leaves, self._structure = pytree.tree_flatten(trial.first_step.result)
+        self._leaves: list[Any] = leaves
+        self._free = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if sum(leaves[i].numel() for i in self._free) > _MOST_ELEMENTS:
+            raise CannotJudgeError(f"the output has more than {_MOST_ELEMENTS:,} elements")
+        self.place = next(place for place, i in enumerate(self._free) if leaves[i] is self.main)
+        self.map = self._map_of_main()
+
+    def _map_of_main(self) -> _Map:
+        last = self.trial.first_step.produced_by[:1]
+        if last and last[0] in ("Softmax", "LogSoftmax"):
+            sums = self.main.exp() if last[0] == "LogSoftmax" else self.main
+            axes = [axis for axis in range(sums.ndim) if bool(((sums.sum(axis) - 1).abs() < 1e-3).all())]
+            if not axes:
+                raise CannotJudgeError("the axis of the softmax is not known")
+            if last[0] == "LogSoftmax":
+                return _Map(lambda u: u.log_softmax(axes[-1]), _same)
+            return _Map(lambda u: u.softmax(axes[-1]), lambda y: y.clamp(min=_EPSILON).log())
+        return _MAPS.get(last[0], _IDENTITY) if last else _IDENTITY
+
+    def start(self, mapping: _Map) -> list[Tensor]:
+        """Return the free numbers of the first step's outputs."""
+        values = [self._leaves[i].detach().float() for i in self._free]
+        values[self.place] = mapping.inverse(values[self.place])
+        return values
+
+    def __call__(self, free: list[Tensor], mapping: _Map, labels: Tensor | None = None) -> Tensor:
+        leaves = list(self._leaves)
+        for place, (i, value) in enumerate(zip(self._free, free, strict=True)):
+            chosen = mapping.forward(value) if place == self.place else value
+            leaves[i] = chosen.to(leaves[i].dtype)
+        result = pytree.tree_unflatten(leaves, self._structure)
+        return self.trial.call_loss(result, (self.labels if labels is None else labels).clone()).reshape(())
+
+    def gradient(self, free: list[Tensor], mapping: _Map) -> tuple[float, list[Tensor]]:
+        """Return the loss and its gradient."""
+        sources = [value.detach().clone().requires_grad_() for value in free]
+        loss = self(sources, mapping)
+        if not loss.requires_grad:
+            raise CannotJudgeError("the loss has no gradient with respect to the output")
+        found = torch.autograd.grad(loss, sources, allow_unused=True)
+        return float(loss), [
+            torch.zeros_like(x) if g is None else g.detach() for x, g in zip(sources, found, strict=True)
+        ]
+
+    def of_main(self, value: Tensor) -> float:
+        """Return the loss with another main output, the others as in the first step."""
+        free = self.start(_IDENTITY)
+        free[self.place] = value
+        with torch.no_grad():
+            return float(self(free, _IDENTITY))
+
+    def descend(self, mapping: _Map) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the free numbers at the first step, and after some steps of Adam without the model."""
+        begin = self.start(mapping)
+        free, labels = [value.clone() for value in begin], self.labels
+        scale = float(labels.abs().max()) if labels.is_floating_point() and labels.numel() else 10.0
+        rate = 0.05 * max(1.0, scale)
+        means, squares = [torch.zeros_like(x) for x in free], [torch.zeros_like(x) for x in free]
+        for step in range(1, _STEPS + 1):
+            _, gradients = self.gradient(free, mapping)
+            for x, g, m, s in zip(free, gradients, means, squares, strict=True):
+                m.lerp_(g, 0.1)
+                s.lerp_(g * g, 0.001)
+                x.sub_(rate * (m / (1 - 0.9**step)) / ((s / (1 - 0.999**step)).sqrt() + 1e-8))
+        return begin, free
+
+
+def freed_outputs(trial: Trial) -> Iterator[Finding]:
+    """Find what is wrong with the loss by itself: it is minimised over the outputs, with the labels of the batch."""
+    with trial.running(as_training=True, autograd=True):
+        loss = _FreeLoss(trial)
+        begin, end = loss.descend(loss.map)
+        if not all(bool(value.isfinite().all()) for value in end):
+            raise CannotJudgeError("the loss of other outputs is not finite")
+        yield from _unbounded(loss, begin, end)
+        yield from _wrong_optimum(loss, end)
+        yield from _without_gradient(loss, begin)
+        yield from _floor(loss)
+        yield from _out_of_reach(loss)
+        yield from _no_distribution(loss)
+
+
+def _unbounded(loss: _FreeLoss, begin: list[Tensor], end: list[Tensor]) -> Iterator[Finding]:
+    """Find a loss that falls along the way of the descent without end.
+
+    A loss that is linear, as that of a critic, does so by design.
+
+    From one to ten and to a hundred times the way, a loss without a bound falls by at least as much for each unit of the way.
+    """
+    first, g0 = loss.gradient(begin, loss.map)
+    last, g1 = loss.gradient(end, loss.map)
+    if all(torch.allclose(a, b, rtol=_ROUNDING, atol=0.0) for a, b in zip(g0, g1, strict=True)):
+        return
+    with torch.no_grad():
+        ten, hundred = (
+            float(loss([b + t * (e - b) for b, e in zip(begin, end, strict=True)], loss.map)) for t in (10.0, 100.0)
+        )
+    fall = last - ten
+    if fall > 0.1 * abs(first - last) and ten - hundred > 5 * fall:
+        labels = loss.labels
+        detail, advice = f"It is {first:.3g} at first and {hundred:.3g} on the way down.", ""
+        if labels.is_floating_point() and sorted(labels.unique().tolist()) == [-1.0, 1.0]:
+            detail += " The labels are -1 and 1; a binary cross-entropy takes 0 and 1."
+            advice = "convert the labels with (labels + 1) / 2"
+        yield mistakes.UNBOUNDED_LOSS.found(hundred, detail=detail, advice=advice)
+
+
+def _mixes(loss: _FreeLoss) -> bool:
+    """Return whether the gradient of the first sample's output depends on other outputs, as in a contrastive loss."""
+    begin = loss.start(loss.map)
+    others = [value.clone() for value in begin]
+    others[loss.place][1:] = others[loss.place][1:].flip(0) * 0.5 + 0.1
+    a, b = (loss.gradient(free, loss.map)[1][loss.place][0] for free in (begin, others))
+    return not torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()))
+
+
+def _wrong_optimum(loss: _FreeLoss, end: list[Tensor]) -> Iterator[Finding]:
+    """Find outputs of the least loss that are not those of their labels."""
+    best, labels = loss.map.forward(end[loss.place]), loss.labels
+    if (task := arranged_scores(best, labels)) is not None:
+        if len(best) < 2 or not len(task.counted.labels) or _mixes(loss):
+            return
+        wrong = _share_of_wrong(task, loss.trial.batch.size or 1)
+        if wrong > 0.5:
+            detail = f"The largest score is not that of the label in {wrong:.0%} of the predictions."
+            yield mistakes.WRONG_OPTIMUM.found(wrong, detail=detail)
+    elif labels.is_floating_point() and best.shape == labels.shape and labels.numel() > 1:
+        # the covariance with an increasing function of the labels is at least 0
+        correlation = float(torch.corrcoef(torch.stack([best.flatten(), labels.flatten().float()]))[0, 1])
+        if correlation < -0.5:
+            detail = "The outputs of larger labels are smaller: the sign of the loss is wrong."
+            yield mistakes.WRONG_OPTIMUM.found(correlation, detail=detail)
+
+
+_SHIFTS = range(-2, 3)  # a loss may compare each output with a label some positions away
+
+
+def _share_of_wrong(task: Classification, size: int) -> float:
+    """Return the share of the predictions whose largest score is not that of the label, at the best shift within a sample."""
+    predicted, labels = task.scores.argmax(1), task.labels
+    known = (labels >= 0) & (labels < task.classes)
+    if len(labels) % size or len(labels) < 8 * size:
+        return float((predicted != labels)[known].float().mean())
+    rows = [each.view(size, -1) for each in (predicted, labels, known)]
+    length = rows[0].shape[1]
+    wrong = []
+    for shift in _SHIFTS:
+        given = rows[0][:, max(0, -shift) : length - max(0, shift)]
+        wanted, counted = (each[:, max(0, shift) : length - max(0, -shift)] for each in rows[1:])
+        wrong.append(float((given != wanted)[counted].float().mean()) if bool(counted.any()) else 1.0)
+    return min(wrong)
+
+
+def _without_gradient(loss: _FreeLoss, begin: list[Tensor]) -> Iterator[Finding]:
+    """Find classes whose predictions have a gradient of exactly zero, at the first outputs and at equal scores.
+
+    The labels behind the last other one of a sequence are padding, which is ignored on purpose.
+    """
+    zeros = [value.clone() for value in begin]
+    zeros[loss.place].zero_()
+    gradients = [loss.gradient(free, loss.map)[1][loss.place] for free in (begin, zeros)]
+    tasks = [arranged_scores(gradient, loss.labels) for gradient in gradients]
+    if tasks[0] is None or tasks[1] is None or not bool(gradients[0].any()):
+        return
+    silent, labels = ((tasks[0].scores == 0) & (tasks[1].scores == 0)).all(1), tasks[0].labels
+    known = [k for k in labels.unique().tolist() if 0 <= k < tasks[0].classes]
+    classes = [k for k in known if bool(silent[labels == k].all())]
+    ignored = [k for k in classes if not _is_padding(loss, k)]
+    if ignored and len(classes) < len(known):
+        share = sum(float((labels == k).float().mean()) for k in ignored)
+        names = ", ".join(map(str, ignored[:4]))
+        yield mistakes.LABELS_WITHOUT_GRADIENT.found(share, detail=f"These are the labels of class {names}.")
+
+
+def _is_padding(loss: _FreeLoss, label: int) -> bool:
+    """Return whether a label comes only behind all others of its sequence, or is the padding of an embedding."""
+    embeddings = (m for m in loss.trial.names if isinstance(m, nn.Embedding))
+    if any(embedding.padding_idx == label for embedding in embeddings):
+        return True
+    size = loss.trial.batch.size or 1
+    if loss.labels.numel() % size or loss.labels.numel() == size:
+        return False
+    rows = (loss.labels.reshape(size, -1) == label).int()
+    return bool((rows.diff(dim=1) >= 0).all())
+
+
+def _floor(loss: _FreeLoss) -> Iterator[Finding]:
+    """Find a loss that perfect scores cannot make small, because it is bounded: something normalises the scores again.
+
+    Scores of 50 and 100 for the label, or for all other classes, have the same loss then; that of a cross-entropy grows with wrong scores.
+    """
+    axis = class_axis(loss.main, loss.labels)
+    if loss.map is not _IDENTITY or axis is None or len(loss.main) < 2 or _mixes(loss):
+        return
+    labels = loss.labels
+    known = (labels >= 0) & (labels < loss.main.shape[axis])
+    if not bool(known.all()):
+        return
+    shape = loss.main.shape[:axis] + loss.main.shape[axis + 1 :]
+    right = torch.nn.functional.one_hot(labels.long().reshape(shape), loss.main.shape[axis]).movedim(-1, axis)
+    signs = (2 * right - 1).float()
+    good, better, bad, worse = (loss.of_main(size * signs) for size in (50.0, 100.0, -50.0, -100.0))
+    span = worse - better
+    is_bounded = abs(worse - bad) <= 1e-3 * abs(worse) and abs(better - good) <= 1e-3 * abs(better)
+    if is_bounded and span > 0 and better > 0.1 * span:
+        start = float(loss.trial.loss_value)
+        detail = f"It is {start:.3g} at first and {better:.3g} for perfect scores."
+        yield mistakes.LOSS_FLOOR.found(better, detail=detail)
+
+
+def _out_of_reach(loss: _FreeLoss) -> Iterator[Finding]:
+    """Find labels that the last activation of the model cannot return, although the least loss is there."""
+    labels, last = loss.labels, loss.trial.first_step.produced_by[:1]
+    if not last or last[0] not in _REACH or not labels.is_floating_point() or labels.shape != loss.main.shape:
+        return
+    low, high = _REACH[last[0]]
+    outside = (labels < low - _ROUNDING) | (labels > high + _ROUNDING)
+    if not bool(outside.any()):
+        return
+    try:
+        best = loss.descend(_IDENTITY)[1][loss.place]
+    except RuntimeError:  # a loss of probabilities raises outside of its range
+        return
+    missed = outside & ((best < low) | (best > high))
+    if bool(missed.any()):
+        share = float(missed.float().mean())
+        ends = f"the labels go from {float(labels.min()):.3g} to {float(labels.max()):.3g}"
+        yield mistakes.LABELS_OUT_OF_REACH.found(share, detail=f"The last operation is {last[0].lower()}, and {ends}.")
+
+
+def _no_distribution(loss: _FreeLoss) -> Iterator[Finding]:
+    """Find a softmax over classes whose labels, 0 or 1 for each class, do not have the sum 1.
+
+    A constant that is added to all scores of a sample does not change a loss with a softmax.
+    """
+    labels, main = loss.labels, loss.main
+    if (
+        loss.map is not _IDENTITY
+        or labels.shape != main.shape
+        or not labels.is_floating_point()
+        or main.ndim < 2
+        or main.shape[1] < 2
+    ):
+        return
+    sums = labels.sum(1)
+    if not bool(((labels == 0) | (labels == 1)).all()) or bool(((sums - 1).abs() < 1e-3).all()):
+        return
+    shift = torch.linspace(-1, 1, len(main), device=main.device).reshape(-1, *[1] * (main.ndim - 1))
+    once, shifted, other = (
+        loss.of_main(value) for value in (main.float(), main.float() + shift, main.float() * 1.5 + 0.1 * labels)
+    )
+    # the sum of the labels times the logarithm of the normaliser keeps a shift only if the loss normalises the scores
+    if abs(shifted - once) <= _ROUNDING * max(abs(once), 1.0) and abs(other - once) > 10 * _ROUNDING * abs(once):
+        detail = f"The sums of a row go from {float(sums.min()):g} to {float(sums.max()):g}."
+        yield mistakes.LABELS_NO_DISTRIBUTION.found(float(sums.max()), detail=detail)

@@ -1,0 +1,397 @@
+"""Relations that a right program keeps: each names its planted fault, and all are silent for healthy models of many kinds."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ikkuna
+from tests.diagnosis.healthy_models import LanguageModel, stack, vectors
+
+FAULTS, HEALTHY = {}, {}
+
+
+def fault(*expected):
+    """Register a function that returns model, batch and loss, in which exactly `expected` must be found."""
+
+    def register(function):
+        FAULTS[function.__name__] = (function, set(expected))
+        return function
+
+    return register
+
+
+def healthy(function):
+    """Register a function that returns model, batch and loss, in which nothing may be found."""
+    HEALTHY[function.__name__] = function
+    return function
+
+
+def names(model, batch, loss):
+    optimizer = torch.optim.Adam(model.parameters())
+    return {finding.rule for finding in ikkuna.preflight(model, batch, loss, optimizer) if finding.severity != "info"}
+
+
+def segmenter(classes=4):
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, classes, 3, padding=1))
+
+
+# -- freed outputs: the loss
+
+
+@fault("unbounded_loss")
+def likelihood_with_the_wrong_sign_of_one_term():
+    def loss(output, y):
+        mean, log_variance = output[:, :1], output[:, 1:]
+        return (log_variance - 0.5 * (mean - y).square()).mean() + log_variance.square().mean()
+
+    return stack([20, 64, 2]), (torch.randn(32, 20), torch.randn(32, 1)), loss
+
+
+@fault("unbounded_loss")
+def binary_cross_entropy_with_labels_of_plus_and_minus_one():
+    y = torch.rand(32, 5).round() * 2 - 1
+    return stack([20, 64, 5]), (torch.randn(32, 20), y), nn.BCEWithLogitsLoss()
+
+
+@fault("wrong_optimum")
+def cross_entropy_with_the_wrong_sign():
+    return stack([20, 64, 10]), vectors(), lambda output, y: -functional.cross_entropy(output, y)
+
+
+@fault("wrong_optimum")
+def squared_error_with_the_wrong_sign():
+    return (
+        stack([20, 64, 1]),
+        (torch.randn(32, 20), torch.randn(32, 1)),
+        lambda output, y: -(output - y).square().mean(),
+    )
+
+
+@fault("wrong_optimum")
+def scores_whose_axes_are_reshaped_instead_of_transposed():
+    def loss(output, y):
+        return functional.cross_entropy(output.reshape(-1, 8, 8, 4).permute(0, 3, 1, 2), y)
+
+    return segmenter(), (torch.randn(16, 3, 8, 8), torch.randint(4, (16, 8, 8))), loss
+
+
+@fault("loss_floor")
+def softmax_inside_of_the_loss():
+    return stack([20, 64, 10]), vectors(), lambda output, y: functional.cross_entropy(output.softmax(1), y)
+
+
+@fault("labels_no_distribution")
+def cross_entropy_for_several_labels():
+    y = torch.rand(32, 10).round()
+    return stack([20, 64, 10]), (torch.randn(32, 20), y), nn.CrossEntropyLoss()
+
+
+@fault("labels_without_gradient")
+def ignored_label_that_is_a_class():
+    y = torch.randint(4, (16, 8, 8))
+    return segmenter(), (torch.randn(16, 3, 8, 8), y), nn.CrossEntropyLoss(ignore_index=0)
+
+
+@fault("labels_out_of_reach")
+def tanh_for_labels_of_a_larger_range():
+    model = nn.Sequential(stack([20, 64, 1]), nn.Tanh())
+    return model, (torch.randn(32, 20), 5 * torch.randn(32, 1)), nn.MSELoss()
+
+
+# -- the batch and sequences
+
+
+class Recurrent(nn.Module):
+    """A classifier of sequences with a GRU."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(6, 32, batch_first=batch_first), nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+@fault("batch_leak")
+def forgotten_batch_first():
+    return Recurrent(False), (torch.randn(16, 12, 6), torch.randint(3, (16,))), nn.CrossEntropyLoss()
+
+
+@fault("batch_position")
+def positions_that_are_added_along_the_samples():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places = nn.Parameter(torch.randn(100, 1, 6))
+
+        def forward(self, x):
+            return x + self.places[: len(x)]
+
+    model = nn.Sequential(Positions(), nn.Flatten(), stack([72, 64, 3]))
+    return model, (torch.randn(16, 12, 6), torch.randint(3, (16,))), nn.CrossEntropyLoss()
+
+
+def over_all_tokens(output, y):
+    return functional.cross_entropy(output.flatten(0, 1), y.flatten())
+
+
+@fault("label_offset")
+def language_model_without_a_shift():
+    x = torch.randint(50, (8, 12))
+    return LanguageModel(), (x, x.clone()), over_all_tokens
+
+
+@fault("label_offset")
+def language_model_with_two_shifts():
+    def loss(output, y):
+        return over_all_tokens(output[:, :-1], y[:, 1:])
+
+    x = torch.randint(50, (8, 13))
+    return LanguageModel(), (x[:, :-1], x[:, 1:]), loss
+
+
+@fault("label_offset")
+def language_model_with_a_shift_backwards():
+    x = torch.randint(50, (8, 13))
+    return LanguageModel(), (x[:, 1:], x[:, :-1]), over_all_tokens
+
+
+class Pooled(nn.Module):
+    """A classifier of texts by the mean of its embeddings."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.embedding, self.head, self.masked = nn.Embedding(50, 32, padding_idx=0), stack([32, 64, 3]), masked
+
+    def forward(self, x):
+        count = (x != 0).sum(1, keepdim=True) if self.masked else x.shape[1]
+        return self.head(self.embedding(x).sum(1) / count)
+
+
+def texts():
+    x = torch.randint(1, 50, (16, 12))
+    x[::2, 8:] = 0
+    return x, torch.randint(3, (16,))
+
+
+@fault("padding_changes_output")
+def mean_over_padding():
+    return Pooled(False), texts(), nn.CrossEntropyLoss()
+
+
+@healthy
+def mean_over_words():
+    return Pooled(True), texts(), nn.CrossEntropyLoss()
+
+
+@healthy
+def language_model_that_shifts_in_the_loss():
+    x = torch.randint(50, (8, 12))
+    return LanguageModel(), (x, x.clone()), lambda output, y: over_all_tokens(output[:, :-1], y[:, 1:])
+
+
+@healthy
+def autoencoder_of_tokens():
+    class Coder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.rnn = nn.Embedding(50, 32), nn.GRU(32, 32, batch_first=True, bidirectional=True)
+            self.head = nn.Linear(64, 50)
+
+        def forward(self, x):
+            return self.head(self.rnn(self.embedding(x))[0])
+
+    x = torch.randint(50, (8, 12))
+    return Coder(), (x, x.clone()), over_all_tokens
+
+
+# -- healthy models of other kinds than those of the other tests
+
+
+class Autoencoder(nn.Module):
+    """A variational autoencoder that returns the reconstruction, the mean and the logarithm of the variance."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = stack([20, 32, 8]), nn.Sequential(stack([4, 32, 20]), nn.Sigmoid())
+
+    def forward(self, x):
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        code = mean + (0.5 * log_variance).exp() * torch.randn_like(mean) if self.training else mean
+        return self.decoder(code), mean, log_variance
+
+
+def divergence(mean, log_variance):
+    return -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1)
+
+
+@healthy
+def variational_autoencoder():
+    def loss(output, x):
+        reconstruction, mean, log_variance = output
+        error = functional.binary_cross_entropy(reconstruction, x, reduction="none").sum(1)
+        return (error + divergence(mean, log_variance)).mean()
+
+    x = torch.rand(32, 20)
+    return Autoencoder(), (x, x), loss
+
+
+@healthy
+def denoiser_of_a_diffusion():
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = stack([21, 64, 20], nn.SiLU)
+
+        def forward(self, x, t):
+            return self.net(torch.cat([x, t[:, None]], 1))
+
+    clean, noise, t = torch.randn(32, 20), torch.randn(32, 20), torch.rand(32)
+    noisy = (1 - t[:, None]) * clean + t[:, None] * noise
+    return Denoiser(), (noisy, t, noise), nn.MSELoss()
+
+
+@healthy
+def discriminator_with_hinge_loss():
+    y = torch.tensor([1.0, -1.0]).repeat(16).unsqueeze(1)
+    return stack([20, 64, 1]), (torch.randn(32, 20), y), lambda output, y: (1 - y * output).relu().mean()
+
+
+@healthy
+def critic_whose_loss_is_linear():
+    y = torch.tensor([1.0, -1.0]).repeat(16).unsqueeze(1)
+    return stack([20, 64, 1]), (torch.randn(32, 20), y), lambda output, y: -(y * output).mean()
+
+
+@healthy
+def generator():
+    discriminator = stack([16, 32, 1]).requires_grad_(False)
+    return stack([8, 32, 16]), torch.randn(32, 8), lambda fake: -discriminator(fake).mean()
+
+
+@healthy
+def mean_and_variance_of_a_normal_distribution():
+    def loss(output, y):
+        mean, log_variance = output[:, :1], output[:, 1:]
+        return 0.5 * (log_variance + (mean - y).square() / log_variance.exp()).mean()
+
+    return stack([20, 64, 2]), (torch.randn(32, 20), torch.randn(32, 1)), loss
+
+
+@healthy
+def rates_of_a_poisson_distribution():
+    y = torch.poisson(2 * torch.ones(32, 1))
+    return stack([20, 64, 1]), (torch.randn(32, 20), y), nn.PoissonNLLLoss()
+
+
+@healthy
+def positive_rates_of_a_poisson_distribution():
+    y = torch.poisson(2 * torch.ones(32, 1))
+    model = nn.Sequential(stack([20, 64, 1]), nn.Softplus())
+    return model, (torch.randn(32, 20), y), nn.PoissonNLLLoss(log_input=False)
+
+
+@healthy
+def quantile_regression():
+    def loss(output, y):
+        return torch.maximum(0.9 * (y - output), -0.1 * (y - output)).mean()
+
+    return stack([20, 64, 1]), (torch.randn(32, 20), torch.randn(32, 1)), loss
+
+
+@healthy
+def focal_loss():
+    def loss(output, y):
+        p = output.softmax(1).gather(1, y[:, None]).squeeze(1)
+        return -((1 - p) ** 2 * p.log()).mean()
+
+    return stack([20, 64, 10]), vectors(), loss
+
+
+@healthy
+def segmentation_with_dice():
+    def loss(output, y):
+        p, right = output.softmax(1), functional.one_hot(y, 4).movedim(-1, 1)
+        overlap = 1 - (2 * (p * right).sum((2, 3)) + 1) / ((p + right).sum((2, 3)) + 1)
+        return functional.cross_entropy(output, y) + overlap.mean()
+
+    return segmenter(), (torch.randn(16, 3, 8, 8), torch.randint(4, (16, 8, 8))), loss
+
+
+@healthy
+def contrastive_learning_with_labels():
+    def loss(output, y):
+        z = functional.normalize(output, dim=1)
+        scores = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+        same = (y[:, None] == y).float().fill_diagonal_(0)
+        return -((scores.log_softmax(1) * same).sum(1) / same.sum(1).clamp(min=1)).mean()
+
+    return stack([20, 64, 32]), vectors(classes=4), loss
+
+
+@healthy
+def triplets():
+    def loss(output, y):
+        z = functional.normalize(output, dim=1)
+        anchor, other = z, z.roll(1, 0)
+        near, far = z[torch.arange(len(z)) ^ 1], other
+        return functional.triplet_margin_loss(anchor, near, far)
+
+    return stack([20, 64, 16]), vectors(classes=4), loss
+
+
+@healthy
+def language_model_that_ignores_padding():
+    x = torch.randint(1, 50, (8, 13))
+    x[:4, 9:] = 0
+    model = LanguageModel()
+    return (
+        model,
+        (x[:, :-1], x[:, 1:]),
+        lambda o, y: functional.cross_entropy(o.flatten(0, 1), y.flatten(), ignore_index=0),
+    )
+
+
+@healthy
+def distillation():
+    def loss(output, y):
+        return functional.kl_div(output.log_softmax(1), y.softmax(1), reduction="batchmean")
+
+    return stack([20, 64, 10]), (torch.randn(32, 20), 3 * torch.randn(32, 10)), loss
+
+
+@healthy
+def mixed_labels():
+    y = functional.one_hot(torch.randint(10, (32,)), 10).float()
+    return stack([20, 64, 10]), (torch.randn(32, 20), 0.7 * y + 0.3 * y.roll(1, 0)), nn.CrossEntropyLoss()
+
+
+@healthy
+def recurrent_classifier():
+    return Recurrent(True), (torch.randn(16, 12, 6), torch.randint(3, (16,))), nn.CrossEntropyLoss()
+
+
+@healthy
+def straight_through_rounding():
+    class Rounding(nn.Module):
+        def forward(self, x):
+            return x + (x.round() - x).detach()
+
+    return nn.Sequential(nn.Linear(20, 64), Rounding(), nn.ReLU(), nn.Linear(64, 10)), vectors(), nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name):
+    torch.manual_seed(0)
+    function, expected = FAULTS[name]
+    assert names(*function()) == expected
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_healthy_models_have_no_finding(name, seed):
+    torch.manual_seed(seed)
+    model, batch, loss = HEALTHY[name]()
+    found = ikkuna.preflight(model, batch, loss, torch.optim.Adam(model.parameters()))
+    assert not found, str(found)
