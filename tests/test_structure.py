@@ -487,7 +487,7 @@ SWITCHING = {
     **dict.fromkeys(("ikkuna/inspect", "ikkuna/diagnosis/preflight_checks"), "at the prompt"),
     **dict.fromkeys(("ikkuna/export/replay.py", "ikkuna/cli", "ikkuna/testing"), "outside of training"),
     "ikkuna/support/device_thread.py": "a thread of its own, in which no signal handler runs",
-    "ikkuna/numerics/statistics/native/kernels.py": "at set-up",
+    "ikkuna/numerics/statistics/native/hook_functions.py": "at set-up",
     "ikkuna/observation/hooks/context.py": "inference mode, see above",
     "ikkuna/numerics/curvature": "a metric that calls the model inside of `run_undisturbed`, which restores autograd",
     "subscribers/ikkuna_subscribers/hessian.py": "likewise; an interrupt may leave cuDNN off for recurrent layers",

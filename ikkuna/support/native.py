@@ -9,6 +9,7 @@ Loads a shared library from memory.
 Compiles a source, or finds the library in the cache.
 """
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -24,6 +25,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -39,6 +41,7 @@ __all__ = [
     "build_library",
     "joined_source",
     "load_from_memory",
+    "stored_library",
 ]
 
 
@@ -76,6 +79,8 @@ class Compiler:
     ----------
     seconds : float
         How long it may run.
+    *flags : str
+        Its options; by default those for a library without dependencies.
 
     Attributes
     ----------
@@ -88,16 +93,17 @@ class Compiler:
         If there is none.
     """
 
-    def __init__(self, seconds: float = 60.0) -> None:
+    def __init__(self, seconds: float = 60.0, *flags: str) -> None:
         self.command = _find()
         self._seconds = seconds
+        self._flags = flags or _FLAGS
 
     def identity(self) -> bytes:
         """Return bytes that change with the command, its programs, its flags, the kind of processor and the C library.
 
         The compiler does not run.
         """
-        parts = [*self.command, *_FLAGS, platform.machine(), "".join(platform.libc_ver())]
+        parts = [*self.command, *self._flags, platform.machine(), "".join(platform.libc_ver())]
         for word in self.command:
             if (found := shutil.which(word)) is not None:
                 status = os.stat(found)
@@ -127,7 +133,7 @@ class Compiler:
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as directory:
             read, made = Path(directory) / "kernels.cpp", Path(directory) / "kernels.so"
             read.write_bytes(source)
-            status, message = _run([*self.command, *_FLAGS, "-o", str(made), str(read)], deadline, Path(directory))
+            status, message = _run([*self.command, *self._flags, "-o", str(made), str(read)], deadline, Path(directory))
             if status == 0:
                 return self._result(made)
         raise CompilerError(f"{self} failed: {message if status >= 0 else f'ended by signal {-status}'}")
@@ -180,12 +186,15 @@ def _run(arguments: list[str], deadline: float, directory: Path) -> tuple[int, s
             start_new_session=True,
             env={**os.environ, "TMPDIR": str(directory)},
         )
+        end = partial(_end, process)
+        atexit.register(end)  # this may be a thread that does not keep the interpreter alive
         try:
             status = process.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             raise CompilerError(f"{shlex.join(arguments[:1])} did not end in time") from None
         finally:
-            _end(process)
+            atexit.unregister(end)
+            end()
         return status, _first_line(output)
 
 
@@ -331,7 +340,24 @@ def _load_from_directory(library: bytes) -> ctypes.CDLL:
 Made = TypeVar("Made")
 
 
-def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made]) -> Made:
+def stored_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler: Compiler) -> Made | None:
+    """Return `make` of the library if an earlier process has compiled it; see :func:`build_library`.
+
+    Raises
+    ------
+    CompilerError
+        If the compiler has failed within one hour.
+    """
+    name, cached = _name(compiler, source), LibraryCache(_cache_directory())
+    if (stored := cached.load(name)) is not None:
+        with contextlib.suppress(OSError, RuntimeError):  # compiled for another system, for example
+            return make(load_from_memory(stored))
+    if (reason := cached.failure(name)) is not None:
+        raise CompilerError(f"{reason} (delete '{cached.directory}' to try again)")
+    return None
+
+
+def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler: Compiler | None = None) -> Made:
     """Return `make` of the library that is compiled from a C++ source.
 
     The library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source and compiler.
@@ -345,6 +371,8 @@ def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made]) -> Made:
         The program.
     make : callable
         Checks a loaded library and returns an object for it; it raises `RuntimeError` if the library is wrong.
+    compiler : Compiler, optional
+        The compiler, with its options.
 
     Raises
     ------
@@ -353,13 +381,10 @@ def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made]) -> Made:
     OSError
         If there is no place for temporary files.
     """
-    compiler = Compiler()
+    compiler = compiler or Compiler()
+    if (stored := stored_library(source, make, compiler)) is not None:
+        return stored
     name, cached = _name(compiler, source), LibraryCache(_cache_directory())
-    if (stored := cached.load(name)) is not None:
-        with contextlib.suppress(OSError, RuntimeError):  # compiled for another system, for example
-            return make(load_from_memory(stored))
-    if (reason := cached.failure(name)) is not None:
-        raise CompilerError(f"{reason} (delete '{cached.directory}' to try again)")
     try:
         library = _build(compiler, source, cached.directory)
         made = make(_load(library))

@@ -16,15 +16,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "BACKWARD_HOOKS",
-    "BASE",
     "BATCH_NORMS",
     "CONVOLUTIONS",
     "DISPATCH_MODE",
     "DROPOUTS",
     "GLOBAL_FORWARD_HOOKS",
     "MODULE_CALL",
-    "REGISTER_HOOKS",
     "RUNNING_NORMS",
     "TENSOR_ADDRESS",
     "autograd_enabled_inside_operators",
@@ -74,12 +71,6 @@ CONVOLUTIONS: Any = getattr(nn.modules.conv, "_ConvNd", (nn.Conv1d, nn.Conv2d, n
 DROPOUTS: Any = getattr(nn.modules.dropout, "_DropoutNd", _DROPOUTS)
 """The base class of dropouts, for ``isinstance``; without it, the documented classes."""
 
-BASE, BACKWARD_HOOKS, REGISTER_HOOKS = "_base", "_backward_hooks", "_register_hook_dict"
-"""Attributes of a tensor: the tensor that it is a view of, and its hooks; and the method of its node that takes the hooks.
-
-Without them, the hooks of gradients are registered by the documented method, which takes longer.
-"""
-
 TENSOR_ADDRESS = "_cdata"
 """Attribute of a tensor: the address of its C++ object; without it, tensors are checked by functions of Python, which takes longer."""
 
@@ -87,11 +78,6 @@ _TENSOR_FUNCTIONS = (
     *("get_data_ptr", "get_numel", "get_dim", "get_storage_offset", "get_storage_size", "get_sizes", "get_strides"),
     *("get_dtype", "get_device_type", "get_layout"),
     *("dtype_float32", "dtype_float64", "dtype_bfloat16", "device_type_cpu", "layout_strided"),
-)
-_STATE_FUNCTIONS = (
-    "_ZN2at9functorch20getDynamicLayerStackEv",
-    "_ZN5torch3jit6tracer15getTracingStateEv",
-    "_ZN5torch8autograd25get_current_graph_task_idEv",
 )
 
 GLOBAL_FORWARD_HOOKS: dict[int, Any] = getattr(nn.modules.module, "_global_forward_hooks", {})
@@ -143,23 +129,19 @@ drop_programs: Callable[[CodeType], None] = getattr(_FRAMES, "reset_code", lambd
 
 
 def native_functions() -> list[int | None]:
-    """Return the addresses of the functions of torch's libraries that ``tensors.cpp`` calls, in its order.
-
-    The first belong to torch's C interface for compiled models.  The last three return what `function_transforms`, `tracing_state` and
-    `graph_task` return; without one, ``None``: these are called instead, which takes longer.
+    """Return the addresses of the functions of torch's C interface that ``tensors.cpp`` calls, in its order.
 
     Raises
     ------
     RuntimeError
-        If torch has no such C interface; tensors are then checked by functions of Python.
+        If torch has no such interface; tensors are then checked by functions of Python.
     """
     try:
         library = ctypes.CDLL(_C.__file__)
-        needed = [getattr(library, f"aoti_torch_{name}") for name in _TENSOR_FUNCTIONS]
+        functions = [getattr(library, f"aoti_torch_{name}") for name in _TENSOR_FUNCTIONS]
     except (AttributeError, OSError) as error:
         raise RuntimeError(f"torch does not export its C interface: {error}") from error
-    found = (*needed, *(getattr(library, name, None) for name in _STATE_FUNCTIONS))
-    return [None if function is None else ctypes.cast(function, ctypes.c_void_p).value for function in found]
+    return [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
 
 
 def parallel_for() -> int | None:

@@ -27,11 +27,14 @@ from ikkuna.export.subscriber import (
     TrainAccuracySubscriber,
 )
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
-from ikkuna.numerics.statistics import native
+from ikkuna.numerics.statistics.native import library
+from ikkuna.numerics.statistics.native.hook_functions import hook_functions
+from ikkuna.observation.hooks import context
 from ikkuna.testing import RecordingBackend
 from tests.export.test_invisible import same
 
 pytestmark = pytest.mark.devices
+FUNCTIONS = hook_functions(library(), wait=True)
 
 
 class Compared:
@@ -43,15 +46,11 @@ class Compared:
 
     def __init__(self, make, models, kinds):
         self._others, self._norms = [], []
-        library = native.library()
-        if library is not None and library.hook_functions is not None and torch.get_default_device().type == "cpu":
-            functions = library.hook_functions
-            for used in (functions, None):  # the first has its hook in front of the others, and can be native
-                library.hook_functions = used
-                try:
+        if FUNCTIONS is not None and torch.get_default_device().type == "cpu":
+            for used in (FUNCTIONS, None):  # the first has its hook in front of the others, and can be native
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(context, "hook_functions", lambda kernels, used=used: used)
                     self._others.append(make(MessageBus()))
-                finally:
-                    library.hook_functions = functions
         for exporter in self._others:
             recording = RecordingBackend()
             self._norms.append(recording)
@@ -379,8 +378,9 @@ def test_siamese_forwards(bus, model):
         optimizer.zero_grad()
         (model(torch.ones(2, 3)) - model(torch.zeros(2, 3))).pow(2).sum().backward()
         optimizer.step()
-    is_available = native.library() is not None and native.library().hook_functions is not None
-    assert (watched.exporter.compared.native_seconds > 0) == is_available or torch.get_default_device().type != "cpu"
+    assert (watched.exporter.compared.native_seconds > 0) == (
+        FUNCTIONS is not None
+    ) or torch.get_default_device().type != "cpu"
     watched.exporter.close()
     assert watched.steps == [0, 1]
     assert [len(watched.tensors[step, "activations", "0"]) for step in (0, 1)] == [2, 2]

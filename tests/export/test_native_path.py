@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from ikkuna.export import Exporter
@@ -18,14 +19,15 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
-from ikkuna.numerics.statistics import native
+from ikkuna.numerics.statistics.native import library
+from ikkuna.numerics.statistics.native.hook_functions import Permits, hook_functions
+from ikkuna.observation.hooks import context
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.gradients import LayerGradientHooks
 from ikkuna.testing import RecordingBackend
 
-kernels = native.library()
 pytestmark = pytest.mark.skipif(
-    kernels is None or kernels.hook_functions is None, reason="the native library cannot be built here"
+    hook_functions(library(), wait=True) is None, reason="the native library cannot be built here"
 )
 KINDS = ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates", "bias_updates")
 
@@ -199,7 +201,7 @@ def recorded(make, shape, loop, is_native, monkeypatch, more=(), steps=3):
     """Return all values of a training, and the number of calls that were handled in Python."""
     with monkeypatch.context() as patch:
         if not is_native:
-            patch.setattr(kernels, "hook_functions", None)
+            patch.setattr(context, "hook_functions", lambda kernels: None)
         calls = []
         for cls, name in ((ForwardHooks, "module_called"), (LayerGradientHooks, "gradient_computed")):
             original = getattr(cls, name)
@@ -241,19 +243,6 @@ def test_the_values_are_the_same_with_and_without_native_functions(what, loop, m
     assert len(values) > 20
     assert few <= many
     assert all(torch.equal(state[name], other[name]) for name in state)
-
-
-@pytest.mark.parametrize("loop", [plain, transformed], ids=lambda loop: loop.__name__)
-def test_the_values_are_the_same_without_functions_of_torch_that_are_not_documented(loop, monkeypatch):
-    values, calls, _ = recorded(*MODELS["mlp"], loop, True, monkeypatch)
-    functions = kernels.reader._functions
-    kept = functions[-3:]
-    assert all(kept)
-    try:
-        functions[-3:] = [None] * 3
-        assert recorded(*MODELS["mlp"], loop, True, monkeypatch)[:2] == (values, calls)
-    finally:
-        functions[-3:] = kept
 
 
 def chain(layers):
@@ -374,3 +363,30 @@ def test_a_sampled_step_creates_no_object_for_each_module():
     for few, many in zip(objects(5), objects(60), strict=True):
         growing = {name for name, count in many.items() if count > few[name] + 5}
         assert growing <= {"Tensor", "AddmmBackward0"}
+
+
+def test_compiled_autograd_calls_the_hook_in_python():
+    functions, seen = hook_functions(library()), []
+
+    def hook(grad):
+        seen.append(grad)
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    assert functions.watch(y, functions.gradient(Permits(), 0, 0, hook))
+    assert not functions.watch(x, functions.gradient(Permits(), 0, 0, hook))  # a leaf
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        y.sum().backward()
+    assert len(seen) == 1
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def test_an_error_of_the_hook_in_python_is_raised_by_the_backward():
+    def hook(grad):
+        raise ValueError("mine")
+
+    functions = hook_functions(library())
+    y = torch.ones(3, requires_grad=True) * 2
+    assert functions.watch(y, functions.gradient(Permits(), 0, 0, hook))
+    with pytest.raises(ValueError, match="mine"):
+        y.sum().backward()

@@ -25,8 +25,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ikkuna.distributed.dtensor import divided
 from ikkuna.metrics.bus.error_guard import ErrorGuard
-from ikkuna.numerics.statistics.native.kernels import NOTHING, Function, Permits
-from ikkuna.observation.hooks.hook import MAY_CAPTURE, in_backward
+from ikkuna.numerics.statistics.native.hook_functions import Function, Permits, hook_functions
+from ikkuna.numerics.statistics.native.kernels import NOTHING
+from ikkuna.observation.hooks.hook import MAY_CAPTURE, Hook, in_backward
 from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.model.watched_model import WatchedModel
 from ikkuna.observation.rows.plan import NOTHING as NOTHING_PLANNED
@@ -455,7 +456,7 @@ class NativePath:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._functions = None if recorder.kernels is None else recorder.kernels.hook_functions
+        self._functions = hook_functions(recorder.kernels)
         self._wanted_rows = WantedRows(recorder.index)
         self._permits = Permits()
         self.close = self._permits.close
@@ -486,7 +487,7 @@ class NativePath:
         self._permits.open(get_ident(), host.location, self._wanted, forward.number, task)
 
     def output_function(
-        self, recorder: Recorder, sites: ObservedSites, forward_hooks: Mapping[int, Any] | None, dictionaries: list[Any]
+        self, recorder: Recorder, sites: ObservedSites, forward_hooks: Mapping[int, Any] | None, gradients: list[Any]
     ) -> Function | None:
         """Return a function that records what a module returns; ``None`` if that has to be done in Python.
 
@@ -496,7 +497,7 @@ class NativePath:
             The recorder in whose rows the output is measured.
         sites : ObservedSites
             The sites of the module.
-        forward_hooks, dictionaries
+        forward_hooks, gradients
             See `HookFunctions.output`.
         """
         if self._functions is None or recorder is not self._recorder or sites.inputs is not None:
@@ -504,13 +505,19 @@ class NativePath:
         row, gradient_row = (
             NOTHING if site is None else recorder.index.row(site, "") for site in (sites.outputs, sites.gradients)
         )
-        return self._functions.output(self._permits, row, gradient_row, forward_hooks, dictionaries)
+        return self._functions.output(self._permits, row, gradient_row, forward_hooks, gradients)
 
-    def gradient_function(self, recorder: Recorder, site: Site, forward: Forward) -> Function | None:
-        """Return a function that records the gradient of an output; ``None`` if that has to be done in Python."""
+    def gradient_hook(self, recorder: Recorder, site: Site, forward: Forward, hook: Hook) -> object:
+        """Return what native functions register in place of the hook of a gradient; ``None`` if that has to be done in Python."""
         if self._functions is None or recorder is not self._recorder or forward.number < 0:
             return None
-        return self._functions.gradient(self._permits, recorder.index.row(site, ""), forward.number)
+        return self._functions.gradient(self._permits, recorder.index.row(site, ""), forward.number, hook)
+
+    def watch(self, output: Tensor, gradient_hook: object) -> bool:
+        """Register what `gradient_hook` has returned on an output that is no view; return whether that was done."""
+        return (
+            self._functions is not None and gradient_hook is not None and self._functions.watch(output, gradient_hook)
+        )
 
 
 def _is_incomplete(*args: object) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ikkuna.metrics.messages.stamp import TRAINING
-from ikkuna.numerics.statistics.native.kernels import Function
+from ikkuna.numerics.statistics.native.hook_functions import Function
 from ikkuna.observation.hooks.backward import BackwardHooks
 from ikkuna.observation.hooks.context import (
     HookContext,

@@ -1,61 +1,26 @@
 """Observes gradients: of what modules return, of micro-batches, and before clipping."""
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ikkuna.distributed.dtensor import divided
 from ikkuna.metrics.messages.stamp import TRAINING
-from ikkuna.numerics.statistics.native.kernels import HOOK_KEY, Function
 from ikkuna.observation.hooks.backward import BackwardHooks
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import Leaves, with_batch_sizes
 from ikkuna.observation.rows.plan import Site
 from ikkuna.observation.steps.forwards import MICRO_PART, Forward
-from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS, skip_in_compiler
+from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
-__all__ = ["CACHED", "GradientHook", "LayerGradientHooks", "MicroGradientHooks", "OutputHooks"]
+__all__ = ["CACHED", "LayerGradientHooks", "MicroGradientHooks", "OutputHooks"]
 
 
 CACHED = 8
 """Number of forwards of a step whose hooks serve the next steps as well."""
-
-
-class GradientHook(Hook):
-    """The hook of the gradient of an output.
-
-    Parameters
-    ----------
-    owner, function, bound
-        See `Hook`.
-    native : callable, optional
-        A native function of the gradient that does what the hook would do, if it is permitted; it returns whether it was.
-    """
-
-    __slots__ = ("native",)
-
-    def __init__(
-        self,
-        owner: Any = None,
-        function: Callable[..., object] | None = None,
-        *bound: Any,
-        native: Function | None = None,
-    ) -> None:
-        super().__init__(owner, function, *bound)
-        self.native = native
-
-    def __call__(self, grad: Any) -> None:
-        """Record the gradient."""
-        if not torch.compiler.is_compiling() and (self.native is None or not self.native(grad)):
-            Hook.__call__(self, grad)
-
-
-skip_in_compiler(GradientHook.__call__)
 
 
 class OutputHooks:
@@ -65,13 +30,13 @@ class OutputHooks:
     ----------
     hooks : list
         The hooks.
-    dictionaries : list
-        For each hook a dictionary of hooks of a tensor that contains it.
+    natives : list
+        For each hook what native functions register in its place.
     """
 
     def __init__(self) -> None:
-        self.hooks: list[GradientHook | None] = [None] * CACHED
-        self.dictionaries: list[OrderedDict[int, GradientHook] | None] = [None] * CACHED
+        self.hooks: list[Hook | None] = [None] * CACHED
+        self.natives: list[object] = [None] * CACHED
 
 
 class LayerGradientHooks:
@@ -98,8 +63,10 @@ class LayerGradientHooks:
         """Register hooks on the outputs of one call of a module; `sizes` are those of a packed sequence."""
         for path, output in outputs:
             if output.requires_grad:
-                hook = self._hook(site, path, None if path else sizes, forward)
+                hook, native = self._hook(site, path, None if path else sizes, forward)
                 base = output._base
+                if base is None and self.context.native.watch(output, native):
+                    continue
                 if base is None:
                     handle = output.register_hook(hook)
                     if output.is_leaf:
@@ -109,19 +76,18 @@ class LayerGradientHooks:
                 else:
                     self._lasting += _register_on_view(output, base, hook, outputs)
 
-    def _hook(self, site: Site, path: str, sizes: Tensor | None, forward: Forward) -> GradientHook:
-        is_kept = 0 <= forward.number < CACHED and sizes is None
-        known = self.of(site, path).hooks[forward.number] if is_kept else None
-        if known is not None:
-            return known
-        context = self.context
-        native = context.native.gradient_function(context.recorder, site, forward) if is_kept and not path else None
-        hook = GradientHook(self, LayerGradientHooks.gradient_computed, site, path, sizes, forward, native=native)
-        if is_kept:
-            of_output = self.of(site, path)
-            of_output.dictionaries[forward.number] = None if native is None else OrderedDict({HOOK_KEY: hook})
-            of_output.hooks[forward.number] = hook
-        return hook
+    def _hook(self, site: Site, path: str, sizes: Tensor | None, forward: Forward) -> tuple[Hook, object]:
+        """Return the hook of an output, and what native functions register in its place."""
+        context, number = self.context, forward.number
+        of_output = self.of(site, path) if 0 <= number < CACHED and sizes is None else None
+        if of_output is not None and (known := of_output.hooks[number]) is not None:
+            return known, of_output.natives[number]
+        hook = Hook(self, LayerGradientHooks.gradient_computed, site, path, sizes, forward)
+        if of_output is None:
+            return hook, None
+        native = None if path else context.native.gradient_hook(context.recorder, site, forward, hook)
+        of_output.natives[number], of_output.hooks[number] = native, hook
+        return hook, native
 
     def gradient_computed(self, site: Site, path: str, sizes: Tensor | None, forward: Forward, grad: Tensor) -> None:
         """Record a gradient."""

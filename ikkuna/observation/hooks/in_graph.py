@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, jit, nn
 
-from ikkuna.numerics.statistics.native.kernels import Function
+from ikkuna.numerics.statistics.native.hook_functions import Function
 from ikkuna.observation.hooks.context import (
     BASE,
     GRADIENTS,

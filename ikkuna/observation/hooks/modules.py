@@ -8,7 +8,7 @@ from torch import jit, nn
 from ikkuna.metrics.messages.kinds import FORWARD_KINDS, OBSERVED
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.numerics.statistics.native.kernels import Function
+from ikkuna.numerics.statistics.native.hook_functions import Function
 from ikkuna.observation.hooks.context import HookContext, ObservedSites, in_compiled_call
 from ikkuna.observation.hooks.fast_path import FastPathHooks
 from ikkuna.observation.hooks.forward import ForwardHooks
@@ -219,9 +219,9 @@ class ModuleHooks:
     def _native_function(self, module: nn.Module, sites: ObservedSites) -> Function | None:
         """Return the native function of the hook of a module."""
         context = self._context
-        dictionaries = [] if sites.gradients is None else self._gradients.of(sites.gradients).dictionaries
+        gradients = [] if sites.gradients is None else self._gradients.of(sites.gradients).natives
         forward_hooks = module._forward_hooks if type(module) is nn.Linear else None
-        return context.native.output_function(context.recorder, sites, forward_hooks, dictionaries)
+        return context.native.output_function(context.recorder, sites, forward_hooks, gradients)
 
     def _site(self, plan: Plan, kind: str, named: NamedModule, had: Site | None) -> Site | None:
         return self._context.sites(kind, named.name) if plan.task(kind, named.name) else had

@@ -1,34 +1,41 @@
-
-// Native functions that hooks of modules and of gradients call first.
+// The hooks of outputs of modules and of their gradients, compiled with the headers of torch and Python as a library of its own.
 //
 // A hook in Python decides what is measured, and writes the result of its decision into a permit.  Until the permit ends, the
 // functions below repeat the decision for the hooks that follow.  Whatever is not covered by the permit is left to Python.
 
-#ifdef __ELF__
-#include <ctime>
+#include <Python.h>
 
-extern "C" {
-struct PyMethodDef {
-    const char *name;
-    PyObject *(*function)(PyObject *, PyObject *);
-    int flags;
-    const char *doc;
-};
-WEAK PyObject *PyCFunction_NewEx(PyMethodDef *, PyObject *, PyObject *);
-WEAK PyObject *PyTuple_GetItem(PyObject *, intptr_t);
-WEAK PyObject *PyLong_FromLong(long);
-WEAK PyObject *PyObject_CallNoArgs(PyObject *);
-WEAK int PyObject_SetAttr(PyObject *, PyObject *, PyObject *);
-WEAK int PyObject_SetItem(PyObject *, PyObject *, PyObject *);
-WEAK PyObject *PyObject_GetItem(PyObject *, PyObject *);
-WEAK int PyList_SetItem(PyObject *, intptr_t, PyObject *);
-WEAK intptr_t PyObject_Size(PyObject *);
-WEAK unsigned long PyThread_get_thread_ident();
-}
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <ctime>
+#include <memory>
+#include <vector>
+
+// The headers of these need much memory to compile, or files that the package of torch does not have.
+namespace at::functorch {
+struct DynamicLayer;
+TORCH_API const std::vector<DynamicLayer> &getDynamicLayerStack();
+}  // namespace at::functorch
+namespace torch::jit::tracer {
+struct TracingState;
+TORCH_API const std::shared_ptr<TracingState> &getTracingState();
+}  // namespace torch::jit::tracer
+namespace torch::autograd {
+TORCH_API int get_current_graph_task_id();
+}  // namespace torch::autograd
 
 namespace {
 
-// What may be measured without Python; `hook_functions.py` has the same order.
+using at::Tensor;
+using torch::autograd::variable_list;
+
+// What may be measured without Python; `Permits` has the same order.
 struct Permit {
     int64_t thread;        // the thread whose tensors are measured; 0 for none
     const int64_t *table;  // where the address of the first row is
@@ -39,13 +46,17 @@ struct Permit {
     int64_t nanoseconds;   // spent here
 };
 constexpr int NOTHING = -1, PYTHON = -2;
+constexpr int64_t LONG = 1 << 15;  // other threads of Python may run meanwhile
+
+using Measure = void (*)(const void *x, int64_t n, int wanted, void *row);
+Measure kernels[3];  // of float32, float64 and bfloat16
+int64_t row_bytes;
+PyObject *global_hooks;  // the forward hooks of all modules
 
 int wanted_of(const Permit &permit, int64_t row) {
     return row < 0 ? NOTHING : row < permit.rows ? permit.wanted[row] : PYTHON;
 }
-void *address_of(const Permit &permit, int64_t row) {
-    return reinterpret_cast<Record *>(*permit.table) + row;
-}
+bool is_of_this_thread(const Permit &permit) { return permit.thread == static_cast<int64_t>(PyThread_get_thread_ident()); }
 
 int64_t now() {
     timespec t;
@@ -53,117 +64,178 @@ int64_t now() {
     return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
 
-// The numbers of which the functions below are made.
-int64_t item(PyObject *numbers, int i) { return PyLong_AsLongLong(PyTuple_GetItem(numbers, i)); }
-
-bool returns_none(PyObject *function) { return Reference(PyObject_CallNoArgs(function)).is(o->none); }
-bool is_transformed() {
-    if (!torch->transforms) return !returns_none(o->function_transforms);
-    void *const *const stack = torch->transforms();
-    return stack[0] != stack[1];
+bool is_transformed_or_traced() {
+    return !at::functorch::getDynamicLayerStack().empty() || torch::jit::tracer::getTracingState();
 }
-bool is_traced() { return torch->tracing_state ? *torch->tracing_state() != nullptr : !returns_none(o->tracing_state); }
-int64_t graph_task() { return torch->graph_task ? torch->graph_task() : Reference(PyObject_CallNoArgs(o->graph_task)).number(); }
 
-int64_t references(PyObject *x) { return Reference(PyObject_Vectorcall(o->getrefcount, &x, 1, nullptr)).number(); }
-int64_t alone;  // the references of an object that only a list has
+// The kernel of a tensor whose numbers can be read from memory; the conditions are those of `Library.accepts`.
+Measure kernel_of(const Tensor &x) {
+    if (!x.device().is_cpu() || x.layout() != at::kStrided || !x.unsafeGetTensorImpl()->has_storage() || x.is_neg()) return nullptr;
+    const auto dtype = x.scalar_type();
+    const int number = dtype == at::kFloat ? 0 : dtype == at::kDouble ? 1 : dtype == at::kBFloat16 ? 2 : -1;
+    if (number < 0 || x.numel() <= 0 || !(x.is_contiguous() || x.is_contiguous(at::MemoryFormat::ChannelsLast))) return nullptr;
+    // the storage may have been shrunk or freed
+    const auto &storage = x.storage();
+    if (!storage.data() || static_cast<size_t>((x.numel() + x.storage_offset()) * x.itemsize()) > storage.nbytes()) return nullptr;
+    return kernels[number];
+}
 
-// As `Tensor.register_hook`, without a handle, and with the dictionary of an earlier step if that is not in use any more.
-// A dictionary that has another hook, or that belongs to another graph, is replaced by a new one.
-bool arm(PyObject *x, PyObject *node, PyObject *dictionaries, int64_t number) {
-    PyObject *known = PyList_GetItem(dictionaries, number);
-    if (references(known) != alone || PyObject_Size(known) != 1) {
-        const Reference hook(PyObject_GetItem(known, o->hook_key));
-        PyObject *made = hook.object ? PyObject_CallNoArgs(o->ordered_dict) : nullptr;
-        if (!made || PyObject_SetItem(made, o->hook_key, hook.object) || PyList_SetItem(dictionaries, number, made)) {
-            PyErr_Clear();
-            return false;
+void measure(const Permit &permit, int64_t row, const Tensor &x, Measure kernel, int wanted) {
+    kernel(x.const_data_ptr(), x.numel(), wanted, reinterpret_cast<char *>(*permit.table) + row * row_bytes);
+}
+
+// What is known of the gradient of one output of a forward.  It keeps the hook in Python, and the permits.
+struct Gradient {
+    const Permit *permit;
+    int64_t row, forward;
+    PyObject *kept;  // (hook, permits)
+    ~Gradient() {
+        if (!Py_IsInitialized()) return;
+        pybind11::gil_scoped_acquire gil;
+        Py_DECREF(kept);
+    }
+    bool record(const Tensor &x) const {
+        Permit &given = *const_cast<Permit *>(permit);
+        const int64_t began = now();
+        const int wanted = wanted_of(given, row);
+        if (!is_of_this_thread(given) || given.forward != forward || wanted < 0 || is_transformed_or_traced() ||
+            torch::autograd::get_current_graph_task_id() != given.task) return false;
+        const Measure kernel = kernel_of(x);
+        if (!kernel) return false;
+        measure(given, row, x, kernel, wanted);
+        given.nanoseconds += now() - began;
+        return true;
+    }
+};
+
+[[noreturn]] void raise() {
+    python_error error;
+    error.persist();
+    throw error;
+}
+
+// The hook of a tensor of autograd: the native function, or else the hook in Python.
+struct GradientHook : torch::autograd::FunctionPreHook {
+    std::shared_ptr<const Gradient> gradient;
+    size_t number;
+    GradientHook(std::shared_ptr<const Gradient> gradient, size_t number) : gradient(std::move(gradient)), number(number) {}
+
+    variable_list operator()(const variable_list &gradients) override {
+        const Tensor &x = gradients.at(number);
+        if (!(x.defined() && gradient->record(x))) {
+            pybind11::gil_scoped_acquire gil;
+            THPObjectPtr value(THPVariable_Wrap(x));
+            if (!value || !THPObjectPtr(PyObject_CallOneArg(hook(), value.get()))) raise();
         }
-        known = made;
+        return gradients;
     }
-    if (PyObject_SetAttr(x, o->backward_hooks, known)) {
-        PyErr_Clear();
-        return false;
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) const override {
+        pybind11::gil_scoped_acquire gil;
+        Py_INCREF(hook());
+        args.add_tensor_pre_hook(c10::SafePyObject(hook(), getPyInterpreter()), static_cast<int>(number));
     }
-    PyObject *const arguments[] = {node, x};
-    return Reference(PyObject_VectorcallMethod(o->register_hook_dict, arguments, 2, nullptr)).object;
+    PyObject *hook() const { return PyTuple_GET_ITEM(gradient->kept, 0); }
+};
+
+using Shared = std::shared_ptr<const Gradient>;
+
+// Register the hook on a tensor; not on a leaf, and not behind a hook of the user's.
+bool arm(const Tensor &x, const Shared &gradient) {
+    const auto &node = x.grad_fn();
+    if (!node || !torch::autograd::impl::hooks(x).empty()) return false;
+    node->add_tensor_pre_hook(std::make_unique<GradientHook>(gradient, x.output_nr()));
+    return true;
 }
 
-// Whether a tensor has no hook yet.
-bool is_unhooked(PyObject *x) { return Reference(attribute(x, o->backward_hooks)).is(o->none); }
-
-// Whether a tensor has as many elements as another one.
-bool is_as_large(PyObject *x, int64_t n) {
-    View view;
-    return view_of(x, view) && view.n == n;
-}
+// What is known of the first output of a module.
+struct Output {
+    Permit *permit;
+    int64_t row, gradient_row;
+    PyObject *forward_hooks;  // of an `nn.Linear`; None for other modules
+    PyObject *gradients;      // by the number of the forward, a capsule with the gradient, or None
+    PyObject *kept;
+};
 
 // Register the hook for the gradient of an output, if there is one.  An output of `nn.Linear` may be a view of a tensor that nothing else
 // has; then the hook is registered on that tensor, because an operation in place would cut off a hook of the view.
-// `forward_hooks` are those of such a module, and None for others; a second one may have replaced the output.
-bool watch(PyObject *x, int64_t n, PyObject *dictionaries, int64_t number, PyObject *forward_hooks) {
-    const Reference node(attribute(x, o->grad_fn));
-    if (node.is(o->none)) return Reference(attribute(x, o->requires_grad)).is_false();
-    if (!node.object || number >= PyObject_Size(dictionaries) || PyList_GetItem(dictionaries, number) == o->none) return false;
-    if (!is_unhooked(x)) return false;
-    const Reference base(attribute(x, o->base));
-    if (base.is(o->none)) return arm(x, node.object, dictionaries, number);
-    if (forward_hooks == o->none || PyObject_Size(forward_hooks) != 1 || PyObject_Size(o->global_hooks)) return false;
-    if (!base.object || !is_unhooked(base.object) || !is_as_large(base.object, n)) return false;
-    const Reference node_of_base(attribute(base.object, o->grad_fn));
-    return node_of_base.object && !node_of_base.is(o->none) && arm(base.object, node_of_base.object, dictionaries, number);
+// A second forward hook of such a module may have replaced the output.
+bool watch(const Output &output, const Tensor &x) {
+    if (!x.requires_grad()) return true;
+    const int64_t forward = output.permit->forward;
+    if (forward < 0 || forward >= PyList_GET_SIZE(output.gradients)) return false;
+    PyObject *const capsule = PyList_GET_ITEM(output.gradients, forward);
+    if (capsule == Py_None) return false;
+    const Shared &gradient = *static_cast<Shared *>(PyCapsule_GetPointer(capsule, nullptr));
+    if (!x.is_view()) return arm(x, gradient);
+    if (output.forward_hooks == Py_None || PyDict_Size(output.forward_hooks) != 1 || PyObject_Size(global_hooks)) return false;
+    const Tensor base(x._base());
+    return torch::autograd::impl::hooks(x).empty() && base.numel() == x.numel() && arm(base, gradient);
 }
 
-// numbers: address of the permit, row of the output, row of its gradient, the forward hooks of an `nn.Linear` or None, and the
-// dictionary with the hook of the gradient by the number of the forward
-bool record_output(const Permit &permit, PyObject *numbers, PyObject *x) {
-    const int64_t row = item(numbers, 1), gradient = item(numbers, 2);
-    const int wanted = wanted_of(permit, row), wanted_gradient = wanted_of(permit, gradient);
-    if (wanted == PYTHON || wanted_gradient == PYTHON || is_transformed() || is_traced()) return false;
-    View view;
-    if (!view_of(x, view) || !is_plain(x)) return false;
-    if (wanted_gradient != NOTHING &&
-        !watch(x, view.n, PyTuple_GetItem(numbers, 4), permit.forward, PyTuple_GetItem(numbers, 3))) return false;
-    if (wanted != NOTHING) measure_view(view, wanted, address_of(permit, row));
+bool record(const Output &output, PyObject *object) {
+    Permit &permit = *output.permit;
+    const int wanted = wanted_of(permit, output.row), wanted_gradient = wanted_of(permit, output.gradient_row);
+    if (!is_of_this_thread(permit) || wanted == PYTHON || wanted_gradient == PYTHON || !THPVariable_CheckExact(object) ||
+        is_transformed_or_traced()) return false;
+    const Tensor &x = THPVariable_Unpack(object);
+    const Measure kernel = kernel_of(x);
+    if (!kernel || (wanted_gradient != NOTHING && !watch(output, x))) return false;
+    if (wanted == NOTHING) return true;
+    PyThreadState *const state = x.numel() > LONG ? PyEval_SaveThread() : nullptr;
+    measure(permit, output.row, x, kernel, wanted);
+    if (state) PyEval_RestoreThread(state);
     return true;
 }
 
-// numbers: address of the permit, row, number of the forward
-bool record_gradient(const Permit &permit, PyObject *numbers, PyObject *x) {
-    if (permit.forward != item(numbers, 2)) return false;
-    const int64_t row = item(numbers, 1);
-    const int wanted = wanted_of(permit, row);
-    if (wanted < 0 || is_transformed() || is_traced() || graph_task() != permit.task) return false;
-    View view;
-    if (!view_of(x, view) || !is_plain(x)) return false;
-    measure_view(view, wanted, address_of(permit, row));
-    return true;
-}
-
-template <bool (*record)(const Permit &, PyObject *, PyObject *)>
-PyObject *timed(PyObject *numbers, PyObject *x) {
-    Permit *permit = reinterpret_cast<Permit *>(item(numbers, 0));
-    if (permit->thread != static_cast<int64_t>(PyThread_get_thread_ident())) return PyLong_FromLong(0);
+PyObject *record_output(PyObject *capsule, PyObject *x) {
+    const Output &output = *static_cast<Output *>(PyCapsule_GetPointer(capsule, nullptr));
     const int64_t began = now();
-    const bool is_done = record(*permit, numbers, x);
-    permit->nanoseconds += now() - began;
-    return PyLong_FromLong(is_done);
+    bool is_done = false;
+    try {
+        is_done = record(output, x);
+    } catch (...) {  // Python decides what to do with such a tensor
+    }
+    output.permit->nanoseconds += now() - began;
+    return PyBool_FromLong(is_done);
 }
-
-constexpr int ONE_ARGUMENT = 8;  // METH_O
-PyMethodDef output_method = {"record_output", timed<record_output>, ONE_ARGUMENT, nullptr};
-PyMethodDef gradient_method = {"record_gradient", timed<record_gradient>, ONE_ARGUMENT, nullptr};
+PyMethodDef output_method = {"record_output", record_output, METH_O, nullptr};
 
 }  // namespace
 
-// Whether the interpreter has the functions of this part; `list` has one object that nothing else has.
-extern "C" int has_hook_functions(PyObject *list) {
-    alone = references(PyList_GetItem(list, 0));
-    return PyObject_GetItem && PyList_SetItem && PyCFunction_NewEx && PyTuple_GetItem && PyLong_FromLong && PyObject_CallNoArgs && PyObject_SetAttr &&
-           PyObject_SetItem && PyObject_Size && PyThread_get_thread_ident;
+// Take the kernels, the size of a row, and the forward hooks of all modules, which Python keeps alive.
+extern "C" void set_up(void *const *functions, int64_t size, PyObject *hooks) {
+    for (int i = 0; i < 3; i++) kernels[i] = reinterpret_cast<Measure>(functions[i]);
+    row_bytes = size;
+    global_hooks = hooks;
 }
 
-// Return a function of one tensor that returns whether it was recorded.
-extern "C" PyObject *output_function(PyObject *numbers) { return PyCFunction_NewEx(&output_method, numbers, nullptr); }
-extern "C" PyObject *gradient_function(PyObject *numbers) { return PyCFunction_NewEx(&gradient_method, numbers, nullptr); }
-#endif
+// Return a function of one tensor that returns whether it was recorded; `kept` is what the other arguments point into.
+extern "C" PyObject *output_function(int64_t permit, int64_t row, int64_t gradient_row, PyObject *forward_hooks, PyObject *gradients,
+                                     PyObject *kept) {
+    Py_INCREF(kept);
+    auto *const made = new Output{reinterpret_cast<Permit *>(permit), row, gradient_row, forward_hooks, gradients, kept};
+    THPObjectPtr capsule(PyCapsule_New(made, nullptr, [](PyObject *capsule) {
+        auto *const output = static_cast<Output *>(PyCapsule_GetPointer(capsule, nullptr));
+        Py_DECREF(output->kept);
+        delete output;
+    }));
+    return PyCFunction_New(&output_method, capsule.get());
+}
+
+// Register the hook for the gradient of a tensor that is no view; return whether that was done.
+extern "C" int watch_gradient(PyObject *x, PyObject *capsule) {
+    try {
+        return THPVariable_CheckExact(x) && arm(THPVariable_Unpack(x), *static_cast<Shared *>(PyCapsule_GetPointer(capsule, nullptr)));
+    } catch (...) {
+        return false;
+    }
+}
+
+// Return a capsule with what is known of a gradient; `kept` is the hook in Python, and the permits.
+extern "C" PyObject *gradient_of(int64_t permit, int64_t row, int64_t forward, PyObject *kept) {
+    Py_INCREF(kept);
+    auto *const made = new Shared(new Gradient{reinterpret_cast<const Permit *>(permit), row, forward, kept});
+    return PyCapsule_New(made, nullptr, [](PyObject *capsule) {
+        delete static_cast<Shared *>(PyCapsule_GetPointer(capsule, nullptr));
+    });
+}

@@ -32,13 +32,11 @@ namespace {
 // What Python passes to `set_up`, in this order; it keeps these objects alive.
 struct Objects {
     PyObject *tensor, *parameter;
-    PyObject *none, *hook_key, *ordered_dict, *function_transforms, *tracing_state, *graph_task, *global_hooks, *getrefcount;
-    PyObject *cdata, *is_neg, *requires_grad, *grad_fn, *base, *backward_hooks, *register_hook_dict;
+    PyObject *none, *cdata, *is_neg, *requires_grad;
 };
 const Objects *o;
 
-// Functions of torch, in this order.  Those of the first lines belong to its stable interface; they return 0, or another number for an
-// error.  The others are not documented, and null if this torch has none; then the functions of Python are called.
+// Functions of torch's stable interface, in this order; they return 0, or another number for an error.
 // A tensor is the address of the pointer that an `at::Tensor` consists of.
 using Handle = void *const *;
 struct Functions {
@@ -47,9 +45,6 @@ struct Functions {
     int (*sizes)(Handle, const int64_t **), (*strides)(Handle, const int64_t **);
     int (*dtype)(Handle, int32_t *), (*device_type)(Handle, int32_t *), (*layout)(Handle, int32_t *);
     int32_t (*float32)(), (*float64)(), (*bfloat16)(), (*cpu)(), (*strided)();
-    void *const *(*transforms)();     // the address of a std::vector
-    void *const *(*tracing_state)();  // the address of a std::shared_ptr
-    int (*graph_task)();
 };
 const Functions *torch;
 

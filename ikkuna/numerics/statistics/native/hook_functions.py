@@ -1,0 +1,271 @@
+"""The native functions that hooks call first: a library of its own, compiled with the headers of torch."""
+
+import ctypes
+import math
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ikkuna.numerics.statistics.native.kernels import Library
+from ikkuna.numerics.statistics.table import COLUMNS
+from ikkuna.support.failures import log
+from ikkuna.support.native import Compiler, build_library, joined_source, stored_library
+from ikkuna.support.threads import BackgroundThread
+from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
+
+__all__ = ["Function", "HookFunctions", "Permits", "hook_functions"]
+
+
+Function = Callable[[Any], bool]
+"""A native function of a tensor that returns whether it has recorded it."""
+
+_THREAD, _TABLE, _WANTED, _ROWS, _TASK, _FORWARD, _NANOSECONDS = _CELLS = range(7)
+
+
+class Permits:
+    """Memory in which Python writes what native functions may measure: one permit for outputs, and one for gradients.
+
+    A permit is valid for one thread and one forward, and that for gradients for one backward.  Both end with :meth:`close`.
+
+    Attributes
+    ----------
+    outputs, gradients : int
+        The addresses at which native functions find the permits.
+    """
+
+    def __init__(self) -> None:
+        self._array: NDArray[np.int64] = np.zeros((2, len(_CELLS)), np.int64)
+        # the elements of a memoryview are assigned in a third of the time
+        self._outputs, self._gradients = self._array[0].data, self._array[1].data
+        self._kept: list[tuple[object, object]] = [(None, None), (None, None)]
+        self.outputs, self.gradients = (int(permit.ctypes.data) for permit in self._array)
+
+    def open(
+        self,
+        thread: int,
+        table: NDArray[np.int64],
+        wanted: NDArray[np.int32],
+        forward: int,
+        task: int | None = None,
+    ) -> None:
+        """Permit the measurement of outputs, or of gradients.
+
+        Parameters
+        ----------
+        thread : int
+            The identifier of the thread.
+        table : array of int64
+            One number, the address of the table's first row.
+        wanted : array of int32
+            By row, what to measure, `NOTHING` or `PYTHON`.
+        forward : int
+            The number of the forward.
+        task : int, optional
+            The number of the backward; ``None`` for outputs.
+        """
+        cells = self._outputs if task is None else self._gradients
+        kept = self._kept[task is not None]
+        if kept[0] is not table or kept[1] is not wanted:
+            cells[_THREAD] = 0
+            self._kept[task is not None] = table, wanted
+            cells[_TABLE], cells[_WANTED], cells[_ROWS] = table.ctypes.data, wanted.ctypes.data, len(wanted)
+        cells[_TASK], cells[_FORWARD] = task or 0, forward
+        cells[_THREAD] = thread
+
+    def close(self) -> None:
+        """End both permits."""
+        self._outputs[_THREAD] = self._gradients[_THREAD] = 0
+
+    def seconds(self) -> float:
+        """Return the time that native functions have taken."""
+        return float(self._outputs[_NANOSECONDS] + self._gradients[_NANOSECONDS]) * 1e-9
+
+
+class HookFunctions:
+    """The functions of ``hooks.cpp``.
+
+    Parameters
+    ----------
+    library : CDLL
+        The loaded library.
+    kernels : Library
+        The kernels that it calls.
+
+    Raises
+    ------
+    RuntimeError
+        If the library lacks a function, or if its results are wrong.
+    """
+
+    def __init__(self, library: ctypes.CDLL, kernels: Library) -> None:
+        with_lock: Any = ctypes.PyDLL(library._name, handle=library._handle)  # does not release the lock of Python
+        try:
+            set_up, self._watch = with_lock.set_up, with_lock.watch_gradient
+            self._output, self._gradient = with_lock.output_function, with_lock.gradient_of
+        except AttributeError as error:
+            raise RuntimeError(f"the native library has no such function: {error}") from error
+        number, held = ctypes.c_int64, ctypes.py_object
+        self._kernels = kernels
+        self._functions = (ctypes.c_void_p * 3)(*kernels.addresses)
+        set_up.argtypes, set_up.restype = (ctypes.c_void_p, number, held), None
+        self._output.argtypes, self._output.restype = (*[number] * 3, *[held] * 3), held
+        self._gradient.argtypes, self._gradient.restype = (*[number] * 3, held), held
+        self._watch.argtypes, self._watch.restype = (held, held), ctypes.c_int
+        set_up(ctypes.addressof(self._functions), 8 * len(COLUMNS), GLOBAL_FORWARD_HOOKS)
+        self._check()
+
+    def output(
+        self,
+        permits: Permits,
+        row: int,
+        gradient_row: int,
+        forward_hooks: Mapping[int, Any] | None,
+        gradients: list[Any],
+    ) -> Function:
+        """Return a function that measures an output of a module, and registers the hook of its gradient.
+
+        Parameters
+        ----------
+        permits : Permits
+            What may be measured.
+        row, gradient_row : int
+            The rows of the output and of its gradient; negative for nothing.
+        forward_hooks : dict, optional
+            The forward hooks of the module, if an output that is a view can only be a view of a tensor that nothing else has,
+            unless a second hook has replaced it.
+        gradients : list
+            By the number of the forward, what `gradient` returns; ``None`` for those that Python has to create.
+        """
+        kept = permits, forward_hooks, gradients
+        function: Function = self._output(permits.outputs, row, gradient_row, forward_hooks, gradients, kept)
+        return function
+
+    def gradient(self, permits: Permits, row: int, forward: int, hook: Callable[[Any], object]) -> object:
+        """Return an object for a hook of the gradient of an output of a forward, which calls `hook` for what it does not measure."""
+        made: object = self._gradient(permits.gradients, row, forward, (hook, permits))
+        return made
+
+    def watch(self, x: Tensor, gradient: object) -> bool:
+        """Register what `gradient` has returned on a tensor that is no view; return whether that was possible."""
+        return bool(self._watch(x, gradient))
+
+    def _check(self) -> None:
+        """Raise `RuntimeError` if a small example gives a wrong result."""
+        permits, rows, seen = Permits(), np.zeros((2, len(COLUMNS))), []
+        table, wanted = np.array([rows.ctypes.data]), np.zeros(2, np.int32)
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.ones(3, device="cpu", requires_grad=True) * 2
+            gradient = self.gradient(permits, 1, 0, lambda grad: seen.append(grad.sum().item()))
+            record = self.output(permits, 0, 1, None, [gradient])
+            is_closed = not record(x)
+            permits.open(get_ident(), table, wanted, 0)
+            is_done = record(x) and not record(torch.ones(6, device="cpu")[::2])
+            permits.close()
+            x.sum().backward()
+        if not (is_closed and is_done and rows[0, 0] == 3 and seen == [3.0]):
+            raise RuntimeError("the hooks of the native library do not work with this version of torch")
+
+
+_SECONDS = 600.0
+_NEEDED_BYTES = 4 << 30  # the compiler takes 1 GiB
+
+
+def _free_bytes() -> float:
+    """Return how much memory this process and its children may still take; infinite where that is not known."""
+    found = [math.inf]
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * float(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    with suppress(OSError, ValueError):  # a limit of "max" is no number
+        most, used = (float(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        found.append(most - used)
+    return min(found)
+
+
+def _compiler() -> Compiler:
+    """Return the compiler, with the headers and libraries of the running torch and Python."""
+    home = Path(torch.__file__).parent
+    headers = [home / "include", home / "include/torch/csrc/api/include", Path(sysconfig.get_path("include"))]
+    if not (headers[0] / "torch/csrc/autograd/python_variable.h").exists() or not (headers[2] / "Python.h").exists():
+        raise RuntimeError("the headers of torch or of Python are not installed")
+    versions = torch.__version__, sys.version  # they become a part of the name of the library
+    return Compiler(
+        _SECONDS,
+        *("-std=c++17", "-O2", "-shared", "-fPIC", *(f"-I{path}" for path in headers)),
+        *(f"-DVERSION_{i}={text!r}" for i, text in enumerate(versions)),
+        *("-Wl,--no-as-needed", f"-L{home / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"),
+    )
+
+
+class _Build:
+    """The functions, once their library is loaded.
+
+    Parameters
+    ----------
+    kernels : Library
+        The kernels that it calls.
+    """
+
+    def __init__(self, kernels: Library) -> None:
+        self.made: HookFunctions | None = None
+        self._make = partial(HookFunctions, kernels=kernels)
+        self._source = joined_source(Path(__file__).with_name("hooks.cpp"))
+        self._thread = BackgroundThread(self._compile, "ikkuna-compiler")
+        try:
+            self.made = stored_library(self._source, self._make, _compiler())
+            self._is_stored = self.made is not None
+        except (OSError, RuntimeError) as error:
+            self._report(error)
+            self._is_stored = True
+        if not self._is_stored:
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the library is compiled, or cannot be."""
+        if not self._is_stored and self._thread.has_begun(None):
+            self._thread.join()
+
+    def _compile(self) -> None:
+        try:
+            if _free_bytes() < _NEEDED_BYTES:
+                raise RuntimeError("too little memory is free to compile them now")
+            self.made = build_library(self._source, self._make, _compiler())
+        except (OSError, RuntimeError) as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        log.info("hooks run in Python, which costs more: %s", str(error).strip().partition("\n")[0])
+
+
+_build = cache(_Build)
+
+
+def hook_functions(kernels: Library | None, wait: bool = False) -> HookFunctions | None:
+    """Return the functions; ``None`` until they are compiled.
+
+    They need the kernels, a compiler, and the headers of torch and Python.
+    The first call on a machine begins to compile them in the background, which takes ten seconds or more.
+
+    Parameters
+    ----------
+    kernels : Library or None
+        The kernels that they call.
+    wait : bool
+        Whether to wait until they are compiled.
+    """
+    if kernels is None:
+        return None
+    build = _build(kernels)
+    if wait:
+        build.wait()
+    return build.made
