@@ -244,6 +244,8 @@ class RuleSubscriber(Subscriber):
         self._add_rates(message, rates)
         if data.get("has_closure"):
             self.receive(message, "optimizer_closure", 1.0)
+        for kind, value in data.get("facts", {}).items():
+            self.receive(message, kind, float(value))
         if rates:  # without rates the user's loop makes the steps
             trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
             self._add_unowned(message, trainable)
@@ -318,7 +320,10 @@ def _writes_files(backend: "str | Backend") -> bool:
     return type(get_backend(adapted(backend))).open is not Backend.open
 
 
-_OWN = ("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters")
+_OWN = (
+    *("evaluations_in_training_mode", "gradients_at_step"),
+    *("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters"),
+)
 
 RuleSelection = str | Rule | Iterable[str | Rule]
 """Names of rules and `Rule` objects, see `ikkuna.diagnosis.get_rules`."""

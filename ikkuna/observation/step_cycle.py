@@ -326,13 +326,13 @@ class StepCycle:
             optimizers.before_close()
             self._steps += 1
         self._hooks.step_ended()
-        lap, rates, has_closure = context.stopwatch.lap(), optimizers.rates, optimizers.has_closure
+        lap, report = context.stopwatch.lap(), self._report()
         optimizers.step_ended()
         self._logged.step_ends(closed.stamp.global_step)
         step = None
         if context.recorder.rows is not None:
             self._missing_loss.step_ended(self.steps)
-            bus.queue.append(step := self._finished(closed, rates, has_closure, lap))
+            bus.queue.append(step := self._finished(closed, report, lap))
         else:
             self._pass_over(closed)
         plan = None if closed.carried else self.prepare_next()
@@ -345,23 +345,31 @@ class StepCycle:
         if plan is not None and not plan.subscriptions:
             self._idle.begin(self._plans)
 
-    def _finished(
-        self, closed: Closed, rates: dict[str, Any], has_closure: bool, lap: tuple[float, float] | None
-    ) -> Finished:
-        """Return the step with its measurements and its event."""
-        recorder = self._context.recorder
-        report: dict[str, Any] = {
-            "learning_rates": rates,
-            "has_closure": has_closure,
+    def _report(self) -> dict[str, Any]:
+        """Return what ``batch_finished`` says about the step."""
+        if self._context.recorder.rows is None:
+            return {}
+        optimizers, events = self._hooks.optimizers, self._context.events
+        facts = {"evaluations_in_training_mode": 0 if events.in_evaluation_mode else events.in_training_mode}
+        if self._context.recorder.plan.parameters:
+            facts["gradients_at_step"] = optimizers.gradients
+        return {
+            "learning_rates": optimizers.rates,
+            "has_closure": optimizers.has_closure,
             "has_scaler": self._context.loss_scale.is_used,
             "unowned": self._context.parameters.known_owners().unowned,
+            "facts": facts,
         }
+
+    def _finished(self, closed: Closed, report: dict[str, Any], lap: tuple[float, float] | None) -> Finished:
+        """Return the step with its measurements and its event."""
+        recorder = self._context.recorder
         if lap is not None:
             report["seconds"], report["own_seconds"] = lap
         stamp = replace(closed.stamp, optimizers=self._hooks.losses.numbers_of(closed.optimizers))
         event = NetworkMessage(stamp, "batch_finished", report)
         assert recorder.rows is not None
-        recorder.rows.rates = dict(rates)  # rates on an accelerator travel with the rows
+        recorder.rows.rates = dict(report["learning_rates"])  # rates on an accelerator travel with the rows
         plan, rows = recorder.plan, recorder.close(closed.parts, closed.carried)
         assert rows is not None
         rows.stamp = stamp

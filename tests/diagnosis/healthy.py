@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.diagnosis import networks
-from tests.diagnosis.planted import LABELLED, PICTURES, marked_classes
+from tests.diagnosis.planted import LABELLED, PICTURES, evaluate, marked_classes, step_by_scaler, use_scaler
 from tests.diagnosis.training import FAMILIES
 
 HEALTHY = {}
@@ -48,6 +48,36 @@ def slower(case):
 @healthy()
 def faster(case):
     case.rate *= 2.5
+
+
+@healthy("mlp", "conv_norm", "recurrent")
+def evaluation_by_hand(case):
+    case.dropout = 0.3 if case.family == "mlp" else 0.0
+
+    def change(case):
+        case.model.eval()
+        evaluate(case)
+        case.model.train()
+
+    case.on_epoch.append(change)
+
+
+@healthy("mlp", "conv_norm", "transformer")
+def scaled_and_clipped(case):
+    scaler = use_scaler(case)
+    step_by_scaler(case, scaler)
+    case.before_step.append(lambda case, optimizer: scaler.unscale_(optimizer))
+    case.clip = 1.0
+
+
+@healthy("mlp", "conv_norm")
+def a_forward_without_gradients_in_each_step(case):
+    def change(case, step, x, y):
+        with torch.no_grad():
+            case.model(x), case.model(x)
+        return x, y
+
+    case.on_batch.append(change)
 
 
 @healthy(*PICTURES)

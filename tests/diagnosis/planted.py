@@ -1,5 +1,6 @@
 """Faults that are planted into a training run: name → (function of a case, rules that may name it, families)."""
 
+import copy
 import math
 
 import torch
@@ -330,3 +331,71 @@ def output_on_a_line(case):
         layer.register_forward_hook(project)
 
     case.prepare.append(prepare)
+
+
+@fault("gradients_cleared")
+def gradients_cleared_before_the_step(case):
+    to_none = case.draw.choice([True, False])
+    case.before_step.append(lambda case, optimizer: optimizer.zero_grad(set_to_none=to_none))
+
+
+@fault("step_without_gradients")
+def step_without_backward(case):
+    case.backward = lambda loss: None
+
+
+@fault("all_gradients_zero")
+def loss_clamped_below_its_values(case):
+    case.on_loss.append(lambda loss: loss.clamp(max=1e-3))
+
+
+def use_scaler(case):
+    """Scale the loss, and return the scaler."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=case.draw.choice([2.0**14, 2.0**16]))
+    case.backward = lambda loss: scaler.scale(loss).backward()
+    return scaler
+
+
+def step_by_scaler(case, scaler):
+    def make_step(optimizer):
+        scaler.step(optimizer)
+        scaler.update()
+
+    case.make_step = make_step
+
+
+@fault("scaler_bypassed")
+def step_beside_the_scaler(case):
+    case.optimizer_kind, case.rate = "adam", min(case.rate, 1e-3)
+    use_scaler(case)
+
+
+@fault("clipped_before_unscaling")
+def clipped_with_the_factor_of_the_scaler(case):
+    step_by_scaler(case, use_scaler(case))
+    case.clip = case.draw.choice([0.5, 1.0, 5.0])
+
+
+@fault("weights_restored")
+def checkpoint_loaded_in_the_loop(case):
+    distance = case.draw.choice([20, 30, 40])
+    case.prepare.append(lambda case: setattr(case, "kept", copy.deepcopy(case.model.state_dict())))
+
+    def change(case, step, optimizer):
+        if step % distance == 0:
+            case.model.load_state_dict(case.kept)
+
+    case.on_step.append(change)
+
+
+def evaluate(case):
+    """Evaluate as a user does: three batches of held-out data, without gradients."""
+    with torch.no_grad():
+        for begin in range(0, 90, 30):
+            case.model(case.held_out[0][begin : begin + 30])
+
+
+@fault("evaluation_in_training_mode", families=("mlp", "conv_norm"))
+def evaluation_without_eval(case):
+    case.dropout = 0.3 if case.family == "mlp" else 0.0
+    case.on_epoch.append(evaluate)

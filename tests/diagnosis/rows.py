@@ -169,6 +169,50 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         layers("weight_micro_gradients_norm2")
         | layers("weight_gradients_norm2", fc0=8.0, fc1=8.0, head=8.0),  # 8 micro-batches
     ),
+    "gradients_cleared": (
+        layers("weight_micro_gradients_norm2")
+        | layers("weight_updates_norm2", fc0=0.0, fc1=0.0, head=0.0)
+        | constant(gradients_at_step=0.0),
+        layers("weight_micro_gradients_norm2")
+        | layers("weight_updates_norm2", fc0=0.0, fc1=0.0, head=0.0)  # a learning rate of 0
+        | constant(gradients_at_step=4.0),
+    ),
+    "step_without_gradients": (
+        layers("weight_updates_norm2", fc0=0.0, fc1=0.0, head=0.0) | constant(gradients_at_step=0.0),
+        layers("weight_updates_norm2") | constant(gradients_at_step=0.0),  # an optimizer that needs none
+    ),
+    "all_gradients_zero": (
+        layers("weight_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
+        | layers("weight_micro_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
+        | {("loss", None): falling},
+        layers("weight_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
+        | layers("weight_micro_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
+        | {("loss", None): lambda step: 0.0},  # a loss with a margin
+    ),
+    "scaler_bypassed": (
+        classification(loss=lambda step: 2.0**16 * falling(step))
+        | layers("weight_gradients_norm2")
+        | layers("weight_micro_gradients_norm2"),
+        classification(loss=lambda step: 2.0**16 * falling(step))  # unscaled by hand
+        | layers("weight_gradients_norm2", fc0=2.0**-16, fc1=2.0**-16, head=2.0**-16)
+        | layers("weight_micro_gradients_norm2"),
+    ),
+    "clipped_before_unscaling": (
+        layers("weight_micro_gradients_norm2")
+        | layers("weight_gradients_norm2", fc0=1e-5, fc1=1e-5, head=1e-5)
+        | constant(step_skipped=0.0),
+        layers("weight_micro_gradients_norm2")  # a tiny gradient that is not limited
+        | {("weight_gradients_norm2", name): lambda step: every(step, 10, 1e-5 + 1e-7 * step) for name in LAYERS}
+        | constant(step_skipped=0.0),
+    ),
+    "weights_restored": (
+        {("weights_norm2", name): lambda step: every(step, 10, 5.0 + step % 50) for name in LAYERS},
+        {("weights_norm2", name): lambda step: every(step, 10, 5.0 + step // 50) for name in LAYERS},
+    ),
+    "evaluation_in_training_mode": (
+        {("evaluations_in_training_mode", None): lambda step: every(step, 10, float(step // 100))},
+        {("evaluations_in_training_mode", None): sampled([0.0, 1.0])},
+    ),
     "clipped_hard": (
         layers("weight_micro_gradients_norm2") | layers("weight_gradients_norm2", fc0=1e-3, fc1=1e-3, head=1e-3),
         layers("weight_micro_gradients_norm2") | layers("weight_gradients_norm2", fc0=0.1, fc1=0.1, head=0.1),

@@ -247,6 +247,153 @@ def batches_of_one():
     return supervised(model, torch.optim.SGD(model.parameters(), 0.02), nn.CrossEntropyLoss(), batches)
 
 
+LOOP = (
+    *(
+        "gradients_cleared",
+        "step_without_gradients",
+        "all_gradients_zero",
+        "scaler_bypassed",
+        "clipped_before_unscaling",
+    ),
+    *("weights_restored", "evaluation_in_training_mode"),
+)
+
+
+@program(*LOOP, "not_zeroed", "clipped_hard", steps=120)
+def accumulation_with_a_scaler_and_clipping():
+    model = mlp(8, 16, 3)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", growth_interval=40)
+
+    def step():
+        for _ in range(4):
+            x, y = blobs()
+            scaler.scale(F.cross_entropy(model(x), y) / 4).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return model, None, step
+
+
+@program(*LOOP, steps=120)
+def scaled_and_unscaled_by_hand():
+    model = mlp(8, 16, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        x, y = blobs()
+        optimizer.zero_grad()
+        (1024 * F.cross_entropy(model(x), y)).backward()
+        for parameter in model.parameters():
+            parameter.grad /= 1024
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    return model, None, step
+
+
+@program(*LOOP, steps=120)
+def sharpness_aware_minimisation():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step():
+        x, y = blobs()
+        F.cross_entropy(model(x), y).backward()
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        moves = [0.05 * parameter.grad / norm for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter += move
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter -= move
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, None, step
+
+
+@program(*LOOP, steps=60)
+def closures():
+    model = mlp(8, 16, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1)
+
+    def step():
+        x, y = blobs()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    return model, None, step
+
+
+@program(*LOOP, steps=150)
+def an_average_is_evaluated_in_place_of_the_weights():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 3))
+    average = copy.deepcopy(model.state_dict())
+    optimizer, drawn = torch.optim.Adam(model.parameters(), 1e-2), iter(range(10**9))
+
+    def step():
+        x, y = blobs()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            average[name].lerp_(value, 0.1)
+        if next(drawn) % 20 == 19:
+            kept = copy.deepcopy(model.state_dict())
+            model.load_state_dict(average)
+            model.eval()
+            with torch.no_grad():
+                for _ in range(3):
+                    model(x)
+            model.train()
+            model.load_state_dict(kept)
+
+    return model, None, step
+
+
+@program(*LOOP, steps=120)
+def heads_that_take_turns():
+    """Each head has an optimizer; both step each time, and one of them has no gradients."""
+    stem, heads = nn.Linear(8, 16), nn.ModuleList([nn.Linear(16, 3), nn.Linear(16, 3)])
+    model = nn.ModuleList([stem, heads])
+    optimizers = [torch.optim.Adam(each.parameters(), 1e-2) for each in (stem, *heads)]
+    drawn = iter(range(10**9))
+
+    def step():
+        x, y = blobs()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        F.cross_entropy(heads[next(drawn) // 7 % 2](stem(x).relu()), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return model, None, step
+
+
+@program(*LOOP, steps=150)
+def a_loss_with_a_margin():
+    model = nn.Linear(8, 1)
+    x, y = blobs(classes=2, noise=0.1)
+    return supervised(
+        model,
+        torch.optim.SGD(model.parameters(), 0.5),
+        lambda z, t: F.relu(1 - z[:, 0] * t).mean(),
+        [(x, 2.0 * y - 1)],
+    )
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_rule_accuses_a_program_that_trains(name, tmp_path):

@@ -34,8 +34,10 @@ class Case:
         self.decay, self.clip, self.micro_batches = 0.0, None, 1
         self.clears, self.schedule, self.warmup, self.shuffles = True, None, 0, True
         self.evaluates, self.stays_in_evaluation, self.subset, self.relabel = False, False, None, None
+        self.on_epoch = []
         self.loss, self.wrap, self.select = nn.CrossEntropyLoss(), None, None
         self.prepare, self.on_batch, self.on_loss, self.on_step = [], [], [], []
+        self.backward, self.before_step, self.make_step = torch.Tensor.backward, [], lambda optimizer: optimizer.step()
         self.hit = None  # name of the module that has the fault
 
     # -- the model and its data -----------------------------------------------------------------------------------
@@ -131,10 +133,12 @@ class Case:
             loss = self.loss(model(x), y) / self.micro_batches
             for change in self.on_loss:
                 loss = change(loss)
-            loss.backward()
+            self.backward(loss)
+        for change in self.before_step:
+            change(self, optimizer)
         if self.clip:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip)
-        optimizer.step()
+        self.make_step(optimizer)
         return optimizer
 
     def _set_rate(self, step, optimizer):
@@ -155,6 +159,8 @@ class Case:
     def _end_epoch(self, model, exporter):
         self.epoch_is_over = False
         exporter.epoch_finished()
+        for change in self.on_epoch:
+            change(self)
         if self.evaluates and self.family != "transformer":
             model.eval()
             exporter.evaluate(list(zip(*(part.split(200) for part in self.held_out), strict=True)), "testing")

@@ -166,15 +166,16 @@ def test_scalers_that_take_turns(bus, model, caplog):
     assert "layer_gradients" in record.getMessage()
 
 
-def test_micro_batches_carry_the_factor(bus, model):
-    """Gradients of single micro-batches (``weight_micro_gradients``) carry the factor, as autograd computes them."""
+def test_micro_batches_are_without_the_factor(bus, model):
+    """Gradients of single micro-batches (``weight_micro_gradients``) are without the factor, too."""
     exporter, recording = watched(bus, model, ("weight_micro_gradients", "weight_gradients"))
     run(model, 2, torch.amp.GradScaler("cpu", init_scale=SCALE))
     exporter.close()
     found = shown(recording)
     for module in ("0", "2"):
-        scaled = found["weight_micro_gradients_norm2", module, 1]
-        assert scaled == pytest.approx(SCALE * found["weight_gradients_norm2", module, 1], rel=1e-5)
+        given = found["weight_micro_gradients_norm2", module, 1]
+        assert given == pytest.approx(found["weight_gradients_norm2", module, 1], rel=1e-5)
+        assert ("weight_micro_gradients_norm2", module, 0) not in found  # the scaler was not known yet
 
 
 def test_a_scale_by_hand_stays(bus, model):

@@ -37,6 +37,7 @@ from ikkuna.observation.rows.rows import StepObserver
 from ikkuna.observation.rows.wanted_rows import WantedRows
 from ikkuna.observation.steps.counters import Stopwatch
 from ikkuna.observation.steps.forwards import Decision, Forward
+from ikkuna.observation.steps.loop_events import LoopEvents
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.support.failures import log
 from ikkuna.support.torch_internals import MODULE_CALL, current_trace, graph_task, insert_as_constant, sequence_number
@@ -544,6 +545,8 @@ class HookContext:
         Abandons the open step, whatever state it is in; set likewise.
     tracker : StepTracker
         The state of the training loop.
+    events : LoopEvents
+        Recognises evaluation passes in the training loop.
     idle_handlers : dict
         Functions of hooks → functions that count a step that no subscriber samples, and return whether the tracker needs no event.
     parameters : TrackedParameters
@@ -574,6 +577,7 @@ class HookContext:
     apply: Callable[[tuple[Decision, ...]], None] = _is_incomplete
     abandon: Callable[[], None] = _is_incomplete
     tracker: StepTracker = field(default_factory=StepTracker)
+    events: LoopEvents = field(default_factory=LoopEvents)
     idle_handlers: Mapping[Callable[..., object], Callable[..., bool]] = field(default_factory=dict)
     parameters: TrackedParameters = field(default_factory=TrackedParameters)
     sites: Sites = field(default_factory=Sites)

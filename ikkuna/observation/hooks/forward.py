@@ -118,6 +118,8 @@ class ForwardHooks:
         tracker = context.tracker
         if depth == 0 or not tracker.calls.of(thread):
             self._report_cleared(training, gradients)
+            if tracker.pass_name == TRAINING and not is_compiled:
+                context.events.forward(tracker.counters.global_step, training, gradients)
         decisions = tracker.forward_begins(
             thread, training, gradients, depth=depth, running=self._running(), is_compiled=is_compiled
         )

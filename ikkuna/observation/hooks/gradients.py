@@ -170,7 +170,7 @@ def _register_on_view(view: Tensor, base: Tensor, computed: Callable[[Tensor], N
 class MicroGradientHooks:
     """Records the gradients of one micro-batch, before autograd adds them to those of the others.
 
-    They are as autograd has computed them: scaled like the loss, not clipped, and of this process alone.
+    They are as autograd has computed them, without the factor of a gradient scaler: not clipped, and of this process alone.
 
     Parameters
     ----------
@@ -198,8 +198,10 @@ class MicroGradientHooks:
     def gradient_computed(self, site: Site, path: str, grads: tuple[Tensor | None, ...]) -> None:
         """Record a gradient that is about to be added."""
         context = self.context
-        if grads[0] is not None and context.tracker.pass_name == TRAINING and not context.is_off:
-            context.recorder.receive(site, grads[0], path, part=MICRO_PART)
+        if (grad := grads[0]) is not None and context.tracker.pass_name == TRAINING and not context.is_off:
+            if context.loss_scale.is_used:
+                grad = context.loss_scale.removed_from(grad)
+            context.recorder.receive(site, grad, path, part=MICRO_PART)
 
     def step_ended(self) -> None:
         """Remove the hooks."""

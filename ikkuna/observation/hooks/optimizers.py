@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ikkuna.metrics.messages.kinds import UNCLIPPED_KINDS
+from ikkuna.metrics.messages.kinds import MICRO_KINDS, UNCLIPPED_KINDS
 from ikkuna.observation.hooks.context import HookContext, creates_optimizer_state, running_steps
 from ikkuna.observation.hooks.hook import Hook, Remove
 from ikkuna.observation.hooks.loss import LossHooks
@@ -19,6 +19,7 @@ from ikkuna.observation.hooks.parameter_recorder import ParameterRecorder
 from ikkuna.observation.model.parameters import UntrainedParameters
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
+from ikkuna.support.modules import NamedParameter
 
 __all__ = ["OptimizerHooks", "StepHooks", "add_rates", "call_at_steps"]
 
@@ -101,7 +102,7 @@ def _step_ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
         hooks.ends(optimizer, args, kwargs)
 
 
-_SCALED_KINDS = frozenset(("layer_gradients", *UNCLIPPED_KINDS))
+_SCALED_KINDS = frozenset(("layer_gradients", *MICRO_KINDS, *UNCLIPPED_KINDS))
 _LOGGED_RESCALED = 3  # a training that begins, or is resumed, with a scaler changes it once
 
 
@@ -127,6 +128,8 @@ class OptimizerHooks:
         the second one is numbered: ``decay``, ``decay_1``.
     has_closure : bool
         Whether an optimizer of the open step evaluates the model itself.
+    gradients : int
+        Number of parameters that had a gradient when their optimizer used them, in a step that records parameters.
     records : ParameterRecorder
         Records the tensors of parameters.
     untrained : UntrainedParameters
@@ -138,6 +141,7 @@ class OptimizerHooks:
         self._loss = loss
         self.rates: dict[str, Any] = {}
         self.has_closure = False
+        self.gradients = 0
         self.untrained = UntrainedParameters()
         self.records = ParameterRecorder(context)
         self._by_hand: bool | None = None  # not known before the first step
@@ -176,6 +180,7 @@ class OptimizerHooks:
         owners = parameters.known_owners()
         self.records.weights(observed if self.records.is_used else parameters.all, observed, bool(owners.shared))
         if not closure:
+            self._count_gradients(observed)
             self.records.gradients(observed, getattr(optimizer, "grad_scale", None))
             if unowned:
                 self.records.unowned_gradients()
@@ -197,6 +202,7 @@ class OptimizerHooks:
         if context.recorder.plan.parameters:
             observed = parameters.of(optimizer)
             if tracker.optimizers.in_closure:
+                self._count_gradients(observed)
                 self.records.gradients(observed)
                 self.records.unowned_gradients()
             shared = owners.shared
@@ -243,8 +249,12 @@ class OptimizerHooks:
         self.records.step_ended()
         self.rates = {}
         self.has_closure = False
+        self.gradients = 0
 
     # -- measurements ---------------------------------------------------------------------------------------------
+
+    def _count_gradients(self, observed: Iterable[NamedParameter]) -> None:
+        self.gradients += sum(named.parameter.grad is not None for named in observed)
 
     def _drop_scaled(self) -> None:
         """Forget gradients from which another factor than that of the loss was removed."""

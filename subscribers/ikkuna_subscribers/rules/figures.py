@@ -45,6 +45,8 @@ _OTHERS = {
     "weights_ranks_norm2_min": 'RankSpreadSubscriber("weights", "norm2")',
     "weights_ranks_norm2_max": 'RankSpreadSubscriber("weights", "norm2")',
     "weight_state_step_mean": 'OptimizerStateSubscriber("step", "mean")',
+    "evaluations_in_training_mode": "rules while the model trains",
+    "gradients_at_step": "rules while the model trains",
     "optimizer_closure": "rules while the model trains",
     "unowned_parameters": "rules while the model trains",
     "step_skipped": "rules while the model trains",

@@ -1,0 +1,264 @@
+"""Rules about the order of the calls in the training loop: backward, clip, unscale, step."""
+
+import math
+from collections.abc import Iterator
+
+from ikkuna.diagnosis import History, Rule, Score, TimeSeries
+from ikkuna_subscribers.rules.figures import gradient_growth, sources
+
+__all__ = [
+    "AllGradientsZeroRule",
+    "ClippedBeforeUnscalingRule",
+    "EvaluationInTrainingModeRule",
+    "GradientsClearedRule",
+    "ScalerBypassedRule",
+    "StepWithoutGradientsRule",
+    "WeightsRestoredRule",
+]
+
+_NOTHING_LEARNED = frozenset(
+    (
+        *("no_learning", "ignores_input", "class_collapse", "zero_gradient", "never_moves", "no_gradient"),
+        *("lr_too_low", "plateau", "vanishing_gradient", "clipped_hard", "lost_updates", "running_statistics"),
+    )
+)
+
+
+def _stepped(history: History) -> list[str]:
+    """Return the weights that an optimizer has stepped with now if it has left all of them as they are; otherwise none."""
+    updates = list(history.fresh("weight_updates_norm2"))
+    return [name for name, _ in updates] if not any(curve.last for _, curve in updates) else []
+
+
+def _norms(history: History, kind: str, names: list[str]) -> list[float]:
+    """Return the present norms of those weights that have one."""
+    curves = history.curves(kind)
+    return [curve.last for name in names if (curve := curves.get(name)) is not None and curve.step == history.step]
+
+
+class GradientsClearedRule(Rule):
+    """A backward gives gradients to weights of an optimizer, and none of them is there any more when it steps.
+
+    ``zero_grad()`` stands between ``backward()`` and ``step()``; it has removed the gradients, or filled them with zeros.
+    Threshold: a fact, without a number, for 3 samples in a row, in which no weight moves.
+    Cannot see: gradients that are cleared in some steps only; an optimizer that moves weights without gradients, by its momentum.
+    """
+
+    name = "gradients_cleared"
+    needs = sources("weight_micro_gradients_norm2", "weight_updates_norm2", "gradients_at_step")
+    uses = sources("weight_gradients_norm2")
+    judged_on = frozenset(("weight_updates_norm2",))
+    severity = "error"
+    explains = frozenset((*_NOTHING_LEARNED, "all_gradients_zero", "step_without_gradients"))
+    meaning = "The gradients of the backward pass are cleared before the optimizer steps, so that no weight moves."
+    advice = "call optimizer.zero_grad() before backward() or after step(), not between them"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if there was a gradient after the backward and none at the step."""
+        names, present = _stepped(history), history.now("gradients_at_step")
+        given = _norms(history, "weight_micro_gradients_norm2", names)
+        used = _norms(history, "weight_gradients_norm2", names)
+        if present is not None:
+            is_gone = present.last == 0 or (bool(used) and not any(used))
+            yield Score(float(any(given) and is_gone), present.last)
+
+
+class StepWithoutGradientsRule(Rule):
+    """An optimizer steps, but no backward has given a gradient to any of its weights.
+
+    Threshold: a fact, without a number, for 3 samples in a row, in which no weight moves.
+    Cannot see: steps without gradients among others with some; whether ``backward()`` is missing, or reaches other tensors.
+    """
+
+    name = "step_without_gradients"
+    needs = sources("weight_updates_norm2", "gradients_at_step")
+    uses = sources("weight_micro_gradients_norm2")
+    judged_on = frozenset(("weight_updates_norm2",))
+    severity = "error"
+    explains = _NOTHING_LEARNED
+    meaning = "The optimizer steps, but none of its {figure:.0f} weights has a gradient, and none moves."
+    advice = (
+        "call loss.backward() before optimizer.step(); if it is called, search for what detaches the loss from the "
+        "weights: detach(), .item(), torch.no_grad(), or an optimizer with the parameters of another model"
+    )
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if no weight has had a gradient in this step."""
+        names, present = _stepped(history), history.now("gradients_at_step")
+        given = _norms(history, "weight_micro_gradients_norm2", names)
+        if present is not None:
+            yield Score(float(bool(names) and not given and present.last == 0), float(len(names)))
+
+
+class AllGradientsZeroRule(Rule):
+    """Every gradient of every weight is exactly zero, although the loss is not.
+
+    Threshold: a fact, without a number, for 5 samples in a row.  The rule is silent if the loss is 0, as one with a margin may become.
+    Cannot see: gradients that are zero in a part of the network only (that is the rule zero_gradient).
+    """
+
+    name = "all_gradients_zero"
+    needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2", "loss")
+    judged_on = frozenset(("weight_gradients_norm2",))
+    severity = "error"
+    patience = 5
+    explains = _NOTHING_LEARNED
+    meaning = "Every gradient of the network is exactly zero, while the loss is {figure:.3g}."
+    advice = (
+        "search, from the loss backwards, for a factor of 0, a clamp or ReLU whose limit every value exceeds, rounding, "
+        "argmax or a comparison, and a mask or weight that leaves every label out"
+    )
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if all gradients are zero."""
+        used = [curve.last for _, curve in history.fresh("weight_gradients_norm2")]
+        given = [curve.last for _, curve in history.fresh("weight_micro_gradients_norm2")]
+        loss = history.curve("loss")
+        if used and loss is not None:
+            yield Score(float(not any(used) and not any(given) and loss.last != 0), loss.last)
+
+
+def _scaled_by(history: History) -> float:
+    """Return what ``backward()`` is called on over the loss that was computed, if it is a power of two; otherwise NaN.
+
+    A gradient scaler multiplies by 2 to the 16th at first.
+    The loss that was computed is that of the loss module, or the cross-entropy of the outputs and labels.
+    """
+    curves = history.curves("loss")
+    whole: TimeSeries | None = curves.get("objective")
+    own: TimeSeries | None = curves.get(None)
+    if whole is None or own is None:
+        whole, own = history.curve("loss"), history.curve("output_cross_entropy")
+    if whole is None or own is None or whole.step != own.step or not (whole.last > 0 and own.last > 0):
+        return math.nan
+    ratio, labels = whole.last / own.last, history.curve("label_count")
+    if labels is not None and abs(ratio / max(labels.last, 1.0) - 1) < 0.05:  # a sum over the labels
+        return math.nan
+    exponent = round(math.log2(ratio))
+    return 2.0**exponent if abs(ratio / 2.0**exponent - 1) < 0.01 else math.nan
+
+
+class ScalerBypassedRule(Rule):
+    """The loss is multiplied by a gradient scaler, but the optimizer's step is not made by the scaler.
+
+    The gradients keep the factor: clipping and the step of SGD are wrong, and an overflow reaches the weights.
+    Threshold: what ``backward()`` is called on is a power of two, at least 256, times the loss, within 1%, for 3 samples in a row;
+    no step was made by a scaler; and the gradient at the step is more than half of what the backward gave, so nothing else has divided it.
+    Cannot see: a loss that is neither that of a module passed as ``loss=`` nor the cross-entropy of outputs and labels;
+    gradients that are clipped with the factor.
+    """
+
+    name = "scaler_bypassed"
+    needs = sources("loss", "weight_gradients_norm2", "weight_micro_gradients_norm2")
+    uses = sources("output_cross_entropy", "label_count", "step_skipped")
+    judged_on = frozenset(("weight_gradients_norm2",))
+    severity = "error"
+    explains = frozenset(
+        ("lr_too_high", "diverges", "nonfinite", "loss_spike", "gradient_spike", "loss_at_init", "update_ratio")
+    )
+    meaning = "The loss is multiplied by {figure:.0f} before backward(), but no gradient scaler removes this factor before the step."
+    advice = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if a factor of a scaler is left in the gradients."""
+        factor, is_scaled = _scaled_by(history), history.curve("step_skipped") is not None
+        if factor == factor and not is_scaled:
+            yield Score(float(factor >= 256 and gradient_growth(history) > 0.5), factor)
+
+
+class ClippedBeforeUnscalingRule(Rule):
+    """Gradients are clipped while they contain the factor of a gradient scaler: their norm becomes the limit over the factor.
+
+    Threshold: a scaler makes the steps, clipping leaves less than 1/1000 of the gradient, and the norm of all gradients that remain is
+    below 0.001 and that of the sample before within 0.01%, or a power of two times that, because the factor changes by powers of two;
+    for 5 samples in a row.
+    Cannot see: a scaler whose factor is below about 1000; a limit for each of several groups of parameters.
+    """
+
+    name = "clipped_before_unscaling"
+    needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2", "step_skipped")
+    uses = sources("bias_gradients_norm2", "unowned_parameters")
+    judged_on = frozenset(("weight_gradients_norm2",))
+    thresholds = ("share", "norm")
+    share: float = 1e-3
+    norm: float = 1e-3
+    patience = 5
+    severity = "error"
+    explains = frozenset(("clipped_hard", "lr_too_low", "no_learning", "plateau", "update_ratio", "lost_updates"))
+    meaning = "Gradients are clipped before the scaler's factor is removed: their norm is {figure:.1g} at every step."
+    advice = "call scaler.unscale_(optimizer) before the clipping; if it is called, the limit of the clipping itself is far too low"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        growth, memory = gradient_growth(history), history.memory[self.name]
+        kinds = ("weight_gradients_norm2", "bias_gradients_norm2")
+        norm = math.hypot(*(curve.last for kind in kinds for _, curve in history.fresh(kind)))
+        before, memory["norm"] = memory.get("norm", 0.0), norm
+        if not (growth > 0 and 0 < norm < math.inf) or history.curve("step_skipped") is None:
+            return
+        exponent = math.log2(norm / before) if before > 0 else 0.5
+        is_limited = abs(exponent - round(exponent)) < 1.5e-4
+        yield Score(min(self.share / growth, self.norm / norm) if is_limited else 0.0, norm)
+
+
+class WeightsRestoredRule(Rule):
+    """All weights are exactly what they were at an earlier sample, although they have moved in between.
+
+    A checkpoint or a copy of the weights is loaded inside the loop, and what was learned since is thrown away.
+    Threshold: the norms of all weight matrices are equal to the last bit to those of an earlier sample, with others between; two times.
+    Cannot see: a single return, which may be intended, as after a spike of the loss; weights that are trained before the next sample.
+    """
+
+    name = "weights_restored"
+    needs = sources("weights_norm2")
+    uses = sources("weight_updates_norm2")
+    judged_on = frozenset(needs)
+    severity = "error"
+    patience = 1
+    explains = frozenset(("no_learning", "plateau", "loss_spike", "lr_too_low"))
+    meaning = "The weights have returned to exactly those of step {figure:.0f}: what was learned since is lost, again and again."
+    advice = "search for load_state_dict(), a copy of the weights or a new model inside the loop"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield 1 if the weights were like this before, and others in between."""
+        fresh = history.matrices("weights_norm2")
+        if len(fresh) < 2 or not all(math.isfinite(curve.last) for _, curve in fresh):
+            return
+        memory = history.memory[self.name]
+        seen, now = memory.setdefault("seen", {}), hash(tuple((name, curve.last) for name, curve in fresh))
+        before, last = seen.get(now), memory.get("last")
+        memory["last"] = now
+        if before is not None and last != now:
+            memory["returns"] = memory.get("returns", 0) + 1
+        if len(seen) < 1000:
+            seen.setdefault(now, history.step)
+        yield Score(float(memory.get("returns", 0) >= 2 and before is not None), float(before or 0))
+
+
+class EvaluationInTrainingModeRule(Rule):
+    """The evaluation passes of the loop run in training mode, and the network has dropout or batch norm.
+
+    An evaluation pass is recognised by its forwards without gradients, see `ikkuna.observation.steps.loop_events.LoopEvents`.
+    Threshold: a fact, for 2 passes, if no forward without gradients has been in evaluation mode so far.
+    Cannot see: an evaluation with gradients, which is none of these forwards; that of a compiled model; dropout as a function.
+    """
+
+    name = "evaluation_in_training_mode"
+    severity_while_falling = "warning"
+    needs = sources("evaluations_in_training_mode")
+    thresholds = ("passes",)
+    passes: float = 2
+    patience = 1
+    explains = frozenset(("running_statistics",))
+    meaning = (
+        "{figure:.0f} evaluation passes ran in training mode: dropout was active, and batch norm used and changed its "
+        "statistics with the data of the evaluation."
+    )
+    advice = "call model.eval() before the evaluation and model.train() after it"
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield one score for the network."""
+        curve = history.now("evaluations_in_training_mode")
+        classes = [entry.class_name for entry in history.network.modules]
+        if curve is not None and any("BatchNorm" in name or "Dropout" in name for name in classes):
+            yield Score(curve.last / self.passes, curve.last)
