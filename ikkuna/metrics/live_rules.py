@@ -199,6 +199,15 @@ class RuleSubscriber(Subscriber):
                 group = self._groups[key] = SeriesGroup(kind, (message.series_name,), stamp.pass_name)
             self._keep(group, np.array([value]), stamp.global_step)
 
+    def _receive_later(self, kind: str, name: str, step: int, value: float) -> None:
+        """Add a value of a parameter group, which is judged with the next value of the training."""
+        self.judge.defer(kind, name or None, step, value)
+        if self._store is not None:
+            key = kind, name or None, TRAINING
+            if (group := self._groups.get(key)) is None:
+                group = self._groups[key] = SeriesGroup(kind, (name or None,))
+            self._keep(group, np.array([value]), step)
+
     def receive_all(self, batch: MessageBatch, kind: str, values: NDArray[np.float64]) -> None:
         """Add a value of each message of a batch to the history of the rules."""
         stamp = batch.stamp
@@ -238,17 +247,28 @@ class RuleSubscriber(Subscriber):
             skipped = float(message.skipped)
             self.judge.defer("step_skipped", None, message.global_step, skipped)
             self._keep(_SKIPPED, np.array([skipped]), message.global_step)
+        if not message.skipped:
+            self._add_groups(message, data)
         if message.skipped or message.global_step % self._every:
             return
-        rates = data.get("learning_rates", {})
-        self._add_rates(message, rates)
         if data.get("has_closure"):
             self.receive(message, "optimizer_closure", 1.0)
         for kind, value in data.get("facts", {}).items():
             self.receive(message, kind, float(value))
-        if rates:  # without rates the user's loop makes the steps
+        if data.get("learning_rates"):  # without rates the user's loop makes the steps
             trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
             self._add_unowned(message, trainable)
+
+    def _add_groups(self, message: NetworkMessage, data: dict[str, Any]) -> None:
+        """Add the rate of each parameter group, and from time to time its other settings."""
+        rates, step = data.get("learning_rates", {}), message.global_step
+        settings = {} if step % self._every else data.get("settings", {})
+        for key, rate in rates.items():
+            name = "" if list(rates) == ["0"] else f"group {key}" if key.isdigit() else key
+            if rate is not None:
+                self._receive_later("learning_rate", name, step, float(rate))
+            for setting, value in settings.get(key, {}).items():
+                self._receive_later(f"optimizer_{setting}", name, step, value)
 
     def _add_unowned(self, message: NetworkMessage, unowned: Sequence[NamedParameter]) -> None:
         """Add the number of parameters that no optimizer owns, and 1 for each of them."""
@@ -257,14 +277,6 @@ class RuleSubscriber(Subscriber):
         for named in unowned:
             name = f"{named.name}.bias" if named.is_bias and not named.path else named.name
             self.receive(ModuleMessage(message.stamp, kind, module=named.module, name=name), kind, 1.0)
-
-    def _add_rates(self, message: NetworkMessage, rates: dict[str, Any]) -> None:
-        names = {name: f"group {name}" if name.isdigit() else name for name in rates}
-        for name, rate in rates.items():
-            if rate is None:
-                continue
-            group = NetworkMessage(message.stamp, message.kind, path="" if list(rates) == ["0"] else names[name])
-            self.receive(group, "learning_rate", float(rate))
 
     def finish(self, stamp: Stamp) -> None:
         """Judge the step, and act on the new findings.
@@ -323,6 +335,7 @@ def _writes_files(backend: "str | Backend") -> bool:
 _OWN = (
     *("evaluations_in_training_mode", "gradients_at_step"),
     *("learning_rate", "optimizer_closure", "step_skipped", "unowned_parameters"),
+    *("optimizer_beta1", "optimizer_beta2", "optimizer_epsilon", "optimizer_weight_decay"),
 )
 
 RuleSelection = str | Rule | Iterable[str | Rule]

@@ -355,6 +355,7 @@ class StepCycle:
             facts["gradients_at_step"] = optimizers.gradients
         return {
             "learning_rates": optimizers.rates,
+            "settings": optimizers.settings,
             "has_closure": optimizers.has_closure,
             "has_scaler": self._context.loss_scale.is_used,
             "unowned": self._context.parameters.known_owners().unowned,

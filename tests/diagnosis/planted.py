@@ -399,3 +399,46 @@ def evaluate(case):
 def evaluation_without_eval(case):
     case.dropout = 0.3 if case.family == "mlp" else 0.0
     case.on_epoch.append(evaluate)
+
+
+def with_adam(case, **settings):
+    """Make the optimizer of a case an Adam with other settings."""
+    case.optimizer_kind = "adam"
+    case.rate = min(case.rate, 1e-3)
+    case.optimizer_settings = settings
+
+
+@fault("betas")
+def betas_exchanged(case):
+    with_adam(case, betas=case.draw.choice([(0.999, 0.9), (0.99, 0.9)]))
+
+
+@fault("epsilon")
+def epsilon_of_another_optimizer(case):
+    with_adam(case, eps=case.draw.choice([10.0, 100.0]))
+
+
+@fault("decay_dominates", "weight_decay", "nonfinite", "diverges")
+def weight_decay_of_ten(case):
+    case.optimizer_kind, case.rate, case.decay = "adam", case.draw.choice([1e-3, 2e-3]), 10
+
+
+@fault("schedule_past_end")
+def cosine_of_epochs_in_batches(case):
+    period, base = 2 * case.draw.choice([8, 10, 20, 25]), case.rate
+
+    def change(case, step, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = base * 0.5 * (1 + math.cos(2 * math.pi * step / period))
+
+    case.on_step.append(change)
+
+
+@fault("lr_vanished", families=PICTURES)
+def steps_of_epochs_in_batches(case):
+    def change(case, step, optimizer):
+        if step in (5, 10):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.1
+
+    case.on_step.append(change)

@@ -169,6 +169,25 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         layers("weight_micro_gradients_norm2")
         | layers("weight_gradients_norm2", fc0=8.0, fc1=8.0, head=8.0),  # 8 micro-batches
     ),
+    "betas": (
+        constant(optimizer_beta1=0.999, optimizer_beta2=0.9),
+        constant(optimizer_beta1=0.9, optimizer_beta2=0.8),
+    ),
+    "epsilon": (
+        constant_of("fc0", weight_state_exp_avg_sq_mean=1e-6) | constant(optimizer_epsilon=1.0, optimizer_beta2=0.999),
+        {("weight_state_exp_avg_sq_mean", "fc0"): lambda step: every(step, 10, 1e-20 if step > 100 else 1e-6)}
+        | constant(optimizer_epsilon=1e-8, optimizer_beta2=0.999),
+    ),
+    "decay_dominates": (
+        layers("weight_updates_weights_ratio", fc0=0.012, fc1=0.012, head=0.012)
+        | constant(optimizer_weight_decay=10.0, learning_rate=1e-3),
+        layers("weight_updates_weights_ratio", fc0=1e-5, fc1=1e-5, head=1e-5)  # nothing is left to learn
+        | constant(optimizer_weight_decay=0.01, learning_rate=1e-3),
+    ),
+    "schedule_past_end": (
+        {("learning_rate", None): lambda step: every(step, 2, 0.05 * (1 + math.cos(math.pi * step / 20)))},
+        {("learning_rate", None): lambda step: every(step, 2, 0.1 * abs(step % 40 - 20) / 20)},  # straight lines
+    ),
     "gradients_cleared": (
         layers("weight_micro_gradients_norm2")
         | layers("weight_updates_norm2", fc0=0.0, fc1=0.0, head=0.0)

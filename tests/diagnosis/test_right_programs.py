@@ -394,6 +394,36 @@ def a_loss_with_a_margin():
     )
 
 
+SETTINGS = ("betas", "epsilon", "decay_dominates", "schedule_past_end", "lr_vanished")
+SCHEDULES = {
+    "cyclic": lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 1e-4, 1e-2, 25, cycle_momentum=False),
+    "warm_restarts": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 30),
+    "one_cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 300),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300),
+    "linear": lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 300),
+    "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
+}
+
+
+def scheduled(schedule):
+    def make():
+        model = mlp(8, 16, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+        scheduler = schedule(optimizer)
+        model, loss, inner = supervised(model, optimizer, nn.CrossEntropyLoss(), [blobs() for _ in range(7)])
+
+        def step():
+            inner()
+            scheduler.step()
+
+        return model, loss, step
+
+    return make
+
+
+PROGRAMS |= {name: (scheduled(schedule), SETTINGS, 300) for name, schedule in SCHEDULES.items()}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_rule_accuses_a_program_that_trains(name, tmp_path):

@@ -34,7 +34,7 @@ class Case:
         self.decay, self.clip, self.micro_batches = 0.0, None, 1
         self.clears, self.schedule, self.warmup, self.shuffles = True, None, 0, True
         self.evaluates, self.stays_in_evaluation, self.subset, self.relabel = False, False, None, None
-        self.on_epoch = []
+        self.on_epoch, self.optimizer_settings = [], {}
         self.loss, self.wrap, self.select = nn.CrossEntropyLoss(), None, None
         self.prepare, self.on_batch, self.on_loss, self.on_step = [], [], [], []
         self.backward, self.before_step, self.make_step = torch.Tensor.backward, [], lambda optimizer: optimizer.step()
@@ -101,7 +101,7 @@ class Case:
         parameters = self.select(self.model) if self.select else list(self.model.parameters())
         if self.optimizer_kind == "adam":
             kind = torch.optim.AdamW if self.decay else torch.optim.Adam
-            return kind(parameters, self.rate, weight_decay=self.decay)
+            return kind(parameters, self.rate, weight_decay=self.decay, **self.optimizer_settings)
         momentum = 0.9 if self.optimizer_kind == "momentum" else 0.0
         return torch.optim.SGD(parameters, self.rate, momentum=momentum, weight_decay=self.decay)
 

@@ -21,7 +21,7 @@ from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
 from ikkuna.support.modules import NamedParameter
 
-__all__ = ["OptimizerHooks", "StepHooks", "add_rates", "call_at_steps"]
+__all__ = ["OptimizerHooks", "StepHooks", "add_rates", "call_at_steps", "settings_of"]
 
 
 def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
@@ -32,6 +32,31 @@ def add_rates(optimizer: Optimizer, rates: dict[str, Any]) -> None:
         rates[_unused(name, rates) if name in rates else name] = (
             rate.detach().clone() if isinstance(rate, Tensor) else rate
         )
+
+
+_SETTINGS = {"eps": "epsilon", "weight_decay": "weight_decay"}
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, float]:
+    """Return ``beta1``, ``beta2``, ``epsilon`` and ``weight_decay`` of a parameter group, as far as it has them.
+
+    ``weight_decay`` is only that which shrinks weights by itself; that of ``torch.optim.Adam`` becomes a part of the gradient.
+
+    Examples
+    --------
+    >>> weight = nn.Parameter(torch.ones(1))
+    >>> settings_of(torch.optim.AdamW([weight]).param_groups[0])
+    {'epsilon': 1e-08, 'weight_decay': 0.01, 'beta1': 0.9, 'beta2': 0.999}
+    >>> settings_of(torch.optim.Adam([weight], weight_decay=0.1).param_groups[0])
+    {'epsilon': 1e-08, 'beta1': 0.9, 'beta2': 0.999}
+    """
+    found = {name: group.get(key) for key, name in _SETTINGS.items()}
+    if group.get("decoupled_weight_decay") is False:
+        del found["weight_decay"]
+    betas = group.get("betas")
+    if isinstance(betas, tuple | list) and len(betas) == 2:
+        found["beta1"], found["beta2"] = betas
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _unused(name: str, taken: Iterable[str]) -> str:
@@ -128,6 +153,8 @@ class OptimizerHooks:
         the second one is numbered: ``decay``, ``decay_1``.
     has_closure : bool
         Whether an optimizer of the open step evaluates the model itself.
+    settings : dict
+        What `settings_of` returns for each group with a rate, in a step that records parameters.
     gradients : int
         Number of parameters that had a gradient when their optimizer used them, in a step that records parameters.
     records : ParameterRecorder
@@ -140,6 +167,7 @@ class OptimizerHooks:
         self.context = context
         self._loss = loss
         self.rates: dict[str, Any] = {}
+        self.settings: dict[str, dict[str, float]] = {}
         self.has_closure = False
         self.gradients = 0
         self.untrained = UntrainedParameters()
@@ -169,7 +197,7 @@ class OptimizerHooks:
         if (scaler is not None or context.loss_scale.is_used) and context.loss_scale.set_scaler(scaler):
             self._drop_scaled()
         if "batch_finished" in context.recorder.plan.kinds or context.observer is not None:
-            add_rates(optimizer, self.rates)
+            self._add_groups(optimizer)
             self.has_closure = self.has_closure or closure
         unowned = parameters.known_owners().unowned
         if not closure and (unowned or self.untrained.settled is not parameters.all):
@@ -247,11 +275,18 @@ class OptimizerHooks:
     def step_ended(self) -> None:
         """Forget everything about the step."""
         self.records.step_ended()
-        self.rates = {}
+        self.rates, self.settings = {}, {}
         self.has_closure = False
         self.gradients = 0
 
     # -- measurements ---------------------------------------------------------------------------------------------
+
+    def _add_groups(self, optimizer: Optimizer) -> None:
+        """Store the rates, and in a step that records parameters the other settings, of an optimizer's groups."""
+        known = len(self.rates)
+        add_rates(optimizer, self.rates)
+        if self.context.recorder.plan.parameters:
+            self.settings |= zip(list(self.rates)[known:], map(settings_of, optimizer.param_groups), strict=True)
 
     def _count_gradients(self, observed: Iterable[NamedParameter]) -> None:
         self.gradients += sum(named.parameter.grad is not None for named in observed)

@@ -47,7 +47,12 @@ _OTHERS = {
     "weight_state_step_mean": 'OptimizerStateSubscriber("step", "mean")',
     "evaluations_in_training_mode": "rules while the model trains",
     "gradients_at_step": "rules while the model trains",
+    "optimizer_beta1": "rules while the model trains",
+    "optimizer_beta2": "rules while the model trains",
     "optimizer_closure": "rules while the model trains",
+    "optimizer_epsilon": "rules while the model trains",
+    "optimizer_weight_decay": "rules while the model trains",
+    "weight_state_exp_avg_sq_mean": 'OptimizerStateSubscriber("exp_avg_sq", "mean")',
     "unowned_parameters": "rules while the model trains",
     "step_skipped": "rules while the model trains",
 }

@@ -134,6 +134,8 @@ def _scaled_by(history: History) -> float:
     ratio, labels = whole.last / own.last, history.curve("label_count")
     if labels is not None and abs(ratio / max(labels.last, 1.0) - 1) < 0.05:  # a sum over the labels
         return math.nan
+    if not 0 < ratio < math.inf:
+        return math.nan
     exponent = round(math.log2(ratio))
     return 2.0**exponent if abs(ratio / 2.0**exponent - 1) < 0.01 else math.nan
 

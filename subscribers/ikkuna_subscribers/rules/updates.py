@@ -149,31 +149,42 @@ class LrVanishedRule(Rule):
 
     A scheduler of epochs that is called in every batch does this.
     Threshold: 1/10000 of the largest value, for 30 steps; a cosine schedule is below that for the last 0.6% of its steps only.
-    Cannot see: a rate that falls to a hundredth too early.
+    Or 1/100 of it, for 200 steps and twice as many as it took from the largest value to fall there; a cosine is below that for the last 6%.
+    Cannot see: a rate that falls to a tenth too early.
     """
 
     name = "lr_vanished"
+    version = 2
     severity_while_falling = "info"
     needs = sources("learning_rate")
-    thresholds = ("share", "steps")
+    thresholds = ("share", "steps", "low_share", "low_steps")
     share: float = 1e-4
     steps: float = 30
+    low_share: float = 1e-2
+    low_steps: float = 200
     patience = 1
     stride = 10
     explains = frozenset(("lr_too_low", "no_learning", "plateau", "update_ratio", "lost_updates", "never_moves"))
-    meaning = "The learning rate has fallen to {figure:.1g}, less than 1/10000 of its largest value."
+    meaning = (
+        "The learning rate has fallen to {figure:.1g} early, and stays there, less than 1/100 of its largest value."
+    )
     advice = "check whether the scheduler is called once per epoch or once per batch"
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each parameter group."""
-        memory = history.memory[self.name]
+        memory, step = history.memory[self.name], history.step
         for name, curve in history.fresh("learning_rate"):
-            largest, since = memory.get(name, (0.0, history.step))
-            largest = max(largest, *curve.tail(self.stride))
+            largest, top, since, low = memory.get(name, (0.0, step, step, step))
+            recent = max(curve.tail(self.stride))
+            if recent >= largest:
+                largest, top = recent, step
             if curve.last > self.share * largest or largest == 0:
-                since = history.step
-            memory[name] = largest, since
-            yield Score((history.step - since) / self.steps, curve.last, name or None)
+                since = step
+            if curve.last > 1.001 * self.low_share * largest or largest == 0:
+                low = step
+            memory[name] = largest, top, since, low
+            is_low = (step - low) / max(self.low_steps, 2.0 * (low - top))
+            yield Score(max((step - since) / self.steps, is_low), curve.last, name or None)
 
 
 _SAMPLES = 5
