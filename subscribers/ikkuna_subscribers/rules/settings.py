@@ -131,7 +131,7 @@ class DecayDominatesRule(Rule):
 class SchedulePastEndRule(Rule):
     """The learning rate is a cosine that has come to its end and rises again.
 
-    The scheduler is called more often than it was made for: ``CosineAnnealingLR(optimizer, epochs)`` that is called once per batch does this.
+    The scheduler is called more often than it was made for, as ``CosineAnnealingLR(optimizer, epochs)`` that is called once per batch.
     Threshold: the rate has fallen below a tenth of its largest value and risen above nine tenths again two times, and its latest values are
     those of one cosine within 0.1% of its largest value.  Cycles with straight lines and warm restarts, which jump, are silent.
     Cannot see: a period of fewer than four read values, that is eight steps; a rate that stays low (that is the rule lr_vanished).
