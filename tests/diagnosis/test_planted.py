@@ -19,12 +19,21 @@ FEW_FAULTS = [
     ("group_without_rate", "mlp"),
     ("head_ignores_its_input", "transformer"),
     ("initial_weights_too_large", "recurrent"),
+    ("gradients_cleared_before_the_step", "conv"),
+    ("step_without_backward", "transformer"),
+    ("loss_clamped_below_its_values", "mlp"),
+    ("step_beside_the_scaler", "transformer"),
+    ("clipped_with_the_factor_of_the_scaler", "mlp"),
+    ("betas_exchanged", "mlp"),
+    ("epsilon_of_another_optimizer", "mlp"),
 ]
 FEW_HEALTHY = [
     ("plain", "mlp"),
     ("warm_restarts", "recurrent"),
     ("fine_tuning_with_a_frozen_half", "mlp"),
     ("sigmoid_and_binary_loss", "mlp"),
+    ("scaled_and_clipped", "mlp"),
+    ("evaluation_by_hand", "mlp"),
 ]
 
 

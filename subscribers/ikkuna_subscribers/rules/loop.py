@@ -171,10 +171,10 @@ class ScalerBypassedRule(Rule):
 class ClippedBeforeUnscalingRule(Rule):
     """Gradients are clipped while they contain the factor of a gradient scaler: their norm becomes the limit over the factor.
 
-    Threshold: a scaler makes the steps, clipping leaves less than 1/1000 of the gradient, and the norm of all gradients that remain is
-    below 0.001 and that of the sample before within 0.01%, or a power of two times that, because the factor changes by powers of two;
+    Threshold: a scaler makes the steps, clipping leaves less than a tenth of the gradient, and the norm of all gradients that remain is
+    below 0.003 and that of the sample before within 0.01%, or a power of two times that, because the factor changes by powers of two;
     for 5 samples in a row.
-    Cannot see: a scaler whose factor is below about 1000; a limit for each of several groups of parameters.
+    Cannot see: a scaler whose factor is below about 300 times the limit; a limit for each of several groups of parameters.
     """
 
     name = "clipped_before_unscaling"
@@ -182,8 +182,8 @@ class ClippedBeforeUnscalingRule(Rule):
     uses = sources("bias_gradients_norm2", "unowned_parameters")
     judged_on = frozenset(("weight_gradients_norm2",))
     thresholds = ("share", "norm")
-    share: float = 1e-3
-    norm: float = 1e-3
+    share: float = 0.1
+    norm: float = 3e-3
     patience = 5
     severity = "error"
     explains = frozenset(("clipped_hard", "lr_too_low", "no_learning", "plateau", "update_ratio", "lost_updates"))
