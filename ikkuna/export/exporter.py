@@ -273,6 +273,27 @@ class Exporter:
             recorder.judge = self._rules.judge
             self._rules.actions.append(recorder.action())
 
+    def rows(self, ids: Any) -> None:
+        """Name the rows of the batch that the model is called with next, so that a dump names them.
+
+        Without ids, a dump contains a hash of each row, which ``ikkuna replay --find`` looks up in the data set.
+        If steps are not recorded, this does nothing.
+
+        Parameters
+        ----------
+        ids : sequence, array or Tensor
+            One number or text for each row, such as the indices of the data set.
+
+        Raises
+        ------
+        ConfigTypeError
+            If `ids` is not such a collection.
+        """
+        if isinstance(ids, str | bytes) or not hasattr(ids, "__len__") or not hasattr(ids, "__getitem__"):
+            raise ConfigTypeError(f"rows() needs a list, an array or a tensor of ids, got {type(ids).__name__}")
+        if (recorder := self._attachment.recorder) is not None:
+            recorder.set_ids(ids)
+
     def dump(self, reason: str = "asked for", timeout: float = 10.0) -> Path | None:
         """Write the last sampled steps to the disk, and return the directory.
 

@@ -1,5 +1,6 @@
-"""Copies what a step needs to run again: batches, random states, parameters and optimizer states."""
+"""Keeps what a step needs to run again: batches, random states, parameters and optimizer states."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ikkuna.distributed.dtensor import is_distributed
-from ikkuna.flight_recorder.options import MemoryBudget
+from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
 from ikkuna.support.failures import log, raise_users_exception
 from ikkuna.support.random_states import RandomStates
+from ikkuna.support.torch_internals import pytree
 
-__all__ = ["CannotCopyError", "CapturedStep", "StepCapture", "copy_state", "copy_values", "size_of"]
+__all__ = ["CannotCopyError", "CapturedStep", "KeptTensor", "StepCapture", "copy_state", "copy_values", "size_of"]
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -32,11 +34,16 @@ class CapturedStep:
     step, train_step, epoch : int
         The counters.
     random : list of RandomStates
-        The states of the random generators before the forward of each micro-batch.
+        The states of the random generators before the forward of each micro-batch; empty if they were not read.
     state : dict, optional
         Copies of parameters, buffers, modes and optimizer states before the step.
     model_calls, loss_calls : list
-        For each micro-batch the positional and named arguments of the model, and of the loss module without the model's output.
+        For each micro-batch the positional and named arguments of the model, and of the loss module without the model's output;
+        tensors are `KeptTensor` objects.
+    outputs : list
+        For each call of the loss module what it got from the model; ``None`` for one that is not kept.
+    ids : list
+        For each micro-batch the ids of its rows that the user has given, or ``None``.
     """
 
     step: int
@@ -46,43 +53,109 @@ class CapturedStep:
     state: dict[str, Any] | None = None
     model_calls: list[Any] = field(default_factory=list)
     loss_calls: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    ids: list[Any] = field(default_factory=list)
+
+    def kept(self) -> list["KeptTensor"]:
+        """Return all tensors that are kept."""
+        leaves = pytree.tree_leaves([self.model_calls, self.loss_calls, self.outputs])
+        return [leaf for leaf in leaves if isinstance(leaf, KeptTensor)]
+
+    def content(self) -> dict[str, Any] | None:
+        """Return what ``batches.pt`` holds of the step, as copies; ``None`` if a tensor was changed since the step received it."""
+        if any(tensor.is_changed for tensor in self.kept()):
+            return None
+        calls = {name: pytree.tree_map(_copy_of_kept, getattr(self, name)) for name in ("model_calls", "loss_calls")}
+        return {name: getattr(self, name) for name in ("step", "train_step", "epoch")} | calls
 
 
-class StepCapture:
-    """Copies the batches of steps, and before some of them the state of the training.
-
-    It keeps the steps from the last but one copy of the state on, at most as many bytes of batches as allowed.
+class KeptTensor:
+    """A tensor that is kept by reference, or a copy of one.
 
     Parameters
     ----------
-    state_every : int
-        See `RecorderOptions`.
+    tensor : Tensor
+        Detached; it shares its memory with the loop unless it is a copy.
+    is_copy : bool
+        Whether nothing else refers to its memory.
+    """
+
+    __slots__ = ("__weakref__", "_version", "is_copy", "tensor")
+
+    def __init__(self, tensor: Tensor, is_copy: bool) -> None:
+        self.tensor, self.is_copy = tensor, is_copy
+        self._version = tensor._version
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its memory was written to, as far as torch counts it, or was passed on with other content."""
+        return self._version != self.tensor._version
+
+    def was_overwritten(self) -> None:
+        """Mark its content as lost."""
+        self._version = -1
+
+
+def _copy_of_kept(value: Any) -> Any:
+    return (
+        value.tensor.clone() if isinstance(value, KeptTensor) and not value.is_copy else getattr(value, "tensor", value)
+    )
+
+
+_STEPS_WITHOUT_STATE = 2
+_WASTE = 1.25  # a reference keeps at most this many times the bytes of the tensor
+
+
+class StepCapture:
+    """Keeps the batches of steps, and copies the state of the training before some of them.
+
+    Tensors in host memory are kept by reference.  They are copied if they are in the shared memory of a data loader's worker, which
+    may be short; if they are a small part of a larger memory; and from the first time on that the loop was seen to reuse its memory:
+    a tensor in the ring was changed in place, or the model received another tensor in the memory of one in the ring.
+    The step to which this happens loses its batch.
+    Tensors on devices are kept, as copies in pinned host memory, only if that is asked for.
+
+    It keeps the steps from the last but one copy of the state on, without a state 2, and at most as many bytes of batches as allowed.
+
+    Parameters
+    ----------
+    options : RecorderOptions
+        The settings.
     budget : MemoryBudget
         The largest sizes of the batches of all steps that are kept, and of a copy of the state.
-    max_bytes : int
-        The largest size of a dump.
 
     Attributes
     ----------
     refusal : str
-        Why something was not copied; empty if nothing was refused.
+        Why something was not kept; empty if nothing was refused.
+    copied : int
+        Number of tensors of the loop that were copied.
     """
 
-    def __init__(self, state_every: int, budget: MemoryBudget, max_bytes: int) -> None:
-        self._budget = budget
-        self._state_every = state_every
-        self._max_bytes, self._max_state = min(max_bytes // 2, budget.steps), min(max_bytes, budget.state)
+    def __init__(self, options: RecorderOptions, budget: MemoryBudget) -> None:
+        self._budget, self._options, self._state_every = budget, options, options.state_every
+        self._max_bytes = min(options.max_bytes // 2, budget.steps)
+        self._max_state = min(options.max_bytes, budget.state)
         self._steps: deque[CapturedStep] = deque()
         self._bytes = 0
+        self._addresses: weakref.WeakValueDictionary[int, KeptTensor] = weakref.WeakValueDictionary()
+        self._present: set[int] = set()  # addresses of the present micro-batch
+        self._reused: set[int] = set()
+        self._copies_all = False
+        self._devices: set[torch.device] = set()
+        self._ids: Any = None
         self.refusal = ""
+        self.copied = 0
 
     @property
     def steps(self) -> list[CapturedStep]:
-        """The steps that can run again, oldest first."""
+        """The steps that are kept, oldest first."""
         return list(self._steps)
 
     def begin(self, step: CapturedStep, model: nn.Module | None, optimizers: list[Optimizer]) -> None:
         """Begin a step, and copy the state before it if that is due."""
+        if self._steps and not self._copies_all:
+            self._copies_all = any(tensor.is_changed for tensor in self._steps[-1].kept())
         while (
             self._steps and self._steps[-1].step >= step.step
         ):  # it was skipped or abandoned, or an earlier one was loaded
@@ -91,30 +164,84 @@ class StepCapture:
             step.state = self._copied(lambda: self._copy_state(model, optimizers))
         self._steps.append(step)
         if step.state is not None:
-            with_state = [i for i, each in enumerate(self._steps) if each.state is not None]
-            while len(with_state) > 2 and self._steps[0] is not self._steps[with_state[-2]]:
+            with_state = [each for each in self._steps if each.state is not None]
+            while len(with_state) > 1 and self._steps[0] is not with_state[-2]:
                 self._forget(self._steps.popleft())
-                with_state = [i for i, each in enumerate(self._steps) if each.state is not None]
-        elif not self._state_every and len(self._steps) > 2:
+        elif not self._state_every and len(self._steps) > _STEPS_WITHOUT_STATE:
             self._forget(self._steps.popleft())
+
+    def set_ids(self, ids: Any) -> None:
+        """Set the ids of the rows of the next call of the model."""
+        self._ids = ids
 
     def add_model_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], random: Callable[[], RandomStates]
     ) -> None:
-        """Copy what the model is called with, and from the second call of a step on the states of the random generators."""
+        """Keep what the model is called with, and from the second call of a step on the states of the random generators."""
+        ids, self._ids = self._ids, None
+        self._present.clear()
         if not self._steps:
             return
-        if self._steps[-1].model_calls:  # the states before the first call were read when the step began
-            self._steps[-1].random.append(random())
-        if (copy := self._copied(lambda: copy_values([args, dict(kwargs)]))) is not None:
-            self._steps[-1].model_calls.append(copy)
-            self._count(copy)
+        step = self._steps[-1]
+        step.ids.append(ids)
+        if step.model_calls and step.random:  # the states before the first call were read when the step began
+            step.random.append(random())
+        self._add(step.model_calls, [args, dict(kwargs)])
 
     def add_loss_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Copy what the loss module is called with, except its first argument, which is the output of the model."""
-        if self._steps and (copy := self._copied(lambda: copy_values([args[1:], dict(kwargs)]))) is not None:
-            self._steps[-1].loss_calls.append(copy)
-            self._count(copy)
+        """Keep what the loss module is called with; its first argument, the output of the model, only for the losses of rows."""
+        if not self._steps:
+            return
+        step = self._steps[-1]
+        self._add(step.loss_calls, [args[1:], dict(kwargs)])
+        if self._steps and self._steps[-1] is step and step.loss_calls:
+            output = args[0] if args else None
+            if type(output) is Tensor and output.is_cpu and size_of(output) <= self._max_bytes // 4:
+                step.outputs.append(KeptTensor(output.detach(), False))
+                self._count(size_of(output))
+            else:
+                step.outputs.append(None)
+
+    def _add(self, calls: list[Any], call: Any) -> None:
+        """Keep a call, unless it is too large."""
+        if (size := size_of(call)) > self._max_bytes:
+            self._refuse(f"batches of more than {self._max_bytes} bytes are not kept")
+        elif (kept := self._copied(lambda: copy_values(call, self._kept))) is not None:
+            calls.append(kept)
+            self._count(size)
+
+    def _kept(self, tensor: Tensor) -> KeptTensor:
+        """Return a reference to a tensor, or a copy."""
+        tensor = tensor.detach()
+        if not tensor.is_cpu:
+            if not (self._options.record_batches or self._state_every):
+                raise CannotCopyError(
+                    f"batches on {tensor.device.type} are kept with RecorderOptions(record_batches=True)"
+                )
+            self._devices.add(tensor.device)
+            return KeptTensor(_copy_to_host(tensor), True)
+        address = tensor.data_ptr()
+        if (known := self._addresses.get(address)) is not None and address not in self._present:
+            self._reused.add(address)
+            known.was_overwritten()
+        if (
+            self._copies_all
+            or not tensor.numel()
+            or address in self._reused
+            or tensor.is_shared()
+            or tensor.is_inference()
+            or tensor.untyped_storage().nbytes() > _WASTE * tensor.numel() * tensor.itemsize
+        ):
+            self.copied += 1
+            return KeptTensor(tensor.clone(), True)
+        self._addresses[address] = kept = KeptTensor(tensor, False)
+        self._present.add(address)
+        return kept
+
+    def wait(self) -> None:
+        """Wait until the copies of batches on devices are complete."""
+        for device in self._devices:
+            torch.get_device_module(device).synchronize(device)
 
     def _copy_state(self, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         needed = _size_of_state(model, optimizers)
@@ -132,21 +259,30 @@ class StepCapture:
             return copy()
         except (CannotCopyError, torch.OutOfMemoryError, MemoryError) as error:
             raise_users_exception(error)
-            if not self.refusal:
-                self.refusal = f"{error}"
-                log.warning("a step cannot be recorded for a replay: %s", error)
+            self._refuse(f"{error}")
             return None
 
-    def _count(self, copy: Any) -> None:
-        self._bytes += size_of(copy)
+    def _refuse(self, why: str) -> None:
+        """Store why something was not kept; log it once if the user has asked for it."""
+        if not self.refusal:
+            self.refusal = why
+            if self._options.record_batches or self._state_every:
+                log.warning("a step cannot be recorded for a replay: %s", why)
+
+    def _count(self, size: int) -> None:
+        self._bytes += size
         while self._bytes > self._max_bytes and self._steps:
-            if not self.refusal:
-                self.refusal = f"batches of more than {self._max_bytes} bytes are not kept"
-                log.warning("a step cannot be recorded for a replay: %s", self.refusal)
+            self._refuse(f"batches of more than {self._max_bytes} bytes are not kept")
             self._forget(self._steps.popleft())
 
     def _forget(self, step: CapturedStep) -> None:
-        self._bytes -= size_of([step.model_calls, step.loss_calls])
+        self._bytes -= sum(size_of(kept.tensor) for kept in step.kept())
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor of a device into pinned memory; the copy is complete when the device has finished its present work."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return host.copy_(tensor, non_blocking=True)
 
 
 def copy_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
@@ -181,8 +317,19 @@ def _copy_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def copy_values(value: Any) -> Any:
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def copy_values(value: Any, of_tensor: Callable[[Tensor], Any] = _clone) -> Any:
     """Return a copy of tensors and plain values in tuples, lists and dicts.
+
+    Parameters
+    ----------
+    value : Any
+        The value.
+    of_tensor : callable, optional
+        Returns what stands for a tensor; by default a copy.
 
     Raises
     ------
@@ -194,13 +341,13 @@ def copy_values(value: Any) -> Any:
             raise CannotCopyError("a sharded tensor cannot be copied into a dump of one rank")
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
             raise CannotCopyError(f"a {type(value).__name__} cannot be copied into a dump")
-        return value.detach().clone()
+        return of_tensor(value)
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list) and type(value) in (tuple, list, torch.Size):
-        return [*map(copy_values, value)] if isinstance(value, list) else tuple(map(copy_values, value))
+        return type(value)([copy_values(item, of_tensor) for item in value])
     if isinstance(value, Mapping):
-        return {str(key): copy_values(item) for key, item in value.items()}
+        return {str(key): copy_values(item, of_tensor) for key, item in value.items()}
     raise CannotCopyError(
         f"a {type(value).__name__} cannot be copied into a dump; pass tensors, numbers, texts, lists and dicts"
     )

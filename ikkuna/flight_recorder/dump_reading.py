@@ -81,9 +81,6 @@ _AXES = {
         "seconds": ("fi?", "L"),
         "skipped": ("biu?", "L"),
         "groups": ("U?", "N"),
-        "hash_steps": ("i?", "H"),
-        "hash_names": ("U?", "H"),
-        "hashes": ("f?", "H"),
     },
     "burst.npz": {
         "steps": ("i", "S"),
@@ -92,6 +89,14 @@ _AXES = {
         "kinds": ("U", "R"),
         "modules": ("U", "R"),
         "paths": ("U", "R"),
+    },
+    "batch_rows.npz": {
+        "steps": ("i", "R"),
+        "parts": ("i", "R"),
+        "numbers": ("i", "R"),
+        "hashes": ("u", "R"),
+        "ids": ("U", "R"),
+        "losses": ("f", "R"),
     },
     "history.npz": {
         "kinds": ("U", "K"),
@@ -110,10 +115,10 @@ _OPTIMIZER = checks.record(
     }
 )
 _TENSORS = {name: checks.map_of(checks.tensor) for name in ("parameters", "buffers", "gradients")}
+_STATE = checks.record({"step": _STEP, **_TENSORS, "evaluated": _TEXTS, "optimizers": checks.list_of(_OPTIMIZER)})
 _CONTENT = {
-    "state.pt": checks.record(
-        {"step": _STEP, **_TENSORS, "evaluated": _TEXTS, "optimizers": checks.list_of(_OPTIMIZER)}
-    ),
+    "state.pt": _STATE,
+    "state_before.pt": _STATE,
     "batches.pt": checks.list_of(
         checks.record(
             {

@@ -25,12 +25,14 @@ class RecorderOptions:
     severity : {'info', 'warning', 'error'}
         The least severity of a finding that writes a dump.
     every : int
-        Number of steps between two hashes of the inputs.
-    record_batches : bool
-        Whether to keep copies of what the model and the loss were called with in the last two sampled steps.
+        Number of steps between two samples of the rules in a replay.
+    record_batches : bool, optional
+        Whether to keep what the model and the loss were called with in the last two steps.  By default tensors in host memory are kept,
+        by reference, and those on devices are not.  ``True`` copies those on devices into pinned host memory: the time of one transfer of
+        the batch, and a wait for the device when a dump is written.  With ``False`` no dump contains rows of the data, or their ids.
     state_every : int
         Copy the parameters, the buffers and the state of the optimizers before every step whose number is divisible by it,
-        and all batches since.  A dump can then be replayed.  0 for never.
+        and keep all batches since, also those on devices.  A dump can then be replayed.  0 for never.
     signals : tuple of str
         Names of signals that write a dump, such as ``"SIGUSR1"`` and ``"SIGTERM"``.
     cool_down : int
@@ -63,7 +65,7 @@ class RecorderOptions:
     burst: int = 10
     severity: str = "warning"
     every: int = 10
-    record_batches: bool = False
+    record_batches: bool | None = None
     state_every: int = 0
     signals: tuple[str, ...] = ()
     cool_down: int = 200
@@ -77,6 +79,10 @@ class RecorderOptions:
             least = 0 if field.name in ("burst", "state_every", "cool_down", "max_dumps") else 1
             if field.type is int and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ConfigError(f"{field.name} must be an int >= {least}, got {value!r}")
+        if self.record_batches not in (None, True, False):
+            raise ConfigError(f"record_batches must be True, False or None, got {self.record_batches!r}")
+        if self.record_batches is False and self.state_every:
+            raise ConfigError("a replay needs batches: record_batches=False needs state_every=0")
         if self.severity not in SEVERITIES:
             raise ConfigError(unknown_name("severity", self.severity, SEVERITIES))
         given: object = self.signals

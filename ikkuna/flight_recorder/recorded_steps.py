@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ikkuna.diagnosis.history import History
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.diagnosis.rule import Rule
+from ikkuna.flight_recorder.batch_rows import BatchRows, losses_of_rows
 from ikkuna.flight_recorder.burst import names_of
 from ikkuna.flight_recorder.capture import CapturedStep, StepCapture
 from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
@@ -22,9 +24,10 @@ from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.rows import Rows
 from ikkuna.store.finding import Finding
+from ikkuna.support.failures import suppressed
 from ikkuna.support.random_states import RandomReader, RandomStates
 
-__all__ = ["RecordedSteps", "feed_history", "history_arrays", "rule_facts"]
+__all__ = ["ROW_COLUMNS", "RecordedSteps", "feed_history", "history_arrays", "rule_facts", "worst_row"]
 
 
 def history_arrays(history: History) -> dict[str, NDArray[Any]]:
@@ -79,6 +82,9 @@ def rule_facts(rules: tuple[Rule, ...]) -> list[dict[str, Any]]:
     ]
 
 
+ROW_COLUMNS = ("steps", "parts", "numbers", "hashes", "ids", "losses")
+"""The arrays of ``batch_rows.npz``."""
+
 _NO_RATES: dict[str, Any] = {}
 _MEAN, _N = COLUMN["mean"], COLUMN["n"]
 
@@ -87,7 +93,8 @@ class RecordedSteps:
     """The last steps of an exporter, as a dump contains them.
 
     It copies the table of each sampled step into memory of a fixed size, with the states of the random generators,
-    and the loss and the learning rates of every step.  If the options ask for it, it copies batches and the state of the training.
+    and the loss and the learning rates of every step.  It keeps the last batches, and copies the state of the training if the options
+    ask for it, see `StepCapture`.
 
     Parameters
     ----------
@@ -109,9 +116,8 @@ class RecordedSteps:
         self._ring, self._log = RowRing(options.length, budget.ring), StepLog()
         self._random: deque[tuple[int, RandomStates]] = deque(maxlen=options.length)
         self._reader: RandomReader | None = None
-        self._captures = options.record_batches or options.state_every > 0
-        self._capture = StepCapture(options.state_every, budget, options.max_bytes)
-        self._takes_call = False
+        self._captures = options.record_batches is not False
+        self._capture = StepCapture(options, budget)
         self._plans: dict[int, tuple[Plan, bool]] = {}
         self._keys: Any = ()
         self._loss_row: int | None = None
@@ -124,17 +130,15 @@ class RecordedSteps:
         return self.last.global_step if self.last is not None else 0
 
     def open(self, stamp: Stamp, plan: Plan) -> None:
-        """Read the states of the random generators before a sampled step, and begin to copy the step."""
-        self._takes_call = False
-        if not self.is_sampled(plan) and not self._options.state_every:
-            return
+        """Begin to keep a step, and read the states of the random generators if it is sampled or may run again."""
+        random = []
         if self._reader is None:
             self._reader = RandomReader({named.parameter.device for named in self._context.parameters.all})
-        random = self._reader.read()
-        self._random.append((stamp.global_step, random))
+        if self.is_sampled(plan) or self._options.state_every:
+            random.append(self._reader.read())
+            self._random.append((stamp.global_step, random[0]))
         if self._captures:
-            self._takes_call = True
-            step = CapturedStep(stamp.global_step, stamp.train_step, stamp.epoch, [random])
+            step = CapturedStep(stamp.global_step, stamp.train_step, stamp.epoch, random)
             self._capture.begin(step, self._context.model.roots.whole, self._context.parameters.optimizers())
 
     def is_sampled(self, plan: Plan) -> bool:
@@ -148,13 +152,13 @@ class RecordedSteps:
         return known[1]
 
     def add_model_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy what the model is called with, if the options ask for it."""
-        if self._takes_call and self._reader is not None:
+        """Keep what the model is called with, unless the options forbid it."""
+        if self._captures and self._reader is not None:
             self._capture.add_model_call(args, kwargs, self._reader.read)
 
     def add_loss_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy what the loss module is called with, if the options ask for it."""
-        if self._takes_call:
+        """Keep what the loss module is called with, unless the options forbid it."""
+        if self._captures:
             self._capture.add_loss_call(args, kwargs)
 
     def add(self, rows: Rows, event: NetworkMessage) -> float | None:
@@ -205,10 +209,14 @@ class RecordedSteps:
             }
         return found
 
+    def set_ids(self, ids: Any) -> None:
+        """Set the ids of the rows of the next call of the model."""
+        self._capture.set_ids(ids)
+
     def captured(
         self, begin: int, history: History | None
-    ) -> tuple[dict[str, Any], dict[str, dict[str, NDArray[Any]]]]:
-        """Return the tensors, and the further arrays, of the steps that can run again; empty if none was copied.
+    ) -> tuple[dict[str, Any], dict[str, dict[str, NDArray[Any]]], dict[str, str]]:
+        """Return the tensors and the further arrays of the steps that are kept, and why some are missing.
 
         Parameters
         ----------
@@ -217,37 +225,118 @@ class RecordedSteps:
         history : History, optional
             What the rules have read.
         """
-        steps = [step for step in self._capture.steps if step.model_calls and step.step <= self.step]
+        left_out = {"batches.pt": self._capture.refusal} if self._capture.refusal else {}
+        if self._captures and self._context.model.is_compiled:
+            left_out = {"batches.pt": "the arguments of a compiled model are not seen"}
+        self._capture.wait()
+        steps, contents = list[CapturedStep](), list[dict[str, Any]]()
+        for step in self._capture.steps:
+            if not step.model_calls or step.step > self.step:
+                continue
+            if (content := step.content()) is None:
+                steps, contents = [], []
+                left_out["batches.pt"] = (
+                    f"the batch of step {step.step} was changed in place after the model had received it; "
+                    "the batches of later steps are copied"
+                )
+                continue
+            steps.append(step)
+            contents.append(content)
         if not steps:
-            return {}, {}
-        tensors: dict[str, Any] = {
-            "batches.pt": [
-                {name: getattr(step, name) for name in ("step", "train_step", "epoch", "model_calls", "loss_calls")}
-                for step in steps
-            ]
-        }
-        arrays: dict[str, dict[str, NDArray[Any]]] = {}
-        if (first := _first_to_replay(steps, begin)) is not None:
+            return {}, {}, left_out
+        tensors: dict[str, Any] = {"batches.pt": contents}
+        arrays = {"batch_rows.npz": self._arrays_of_rows(steps, contents, left_out)}
+        with_state = [step for step in steps if step.state is not None]
+        if (first := _first_to_replay(with_state, begin)) is not None:
             tensors = {"state.pt": {"step": first.step, **(first.state or {})}, **tensors}
+            if with_state[0] is not first:
+                tensors = {"state_before.pt": {"step": with_state[0].step, **(with_state[0].state or {})}, **tensors}
             if history is not None:
                 arrays["history.npz"] = history_arrays(history)
-        arrays["random_calls.npz"] = {
+        if random := {
             f"{step.step} {number} {name}": array
             for step in steps
             for number, states in enumerate(step.random)
             for name, array in states.arrays().items()
-        }
-        return tensors, arrays
+        }:
+            arrays["random_calls.npz"] = random
+        return tensors, arrays, left_out
 
-    def left_out(self) -> dict[str, str]:
-        """Return the files that a dump lacks, and why."""
-        if self._captures and self._context.model.is_compiled:
-            return {"batches.pt": "the arguments of a compiled model are not seen"}
-        return {"batches.pt": self._capture.refusal} if self._capture.refusal else {}
+    def _arrays_of_rows(
+        self, steps: list[CapturedStep], contents: list[dict[str, Any]], left_out: dict[str, str]
+    ) -> dict[str, NDArray[Any]]:
+        """Return for each row of the batches its step, its micro-batch, its number there, its hash, its id, and its loss or NaN."""
+        loss_module = self._context.model.loss
+        columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ROW_COLUMNS}
+        for step, content in zip(steps, contents, strict=True):
+            for part, call in enumerate(content["model_calls"]):
+                has_losses = len(content["loss_calls"]) == len(content["model_calls"])
+                loss_call = content["loss_calls"][part] if has_losses else None
+                batch = BatchRows(call, loss_call)
+                count = batch.count
+                losses = None
+                output = step.outputs[part] if has_losses and part < len(step.outputs) else None
+                if count and loss_module is not None and output is not None and loss_call is not None:
+                    with suppressed(Exception):
+                        losses = losses_of_rows(loss_module, output.tensor, loss_call, count)
+                ids = _texts(step.ids[part] if part < len(step.ids) else None)
+                if ids is not None and len(ids) != count:
+                    left_out["ids"] = f"{len(ids)} ids were given for the {count} rows of step {step.step}"
+                    ids = None
+                found = {
+                    "steps": np.full(count, step.step, np.int64),
+                    "parts": np.full(count, part, np.int64),
+                    "numbers": np.arange(count),
+                    "hashes": batch.hashes(),
+                    "ids": np.full(count, "", np.str_) if ids is None else np.array(ids, np.str_),
+                    "losses": np.full(count, np.nan) if losses is None else losses,
+                }
+                for name, array in found.items():
+                    columns[name].append(array)
+        return {name: np.concatenate(arrays) for name, arrays in columns.items()}
 
 
-def _first_to_replay(steps: list[CapturedStep], begin: int) -> CapturedStep | None:
+def _texts(ids: Any) -> list[str] | None:
+    if isinstance(ids, Tensor):
+        ids = ids.reshape(-1).tolist()
+    return None if ids is None else [str(each) for each in ids]
+
+
+_SHARE = 0.5  # of the sum of the losses of all rows
+
+
+def worst_row(arrays: Mapping[str, NDArray[Any]], step: int) -> str:
+    """Return a text that names the only row of a step with half of the loss, or a loss that is not finite; empty without one.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        The content of ``batch_rows.npz``.
+    step : int
+        The step.
+
+    Examples
+    --------
+    >>> names = {"steps": np.zeros(3, np.int64), "parts": np.zeros(3, np.int64), "numbers": np.arange(3), "ids": np.array(["", "", "b"])}
+    >>> worst_row({**names, "losses": np.array([0.5, 0.5, 9.0])}, 0)
+    "row 2 of the batch (id 'b') has 90 % of its loss"
+    """
+    own = np.flatnonzero(arrays["steps"] == step)
+    losses = np.abs(arrays["losses"][own])
+    bad = ~np.isfinite(losses)
+    if len(own) < 2 or bad.all() or not losses.any():
+        return ""
+    at = int(np.argmax(np.where(bad, np.inf, losses)))
+    share = float(losses[at] / losses[~bad].sum()) if not bad.any() else np.nan
+    if share < _SHARE or bad.sum() > 1:
+        return ""
+    part = f" in micro-batch {arrays['parts'][own[at]]}" if arrays["parts"][own].any() else ""
+    name = f" (id {str(arrays['ids'][own[at]])!r})" if arrays["ids"][own[at]] else ""
+    figure = "a loss that is not finite" if bad.any() else f"{share:.0%} of its loss".replace("%", " %")
+    return f"row {arrays['numbers'][own[at]]} of the batch{part}{name} has {figure}"
+
+
+def _first_to_replay(with_state: list[CapturedStep], begin: int) -> CapturedStep | None:
     """Return the latest step with a copy of the state that is not after `begin`; otherwise the first with a copy."""
-    with_state = [step for step in steps if step.state is not None]
     before = [step for step in with_state if step.step <= begin]
     return before[-1] if before else next(iter(with_state), None)

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from ikkuna.diagnosis.judge import Judge
 from ikkuna.distributed.rendezvous import World
-from ikkuna.flight_recorder.burst import Burst, BurstSubscriber, InputHashSubscriber
+from ikkuna.flight_recorder.burst import Burst, BurstSubscriber
 from ikkuna.flight_recorder.dump_writing import DumpContent, DumpJob, DumpWriter
 from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
 from ikkuna.flight_recorder.process_hooks import hook_process
-from ikkuna.flight_recorder.recorded_steps import RecordedSteps, rule_facts
+from ikkuna.flight_recorder.recorded_steps import RecordedSteps, rule_facts, worst_row
 from ikkuna.flight_recorder.triggers import AT_END, CoolDown, NonFiniteTrigger, SpikeTrigger
-from ikkuna.metrics.bus.bus import Handle, MessageBus
+from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.numerics.statistics.table import COLUMN
@@ -44,7 +44,7 @@ _QUIET = frozenset(("activations", "layer_inputs", "input_data", "network_output
 class FlightRecorder(StepObserver):
     """Keeps the last steps of an exporter, and writes them to a dump when something goes wrong.
 
-    `RecordedSteps` keeps the steps, and `InputHashSubscriber` hashes of their inputs.  A thread writes dumps.
+    `RecordedSteps` keeps the steps.  A thread writes dumps.
 
     Parameters
     ----------
@@ -70,38 +70,31 @@ class FlightRecorder(StepObserver):
         self._process = os.getpid()
         self._is_cleaned = self._has_said = False
         self.judge: Judge | None = None
-        self._hashes = InputHashSubscriber(context.model.loss is not None, options.length, subsample=options.every)
         self._unhook = hook_process(self, options.signals)
         context.observer = self
-        try:
-            self._handle: Handle = bus.register_subscriber(self._hashes)
-        except BaseException:
-            context.observer = None
-            self._unhook()
-            raise
 
     # -- as the observer of steps ---------------------------------------------------------------------------------
 
     def step_opened(self, stamp: Stamp, plan: Plan) -> None:
-        """Read the states of the random generators before a sampled step, and begin to copy the step."""
+        """Begin to keep a step, see `RecordedSteps.open`."""
         try:
             self._steps.open(stamp, plan)
         except Exception as error:
             self._context.error_guard.report_internal("recording the state before a step", error)
 
     def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy what the model is called with, if that is asked for."""
+        """Keep what the model is called with."""
         try:
             self._steps.add_model_call(args, kwargs)
         except Exception as error:
-            self._context.error_guard.report_internal("copying a batch", error)
+            self._context.error_guard.report_internal("keeping a batch", error)
 
     def loss_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copy what the loss module is called with, if that is asked for."""
+        """Keep what the loss module is called with."""
         try:
             self._steps.add_loss_call(args, kwargs)
         except Exception as error:
-            self._context.error_guard.report_internal("copying labels", error)
+            self._context.error_guard.report_internal("keeping labels", error)
 
     def step_passed(self, stamp: Stamp) -> None:
         """Store the number of a step that no subscriber samples."""
@@ -144,6 +137,10 @@ class FlightRecorder(StepObserver):
             self._findings = []
         except Exception as error:
             self._context.error_guard.report_internal("writing a dump", error)
+
+    def set_ids(self, ids: Any) -> None:
+        """Set the ids of the rows of the next call of the model."""
+        self._steps.set_ids(ids.detach().clone() if isinstance(ids, torch.Tensor) else np.array(ids))
 
     # -- triggers -------------------------------------------------------------------------------------------------
 
@@ -276,11 +273,11 @@ class FlightRecorder(StepObserver):
         step = self._steps.step
         begin = min((f.step for f in self._findings if f.step is not None), default=step)
         arrays = self._steps.arrays()
-        arrays["rows.npz"] |= self._hashes.arrays()
-        tensors, further = self._steps.captured(begin, self.judge.history if self.judge is not None else None)
-        return DumpContent(
-            f"step_{step:06d}", self._facts(reasons), {**arrays, **further}, tensors, self.options.max_bytes
-        )
+        tensors, further, left_out = self._steps.captured(begin, self.judge.history if self.judge is not None else None)
+        if "batch_rows.npz" in further and (text := worst_row(further["batch_rows.npz"], step)):
+            reasons = [*reasons, text]
+        facts = self._facts(reasons) | {"left_out": left_out}
+        return DumpContent(f"step_{step:06d}", facts, {**arrays, **further}, tensors, self.options.max_bytes)
 
     def _facts(self, reasons: list[str]) -> dict[str, Any]:
         last, world = self._steps.last, World.here()
@@ -298,7 +295,6 @@ class FlightRecorder(StepObserver):
                 [entry.name, entry.class_name, [list(p) for p in entry.parameters]] for entry in self._bus.network
             ],
             "options": asdict(self.options),
-            "left_out": self._steps.left_out(),
             "versions": {
                 "ikkuna": sys.modules["ikkuna"].__version__,
                 "torch": torch.__version__,
@@ -316,7 +312,6 @@ class FlightRecorder(StepObserver):
             self._unhook()
             if self._burst is not None:
                 self._burst.end()
-            self._handle.remove()
             self._remove_unfinished()
             self._writer.close(2.0)
         except Exception as error:

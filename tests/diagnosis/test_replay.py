@@ -177,8 +177,8 @@ def test_a_dump_without_the_state_says_how_to_record_it(tmp_path):
         ikkuna.replay(dump, **build())
 
 
-def test_the_batches_of_sampled_steps_are_recorded_without_the_state(tmp_path):
-    dump = of_a_finding(train(tmp_path, state_every=0, record_batches=True))
+def test_the_batches_of_the_last_steps_are_recorded_without_the_state(tmp_path):
+    dump = of_a_finding(train(tmp_path, state_every=0))
     batches = dump.tensors("batches.pt")
     assert [batch["step"] for batch in batches] == [dump.step - 1, dump.step]
     [[args, named]] = batches[-1]["model_calls"]
