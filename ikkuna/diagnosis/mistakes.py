@@ -233,6 +233,16 @@ PADDING_CHANGES_OUTPUT = Mistake(
     meaning="The output changes with the amount of padding (relative change {figure:.1g}).",
     advice="use the mask or the lengths in attention, recurrent layers and pooling",
 )
+INPLACE_CHANGES_OUTPUT = Mistake(
+    "inplace_changes_output",
+    meaning="The output is another one if this module does not work in place (relative change {figure:.1g}).",
+    advice="set inplace=False, because another part of the model uses the same tensor",
+)
+NO_ACTIVATION = Mistake(
+    "no_activation",
+    meaning="The output is a linear function of the inputs, although several layers with weights follow each other.",
+    advice="put an activation function between the layers",
+)
 TIME_LEAK = Mistake(
     "time_leak",
     "error",
@@ -254,7 +264,15 @@ NO_GRADIENT = Mistake(
     "warning",
     meaning="The weight is trainable, but no gradient ever reaches it.",
     advice="search for detach(), .data, torch.no_grad(), an argmax or a conversion to numpy behind this module",
-    explains=_names("signal_lost no_learning lr_too_low ignores_input never_moves plateau vanishing_gradient"),
+    explains=_names(
+        "wrong_gradient signal_lost no_learning lr_too_low ignores_input never_moves plateau vanishing_gradient"
+    ),
+)
+WRONG_GRADIENT = Mistake(
+    "wrong_gradient",
+    meaning="The loss depends on these parameters by a path that has no gradient.",
+    advice="search for detach(), .data, torch.no_grad() or .item() behind this module, unless the gradient is stopped on purpose",
+    explains=_names("vanishing_gradient no_learning plateau"),
 )
 EXPLODING_GRADIENT = Mistake(
     "exploding_gradient",
@@ -334,6 +352,28 @@ LOSS_SCALE = Mistake(
         "lr_too_high diverges nonfinite no_learning dead_units ignores_input lr_too_low loss_spike loss_at_init class_collapse "
         "update_ratio plateau zero_gradient"
     ),
+)
+MIXED_REDUCTION = Mistake(
+    "mixed_reduction",
+    meaning="{figure:.0%} of the loss is a sum over the batch, and the rest is not.",
+    advice="use one reduction for all terms of the loss",
+)
+LABELS_OF_OTHER_SAMPLES = Mistake(
+    "labels_of_other_samples",
+    "error",
+    meaning="The loss compares {figure:.0%} of the outputs of a sample with labels of other samples.",
+    advice="look for a reshape in place of a transpose, and for the order of time and samples in outputs and labels",
+    explains=_names("batch_leak batch_position no_learning plateau"),
+)
+LABEL_IN_INPUTS = Mistake(
+    "label_in_inputs",
+    meaning="The labels are a linear function of column {figure:g} of the inputs.",
+    advice="remove the column if it is not known when the model is used",
+)
+DUPLICATE_ROWS = Mistake(
+    "duplicate_rows",
+    meaning="{figure:.0%} of the samples have the inputs of another sample of the batch.",
+    advice="check the sampler, the seeds of the workers, and the index in the data set",
 )
 SOFTMAX_TWICE = Mistake(
     "softmax_twice",

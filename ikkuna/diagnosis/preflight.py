@@ -9,29 +9,12 @@ from torch import nn
 
 from ikkuna.diagnosis.findings import FindingList, Findings
 from ikkuna.diagnosis.mistakes import EXPLAINS
+from ikkuna.diagnosis.preflight_checks import dependence, differences, labels, runs, sequences, signal
+from ikkuna.diagnosis.preflight_checks import loss as losses
+from ikkuna.diagnosis.preflight_checks import model as models
 from ikkuna.diagnosis.preflight_checks.batch import split_batch
-from ikkuna.diagnosis.preflight_checks.dependence import batch_leak, ignores_input, random_output
 from ikkuna.diagnosis.preflight_checks.freed_outputs import freed_outputs
-from ikkuna.diagnosis.preflight_checks.loss import input_scale, loss_at_init, loss_scale, softmax_twice
-from ikkuna.diagnosis.preflight_checks.model import (
-    evaluation_mode,
-    frozen_in_optimizer,
-    learning_rate_zero,
-    not_in_optimizer,
-    parameter_in_two_groups,
-    untied_weights,
-)
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
-from ikkuna.diagnosis.preflight_checks.runs import first_step_runs, label_dtype, label_range, label_shape, no_gradient
-from ikkuna.diagnosis.preflight_checks.sequences import label_offset, padding_changes_output, time_leak
-from ikkuna.diagnosis.preflight_checks.signal import (
-    dead_units,
-    gradient_scale,
-    identical_units,
-    nonfinite,
-    signal_lost,
-    signal_scale,
-)
 from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.errors import ConfigTypeError
 from ikkuna.store.finding import Finding
@@ -40,11 +23,21 @@ __all__ = ["CHECKS", "preflight"]
 
 
 CHECKS: tuple[Check, ...] = (
-    *(not_in_optimizer, frozen_in_optimizer, parameter_in_two_groups, learning_rate_zero),
-    *(evaluation_mode, untied_weights, identical_units, input_scale, nonfinite),
-    *(first_step_runs, label_range, label_dtype, label_shape, loss_at_init, loss_scale, softmax_twice, freed_outputs),
-    *(no_gradient, signal_scale, signal_lost, gradient_scale, dead_units),
-    *(ignores_input, batch_leak, time_leak, label_offset, padding_changes_output, random_output),
+    *(models.not_in_optimizer, models.frozen_in_optimizer, models.parameter_in_two_groups, models.learning_rate_zero),
+    *(models.evaluation_mode, models.untied_weights, signal.identical_units, losses.input_scale, signal.nonfinite),
+    *(runs.first_step_runs, runs.label_range, runs.label_dtype, runs.label_shape),
+    *(labels.labels_of_other_samples, labels.label_in_inputs, labels.duplicate_rows),
+    *(
+        losses.loss_at_init,
+        losses.loss_scale,
+        losses.softmax_twice,
+        freed_outputs,
+        runs.no_gradient,
+        differences.wrong_gradient,
+    ),
+    *(signal.signal_scale, signal.signal_lost, signal.gradient_scale, signal.dead_units, differences.no_activation),
+    *(dependence.ignores_input, dependence.batch_leak, dependence.random_output, dependence.inplace_changes_output),
+    *(sequences.time_leak, sequences.label_offset, sequences.padding_changes_output),
 )
 
 

@@ -206,6 +206,129 @@ def autoencoder_of_tokens():
     return Coder(), (x, x.clone()), over_all_tokens
 
 
+# -- gradients, layers, and what belongs together
+
+
+@fault("wrong_gradient")
+def detached_gate():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.gate, self.head = nn.Linear(20, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+
+        def forward(self, x):
+            x = self.net(x).tanh()
+            return self.head(x * self.gate(x.detach()).sigmoid())
+
+    return Gated(), vectors(), nn.CrossEntropyLoss()
+
+
+@fault("mixed_reduction")
+def sum_of_one_term_and_mean_of_another():
+    def loss(output, x):
+        reconstruction, mean, log_variance = output
+        return functional.binary_cross_entropy(reconstruction, x) + divergence(mean, log_variance).sum()
+
+    x = torch.rand(32, 20)
+    return Autoencoder(), (x, x), loss
+
+
+@fault("inplace_changes_output")
+def relu_in_place_on_a_residual():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act, self.net = nn.ReLU(inplace=True), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return x + self.net(self.act(x))
+
+    return nn.Sequential(nn.Linear(20, 64), Block(), nn.Linear(64, 10)), vectors(), nn.CrossEntropyLoss()
+
+
+@fault("no_activation")
+def layers_without_an_activation():
+    model = nn.Sequential(nn.Linear(20, 64), nn.Dropout(0.1), nn.Linear(64, 64), nn.Linear(64, 10))
+    return model, vectors(), nn.CrossEntropyLoss()
+
+
+@fault("labels_of_other_samples")
+def time_and_samples_in_different_orders():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.rnn, self.head = nn.Embedding(50, 32), nn.GRU(32, 32), nn.Linear(32, 5)
+
+        def forward(self, x):
+            return self.head(self.rnn(self.embedding(x.T))[0]).flatten(0, 1)
+
+    return Tagger(), (torch.randint(50, (8, 12)), torch.randint(5, (8, 12)).flatten()), nn.CrossEntropyLoss()
+
+
+@fault("label_in_inputs")
+def label_among_the_columns():
+    x, y = vectors()
+    x[:, 7] = 2 * y - 3
+    return stack([20, 64, 10]), (x, y), nn.CrossEntropyLoss()
+
+
+@fault("duplicate_rows")
+def the_same_rows_from_each_worker():
+    x, y = vectors(8)
+    return stack([20, 64, 10]), (x.repeat(4, 1), y.repeat(4)), nn.CrossEntropyLoss()
+
+
+@healthy
+def linear_model_of_low_rank():
+    return nn.Sequential(nn.Linear(20, 3), nn.Linear(3, 20)), (torch.randn(32, 20), torch.randn(32, 20)), nn.MSELoss()
+
+
+@healthy
+def relu_in_place():
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(inplace=True), nn.Linear(64, 10))
+    return model, vectors(), nn.CrossEntropyLoss()
+
+
+@healthy
+def sum_with_a_divergence():
+    def loss(output, x):
+        reconstruction, mean, log_variance = output
+        error = functional.binary_cross_entropy(reconstruction, x, reduction="sum")
+        return (error + divergence(mean, log_variance).sum()) / len(x)
+
+    x = torch.rand(32, 20)
+    return Autoencoder(), (x, x), loss
+
+
+@healthy
+def messages_along_the_edges_of_a_graph():
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 3)
+            edges = (torch.rand(40, 40) < 0.1).float()
+            self.register_buffer("edges", edges / edges.sum(1, keepdim=True).clamp(min=1))
+
+        def forward(self, x):
+            x = (self.first(x) + self.edges @ self.first(x)).relu()
+            return self.second(x + self.edges @ x)
+
+    return Network(), (torch.randn(40, 8), torch.randint(3, (40,))), nn.CrossEntropyLoss()
+
+
+@healthy
+def tagger_with_time_first():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.rnn, self.head = nn.Embedding(50, 32), nn.GRU(32, 32), nn.Linear(32, 5)
+
+        def forward(self, x):
+            return self.head(self.rnn(self.embedding(x))[0]).flatten(0, 1)
+
+    return Tagger(), (torch.randint(50, (12, 8)), torch.randint(5, (12, 8)).flatten()), nn.CrossEntropyLoss()
+
+
 # -- healthy models of other kinds than those of the other tests
 
 
@@ -386,6 +509,13 @@ def test_a_planted_fault_is_named(name):
     torch.manual_seed(0)
     function, expected = FAULTS[name]
     assert names(*function()) == expected
+
+
+def test_a_sample_with_nan_is_named():
+    x, y = vectors()
+    x[5, 3] = x[7, 1] = float("nan")
+    (finding,) = ikkuna.preflight(stack([20, 64, 10]), (x, y), nn.CrossEntropyLoss())
+    assert "2 NaN or infinite elements in 2 samples, the first of which is sample 5" in finding.message
 
 
 @pytest.mark.parametrize("name", HEALTHY)

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ikkuna.diagnosis.mistakes import BATCH_LEAK, BATCH_POSITION, IGNORES_INPUT, RANDOM_OUTPUT
+from ikkuna.diagnosis.mistakes import BATCH_LEAK, BATCH_POSITION, IGNORES_INPUT, INPLACE_CHANGES_OUTPUT, RANDOM_OUTPUT
 from ikkuna.diagnosis.preflight_checks.batch import by_sample, sample_axis, share_between_samples
 from ikkuna.diagnosis.preflight_checks.first_step import ForwardRecord, recorded
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, arranged_scores, main_output
@@ -23,7 +23,7 @@ from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import BATCH_NORMS
 from ikkuna.support.undisturbed import run_model
 
-__all__ = ["batch_leak", "ignores_input", "random_output", "relative_change"]
+__all__ = ["batch_leak", "ignores_input", "inplace_changes_output", "random_output", "relative_change"]
 
 
 _EPSILONS = 100  # a kernel may round differently for other data in the batch
@@ -166,6 +166,31 @@ def relative_change(a: Tensor, b: Tensor, scale_of: Tensor) -> float:
     if not math.isfinite(difference) or not math.isfinite(scale):
         raise CannotJudgeError("the output is not finite")
     return difference / scale if difference > _EPSILONS * torch.finfo(a.dtype).eps * scale else 0.0
+
+
+def inplace_changes_output(trial: Trial) -> Iterator[Finding]:
+    """Find an operation in place that changes what another part of the model uses, such as a residual."""
+    inplace = {module: name for module, name in trial.names.items() if getattr(module, "inplace", False) is True}
+    if not inplace or trial.evaluation.draws:
+        return
+    if change := _change_without(trial, inplace):
+        names = [name for module, name in inplace.items() if len(inplace) <= _MOST and _change_without(trial, [module])]
+        yield INPLACE_CHANGES_OUTPUT.found(change, names[0] if names else None, modules=tuple(names))
+
+
+_MOST = 12
+
+
+def _change_without(trial: Trial, modules: Iterable[Any]) -> float:
+    """Return the relative change of the output when some modules do not work in place; 0 if none."""
+    changed = [*modules]
+    for module in changed:
+        module.inplace = False
+    try:
+        return relative_change(trial.evaluated, trial.evaluate(trial.batch).output, trial.evaluated)
+    finally:
+        for module in changed:
+            module.inplace = True
 
 
 _DROPOUTS = {

@@ -174,20 +174,11 @@ def _unbounded(loss: _FreeLoss, begin: list[Tensor], end: list[Tensor]) -> Itera
         yield mistakes.UNBOUNDED_LOSS.found(hundred, detail=detail, advice=advice)
 
 
-def _mixes(loss: _FreeLoss) -> bool:
-    """Return whether the gradient of the first sample's output depends on other outputs, as in a contrastive loss."""
-    begin = loss.start(loss.map)
-    others = [value.clone() for value in begin]
-    others[loss.place][1:] = others[loss.place][1:].flip(0) * 0.5 + 0.1
-    a, b = (loss.gradient(free, loss.map)[1][loss.place][0] for free in (begin, others))
-    return not torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()))
-
-
 def _wrong_optimum(loss: _FreeLoss, end: list[Tensor]) -> Iterator[Finding]:
     """Find outputs of the least loss that are not those of their labels."""
     best, labels = loss.map.forward(end[loss.place]), loss.labels
     if (task := arranged_scores(best, labels)) is not None:
-        if len(best) < 2 or not len(task.counted.labels) or _mixes(loss):
+        if len(best) < 2 or not len(task.counted.labels) or loss.trial.mixes_outputs:
             return
         wrong = _share_of_wrong(task, loss.trial.batch.size or 1)
         if wrong > 0.5:
@@ -259,7 +250,7 @@ def _floor(loss: _FreeLoss) -> Iterator[Finding]:
     Scores of 50 and 100 for the label, or for all other classes, have the same loss then; that of a cross-entropy grows with wrong scores.
     """
     axis = class_axis(loss.main, loss.labels)
-    if loss.map is not _IDENTITY or axis is None or len(loss.main) < 2 or _mixes(loss):
+    if loss.map is not _IDENTITY or axis is None or len(loss.main) < 2 or loss.trial.mixes_outputs:
         return
     labels = loss.labels
     known = (labels >= 0) & (labels < loss.main.shape[axis])

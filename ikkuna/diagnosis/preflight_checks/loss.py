@@ -12,6 +12,7 @@ from ikkuna.diagnosis.mistakes import (
     INPUT_SCALE,
     LOSS_AT_INIT,
     LOSS_SCALE,
+    MIXED_REDUCTION,
     NO_LOG_SOFTMAX,
     SIGMOID_TWICE,
     SOFTMAX_TWICE,
@@ -22,6 +23,7 @@ from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, Classifi
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna.store.finding import Finding
+from ikkuna.support.torch_internals import pytree
 
 __all__ = ["input_scale", "loss_at_init", "loss_scale", "softmax_twice"]
 
@@ -42,6 +44,7 @@ def input_scale(trial: Trial) -> Iterator[Finding]:
 _EXCESS = 1.5  # of the loss of a guess
 _GAP = 1.0  # nats; with two classes the random outputs of a healthy network reach 1.5 times the loss of a guess
 _RELATIVE = 1e-3
+_ROUNDING = 1e-5  # of a sum of many terms in single precision
 
 
 def loss_at_init(trial: Trial) -> Iterator[Finding]:
@@ -146,40 +149,46 @@ def _shifted_loss(trial: Trial) -> float:
 
 
 def loss_scale(trial: Trial) -> Iterator[Finding]:
-    """Find a loss that is a sum over the batch: its value doubles when each sample counts twice."""
+    """Find a loss that is a sum over the batch, or has a part that is one: each sample counts once, twice and three times."""
     loss = trial.loss_value
     if loss.numel() != 1 or not bool(loss.isfinite().all()) or float(loss) == 0:
         raise CannotJudgeError("the loss is not a finite number")
     size = trial.batch.size
-    ratio = _ratio_inside(trial) if trial.batch.loss_inside else _ratio_outside(trial)
-    if abs(ratio - 2) < 0.02:
+    once, twice = (_loss_of_copies(trial, number) for number in (1, 2))
+    growth = twice - once
+    if abs(growth - once) < 0.02 * abs(once):
         standard = type(trial.loss).__module__.startswith("torch.") or _is_standard(trial)
         yield LOSS_SCALE.found(size or math.nan, at_most="error" if standard else "info")
+    elif abs(growth) > _RELATIVE * abs(once):
+        thrice = _loss_of_copies(trial, 3)
+        # a part that is a sum and a part that is a mean grow together by the same amount with each copy
+        if abs(thrice - twice - growth) < _ROUNDING * max(map(abs, (once, twice, thrice))):
+            yield MIXED_REDUCTION.found(growth / once)
 
 
-def _ratio_outside(trial: Trial) -> float:
-    output, labels = trial.output, trial.batch.labels
-    size = trial.batch.size
-    if not isinstance(labels, Tensor) or size is None or output.ndim < 1 or len(output) % size or len(labels) % size:
+def _loss_of_copies(trial: Trial, number: int) -> float:
+    """Return the loss of a batch in which each sample counts `number` times."""
+
+    def copies(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor] * number) if tensor.ndim and len(tensor) % size == 0 else tensor
+
+    batch, size, labels = trial.batch, trial.batch.size or 0, trial.batch.labels
+    if trial.batch.loss_inside:
+        if any(tensor.ndim and len(tensor) != size for tensor in batch.tensors):
+            raise CannotJudgeError("the inputs have no common axis of samples")
+        loss = trial.evaluate(batch.map(copies)).loss
+        if loss is None:
+            raise CannotJudgeError("the model returned no loss in evaluation mode")
+        return float(loss)
+    output = trial.output
+    if not isinstance(labels, Tensor) or not size or output.ndim < 1 or len(output) % size or len(labels) % size:
         raise CannotJudgeError("output and labels have no common axis of samples")
+    result = pytree.tree_map_only(Tensor, copies, trial.first_step.result)
     try:
         with trial.running(as_training=True):
-            once = float(trial.loss_of(output, labels.clone()))
-            twice = float(trial.loss_of(torch.cat([output, output]), torch.cat([labels, labels])))
+            return float(trial.call_loss(result, copies(labels)))
     except Exception as error:
-        raise CannotJudgeError(f"for a batch of twice the size the loss raises {type(error).__name__}") from error
-    return twice / once if once else math.nan
-
-
-def _ratio_inside(trial: Trial) -> float:
-    batch, size = trial.batch, trial.batch.size
-    if any(tensor.ndim and len(tensor) != size for tensor in batch.tensors):
-        raise CannotJudgeError("the inputs have no common axis of samples")
-    once = trial.evaluate(batch).loss
-    twice = trial.evaluate(batch.map(lambda tensor: torch.cat([tensor, tensor]) if tensor.ndim else tensor)).loss
-    if once is None or twice is None or float(once) == 0:
-        raise CannotJudgeError("the model returned no loss in evaluation mode")
-    return float(twice) / float(once)
+        raise CannotJudgeError(f"for a batch of another size the loss raises {type(error).__name__}") from error
 
 
 def _is_standard(trial: Trial) -> bool:

@@ -26,8 +26,8 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def restored(owners: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore attributes, parameters and buffers of every module in `owners` after the body.
+def restored(owners: Iterable[nn.Module], *, values: bool = True) -> Iterator[None]:
+    """Restore attributes, parameters and buffers of every module in `owners` after the body, and the values of the parameters.
 
     Some modules initialise their parameters from the first batch, count their calls, or keep tensors for later.
     Attributes are restored by identity; a change inside a user's list or dictionary stays.
@@ -43,8 +43,10 @@ def restored(owners: Iterable[nn.Module]) -> Iterator[None]:
     """
     modules = {id(module): module for owner in owners for module in owner.modules()}.values()
     attributes = [(module, dict(vars(module)), _contents(module)) for module in modules]
-    tensors = {id(t): t for module in modules for t in module._parameters.values() if t is not None}.values()
-    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    parameters = {
+        id(t): t for module in modules for t in module._parameters.values() if t is not None and values
+    }.values()
+    copies = [(parameter, parameter.detach().clone()) for parameter in parameters]
     try:
         yield
     finally:
@@ -52,8 +54,8 @@ def restored(owners: Iterable[nn.Module]) -> Iterator[None]:
             _restore(vars(module), before)
             for name, content in contents.items():
                 _restore(before[name], content)
-        for tensor, value in values:
-            _restore_values(tensor, value)
+        for parameter, value in copies:
+            _restore_values(parameter, value)
 
 
 def _contents(module: nn.Module) -> dict[str, dict[str, Any]]:

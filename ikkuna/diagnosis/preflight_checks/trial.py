@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -19,15 +20,16 @@ from ikkuna.diagnosis.preflight_checks.outputs import (
     inner_loss,
     main_output,
 )
-from ikkuna.diagnosis.preflight_checks.training_setup import Evaluation, TrainingSetup, train_norms
+from ikkuna.diagnosis.preflight_checks.training_setup import Evaluation, TrainingSetup, restored, train_norms
 from ikkuna.diagnosis.rule import Score, get_rules
 from ikkuna.store.finding import Finding
 from ikkuna.store.values import ModuleEntry
+from ikkuna.support.failures import error_text
 from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import run_model
 
-__all__ = ["Check", "Trial", "perturbed_loss", "perturbed_output"]
+__all__ = ["Check", "Trial", "directions", "perturbed_loss", "perturbed_output"]
 
 
 class Trial(TrainingSetup):
@@ -57,11 +59,44 @@ class Trial(TrainingSetup):
         result = pytree.tree_map_only(Tensor, lambda leaf: output if leaf is step.output else leaf, step.result)
         return self.call_loss(result, labels)
 
+    @cached_property
+    def in_double_precision(self) -> Trial:
+        """A trial of a copy of the model that computes in double precision.
+
+        Raises
+        ------
+        CannotJudgeError
+            If the model or the loss cannot be copied.
+        """
+        try:
+            model, loss = copy.deepcopy(self.model).double(), self.loss
+            loss = copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
+        except Exception as error:
+            raise CannotJudgeError(f"the model cannot be copied: {type(error).__name__}") from error
+        return Trial(model, self.batch.map(lambda t: t.double() if t.is_floating_point() else t), loss)
+
+    def loss_of_result(self, result: Any) -> Tensor:
+        """Return the loss of what the model returned for the batch."""
+        if not self.batch.loss_inside:
+            return self.call_loss(result, self.batch.copy().labels)
+        loss = inner_loss(result)
+        if loss is None:
+            raise CannotJudgeError("the model returned no loss")
+        return loss
+
     def gradient_of_output(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return the gradient of the loss with respect to the main output, for another main output and other labels."""
         with self.running(as_training=True, autograd=True):
             source = output.detach().clone().requires_grad_()
             return torch.autograd.grad(self.loss_of(source, labels.clone()), source)[0]
+
+    @cached_property
+    def mixes_outputs(self) -> bool:
+        """Whether the gradient of the loss for the first output depends on the others, as in a contrastive loss."""
+        output = self.output
+        others = torch.cat([output[:1], output[1:].flip(0) * 0.5 + 0.1])
+        a, b = (self.gradient_of_output(value, self.batch.labels)[0] for value in (output, others))
+        return not torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max()))
 
     def bad_scores(self, rule: str, values: Mapping[str, float]) -> list[Score]:
         """Return what a rule finds, by its own threshold, in values of the network at the first step."""
@@ -155,36 +190,35 @@ def perturbed_loss(trial: Trial, parameters: Iterable[nn.Parameter]) -> float:
     """
     with trial.running(as_training=True):
         result = _run(trial, parameters)
-        if trial.batch.loss_inside:
-            loss = inner_loss(result)
-        else:
-            loss = _guarded(lambda: trial.call_loss(result, trial.batch.copy().labels))
-    if loss is None:
-        raise CannotJudgeError("the model returned no loss")
-    return float(loss.sum())
+        return float(_guarded(lambda: trial.loss_of_result(result)).sum())
 
 
 def _run(trial: Trial, parameters: Iterable[nn.Parameter]) -> Any:
+    values = dict(trial.model.named_parameters())
+    changed = {name: values[name].detach() + noise for name, noise in directions(trial, parameters).items()}
+    caller = _Caller(trial.model, changed)
+    with restored([trial.model], values=False):  # `functional_call` separates tied parameters of some models
+        return _guarded(lambda: run_model(caller, trial.batch.copy().inputs))  # type: ignore[arg-type]
+
+
+def directions(trial: Trial, parameters: Iterable[nn.Parameter]) -> dict[str, Tensor]:
+    """Return noise by name of the parameter, with its root mean square and at least 0.1; the same in each call."""
     chosen = set(map(id, parameters))
     generator = torch.Generator().manual_seed(0)
-    changed = {name: _noisy(p, generator) for name, p in trial.model.named_parameters() if id(p) in chosen}
-    caller = _Caller(trial.model, changed)
-    return _guarded(lambda: run_model(caller, trial.batch.copy().inputs))  # type: ignore[arg-type]
-
-
-def _noisy(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
-    value = parameter.detach()
-    if not value.is_floating_point() or not value.numel():
-        return value
-    noise = torch.randn(value.shape, generator=generator, device="cpu").to(value)
-    return value + noise * value.square().mean().sqrt().clamp(min=0.1)
+    found = {}
+    for name, parameter in trial.model.named_parameters():
+        value = parameter.detach()
+        if id(parameter) in chosen and value.is_floating_point() and value.numel():
+            noise = torch.randn(value.shape, generator=generator, device="cpu").to(value)
+            found[name] = noise * value.square().mean().sqrt().clamp(min=0.1)
+    return found
 
 
 def _guarded(function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Exception as error:
-        raise CannotJudgeError(f"with changed parameters the model raises {type(error).__name__}") from error
+        raise CannotJudgeError(f"with changed parameters the model raises {error_text(error)}"[:200]) from error
 
 
 class _Caller:

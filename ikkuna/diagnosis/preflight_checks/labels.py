@@ -1,0 +1,97 @@
+"""Checks of whether inputs and labels of the batch belong together."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ikkuna.diagnosis.mistakes import DUPLICATE_ROWS, LABEL_IN_INPUTS, LABELS_OF_OTHER_SAMPLES
+from ikkuna.diagnosis.preflight_checks.batch import by_sample, sample_axis
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
+from ikkuna.diagnosis.preflight_checks.trial import Trial
+from ikkuna.store.finding import Finding
+
+__all__ = ["duplicate_rows", "label_in_inputs", "labels_of_other_samples"]
+
+
+_CHANGED = 1e-3  # of the largest gradient: a loss may divide by weights of all labels
+_FEW_SAMPLES, _FEW_ELEMENTS = 8, 8
+
+
+def labels_of_other_samples(trial: Trial) -> Iterator[Finding]:
+    """Find outputs that the loss compares with labels of other samples, as after a reshape in place of a transpose.
+
+    Two samples exchange their inputs, then their labels.  The outputs whose gradient changes with the labels must be among those that
+    change with the inputs.
+    """
+    labels, size = _labels(trial), trial.batch.size or 0
+    if trial.evaluation.draws or trial.evaluated.shape != trial.output.shape or trial.mixes_outputs:
+        raise CannotJudgeError("the output is random, or the loss compares outputs with each other")
+    rows = by_sample(torch.arange(labels.numel(), device=labels.device).view(labels.shape), size)
+    if rows is None or size < 3:
+        raise CannotJudgeError("the labels have no axis of samples")
+    flat = rows.reshape(size, -1)
+    values = labels.flatten()[flat]
+    other = next((i for i in range(1, size) if not torch.equal(values[0], values[i])), None)
+    if other is None:
+        raise CannotJudgeError("the labels do not differ")
+    order = torch.arange(size, device=labels.device)
+    order[0], order[other] = other, 0
+    exchanged = labels.flatten().clone()
+    exchanged[flat.flatten()] = values[order].flatten()
+
+    def swapped(tensor: Tensor) -> Tensor:
+        axis = sample_axis(tensor, size)
+        return tensor if axis is None else tensor.index_select(axis, order.to(tensor.device))
+
+    output = trial.evaluate(trial.batch.map(swapped, labels=False)).output
+    by_inputs = (output - trial.evaluated).abs() > 100 * torch.finfo(output.dtype).eps * trial.evaluated.abs().max()
+    a, b = (trial.gradient_of_output(trial.output, y) for y in (labels, exchanged.view(labels.shape)))
+    by_labels = (a - b).abs() > _CHANGED * torch.maximum(a.abs().max(), b.abs().max())
+    if any(bool(changed.all()) or not bool(changed.any()) for changed in (by_inputs, by_labels)):
+        raise CannotJudgeError("every output depends on every label or input, or none does")
+    share = float((by_labels & ~by_inputs).sum() / by_labels.sum())
+    if share > 0.5:
+        yield LABELS_OF_OTHER_SAMPLES.found(share)
+
+
+def _labels(trial: Trial) -> Tensor:
+    labels = trial.batch.labels
+    if trial.loss is None or trial.batch.loss_inside or not isinstance(labels, Tensor) or not labels.ndim:
+        raise CannotJudgeError("there is no loss of output and labels")
+    if trial.loss_value.numel() != 1 or not bool(trial.loss_value.isfinite()):
+        raise CannotJudgeError("the loss is not a finite number")
+    return labels
+
+
+def label_in_inputs(trial: Trial) -> Iterator[Finding]:
+    """Find a column of the inputs of which the labels are a linear function, to the last digits."""
+    x, labels = trial.batch.tensors[0], trial.batch.labels
+    if not isinstance(labels, Tensor) or x.ndim != 2 or not x.is_floating_point() or labels.numel() != len(x):
+        raise CannotJudgeError("the inputs are no columns of numbers with one label each")
+    if len(x) < _FEW_SAMPLES or x.shape[1] < 2:
+        raise CannotJudgeError("the batch has few samples or columns")
+    columns, wanted = (
+        x.double() if x.device.type == "cpu" else x.float(),
+        labels.flatten().to(torch.float32).to(x.device),
+    )
+    columns, wanted = columns - columns.mean(0), (wanted - wanted.mean()).to(columns.dtype)
+    correlation = (columns * wanted.unsqueeze(1)).sum(0) / (columns.norm(dim=0) * wanted.norm())
+    found = (correlation.abs() > 1 - 1e-6).nonzero().flatten().tolist()
+    if found and len(found) < x.shape[1]:
+        yield LABEL_IN_INPUTS.found(
+            found[0], detail=f"Its correlation with the labels is {float(correlation[found[0]]):.6g}."
+        )
+
+
+def duplicate_rows(trial: Trial) -> Iterator[Finding]:
+    """Find samples with the same inputs, to the last bit."""
+    size, x = trial.batch.size or 0, trial.batch.tensors[0]
+    rows = by_sample(x.detach(), size)
+    if rows is None or size < _FEW_SAMPLES or rows[0].numel() < _FEW_ELEMENTS or len(trial.batch.tensors) > 1:
+        raise CannotJudgeError("the batch has few samples, or several inputs")
+    distinct = len(torch.unique(rows.reshape(size, -1), dim=0))
+    share = 1 - distinct / size
+    if 1 < distinct < size:
+        at_most = "error" if share >= 0.5 else "info"
+        yield DUPLICATE_ROWS.found(share, detail=f"{distinct} of {size} samples are different.", at_most=at_most)
