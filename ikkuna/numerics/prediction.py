@@ -233,12 +233,12 @@ def prediction_figures(outputs: Tensor, labels: Tensor | None, ignore_index: int
         return none if labels is None else _add_binary(none, z, labels, seed)
     items = z.movedim(axis, -1).reshape(-1, z.shape[axis])
     y = labels.reshape(-1).to(z.device, torch.int64)
-    if (chosen := _sample(len(items), _MAX_ROWS, seed, z.device)) is not None:
+    if (chosen := sample_indices(len(items), _MAX_ROWS, seed, z.device)) is not None:
         items, y = items[chosen], y[chosen]
     return _classification(items.double(), y, ignore_index)
 
 
-def _sample(count: int, size: int, seed: int, device: torch.device) -> Tensor | None:
+def sample_indices(count: int, size: int, seed: int, device: torch.device) -> Tensor | None:
     """Return indices, one from each of `size` equal intervals; ``None`` for all of so few items."""
     if count <= size:
         return None
@@ -303,7 +303,7 @@ def _add_binary(figures: Tensor, z: Tensor, labels: Tensor, seed: int) -> Tensor
         _are_logarithms(z.double().logsumexp(1)) if z.ndim > 1 and z.shape[1] > 1 else z.new_zeros(()).bool()
     )
     y, z = labels.detach().to(z.device).reshape(-1), z.reshape(-1)
-    if (chosen := _sample(z.numel(), _MAX_ELEMENTS, seed, z.device)) is not None:
+    if (chosen := sample_indices(z.numel(), _MAX_ELEMENTS, seed, z.device)) is not None:
         y, z = y[chosen], z[chosen]
     y, z = y.double(), z.double()
     values = torch.stack(

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.messages import MessageBatch, MessageBundle, NetworkMessage
 from ikkuna.export.subscriber import Pending, PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
+from ikkuna.numerics.constant_prediction import constant_figures
 from ikkuna.numerics.noise import RunningMean
 from ikkuna.numerics.prediction import PREDICTION_FIGURES, count_correct, prediction_figures, shifted
 from ikkuna.numerics.statistics.record import Records
@@ -19,6 +20,7 @@ from ikkuna.support.undisturbed import undisturbed_randomness
 from ikkuna_subscribers._helpers.arguments import require_integers, scheduled_kind
 
 __all__ = [
+    "ConstantPredictionSubscriber",
     "LossSubscriber",
     "PerplexitySubscriber",
     "PredictionSubscriber",
@@ -160,6 +162,53 @@ class PredictionSubscriber(PlotSubscriber):
         """Return all figures."""
         outputs, labels = shifted(bundle["network_output"].data, bundle["input_labels"].data, self.shift)
         return prediction_figures(outputs, labels, self.ignore_index, bundle.stamp.global_step)
+
+    def compute(self, bundle: MessageBundle) -> None:
+        """Emit the figures that are defined."""
+        for kind, value in zip(self.publishes, bundle.data, strict=True):
+            if not math.isnan(value):
+                self.emit(bundle, value, kind)
+
+
+class ConstantPredictionSubscriber(PlotSubscriber):
+    r"""The loss over that of the best constant prediction, for losses of numbers and of probabilities.
+
+    Takes the arguments of the loss and the loss: outputs and labels of one shape, numbers or probabilities.
+    Publishes ``loss_over_constant``, without a unit; ``constant_loss``, the loss of the best constant as a mean over elements;
+    and ``loss_form``, which loss it is, as a number of `ikkuna.numerics.constant_prediction.LOSS_FORMS`; -1 is an unknown one.
+    The loss is recognised by its value: MSE, MAE, Huber, binary cross-entropy, cross-entropy with probabilities, or divergence.
+    Of a loss of another form, and of equal labels, only ``loss_form`` is published.
+    Of several micro-batches and ranks the last one counts.
+
+    Look for: a ``loss_over_constant`` that stays near 1, because the network has learned only the mean of the labels; above 1 it is worse.
+    Below 0 the loss has the wrong sign.
+
+    Parameters
+    ----------
+    **options : Any
+        See `Subscriber`.
+
+    Examples
+    --------
+    >>> ConstantPredictionSubscriber().publishes
+    ('loss_form', 'loss_over_constant', 'constant_loss')
+    """
+
+    quantity = (Quantity(low=-1.0), Quantity(larger="bad"), Quantity(low=0.0))
+    merge = "last"
+
+    def __init__(self, **options: Any) -> None:
+        name_results(options, "loss_form", "loss_over_constant", "constant_loss")
+        super().__init__(["network_output", "input_labels", "loss"], join=True, **options)
+
+    def measure(self, bundle: MessageBundle) -> Tensor | None:
+        """Return the form of the loss, its share, and the loss of the best constant."""
+        outputs, labels, loss = (bundle[kind].data for kind in self.kinds)
+        return (
+            None
+            if not labels.is_floating_point()
+            else constant_figures(outputs, labels, loss, bundle.stamp.global_step)
+        )
 
     def compute(self, bundle: MessageBundle) -> None:
         """Emit the figures that are defined."""

@@ -9,7 +9,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.diagnosis import networks
-from tests.diagnosis.planted import LABELLED, PICTURES, evaluate, marked_classes, step_by_scaler, use_scaler
+from tests.diagnosis.planted import (
+    LABELLED,
+    NUMBERS,
+    PICTURES,
+    as_regression,
+    evaluate,
+    marked_classes,
+    step_by_scaler,
+    use_scaler,
+)
 from tests.diagnosis.training import FAMILIES
 
 HEALTHY = {}
@@ -78,6 +87,24 @@ def a_forward_without_gradients_in_each_step(case):
         return x, y
 
     case.on_batch.append(change)
+
+
+@healthy(*PICTURES)
+def numbers(case):
+    as_regression(case, case.draw.choice(NUMBERS[:3])())
+
+
+@healthy("mlp", "conv")
+def numbers_with_noise(case):
+    """Three quarters of the variance of the labels cannot be learned."""
+    as_regression(case, nn.MSELoss())
+    case.on_batch.append(lambda case, step, x, y: (x, y + torch.randn(y.shape, generator=case.generator)))
+
+
+@healthy("mlp", "recurrent")
+def probabilities_as_labels(case):
+    classes = 8 if case.family == "recurrent" else 10
+    case.on_batch.append(lambda case, step, x, y: (x, 0.8 * nn.functional.one_hot(y, classes).float() + 0.2 / classes))
 
 
 @healthy(*PICTURES)

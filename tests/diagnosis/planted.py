@@ -239,7 +239,7 @@ def head_ignores_its_input(case):
     case.prepare.append(lambda case: case.model.get_submodule("head").register_forward_pre_hook(hook))
 
 
-@fault("diverges", "lr_too_high", "nonfinite")
+@fault("wrong_sign", "diverges", "lr_too_high", "nonfinite")
 def loss_with_the_wrong_sign(case):
     case.on_loss.append(lambda loss: -loss)
 
@@ -442,3 +442,36 @@ def steps_of_epochs_in_batches(case):
                 group["lr"] *= 0.1
 
     case.on_step.append(change)
+
+
+def as_regression(case, function, factor=1.0):
+    """Let a case predict ten numbers in place of classes: the distances of the class on a line."""
+
+    def change(case, step, x, y):
+        places = torch.linspace(-1, 1, 10)
+        return x, factor * (2 * places[y][:, None] - places).abs()
+
+    case.on_batch.append(change)
+    case.loss = function
+
+
+NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, lambda: nn.MSELoss(reduction="sum"))
+
+
+@fault("no_better_than_constant", "ignores_input", families=PICTURES)
+def numbers_shuffled(case):
+    as_regression(case, case.draw.choice(NUMBERS[:3])())
+    case.on_batch.append(lambda case, step, x, y: (x, y[torch.randperm(len(y), generator=case.generator)]))
+
+
+@fault("no_better_than_constant", families=PICTURES)
+def labels_of_classes_shuffled(case):
+    case.loss = nn.BCEWithLogitsLoss()
+    case.on_batch.append(marked_classes)
+    case.on_batch.append(lambda case, step, x, y: (x, y[torch.randperm(len(y), generator=case.generator)]))
+
+
+@fault("wrong_sign", "diverges", "lr_too_high", "nonfinite", families=PICTURES)
+def distance_with_the_wrong_sign(case):
+    as_regression(case, case.draw.choice(NUMBERS)())
+    case.on_loss.append(lambda loss: -loss)

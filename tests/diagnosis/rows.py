@@ -169,6 +169,18 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
         layers("weight_micro_gradients_norm2")
         | layers("weight_gradients_norm2", fc0=8.0, fc1=8.0, head=8.0),  # 8 micro-batches
     ),
+    "no_better_than_constant": (
+        layers("weight_updates_weights_ratio", fc0=1e-3, fc1=1e-3, head=1e-3)
+        | constant(loss_form=0.0, constant_loss=2.0)
+        | {("loss_over_constant", None): lambda step: every(step, 10, 1.02 + 0.01 * NOISE[step])},
+        layers("weight_updates_weights_ratio", fc0=1e-3, fc1=1e-3, head=1e-3)
+        | constant(loss_form=0.0, constant_loss=2.0)
+        | {("loss_over_constant", None): lambda step: every(step, 10, max(1.02 * 0.995**step, 0.85))},
+    ),
+    "wrong_sign": (
+        classification(loss=lambda step: -1.0 - step, output_cross_entropy=lambda step: every(step, 10, 1.0 + step)),
+        classification(loss=lambda step: -1.0 - step),  # the logarithm of a density
+    ),
     "betas": (
         constant(optimizer_beta1=0.999, optimizer_beta2=0.9),
         constant(optimizer_beta1=0.9, optimizer_beta2=0.8),

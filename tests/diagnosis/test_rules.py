@@ -107,3 +107,9 @@ def test_a_large_signal_in_front_of_a_normalisation_is_no_finding(norm):
 def test_two_classes_need_one_direction_only():
     series = classification() | layers("activations_dimension", fc0=1.0, fc1=1.0, head=1.0)
     assert not findings(rule_named("rank_collapse"), series | {("output_classes", None): sampled([2.0])})
+
+
+def test_a_bias_with_a_gradient_is_no_network_without_gradients():
+    """Behind a dead layer every weight has a gradient of zero, and the bias of the last layer has one."""
+    series = ROWS["all_gradients_zero"][0] | {("bias_gradients_norm2", "head"): sampled([0.1])}
+    assert not findings(rule_named("all_gradients_zero"), series)

@@ -91,7 +91,7 @@ class StepWithoutGradientsRule(Rule):
 
 
 class AllGradientsZeroRule(Rule):
-    """Every gradient of every weight is exactly zero, although the loss is not.
+    """Every gradient of every weight and bias is exactly zero, although the loss is not.
 
     Threshold: a fact, without a number, for 5 samples in a row.  The rule is silent if the loss is 0, as one with a margin may become.
     Cannot see: gradients that are zero in a part of the network only (that is the rule zero_gradient).
@@ -99,6 +99,7 @@ class AllGradientsZeroRule(Rule):
 
     name = "all_gradients_zero"
     needs = sources("weight_gradients_norm2", "weight_micro_gradients_norm2", "loss")
+    uses = sources("bias_gradients_norm2")
     judged_on = frozenset(("weight_gradients_norm2",))
     severity = "error"
     patience = 5
@@ -111,7 +112,8 @@ class AllGradientsZeroRule(Rule):
 
     def scores(self, history: History) -> Iterator[Score]:
         """Yield 1 if all gradients are zero."""
-        used = [curve.last for _, curve in history.fresh("weight_gradients_norm2")]
+        kinds = ("weight_gradients_norm2", "bias_gradients_norm2")
+        used = [curve.last for kind in kinds for _, curve in history.fresh(kind)]
         given = [curve.last for _, curve in history.fresh("weight_micro_gradients_norm2")]
         loss = history.curve("loss")
         if used and loss is not None:
