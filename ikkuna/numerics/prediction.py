@@ -17,6 +17,7 @@ __all__ = [
     "initial_cross_entropy",
     "initial_logit_deviation",
     "prediction_figures",
+    "sample_indices",
     "shifted",
     "wilson_interval",
     "z_loss_row",
