@@ -69,6 +69,15 @@ def squared_error_with_the_wrong_sign():
 
 
 @fault("wrong_optimum")
+def reconstruction_with_the_wrong_sign():
+    def loss(output, x):
+        return divergence(*output[1:]).mean() - (output[0] - x).square().sum(1).mean()
+
+    x = torch.randn(32, 20)
+    return Autoencoder(bounded=False), (x, x), loss
+
+
+@fault("wrong_optimum")
 def scores_whose_axes_are_reshaped_instead_of_transposed():
     def loss(output, y):
         return functional.cross_entropy(output.reshape(-1, 8, 8, 4).permute(0, 3, 1, 2), y)
@@ -335,9 +344,11 @@ def tagger_with_time_first():
 class Autoencoder(nn.Module):
     """A variational autoencoder that returns the reconstruction, the mean and the logarithm of the variance."""
 
-    def __init__(self):
+    def __init__(self, bounded=True):
         super().__init__()
-        self.encoder, self.decoder = stack([20, 32, 8]), nn.Sequential(stack([4, 32, 20]), nn.Sigmoid())
+        self.encoder, self.decoder = stack([20, 32, 8]), stack([4, 32, 20])
+        if bounded:
+            self.decoder.append(nn.Sigmoid())
 
     def forward(self, x):
         mean, log_variance = self.encoder(x).chunk(2, 1)
@@ -502,6 +513,84 @@ def straight_through_rounding():
             return x + (x.round() - x).detach()
 
     return nn.Sequential(nn.Linear(20, 64), Rounding(), nn.ReLU(), nn.Linear(64, 10)), vectors(), nn.CrossEntropyLoss()
+
+
+@healthy
+def policy_whose_advantages_multiply_the_loss():
+    actions = torch.randint(4, (32, 1))
+
+    def loss(output, advantage):
+        return -(output.log_softmax(1).gather(1, actions)[:, 0] * advantage).mean()
+
+    return stack([8, 64, 4]), (torch.randn(32, 8), torch.randn(32)), loss
+
+
+@healthy
+def values_of_chosen_actions():
+    actions = torch.randint(4, (32, 1))
+
+    def loss(output, returns):
+        return functional.smooth_l1_loss(output.gather(1, actions)[:, 0], returns)
+
+    return stack([8, 64, 4]), (torch.randn(32, 8), torch.randn(32)), loss
+
+
+@healthy
+def ranks():
+    def loss(output, y):
+        return functional.binary_cross_entropy_with_logits(output, (y[:, None] > torch.arange(4)).float())
+
+    return stack([20, 64, 4]), (torch.randn(32, 20), torch.arange(32) % 5), loss
+
+
+@healthy
+def rates_of_waiting_times():
+    return stack([20, 64, 1]), (torch.randn(32, 20), 3 * torch.rand(32, 1)), lambda o, y: (o.exp() * y - o).mean()
+
+
+@healthy
+def mixture_of_densities():
+    def loss(output, y):
+        weights, means, scales = output.chunk(3, 1)
+        parts = torch.distributions.Normal(means, functional.softplus(scales) + 0.01).log_prob(y)
+        return -(weights.log_softmax(1) + parts).logsumexp(1).mean()
+
+    return stack([20, 64, 9]), (torch.randn(32, 20), torch.randn(32, 1)), loss
+
+
+@healthy
+def sequences_without_an_alignment():
+    class Recogniser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(8, 32, batch_first=True), nn.Linear(32, 6)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0]).log_softmax(2).transpose(0, 1)
+
+    def loss(output, y):
+        return functional.ctc_loss(output, y, torch.full((8,), 20), torch.full((8,), 5))
+
+    return Recogniser(), (torch.randn(8, 20, 8), torch.randint(1, 6, (8, 5))), loss
+
+
+@healthy
+def spikes_with_a_surrogate_gradient():
+    class Spike(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return (x > 0).to(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient / (1 + ctx.saved_tensors[0].abs()) ** 2
+
+    class Spikes(nn.Module):
+        def forward(self, x):
+            return Spike.apply(x)
+
+    return nn.Sequential(nn.Linear(20, 64), Spikes(), nn.Linear(64, 10)), vectors(), nn.CrossEntropyLoss()
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -12,6 +12,7 @@ from ikkuna.diagnosis.mistakes import NO_ACTIVATION, WRONG_GRADIENT
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial, directions
 from ikkuna.store.finding import Finding
+from ikkuna.support.failures import error_text
 from ikkuna.support.modules import module_of
 from ikkuna.support.undisturbed import run_model
 
@@ -54,7 +55,10 @@ def wrong_gradient(trial: Trial) -> Iterator[Finding]:
 
 def _gradients(precise: Trial, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
     with precise.running(as_training=True, autograd=True), _Substitutes():
-        loss = precise.loss_of_result(run_model(precise.model, precise.batch.copy().inputs))
+        try:
+            loss = precise.loss_of_result(run_model(precise.model, precise.batch.copy().inputs))
+        except RuntimeError as error:
+            raise CannotJudgeError(f"in double precision the model raises {error_text(error)}"[:200]) from error
         if loss.dtype != torch.float64:
             raise CannotJudgeError("the model does not compute in double precision")
         if _has_own_derivatives(loss):

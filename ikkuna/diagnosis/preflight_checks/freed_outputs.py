@@ -141,51 +141,75 @@ def freed_outputs(trial: Trial) -> Iterator[Finding]:
         begin, end = loss.descend(loss.map)
         if not all(bool(value.isfinite().all()) for value in end):
             raise CannotJudgeError("the loss of other outputs is not finite")
-        yield from _unbounded(loss, begin, end)
-        yield from _wrong_optimum(loss, end)
+        limit = _limit(loss, begin, end)
+        yield from _wrong_optimum(loss, end, limit)
+        if limit is not None:
+            yield _unbounded(loss, limit)
         yield from _without_gradient(loss, begin)
         yield from _floor(loss)
         yield from _out_of_reach(loss)
         yield from _no_distribution(loss)
 
 
-def _unbounded(loss: _FreeLoss, begin: list[Tensor], end: list[Tensor]) -> Iterator[Finding]:
-    """Find a loss that falls along the way of the descent without end.
-
-    A loss that is linear, as that of a critic, does so by design.
+def _limit(loss: _FreeLoss, begin: list[Tensor], end: list[Tensor]) -> float | None:
+    """Return the loss far along the way of the descent if it falls there without end.
 
     From one to ten and to a hundred times the way, a loss without a bound falls by at least as much for each unit of the way.
+    A loss that is linear in the outputs, as that of a critic, does so by design, and one that labels of another shape multiply, as that of
+    a policy.
     """
     first, g0 = loss.gradient(begin, loss.map)
     last, g1 = loss.gradient(end, loss.map)
     if all(torch.allclose(a, b, rtol=_ROUNDING, atol=0.0) for a, b in zip(g0, g1, strict=True)):
-        return
+        return None
+    labels = loss.labels
     with torch.no_grad():
-        ten, hundred = (
-            float(loss([b + t * (e - b) for b, e in zip(begin, end, strict=True)], loss.map)) for t in (10.0, 100.0)
-        )
+        ten, hundred = (float(loss(_further(loss.place, begin, end, factor), loss.map)) for factor in (10.0, 100.0))
+        if labels.is_floating_point() and labels.shape != loss.main.shape:
+            none, one, two = (float(loss(begin, loss.map, labels * factor)) for factor in (0.0, 1.0, 2.0))
+            if abs(two - 2 * one + none) <= _ROUNDING * max(map(abs, (none, one, two))):
+                return None
     fall = last - ten
-    if fall > 0.1 * abs(first - last) and ten - hundred > 5 * fall:
-        labels = loss.labels
-        detail, advice = f"It is {first:.3g} at first and {hundred:.3g} on the way down.", ""
-        if labels.is_floating_point() and sorted(labels.unique().tolist()) == [-1.0, 1.0]:
-            detail += " The labels are -1 and 1; a binary cross-entropy takes 0 and 1."
-            advice = "convert the labels with (labels + 1) / 2"
-        yield mistakes.UNBOUNDED_LOSS.found(hundred, detail=detail, advice=advice)
+    return hundred if fall > 0.1 * abs(first - last) and ten - hundred > 5 * fall else None
 
 
-def _wrong_optimum(loss: _FreeLoss, end: list[Tensor]) -> Iterator[Finding]:
-    """Find outputs of the least loss that are not those of their labels."""
+def _further(place: int, begin: list[Tensor], end: list[Tensor], factor: float) -> list[Tensor]:
+    """Return the end of the descent with the main output moved by a multiple of its way."""
+    return [b + factor * (e - b) if i == place else e for i, (b, e) in enumerate(zip(begin, end, strict=True))]
+
+
+def _unbounded(loss: _FreeLoss, limit: float) -> Finding:
+    labels, detail, advice = (
+        loss.labels,
+        f"It is {float(loss.trial.loss_value):.3g} at first and {limit:.3g} far away.",
+        "",
+    )
+    if labels.is_floating_point() and sorted(labels.unique().tolist()) == [-1.0, 1.0]:
+        detail += " The labels are -1 and 1; a binary cross-entropy takes 0 and 1."
+        advice = "convert the labels with (labels + 1) / 2"
+    return mistakes.UNBOUNDED_LOSS.found(limit, detail=detail, advice=advice)
+
+
+def _wrong_optimum(loss: _FreeLoss, end: list[Tensor], limit: float | None) -> Iterator[Finding]:
+    """Find outputs of the least loss that are not those of their labels.
+
+    A label that is the number of classes shows that the labels are ranks.  Without a bound, outputs far away that correlate negatively
+    with the labels have the wrong sign; with a bound they can be the logarithms of rates.
+    """
     best, labels = loss.map.forward(end[loss.place]), loss.labels
     if (task := arranged_scores(best, labels)) is not None:
-        if len(best) < 2 or not len(task.counted.labels) or loss.trial.mixes_outputs:
+        if (
+            len(best) < 2
+            or not len(task.counted.labels)
+            or loss.trial.mixes_outputs
+            or bool((labels == task.classes).any())
+        ):
             return
         wrong = _share_of_wrong(task, loss.trial.batch.size or 1)
         if wrong > 0.5:
             detail = f"The largest score is not that of the label in {wrong:.0%} of the predictions."
             yield mistakes.WRONG_OPTIMUM.found(wrong, detail=detail)
-    elif labels.is_floating_point() and best.shape == labels.shape and labels.numel() > 1:
-        # the covariance with an increasing function of the labels is at least 0
+    elif limit is not None and labels.is_floating_point() and best.shape == labels.shape and labels.numel() > 1:
         correlation = float(torch.corrcoef(torch.stack([best.flatten(), labels.flatten().float()]))[0, 1])
         if correlation < -0.5:
             detail = "The outputs of larger labels are smaller: the sign of the loss is wrong."
