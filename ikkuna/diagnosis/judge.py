@@ -389,13 +389,13 @@ class Judge:
             kind=kind,
             step=since,
             value=float(score.figure),
-            advice=rule.advice,
+            advice=score.advice or rule.advice,
             evidence=curve.points() if curve is not None else (),
         )
 
     def _message(self, rule: Rule, score: Score) -> str:
         try:
-            return rule.describe(score)
+            return f"{rule.describe(score)} {score.detail}".strip()
         except Exception as error:
             self._report(rule, error)
             return type(rule).__doc__ or rule.name

@@ -160,7 +160,7 @@ IDENTICAL_UNITS = Mistake(
 NONFINITE = Mistake(
     "nonfinite",
     "error",
-    meaning="The values are NaN or infinite.",
+    meaning="A value is NaN or infinite.",
     advice="look for log(0), 0/0 and overflow here, check the data, lower the learning rate or clip gradients; "
     "NonFiniteSubscriber() names the operation",
     explains=_names(

@@ -36,6 +36,10 @@ class Score(NamedTuple):
         The kind of the series that shows the mistake; by default the first kind that the rule needs.
     step : int, optional
         The step at which the mistake begins; by default the present step.
+    detail : str
+        Further sentences of the finding, if the values say more than the mistake.
+    advice : str
+        What to try, if the values show which of several causes the mistake has; by default the advice of the rule.
     """
 
     value: float
@@ -43,6 +47,8 @@ class Score(NamedTuple):
     module: str | None = None
     kind: str | None = None
     step: int | None = None
+    detail: str = ""
+    advice: str = ""
 
 
 class Rule(ABC):

@@ -244,17 +244,22 @@ class EvaluationModeRule(Rule, mistake=EVALUATION_MODE):
         yield Score(float(curve.last >= 1 and depends), curve.last)
 
 
+_CLEAN = "search the data for missing values; a dump of the flight recorder names the row"
+_DERIVATIVE = "look for a function whose derivative is infinite: the root or the norm of 0, a power below 1, or overflow in half precision"
+
+
 class NonFiniteRule(Rule, mistake=NONFINITE):
     """The loss, an activation, a gradient or a weight is NaN or infinite.
 
-    The module is the first one whose activation is not finite although its weights are; if only gradients are not finite, the last one.
+    If the inputs of the network are not finite, they are named.  Otherwise the module is the first one whose activation is not finite
+    although its weights are; if only gradients are not finite, the last one.
     If `NonFiniteSubscriber` publishes the producer, that is used.
     Threshold: a fact, without a number.
     Cannot see: the exact producer if the first NaN appears in a step that is not sampled; steps that a gradient scaler skips.
     """
 
     needs = sources("weights_norm2")
-    uses = sources("loss", "activations_variance", "weight_gradients_norm2", "nonfinite_producer")
+    uses = sources("loss", "activations_variance", "weight_gradients_norm2", "nonfinite_producer", "input_data_mean")
     judged_on = frozenset(("weights_norm2", "activations_variance", "weight_gradients_norm2", "nonfinite_producer"))
     patience = 1
 
@@ -262,19 +267,31 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
         """Yield 1 for the module that comes first, or for the network if only the loss is not finite."""
         if history.memory[self.name].get("found"):
             return
-        found = self._producer(history) or self._module(history)
+        found = self._inputs(history) or self._producer(history) or self._module(history)
         if found is None:
             loss = history.now("loss")
             if loss is not None and not math.isfinite(loss.last):
-                found = Score(1.0, loss.last, None, "loss")
+                found = Score(1.0, loss.last, None, "loss", detail="It is the loss; no weight was found that is.")
         history.memory[self.name]["found"] = found is not None
         yield found or Score(0.0, 0.0)
 
     @staticmethod
+    def _inputs(history: History) -> Score | None:
+        """Return a score if a weight is finite that receives inputs that are not."""
+        weights = [curve.last for _, curve in history.fresh("weights_norm2")]
+        bad = [curve for _, curve in history.fresh("input_data_mean") if not math.isfinite(curve.last)]
+        if not bad or not all(map(math.isfinite, weights)):
+            return None
+        text, advice = "They came in with the inputs of this step, while all weights are finite.", _CLEAN
+        return Score(1.0, bad[0].last, None, "input_data_mean", detail=text, advice=advice)
+
+    @staticmethod
     def _producer(history: History) -> Score | None:
-        return next(
-            (Score(1.0, 1.0, name, "nonfinite_producer") for name, _ in history.fresh("nonfinite_producer")), None
+        text = (
+            "This module has produced it, in its forward or its backward: everything before it in the step is finite."
         )
+        names = (name for name, _ in history.fresh("nonfinite_producer"))
+        return next((Score(1.0, 1.0, name, "nonfinite_producer", detail=text) for name in names), None)
 
     @staticmethod
     def _module(history: History) -> Score | None:
@@ -285,9 +302,14 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
             module = name.partition(":")[0]
             own_weights_are_finite = not any(other == module or other.startswith(f"{module}.") for other in broken)
             if curve.last != curve.last and (own_weights_are_finite or not broken) and not broken:
-                return Score(1.0, curve.last, name, "activations_variance")
+                text = "It is the output of this module, while all weights are finite."
+                return Score(1.0, curve.last, name, "activations_variance", detail=text)
         if broken:
-            return Score(1.0, weights[broken[0]], broken[0], "weights_norm2")
+            text = "It is the weight of this module, which an earlier step has changed."
+            return Score(1.0, weights[broken[0]], broken[0], "weights_norm2", detail=text)
         gradients = [(name, curve.last) for name, curve in history.fresh("weight_gradients_norm2")]
         bad = [(name, value) for name, value in gradients if not math.isfinite(value)]
-        return Score(1.0, bad[-1][1], bad[-1][0], "weight_gradients_norm2") if bad else None
+        if not bad:
+            return None
+        text = "It is the gradient of this weight, while weights and outputs are finite."
+        return Score(1.0, bad[-1][1], bad[-1][0], "weight_gradients_norm2", detail=text, advice=_DERIVATIVE)

@@ -57,6 +57,11 @@ class ClassCollapseRule(Rule):
 
 
 _LASTING = 30
+_LEARNED = (
+    "It was {:.2g} at the first step, so no part of the network cuts the inputs off: it has learned a constant. "
+    "If the loss is that of a guess, the labels do not belong to the inputs; if it is larger, the learning rate is too high."
+)
+_LEARNED_ADVICE = "compare some labels with their inputs as the model receives them, and lower the learning rate"
 
 
 class IgnoresInputRule(Rule, mistake=IGNORES_INPUT):
@@ -81,9 +86,14 @@ class IgnoresInputRule(Rule, mistake=IGNORES_INPUT):
         curve, labels = history.now("output_dependence"), history.curve("label_entropy")
         if curve is None or curve.count <= 2 or (labels is not None and labels.last == 0):
             return
-        figure = max(curve.last, 1e-12)
+        figure, first = max(curve.last, 1e-12), curve.first[0]
         limit = self.lasting_share if stays_below(curve, self.lasting_share, _LASTING) else self.share
-        yield Score(limit / figure, curve.last)
+        if not history.is_complete:
+            yield Score(limit / figure, curve.last)
+        elif first > 100 * self.lasting_share:
+            yield Score(limit / figure, curve.last, detail=_LEARNED.format(first), advice=_LEARNED_ADVICE)
+        else:
+            yield Score(limit / figure, curve.last, detail=f"It was {first:.2g} at the first step already.")
 
 
 class InputScaleRule(Rule, mistake=INPUT_SCALE):
