@@ -7,6 +7,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from ikkuna.numerics.spike_score import SpikeScore
 from ikkuna.store.values import ModuleEntry
 
 __all__ = ["TRAINING", "History", "Network", "TimeSeries", "middle"]
@@ -180,6 +181,7 @@ class Network:
 
 
 TRAINING = "training"
+_SCORES = 1024
 
 
 class History:
@@ -198,6 +200,8 @@ class History:
         The first step; above 0 if the run continues another one.
     memory : dict of str to dict
         What each rule stores from one step to the next, by its name; empty after a restart.
+    loss_scores : deque of (int, float, float)
+        The last steps, their losses and the spike scores of these, see `ikkuna.numerics.spike_score`.
 
     Examples
     --------
@@ -217,6 +221,14 @@ class History:
         self.begin: int | None = None
         self.memory: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
         self._curves: defaultdict[tuple[str, str], dict[str | None, TimeSeries]] = defaultdict(dict)
+        self.loss_scores: deque[tuple[int, float, float]] = deque(maxlen=_SCORES)
+        self._loss_score = SpikeScore()
+
+    def score_loss(self, step: int, value: float) -> float:
+        """Return the spike score of the loss of a training step, which may be added to its series later."""
+        score = self._loss_score.add(value)
+        self.loss_scores.append((step, value, score))
+        return score
 
     @property
     def is_complete(self) -> bool:

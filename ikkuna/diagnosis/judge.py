@@ -15,6 +15,7 @@ from ikkuna.diagnosis.rule import Rule, Score, get_rules
 from ikkuna.diagnosis.stored_findings import changes, read_findings
 from ikkuna.diagnosis.stored_values import ValueGroup, read_rule_values
 from ikkuna.errors import ConfigError, ConfigTypeError
+from ikkuna.numerics.spike_score import LIMIT
 from ikkuna.store import StoredRun, read_run
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import FailureCounter, error_text, log
@@ -232,6 +233,8 @@ class Judge:
         self._changed.add(kind)
         if value - value != 0 or pass_name != TRAINING:
             self._urgent.add(kind)
+        elif kind == "loss" and name is None:
+            self._score_loss(step, value)
 
     def add_all(
         self, kind: str, names: Sequence[str | None], step: int, values: Sequence[float], pass_name: str = TRAINING
@@ -246,6 +249,8 @@ class Judge:
         self._changed.add(kind)
         if pass_name != TRAINING or not all(map(math.isfinite, values)):
             self._urgent.add(kind)
+        elif kind == "loss" and names[0] is None:
+            self._score_loss(step, values[0])
 
     def defer(self, kind: str, name: str | None, step: int, value: float) -> None:
         """Add a value of a training step, at the latest when a rule judges its kind; a kind that no rule reads is ignored.
@@ -257,8 +262,16 @@ class Judge:
         last = self._deferred[-1][2] if self._deferred else self._history.step
         if step < last or value - value != 0:
             self.add(kind, name, step, value)
-        else:
-            self._deferred.append((kind, name, step, value))
+            return
+        self._deferred.append((kind, name, step, value))
+        if kind == "loss" and name is None:
+            self._score_loss(step, value)
+
+    def _score_loss(self, step: int, value: float) -> None:
+        """Compute the spike score of a loss; a spike is judged at once."""
+        if self._history.score_loss(step, value) > LIMIT:
+            self._due_at = -1
+            self._urgent.add("loss")
 
     def _flush(self) -> None:
         """Add the values that were deferred."""

@@ -21,10 +21,11 @@ from ikkuna.flight_recorder.dump_writing import DumpContent, DumpJob, DumpWriter
 from ikkuna.flight_recorder.options import MemoryBudget, RecorderOptions
 from ikkuna.flight_recorder.process_hooks import hook_process
 from ikkuna.flight_recorder.recorded_steps import RecordedSteps, rule_facts, worst_row
-from ikkuna.flight_recorder.triggers import AT_END, CoolDown, NonFiniteTrigger, SpikeTrigger
+from ikkuna.flight_recorder.triggers import AT_END, CoolDown, NonFiniteTrigger
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
+from ikkuna.numerics.spike_score import LIMIT, SpikeScore
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Plan
@@ -61,7 +62,7 @@ class FlightRecorder(StepObserver):
         self._writer = DumpWriter()
         self._budget = MemoryBudget(options.max_memory)
         self._steps = RecordedSteps(context, options, self._budget)
-        self._nonfinite, self._spike = NonFiniteTrigger(), SpikeTrigger()
+        self._nonfinite, self._spike, self._has_spiked = NonFiniteTrigger(), SpikeScore(), False
         self._cool_down = CoolDown(options.cool_down, options.max_dumps)
         self._reasons: list[str] = []
         self._findings: list[Finding] = []
@@ -111,8 +112,10 @@ class FlightRecorder(StepObserver):
         loss = self._steps.add(rows, event)
         if rows.skipped:
             return
-        if loss is not None and self._spike.update(loss):
-            self._reasons.append(f"the loss jumped to {loss:.6g}")
+        if loss is not None:
+            was_spike, self._has_spiked = self._has_spiked, self._spike.add(loss) > LIMIT
+            if self._has_spiked and not was_spike:
+                self._reasons.append(f"the loss jumped to {loss:.6g}")
         if self._steps.is_sampled(rows.plan) and len(bad := self._nonfinite.update(rows.values)):
             self._note_nonfinite(bad, rows)
         if self._burst is not None:

@@ -1,16 +1,13 @@
 """Events that make the flight recorder write a dump without a rule."""
 
-import math
-from collections import deque
 from collections.abc import Callable
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.numerics.statistics.table import COLUMN, Values
 
-__all__ = ["AT_END", "CoolDown", "NonFiniteTrigger", "SpikeTrigger"]
+__all__ = ["AT_END", "CoolDown", "NonFiniteTrigger"]
 
 AT_END = 2
 """The importance of a dump at the end of the process."""
@@ -60,47 +57,6 @@ class NonFiniteTrigger:
         self._was_bad[:count] = np.where(measured, bad, self._was_bad[:count])
         self._any_was_bad = bool(self._was_bad.any())
         return np.flatnonzero(is_new)
-
-
-class SpikeTrigger:
-    """Finds a loss that is far above its last 32 values.
-
-    Threshold: 8 robust deviations (median absolute deviation) above their median, and 1.5 times as far from the median as
-    the largest of them.  It is computed again after every 8 values, so most steps cost one comparison.
-
-    Examples
-    --------
-    >>> trigger = SpikeTrigger()
-    >>> losses = [1.0 + 0.01 * (i % 5) for i in range(60)] + [9.0, 9.0]
-    >>> [step for step, loss in enumerate(losses) if trigger.update(loss)]
-    [60]
-    """
-
-    def __init__(self) -> None:
-        self._past: deque[float] = deque(maxlen=32)
-        self._threshold = math.inf
-        self._count = 0
-
-    def update(self, loss: float) -> bool:
-        """Return whether the loss of a step is a spike, or has become NaN or infinite."""
-        if loss <= self._threshold and loss != math.inf:
-            self._add(loss)
-            return False
-        was_quiet, self._threshold = self._threshold < math.inf, math.inf
-        is_bad = not math.isfinite(loss) and len(self._past) > 0
-        self._past.clear()
-        self._count = 0
-        return was_quiet or is_bad
-
-    def _add(self, loss: float) -> None:
-        self._past.append(loss)
-        self._count += 1
-        if self._count < 40 or self._count % 8:
-            return
-        center = median(self._past)
-        deviation = 1.4826 * median(abs(value - center) for value in self._past)
-        largest = max(self._past) - center
-        self._threshold = center + max(8 * deviation, 1.5 * largest, 1e-6 * abs(center))
 
 
 class CoolDown:

@@ -9,6 +9,7 @@ import numpy as np
 from ikkuna.diagnosis import Findings, get_rules
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.bands import running_band
+from ikkuna.numerics.spike_score import LIMIT, spike_scores
 from ikkuna.report.difference import training_order
 from ikkuna.store import SeriesValues, StoredRun
 from ikkuna.store.quantity import Quantity, built_in_sources, step_order
@@ -84,7 +85,7 @@ class FirstChanges:
     Parameters
     ----------
     step : int or None
-        The step in question; ``None`` if no step was given and the loss never left its band upwards or was not stored.
+        The step in question; ``None`` if no step was given and the loss has no spike or was not stored.
     changes : tuple of Change
         The changes, in the order of steps, and within a step in the order of training.
     cause : tuple of str, optional
@@ -112,7 +113,7 @@ def first_changes(run: StoredRun, step: int | None = None, findings: Findings | 
     run : StoredRun
         The run.
     step : int, optional
-        The step; by default the first one at which the loss is above its band.
+        The step; by default the first one at which the loss is a spike.
     findings : Findings, optional
         The findings of the run, to which changes are assigned.
 
@@ -147,10 +148,8 @@ def _cause(kind: str, quantities: Mapping[str, Quantity]) -> tuple[str, str] | N
 
 
 def _first_jump(loss: SeriesValues) -> int | None:
-    """Return the first step at which the loss is above its band or not finite."""
-    band = running_band(loss.values)
-    with np.errstate(invalid="ignore"):
-        jumps = (band.distance > 1) & ~(loss.values < band.median)
+    """Return the first step at which the loss is a spike or not finite."""
+    jumps = spike_scores(loss.values) > LIMIT
     return int(loss.steps[jumps.argmax()]) if jumps.any() else None
 
 

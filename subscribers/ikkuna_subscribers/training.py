@@ -9,12 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.export.messages import Message, MessageBatch, NetworkMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, SharedStatisticSubscriber, name_results
+from ikkuna.numerics.spike_score import SpikeScore
 from ikkuna.numerics.statistics import Record
 from ikkuna_subscribers._helpers.arguments import SampleCount
 
@@ -23,6 +25,7 @@ __all__ = [
     "OptimizerStateSubscriber",
     "RankSpreadSubscriber",
     "SpeedSubscriber",
+    "SpikeScoreSubscriber",
     "resident_peak",
 ]
 
@@ -62,6 +65,53 @@ class LearningRateSubscriber(PlotSubscriber):
         for name, rate in rates.items():
             group = f"group {name}" if name.isdigit() else name
             self.emit(replace(message, path="" if list(rates) == ["0"] else group), rate)
+
+
+class SpikeScoreSubscriber(PlotSubscriber):
+    """The spike score of a series: how far each value is above the running median, in units of the running median deviation.
+
+    Takes ``loss`` or results of other subscribers, one number for each series;
+    publishes ``{kind}_spike_score``, without unit, see `ikkuna.numerics.spike_score.SpikeScore`.
+    The rule ``loss_spike``, dumps and ``ikkuna why`` use the same score.  The first 16 values publish nothing.
+    It is infinite for NaN and Inf.  Every value counts: with a larger `subsample` it is the score of the sampled values.
+
+    Look for: a value above 10, which is a spike.
+
+    Parameters
+    ----------
+    kind : str
+        The kind to score, such as ``"loss"`` or ``"gradients_global_norm"``.
+    **options : Any
+        See `Subscriber`.
+
+    Examples
+    --------
+    >>> SpikeScoreSubscriber().publishes
+    ('loss_spike_score',)
+    >>> SpikeScoreSubscriber("gradients_global_norm", publishes="gradient_spike_score").publishes
+    ('gradient_spike_score',)
+    """
+
+    quantity = Quantity(scale="signed", larger="bad")
+    fields = ("mean",)
+    derived = True
+
+    def __init__(self, kind: str = "loss", **options: Any) -> None:
+        options.setdefault("publishes", f"{kind}_spike_score")
+        super().__init__(kind, **options)
+        self._scores: dict[str | None, SpikeScore] = {}
+        self._step = -1
+
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Emit the scores that are defined; a training that was resumed at an earlier step begins anew."""
+        if batch.stamp.global_step < self._step:
+            self._scores.clear()
+        self._step = batch.stamp.global_step
+        values = batch.data if isinstance(batch.data, np.ndarray) else batch.records.mean
+        for message, value in zip(batch, values.tolist(), strict=True):
+            score = self._scores.setdefault(message.series_name, SpikeScore()).add(value)
+            if score == score:
+                self.emit(message, score)
 
 
 _STATE_STATISTICS = {"norm": ("norm2", "sumsq"), "mean": ("mean", "mean")}

@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 def _write(found: "FirstChanges", terminal: Terminal) -> None:
     if found.step is None:
-        terminal.write("The loss never left its band upwards, or was not stored; --step asks about another step.")
+        terminal.write("The loss has no spike, or was not stored; --step asks about another step.")
         return
     if not found.changes:
         terminal.write(f"No quantity left its band around step {found.step}.")

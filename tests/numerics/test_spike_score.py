@@ -1,0 +1,154 @@
+"""The spike score of a series: against an independent reference, on healthy losses of many kinds, and with planted spikes."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ikkuna.numerics.spike_score import LIMIT, SpikeScore, spike_scores
+
+STEPS = 2_000
+TIME = np.arange(STEPS)
+
+
+def reference(values):
+    """Return the scores, computed for each block of 16 values from all values before it."""
+    values = np.asarray(values, np.float64)
+    finite = np.flatnonzero(np.isfinite(values))
+    x, scores = values[finite], np.full(len(values), np.nan)
+    for i in np.flatnonzero(~np.isfinite(values)):
+        scores[i] = math.inf if (finite < i).any() else math.nan
+    centers, distances, largest = [], [], 0.0
+    for begin in range(16, len(x) + 1, 16):
+        window = x[max(begin - 64, 0) : begin]
+        middle = float(np.quantile(window, 0.5))
+        unit = max(float(np.quantile(np.abs(window - middle), 0.5)), 1e-4 * abs(middle))
+        before = centers[-1] if centers else (middle, unit)
+        fresh = x[begin - 16 : begin] - before[0]
+        largest = max(largest, np.abs(fresh).max())
+        if before[1]:
+            last = range(max(begin - 16, 4), begin)
+            distances += [min(x[i] - before[0], 1.5 * (x[i] - max(x[i - 4 : i]))) / before[1] for i in last]
+        if (window == middle).mean() > 0.5 or (window == min(window)).mean() > 0.25:
+            unit = max(unit, largest)
+        centers.append((middle, unit))
+        known = sorted(distances[-512:], reverse=True)
+        width = 1.0
+        if known:
+            rare = known[len(known) // 32] / (2.2 * (1 + 4 / math.sqrt(len(known))))
+            width = max(1.0, rare**3 if rare > 0 else 0.0, min(known[2], 25.0) / 4)
+        scale = width * 64 / len(window) * unit
+        for i in range(begin, min(begin + 16, len(x))):
+            distance = min(x[i] - middle, 1.5 * (x[i] - x[i - 4 : i].max()))
+            if scale:
+                scores[finite[i]] = distance / scale
+            else:
+                scores[finite[i]] = math.inf if distance > 0 and begin >= 64 else min(distance, 0.0)
+    return scores
+
+
+def correlated(rng, rho):
+    noise, values = rng.normal(size=STEPS), np.zeros(STEPS)
+    for i in range(1, STEPS):
+        values[i] = rho * values[i - 1] + math.sqrt(1 - rho**2) * noise[i]
+    return values
+
+
+def falling(rng):
+    return (0.3 + 2.3 * np.exp(-TIME / rng.uniform(20, 800))) * (1 + 0.05 * rng.normal(size=STEPS))
+
+
+HEALTHY = {
+    "noise": lambda rng: 1 + 0.05 * rng.normal(size=STEPS),
+    "falling": falling,
+    "a power of the step": lambda rng: 8 * (TIME + 10.0) ** -0.3 * (1 + 0.01 * rng.normal(size=STEPS)),
+    "batch of one": lambda rng: rng.exponential(size=STEPS),
+    "batch of one that is fitted": lambda rng: rng.gamma(0.1, size=STEPS),
+    "squared error of one": lambda rng: rng.normal(size=STEPS) ** 2,
+    "drifting": lambda rng: 1 + 0.1 * correlated(rng, 0.9),
+    "drifting slowly": lambda rng: 1 + 0.1 * correlated(rng, 0.999),
+    "game": lambda rng: np.exp(0.3 * correlated(rng, 0.99) + 0.1 * rng.normal(size=STEPS)),
+    "reward": lambda rng: -0.01 * TIME + 2 * correlated(rng, 0.95),
+    "random walk": lambda rng: np.cumsum(rng.normal(size=STEPS)),
+    "mostly zero": lambda rng: np.maximum(2 - TIME / 50, 0) + (rng.random(STEPS) < 0.01) * rng.exponential(size=STEPS),
+    "constant": lambda rng: np.full(STEPS, rng.uniform(-1, 1)),
+    "two levels": lambda rng: np.where(rng.random(STEPS) < 0.3, 2.0, 1.0) + 0.05 * rng.normal(size=STEPS),
+    "rate in steps": lambda rng: np.where(TIME < 1_000, 1.0, 0.5) + 0.03 * rng.normal(size=STEPS),
+    "periodic": lambda rng: 1 + 0.3 * np.sin(TIME / 50) + 0.02 * rng.normal(size=STEPS),
+}
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_scores_equal_the_reference(kind):
+    rng = np.random.default_rng(5)
+    values = HEALTHY[kind](rng)[:900]
+    values[[0, 300, 301]], values[600] = np.nan, -np.inf
+    np.testing.assert_allclose(spike_scores(values), reference(values), rtol=1e-12, atol=1e-12)
+
+
+def test_healthy_losses_have_less_than_one_spike_in_100_000_steps():
+    """Also those of single samples, games and rewards; 320 curves of 2,000 steps."""
+    spikes = {
+        kind: sum(int((spike_scores(make(np.random.default_rng(seed))) > LIMIT).sum()) for seed in range(20))
+        for kind, make in HEALTHY.items()
+    }
+    assert sum(spikes.values()) <= 6, spikes
+
+
+@pytest.mark.parametrize("kind", ["noise", "falling", "a power of the step", "drifting", "rate in steps", "constant"])
+def test_every_spike_beyond_the_limit_is_noticed_from_the_64th_step_on(kind):
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        values, at = HEALTHY[kind](rng), int(rng.integers(64, STEPS))
+        past = values[at - 64 : at]
+        deviation = np.median(np.abs(past - np.median(past)))
+        values[at] = np.median(past) + max(40 * deviation, 0.01)
+        assert spike_scores(values[: at + 1])[at] > LIMIT, (kind, seed)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.sampled_from([2.0**-20, 2.0, 2.0**30]))
+def test_the_score_has_no_unit_and_agrees_with_the_threshold(values, unit):
+    np.testing.assert_array_equal(spike_scores(np.array(values) * unit), spike_scores(values))
+    score = SpikeScore()
+    for value in values:
+        is_above = not value <= score.threshold
+        assert is_above or not score.of(value) > LIMIT
+        score.add(value)
+
+
+@pytest.mark.parametrize(
+    ("before", "value", "expected"),
+    [
+        ([], 1.0, math.nan),
+        ([], math.nan, math.nan),
+        ([1.0], math.nan, math.inf),
+        ([1.0], -math.inf, math.inf),
+        ([1.0] * 15, 9.0, math.nan),
+        ([2.0] * 64, 2.0, 0.0),
+        ([2.0] * 64, 2.2, pytest.approx(1000)),
+        ([0.0] * 64, 1e-9, math.inf),
+        ([0.0] * 32, 1.0, 0.0),
+        ([1.0] + [0.0] * 64, 1.0, 1.0),
+        ([math.nan] * 70, 1.0, math.nan),
+    ],
+)
+def test_constant_and_undefined_values(before, value, expected):
+    score = SpikeScore()
+    for each in before:
+        score.add(each)
+    assert score.of(value) == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_new_level_is_a_spike_once_and_then_usual():
+    rng = np.random.default_rng(0)
+    values = np.concatenate([1 + 0.01 * rng.normal(size=300), 2 + 0.01 * rng.normal(size=300)])
+    assert np.flatnonzero(spike_scores(values) > LIMIT).tolist() == [300]
+
+
+def test_a_cleared_score_begins_anew():
+    score = SpikeScore()
+    first = [score.add(value) for value in range(100)]
+    score.clear()
+    assert [score.add(value) for value in range(100)] == pytest.approx(first, nan_ok=True)
