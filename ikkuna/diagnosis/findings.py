@@ -7,10 +7,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+import numpy as np
+
+from ikkuna.figures.sparkline import svg_sparkline
 from ikkuna.printable import printable
 from ikkuna.store.finding import SEVERITIES, Finding
 
-__all__ = ["STYLES", "FindingList", "Findings", "Styled"]
+__all__ = ["STYLES", "FindingList", "Findings", "Styled", "details_html"]
 
 
 STYLES = {"info": ("blue",), "warning": ("bold", "yellow"), "error": ("bold", "red")}
@@ -92,8 +95,9 @@ class Findings(tuple[Finding, ...]):
         """Return the findings as a table in Markdown, for pages of text."""
         lines = ["| severity | rule | module | since step | finding | what to try |", "|:--|:--|:--|--:|:--|:--|"]
         for f in self:
-            modules = ", ".join(f"`{name}`" for name in f.modules or ((f.module,) if f.module else ()))
-            cells = (f.severity, f.rule, modules, "" if f.step is None else str(f.step), f.message, f.advice)
+            modules = ", ".join(f"`{name}`" for name in f.modules or ((f.place,) if f.module else ()))
+            text = " ".join((f.message, *(line for line in f.lines() if not line.startswith("Try: "))))
+            cells = (f.severity, f.rule, modules, "" if f.step is None else str(f.step), text, f.advice)
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         return "\n".join(lines)
 
@@ -117,12 +121,9 @@ class Findings(tuple[Finding, ...]):
         """Return the findings as a table for a notebook."""
         rows = []
         for f in self:
-            place = ", ".join(f.modules or ((f.module,) if f.module else ()))
-            advice = f"<br><b>Try:</b> {html.escape(f.advice)}" if f.advice else ""
-            explained = f"<br>It also explains: {html.escape(', '.join(f.consequences))}." if f.consequences else ""
-            cells = [html.escape(text) for text in (f.severity, f.rule, place, "" if f.step is None else str(f.step))]
+            cells = [html.escape(text) for text in (f.severity, f.rule, f.place, "" if f.step is None else str(f.step))]
             cells[0] = f'<span style="color:{_HTML_COLOURS[f.severity]}">&#9679;</span> {cells[0]}'
-            text = f'<td style="text-align:left">{html.escape(f.message)}{explained}{advice}</td>'
+            text = f'<td style="text-align:left">{html.escape(f.message)}<br>{details_html(f)}</td>'
             rows.append("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + text + "</tr>")
         head = "".join(f'<th style="text-align:left">{name}</th>' for name in _HEADER)
         table = f"<table><tr>{head}</tr>{''.join(rows)}</table>" if rows else ""
@@ -162,12 +163,21 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 and noun != 'info' else ''}"
 
 
+def details_html(finding: Finding) -> str:
+    """Return the details of a finding and its curve as HTML, each on a line of its own."""
+    lines = [f"<b>{html.escape(label)}:</b> {html.escape(text)}." for label, text in finding.details()]
+    if caption := finding.curve_caption():
+        curve = svg_sparkline(np.array([value for _, value in finding.curve()]))
+        lines.insert(finding.value is not None, f"<b>Curve:</b> {curve} {html.escape(caption)}.")
+    return "<br>".join(lines)
+
+
 _HEADER = ("severity", "rule", "module", "step", "finding")
 
 
 def _table(findings: Iterable[Finding], styled: Styled) -> list[str]:
     header = _HEADER
-    rows = [(f.severity, f.rule, f.module or "-", "-" if f.step is None else str(f.step), f) for f in findings]
+    rows = [(f.severity, f.rule, f.place or "-", "-" if f.step is None else str(f.step), f) for f in findings]
     widths = [max(len(str(row[i])) for row in (header, *rows)) for i in range(4)]
     indent = sum(widths) + 2 * len(widths)
     width = max(shutil.get_terminal_size((120, 24)).columns - indent, 40)
@@ -177,9 +187,7 @@ def _table(findings: Iterable[Finding], styled: Styled) -> list[str]:
 
     lines = [line(header[:4], header[4]), line(["-" * size for size in widths], "-" * len(header[4]))]
     for severity, rule, module, step, finding in rows:
-        advice = f"Try: {finding.advice.rstrip('.')}." if finding.advice else ""
-        explained = f"It also explains: {', '.join(finding.consequences)}." if finding.consequences else ""
-        texts = [part for text in (finding.message, explained, advice) for part in textwrap.wrap(text, width)]
+        texts = [part for text in (finding.message, *finding.lines()) for part in textwrap.wrap(text, width)]
         first = line((severity, rule, module, step), texts[0] if texts else "")
         lines.append(styled(severity, *STYLES[severity]) + first[len(severity) :])
         lines += [" " * indent + text for text in texts[1:]]
@@ -244,7 +252,7 @@ class FindingList:
         known = self.causes.get(cause)
         if known is None or _graver(known.severity, severity) == known.severity:
             return None
-        self.causes = {**self.causes, cause: replace(known, severity=severity)}
+        self.causes = {**self.causes, cause: replace(known, severity=severity, against=())}
         self._keep(step)
         return self.causes[cause]
 

@@ -142,10 +142,15 @@ class Network:
         """Return the position of a series' module; behind all others if it is unknown."""
         return self._positions.get(self.module(series) or "", len(self.modules))
 
+    def entry(self, series: str | None) -> ModuleEntry | None:
+        """Return the description of a series' module; ``None`` if it is unknown."""
+        module = self.module(series)
+        return None if module is None else self.modules[self._positions[module]]
+
     def class_of(self, series: str | None) -> str:
         """Return the class name of a series' module; empty if it is unknown."""
-        module = self.module(series)
-        return "" if module is None else self.modules[self._positions[module]].class_name
+        entry = self.entry(series)
+        return "" if entry is None else entry.class_name
 
     def shape_of(self, series: str) -> tuple[int, ...] | None:
         """Return the shape of the parameter of a series; ``None`` if it is unknown."""

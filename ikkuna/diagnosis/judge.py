@@ -393,10 +393,12 @@ class Judge:
     def _finding(self, rule: Rule, score: Score, since: int) -> Finding:
         kind = score.kind or next(iter(rule.needs))
         curve = self._history.curves(kind).get(score.module) or self._history.curve(kind)
+        entry = self._history.network.entry(score.module)
+        severity = self._severity(rule)
         return Finding(
             rule=rule.name,
             version=rule.version,
-            severity=self._severity(rule),
+            severity=severity,
             message=self._message(rule, score),
             module=score.module,
             kind=kind,
@@ -404,6 +406,18 @@ class Judge:
             value=float(score.figure),
             advice=score.advice or rule.advice,
             evidence=curve.points() if curve is not None else (),
+            limits=rule.healthy(score),
+            class_name=entry.class_name if entry is not None else "",
+            source=entry.source if entry is not None else "",
+            against=() if severity == rule.severity else (self._doubt(rule),),
+        )
+
+    def _doubt(self, rule: Rule) -> str:
+        """Return why the severity of a finding is lower than that of its rule."""
+        if self._history.loss_falls:
+            return f"the loss falls, so this is not yet {_article(rule.severity)}"
+        return (
+            f"the loss has too few values to tell whether it falls; if it does not, this is {_article(rule.severity)}"
         )
 
     def _message(self, rule: Rule, score: Score) -> str:
@@ -447,6 +461,10 @@ class Judge:
         missing = self._unmeasured(rule)
         sources = dict.fromkeys(rule.needs[kind] for kind in missing if rule.needs[kind])
         return f"{', '.join(missing)}" + (f" from {', '.join(sources)}" if sources else "") if missing else ""
+
+
+def _article(severity: str) -> str:
+    return f"an {severity}" if severity == "error" else f"a {severity}"
 
 
 def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule] | None = None) -> Findings:

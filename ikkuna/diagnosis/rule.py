@@ -197,6 +197,27 @@ class Rule(ABC):
         A value that is NaN or infinite, and a value of another pass, causes a call at once, whatever its kind.
         """
 
+    def healthy(self, score: Score) -> tuple[float, float] | None:
+        """Return the healthy range of a score's figure; ``None`` if the score compares it with something else than a threshold.
+
+        A score is the ratio of its figure to one of the `thresholds` of the rule, or the inverse ratio if small figures are bad.
+
+        Examples
+        --------
+        >>> class ShareRule(Rule):
+        ...     name, needs, thresholds, share = "share", {"loss": ""}, ("share",), 0.5
+        ...     def scores(self, history): ...
+        >>> ShareRule().healthy(Score(2.0, 1.0)), ShareRule().healthy(Score(5.0, 0.1)), ShareRule().healthy(Score(1.0, 0.3))
+        ((-inf, 0.5), (0.5, inf), None)
+        """
+        for threshold in (float(getattr(self, name)) for name in self.thresholds):
+            if math.isclose(score.value * threshold, score.figure, rel_tol=1e-6):
+                return -math.inf, threshold
+            least = threshold / score.value if score.value else math.inf
+            if math.isclose(least, score.figure, rel_tol=1e-6) or 0 <= score.figure < least <= 1e-6:
+                return threshold, math.inf
+        return None
+
     def describe(self, score: Score) -> str:
         """Return what a finding means, in a sentence."""
         return self.meaning.format(figure=score.figure, module=score.module)

@@ -6,7 +6,7 @@ Each line is a JSON object with ``event``, ``step`` (the one at whose end it was
 event         further fields
 ============= =====================================================================================================
 ``opened``    ``finding``: all fields of a :class:`~ikkuna.store.finding.Finding`
-``changed``   ``rule``, ``modules``, ``consequences`` and ``ended`` of a finding that is known
+``changed``   ``rule``, ``severity``, ``modules``, ``consequences``, ``ended`` and ``against`` of a finding that is known
 ``ended``     the same; the rule does not see the mistake any more
 ``explained`` ``rule``: the finding has become a consequence of another one
 ``judged``    ``judged``, ``skipped`` and ``needed``: which rules could judge so far, and why the others could not
@@ -29,7 +29,7 @@ from ikkuna.store.json_lines import parse_line, replaced_ends
 
 __all__ = ["changes", "event_line", "event_text", "read_findings"]
 
-_CHANGING = ("severity", "modules", "consequences", "ended")
+_CHANGING = ("severity", "modules", "consequences", "ended", "against")
 
 
 def changes(before: Mapping[str, Finding], after: Mapping[str, Finding]) -> Iterator[dict[str, Any]]:
@@ -116,8 +116,10 @@ def _folded(events: list[dict[str, Any]]) -> Findings:
 def _finding(fields: Mapping[str, Any]) -> Finding:
     known = {name: fields[name] for name in Finding.__dataclass_fields__ if name in fields}
     known["evidence"] = tuple((place, float(value)) for place, value in fields["evidence"])
-    for name in ("modules", "consequences"):
-        known[name] = tuple(fields[name])
+    for name in ("modules", "consequences", "against"):
+        known[name] = tuple(fields.get(name, ()))
+    if known.get("limits") is not None:
+        known["limits"] = tuple(map(float, known["limits"]))
     if known["value"] is not None:
         known["value"] = float(known["value"])
     return Finding(**known)

@@ -87,7 +87,9 @@ class RuleValuesFormat:
 
     def modules(self, modules: Sequence[ModuleEntry]) -> bytes:
         """Return a record with the modules."""
-        found = [{"name": m.name, "class": m.class_name, "parameters": m.parameters} for m in modules]
+        found = [
+            {"name": m.name, "class": m.class_name, "parameters": m.parameters, "source": m.source} for m in modules
+        ]
         self._definitions.append(record := _json_record(b"M", found))
         return record
 
@@ -232,4 +234,4 @@ def _entries(data: bytes, groups: dict[int, tuple[str, str, list[str | None]]]) 
 
 def _module(stored: dict[str, Any]) -> ModuleEntry:
     parameters = tuple((name, None if shape is None else tuple(shape)) for name, shape in stored["parameters"])
-    return ModuleEntry(stored["name"], stored["class"], parameters)
+    return ModuleEntry(stored["name"], stored["class"], parameters, source=stored.get("source", ""))

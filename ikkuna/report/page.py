@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.findings import Findings, details_html
 from ikkuna.diagnosis.judge import findings_of
 from ikkuna.errors import ConfigError
 from ikkuna.report.content import (
@@ -184,6 +184,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["json"] = _json
+    environment.filters["details"] = details_html
     return environment
 
 

@@ -1,15 +1,18 @@
 """A mistake that a rule or a check has found."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ikkuna.errors import ConfigError, unknown_name
+from ikkuna.figures.sparkline import text_sparkline
 from ikkuna.printable import printable
 
 __all__ = ["SEVERITIES", "Finding"]
 
 
 SEVERITIES = ("info", "warning", "error")
+_NAMED = 12  # modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,14 @@ class Finding:
         The version of the rule, which changes with its meaning or its thresholds.
     ended : int, optional
         The step at which the rule no longer saw the mistake; ``None`` while it lasts.
+    limits : (float, float), optional
+        The healthy range of `value`; the threshold is its finite end.
+    class_name : str
+        The name of the module's class.
+    source : str
+        The class of the user's program that contains the module, with its file and line, such as ``"Block, net.py:12"``.
+    against : tuple of str
+        What was looked at and speaks against the finding.
 
     Raises
     ------
@@ -54,6 +65,13 @@ class Finding:
     --------
     >>> print(Finding("dead_units", "warning", "97% of the units are dead.", "fc1", step=30, value=0.97))
     warning: dead_units in fc1 at step 30: 97% of the units are dead.
+    >>> dead = Finding("dead_units", "warning", "Units are dead.", "fc1", "activations_sparsity", 30, 0.97, "lower the bias",
+    ...                limits=(-math.inf, 0.9), class_name="ReLU", source="Block, net.py:12")
+    >>> for label, text in dead.details():
+    ...     print(f"{label}: {text}.")
+    Measured: 0.97 from activations_sparsity; healthy is below 0.9.
+    Module: fc1 (ReLU), defined in Block, net.py:12.
+    Try: lower the bias.
     """
 
     rule: str
@@ -69,20 +87,85 @@ class Finding:
     consequences: tuple[str, ...] = ()
     version: int = 1
     ended: int | None = None
+    limits: tuple[float, float] | None = None
+    class_name: str = ""
+    source: str = ""
+    against: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
             raise ConfigError(unknown_name("severity", self.severity, SEVERITIES))
 
     def __str__(self) -> str:
-        place = f" in {self.module}" if self.module else ""
+        return printable(f"{self.head}: {self.message}")
+
+    @property
+    def head(self) -> str:
+        """The severity, the rule, the place and the step."""
+        place = f" in {self.place}" if self.module else ""
         since = "" if self.step is None else f" at step {self.step}"
-        return printable(f"{self.severity}: {self.rule}{place}{since}: {self.message}")
+        return f"{self.severity}: {self.rule}{place}{since}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dict of plain values."""
         return asdict(self)
 
+    @property
+    def place(self) -> str:
+        """The module with its class; empty for the network."""
+        return f"{self.module} ({self.class_name})" if self.module and self.class_name else self.module or ""
+
+    def details(self) -> list[tuple[str, str]]:
+        """Return labels and texts of the evidence, of the place, and of what to try, in the words of every view."""
+        found = [
+            ("Measured", self._measured()),
+            ("Module", f"{self.place}, defined in {self.source}" * bool(self.source)),
+        ]
+        if len(self.modules) > 1:
+            more = ", …" if len(self.modules) > _NAMED else ""
+            found.append((f"In {len(self.modules)} modules", ", ".join(self.modules[:_NAMED]) + more))
+        ended = "" if self.ended is None else f"the rule does not see it any more since step {self.ended}"
+        found += [
+            ("It also explains", ", ".join(self.consequences)),
+            ("Against it", "; ".join(self.against)),
+            ("Over", ended),
+        ]
+        return [(label, text.rstrip(".")) for label, text in (*found, ("Try", self.advice)) if text]
+
+    def curve(self) -> list[tuple[int, float]]:
+        """Return the steps and values behind the figure, if it comes from a series over steps."""
+        return [(place, value) for place, value in self.evidence if isinstance(place, int)]
+
+    def curve_caption(self) -> str:
+        """Return the range and the steps of the curve; empty without at least two finite values."""
+        values = [value for _, value in self.curve() if math.isfinite(value)]
+        if len(values) < 2:
+            return ""
+        first, last = self.curve()[0][0], self.curve()[-1][0]
+        return f"{min(values):.3g} to {max(values):.3g}, steps {first} to {last}"
+
+    def lines(self) -> list[str]:
+        """Return the details and the curve as lines of text."""
+        lines = [f"{label}: {text}." for label, text in self.details()]
+        if caption := self.curve_caption():
+            curve = text_sparkline([value for _, value in self.curve()])
+            lines.insert(self.value is not None, f"Curve: {curve} {caption}.")
+        return lines
+
+    def _measured(self) -> str:
+        if self.value is None:
+            return ""
+        text = f"{self.value:.4g}{f' from {self.kind}' if self.kind else ''}"
+        low, high = self.limits or (-math.inf, math.inf)
+        if math.isfinite(low) and math.isfinite(high):
+            return f"{text}; healthy is {low:.4g} to {high:.4g}"
+        if math.isfinite(high) or math.isfinite(low):
+            return f"{text}; healthy is {f'below {high:.4g}' if math.isfinite(high) else f'above {low:.4g}'}"
+        before = [
+            value for step, value in self.curve() if self.step is not None and step < self.step and math.isfinite(value)
+        ]
+        return f"{text}; {min(before):.4g} to {max(before):.4g} was usual before" if len(before) > 2 else text
+
     def as_page(self) -> str:
         """Return the finding as a page of Markdown."""
-        return f"**{self}**\n\n{self.advice}"
+        return "\n\n".join((f"**{self}**", *self.lines()))

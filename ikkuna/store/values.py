@@ -4,7 +4,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -174,12 +174,15 @@ class ModuleEntry:
         Name and shape of each parameter that it owns and does not share with an earlier module.
     aliases : tuple of str
         Other names of the module.
+    source : str
+        The class of the user's program that contains the module, with its file and line; empty if it is unknown.
     """
 
     name: str
     class_name: str
     parameters: tuple[tuple[str, Shape], ...] = ()
     aliases: tuple[str, ...] = ()
+    source: str = field(default="", repr=False)
 
     @property
     def count(self) -> int:

@@ -1,10 +1,14 @@
 """Names of the user's modules and parameters, without the names of wrappers, and the signature of a model."""
 
+import linecache
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -19,6 +23,7 @@ __all__ = [
     "NamedParameter",
     "class_name",
     "common_module",
+    "definition",
     "difference",
     "is_bias",
     "module_of",
@@ -52,11 +57,12 @@ _ORIGINAL = re.compile(r"\.original\d*$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedModule:
-    """A module with its dotted name and the other names that lead to the same module."""
+    """A module with its dotted name, the other names that lead to it, and the class of the user that contains it or is its own."""
 
     name: str
     module: nn.Module = field(repr=False)
     aliases: tuple[str, ...] = ()
+    owner: type | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,15 +247,48 @@ def is_bias(name: str) -> bool:
 
 
 def _paths(
-    module: nn.Module, name: str, prefix: str, depth: int, seen: frozenset[int]
-) -> Iterator[tuple[str, nn.Module, int]]:
-    yield name, module, depth
+    module: nn.Module, name: str, prefix: str, depth: int, seen: frozenset[int], owner: type | None = None
+) -> Iterator[tuple[str, nn.Module, int, type | None]]:
+    owner = _users_class(type(module).__mro__) or owner
+    yield name, module, depth, owner
     for part, child in named_children(module):
         path = f"{prefix}{part}"
         if not child._modules:
-            yield path, child, depth + 1
+            yield path, child, depth + 1, _users_class(type(child).__mro__) or owner
         elif id(child) not in seen:  # a module that contains itself
-            yield from _paths(child, path, path + ".", depth + 1, seen | {id(child)})
+            yield from _paths(child, path, path + ".", depth + 1, seen | {id(child)}, owner)
+
+
+@lru_cache(maxsize=_CLASSES)
+def _users_class(mro: tuple[type, ...]) -> type | None:
+    """Return the first class that is not of torch."""
+    return next((c for c in mro if c.__module__.partition(".")[0] not in ("torch", "builtins")), None)
+
+
+@lru_cache(maxsize=_CLASSES)
+def definition(owner: type) -> str:
+    """Return the name of a class with the file and the line of its definition; the name alone if the source is unknown.
+
+    Nothing of the class is executed.  The path is relative to the working directory if the file is below it.
+
+    Examples
+    --------
+    >>> definition(NamedModule).partition(":")[0].endswith("modules.py"), definition(type("Made", (), {}))
+    (True, 'Made')
+    """
+    codes = [
+        f.__code__ for f in vars(owner).values() if isinstance(f, FunctionType) and f.__module__ == owner.__module__
+    ]
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    file = file or next((code.co_filename for code in codes), "")  # a notebook has no file
+    head = re.compile(rf"\s*class\s+{re.escape(owner.__name__)}\b")
+    lines = [number for number, line in enumerate(linecache.getlines(file), 1) if head.match(line)]
+    if not lines:
+        return owner.__name__
+    first = min((code.co_firstlineno for code in codes if code.co_filename == file), default=lines[0])
+    inside = os.path.relpath(file)
+    shown = inside if not inside.startswith("..") else file
+    return f"{owner.__name__}, {shown}:{max((line for line in lines if line <= first), default=lines[0])}"
 
 
 def _chosen(module: nn.Module, level: int, depth: int) -> bool:
@@ -313,17 +352,17 @@ def walk(
     top = name or class_name(root).lower()
     if recursive:
         found = [
-            (path, m)
-            for path, m, level in _paths(root, top, prefix, 0, frozenset((id(root),)))
+            (path, m, owner)
+            for path, m, level, owner in _paths(root, top, prefix, 0, frozenset((id(root),)))
             if _chosen(m, level, depth)
         ]
     else:
-        found = [(top, root)]
+        found = [(top, root, _users_class(type(root).__mro__))]
     names: dict[int, list[str]] = {}
-    modules = {id(module): module for _, module in found}
-    for path, module in found:
+    modules = {id(module): (module, owner) for _, module, owner in reversed(found)}
+    for path, module, _ in found:
         names.setdefault(id(module), []).append(path)
-    named = [NamedModule(paths[0], modules[key], tuple(paths[1:])) for key, paths in names.items()]
+    named = [NamedModule(paths[0], modules[k][0], tuple(paths[1:]), modules[k][1]) for k, paths in names.items()]
     kept = tuple(n for n in named if accepts(n))
     if named and not kept:
         types = ", ".join(sorted({class_name(n.module) for n in named}))

@@ -24,7 +24,7 @@ from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.subscription import Sampling
 from ikkuna.store.run_directory import Continued, RunSettings, check_log_dir
 from ikkuna.store.values import ModuleEntry
-from ikkuna.support.modules import NamedModule, class_name, parameters_of, signature
+from ikkuna.support.modules import NamedModule, class_name, definition, parameters_of, signature
 
 __all__ = ["Handle", "MessageBus", "described", "get_default_bus"]
 
@@ -43,7 +43,13 @@ def described(modules: Iterable[NamedModule]) -> tuple[ModuleEntry, ...]:
         role = named.path or ("bias" if named.is_bias else "weight")
         owned.setdefault(named.module, []).append((role, _shape(named.parameter)))
     return tuple(
-        ModuleEntry(named.name, class_name(named.module), tuple(owned.get(named.name, ())), named.aliases)
+        ModuleEntry(
+            named.name,
+            class_name(named.module),
+            tuple(owned.get(named.name, ())),
+            named.aliases,
+            definition(named.owner) if named.owner is not None else "",
+        )
         for named in modules
     )
 
