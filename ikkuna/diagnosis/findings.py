@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ikkuna.figures.sparkline import svg_sparkline
 from ikkuna.printable import printable
 from ikkuna.store.finding import SEVERITIES, Finding
+from ikkuna.store.sparkline import svg_sparkline
 
 __all__ = ["STYLES", "FindingList", "Findings", "Styled", "details_html"]
 

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ikkuna.errors import ConfigError, unknown_name
-from ikkuna.figures.sparkline import text_sparkline
 from ikkuna.printable import printable
+from ikkuna.store.sparkline import text_sparkline
 
 __all__ = ["SEVERITIES", "Finding"]
 
