@@ -57,7 +57,7 @@ _ORIGINAL = re.compile(r"\.original\d*$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedModule:
-    """A module with its dotted name, the other names that lead to it, and the class of the user that contains it or is its own."""
+    """A module with its dotted name, its other names, and the innermost class of the user that contains it."""
 
     name: str
     module: nn.Module = field(repr=False)
