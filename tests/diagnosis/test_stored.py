@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from types import SimpleNamespace
 
 import numpy as np
