@@ -28,7 +28,7 @@ character content
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -40,13 +40,14 @@ from ikkuna.store.append_file import ReplacedEnd
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.values import ModuleEntry
 
-__all__ = ["RuleValues", "RuleValuesFormat", "ValueGroup", "read_rule_values"]
+__all__ = ["RuleValues", "RuleValuesFormat", "ValueGroup", "first_values", "read_rule_values"]
 
 _MAGIC = b"IKKUNA\0\1"
 _HEAD = struct.Struct("<II")
 _NUMBER = struct.Struct("<I")
 _STEP = struct.Struct("<q")
 _GROUP = struct.Struct("<IIq")
+_BEGINNING = 1 << 22  # bytes
 _LOSS = struct.Struct("<qqq")
 
 
@@ -206,6 +207,26 @@ def read_rule_values(directory: Path) -> RuleValues | None:
         found.add_file(content)
     kinds = frozenset(group.kind for _, steps in found.sessions for _, groups in steps for group in groups)
     return RuleValues(found.modules, kinds, found.sessions, found.lost)
+
+
+def first_values(directory: Path, kinds: Collection[str]) -> dict[str, float]:
+    """Return the values of the network at the first step that has some kinds; empty without such a step.
+
+    Only the first four mebibytes of each file are read.
+    """
+    for path in sorted(directory.glob("rule_values.*.f64")):
+        groups: dict[int, tuple[str, str, list[str | None]]] = {}
+        with path.open("rb") as file:
+            content = file.read(_BEGINNING)
+        for kind, data in _records(content):
+            if kind == b"G":
+                named = json.loads(data[_NUMBER.size :])
+                groups[_NUMBER.unpack_from(data)[0]] = named["kind"], named["pass"], named["names"]
+            elif kind == b"V":
+                found = {e.kind: e.values[0] for e in _entries(data, groups) if e is not None and e.names == [None]}
+                if found.keys() >= set(kinds):
+                    return found
+    return {}
 
 
 def _records(content: bytes) -> Iterator[tuple[bytes, bytes]]:

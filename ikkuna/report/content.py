@@ -1,37 +1,54 @@
 """Collects what a report shows of a run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.heatmap import with_missing_rows
-from ikkuna.report.curves import ReportChart, ReportCurve, draw_chart, sparkline
+from ikkuna.diagnosis.findings import Findings
+from ikkuna.diagnosis.stored_values import first_values
+from ikkuna.numerics.bands import unusual_rows
+from ikkuna.report.charts import ReportChart, ReportCurve, chart_of, reduced_matrix
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.store import StoredRun
 from ikkuna.store.quantity import NEUTRAL, Quantity, network_order
 from ikkuna.store.run_directory import stored_facts
+from ikkuna.store.sparkline import svg_sparkline
+from ikkuna.store.values import ModuleEntry, ModuleOrder
 
 __all__ = [
+    "Abnormal",
+    "Block",
+    "KindTable",
     "ModuleRow",
     "RunContent",
+    "abnormal_modules",
+    "blocks_of",
     "fan_charts",
     "heatmaps_of",
+    "kind_tables",
     "module_kinds",
     "module_rows",
     "network_charts",
     "presence",
     "run_name",
-    "spread_charts",
+    "spread_chart",
+    "table_heatmaps",
+    "wall_times",
 ]
 
 _FANS = 12
 _SPREAD_STEPS = 400
 _COLUMNS = 6
+_MANY = 60  # modules of which a heat map shows the most abnormal ones apart
+_ABNORMAL = 10
+_UNUSUAL = 5.0  # robust standard deviations
+_CLASS = 5  # modules of a class that are compared with each other alone
 
 
 @dataclass
@@ -46,8 +63,8 @@ class RunContent:
         The run.
     colour : int
         The number of its colour.
-    findings : Findings or None
-        What the rules have found; ``None`` if they were not applied.
+    findings : Findings
+        What the rules have found.
     config, environment : dict of str to str
         The configuration and the environment that the run has stored.
     """
@@ -55,7 +72,7 @@ class RunContent:
     name: str
     run: StoredRun
     colour: int = 0
-    findings: Any = None
+    findings: Findings = field(default_factory=Findings)
     config: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -76,12 +93,26 @@ def _texts(value: object) -> dict[str, str]:
     return {str(key): str(item) for key, item in value.items()} if isinstance(value, dict) else {}
 
 
-def network_charts(contents: list[RunContent]) -> list[ReportChart]:
-    """Return a chart for each kind of the whole network, with a curve for each run and pass; the loss is first."""
+def network_charts(
+    contents: Sequence[RunContent], only: str | None = None, within: tuple[float, float] = (-math.inf, math.inf)
+) -> list[ReportChart]:
+    """Return a chart for each kind of the whole network, with a curve for each run and pass; the loss is first.
+
+    Parameters
+    ----------
+    contents : sequence of RunContent
+        The runs.
+    only : str, optional
+        Return the chart of this kind alone.
+    within : (float, float)
+        The steps to show.
+    """
     kinds: dict[str, list[ReportCurve]] = {}
     for content in contents:
         for pass_name in content.run.passes():
             for kind in content.run.network_kinds(pass_name):
+                if only not in (None, kind):
+                    continue
                 found = content.run.series(kind, None, pass_name)
                 parts = [content.name] if len(contents) > 1 else []
                 parts += [pass_name] if pass_name != "training" or not parts else []
@@ -89,12 +120,52 @@ def network_charts(contents: list[RunContent]) -> list[ReportChart]:
                 kinds.setdefault(kind, []).append(ReportCurve(" · ".join(parts), found.steps, found.values, colour))
     quantities = {kind: _quantity(contents, kind) for kind in kinds}
     order = sorted(kinds, key=lambda kind: network_order(kind, quantities[kind]))
-    return [draw_chart(kind, kinds[kind], quantity=quantities[kind]) for kind in order]
+    findings = [finding for content in contents for finding in content.findings]
+    return [
+        chart_of(
+            kind,
+            kinds[kind],
+            kind=kind,
+            quantity=quantities[kind],
+            findings=findings,
+            lines=_guesses(contents, kind),
+            within=within,
+        )
+        for kind in order
+    ]
 
 
-def _quantity(contents: list[RunContent], kind: str) -> Quantity:
+def _quantity(contents: Sequence[RunContent], kind: str) -> Quantity:
     """Return what a kind is, as the first run says that declares it."""
     return next((each.run.quantities[kind] for each in contents if kind in each.run.quantities), NEUTRAL)
+
+
+def _guesses(contents: Sequence[RunContent], kind: str) -> list[tuple[float, str]]:
+    """Return the cross-entropy of a guess, if a kind is a cross-entropy and the rules have read the number of classes.
+
+    The declarations say which kinds are numbers of classes and cross-entropies; the loss is one if it has the same value.
+    """
+    found = set()
+    for content in contents:
+        declared = content.run.quantities
+        if not content.run.quantity(kind).is_headline or content.run.quantity(kind).larger != "bad":
+            continue
+        for classes in (name for name, quantity in declared.items() if quantity.unit == "classes"):
+            first = first_values(content.run.path, (kind, classes))
+            entropies = [first[n] for n, q in declared.items() if n in first and (q.unit, q.larger) == ("nats", "bad")]
+            if any(math.isclose(first[kind], value, rel_tol=1e-3) for value in entropies) and first[classes] > 1:
+                found.add(int(first[classes]))
+    return [(math.log(classes), f"a guess: ln {classes} = {math.log(classes):.3g}") for classes in sorted(found)]
+
+
+def wall_times(run: StoredRun, points: int = 100) -> list[tuple[int, float]]:
+    """Return steps with the seconds since the first value was written, from the longest series of the training."""
+    longest = max((s for s in run.all_series if s.pass_name == "training"), key=run.size, default=None)
+    if longest is None or not run.size(longest):
+        return []
+    steps, _, times = run.series(longest.kind, longest.name)
+    chosen = np.unique(np.linspace(0, len(steps) - 1, points).astype(int))
+    return [(int(steps[i]), round(float(times[i] - times[0]), 1)) for i in chosen.tolist()]
 
 
 def module_kinds(run: StoredRun) -> list[str]:
@@ -102,45 +173,216 @@ def module_kinds(run: StoredRun) -> list[str]:
     return [kind for kind in run.module_kinds() if run.quantity(kind).level is None]
 
 
-def heatmaps_of(run: StoredRun) -> list[ReportHeatmap]:
-    """Return a heat map for each kind with values of several modules."""
-    found = []
+class KindTable(NamedTuple):
+    """The values of the modules of a kind.
+
+    Parameters
+    ----------
+    kind : str
+        The kind.
+    quantity : Quantity
+        What it is.
+    names : tuple of str
+        The series, in the order of the network.
+    steps : ndarray (steps,)
+        The steps.
+    values : ndarray (names, steps)
+        The values.
+    present : ndarray (names, steps)
+        Which values are there.
+    """
+
+    kind: str
+    quantity: Quantity
+    names: tuple[str, ...]
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    present: NDArray[np.bool_]
+
+    def rows(self, places: Sequence[int]) -> "KindTable":
+        """Return some of the rows, in the order of `places`."""
+        chosen = list(places)
+        names = tuple(self.names[i] for i in chosen)
+        return self._replace(names=names, values=self.values[chosen], present=self.present[chosen])
+
+
+def kind_tables(run: StoredRun) -> Iterator[KindTable]:
+    """Yield the values of the modules of each kind; those of series that belong to no module are left out."""
+    order = ModuleOrder(run.modules)
     for kind in module_kinds(run):
         names, steps, values = run.matrix(kind)
         if not len(steps):
             continue
-        present = presence(run, kind, names, steps)
-        quantity = run.quantity(kind)
-        names, values, present = with_missing_rows(run.modules, quantity, names, values, present)
-        found.append(draw_heatmap(quantity.label(kind), quantity, names, steps, values, present))
-    return found
+        table = KindTable(kind, run.quantity(kind), names, steps, values, presence(run, kind, names, steps))
+        inside = [i for i, name in enumerate(names) if order.belongs(name)]
+        yield table if len(inside) == len(names) else table.rows(inside)
 
 
 def presence(run: StoredRun, kind: str, names: Sequence[str], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which values of a matrix are there: (names, steps)."""
     present = np.zeros((len(names), len(steps)), bool)
     for row, name in zip(present, names, strict=True):
-        row[np.searchsorted(steps, run.series(kind, name).steps)] = True
+        own = run.series(kind, name).steps
+        row[slice(None) if len(own) == len(steps) else np.searchsorted(steps, own)] = True
     return present
 
 
-def spread_charts(run: StoredRun) -> list[ReportChart]:
-    """Return a chart for each kind with the spread over modules: minimum, quartiles, median and maximum."""
+def heatmaps_of(run: StoredRun) -> list[ReportHeatmap]:
+    """Return a heat map for each kind with values of several modules."""
+    return [drawn for table in kind_tables(run) for drawn in table_heatmaps(run, table)[:1]]
+
+
+def table_heatmaps(run: StoredRun, table: KindTable) -> list[ReportHeatmap]:
+    """Return the heat maps of a kind: of more than 60 modules first the most abnormal ones, then all, by their classes."""
+    if not table.names:
+        return []
+    title, quantity = table.quantity.label(table.kind), table.quantity
+    names, values, present = with_missing_rows(run.modules, quantity, table.names, table.values, table.present)
+    if len(names) <= _MANY:
+        return [draw_heatmap(title, quantity, names, table.steps, values, present)]
+    scores = _scores(run, table)
+    worst = sorted(np.argsort(-scores, kind="stable")[:_ABNORMAL].tolist())
+    first = table.rows(worst)
+    classes = _classes(run.modules, names)
+    groups = {name: number for number, name in enumerate(dict.fromkeys(classes))}
+    grouped = sorted(range(len(names)), key=lambda i: groups[classes[i]])
+    whole = draw_heatmap(
+        f"{title}: all {len(names):,}",
+        quantity,
+        [names[i] for i in grouped],
+        table.steps,
+        values[grouped],
+        present[grouped],
+    )
+    part = draw_heatmap(
+        f"{title}: the {len(worst)} most unusual of {len(names):,}",
+        quantity,
+        first.names,
+        table.steps,
+        first.values,
+        first.present,
+        whole.scale,
+    )
+    return [part, whole]
+
+
+def _classes(modules: Sequence[ModuleEntry], names: Sequence[str]) -> list[str]:
+    """Return the class of the module of each series."""
+    entries = {entry.name: entry.class_name for entry in modules}
+    return [entries.get(_module_of(name, entries), "") for name in names]
+
+
+def _module_of(name: str, entries: "dict[str, str] | dict[str, ModuleEntry]") -> str:
+    while name not in entries and (end := max(name.rfind("."), name.rfind(":"))) > 0:
+        name = name[:end]
+    return name
+
+
+def _scores(run: StoredRun, table: KindTable) -> NDArray[np.float64]:
+    """Return how unusual each row is among those of its class, or among all if the class has fewer than five."""
+    _, values, _ = reduced_matrix(table.steps, table.values, table.present, 100)
+    values = _worse(values, table.quantity)
+    scores = np.full(len(values), -np.inf)
+    classes = np.array(_classes(run.modules, table.names))
+    for name in dict.fromkeys(classes.tolist()):
+        own = np.flatnonzero(classes == name)
+        if len(own) >= _CLASS:
+            scores[own] = unusual_rows(values[own])
+    rest = np.flatnonzero(np.isneginf(scores))
+    scores[rest] = unusual_rows(values)[rest] if len(rest) >= _CLASS else 0.0
+    return scores
+
+
+def _worse(values: NDArray[np.float64], quantity: Quantity) -> NDArray[np.float64]:
+    """Return values in which what is better than the median of its column is replaced by the median."""
+    if (not quantity.larger and quantity.zero != "good") or not values.size:
+        return values
+    with np.errstate(all="ignore"):
+        there = np.where(np.isfinite(values), values, np.nan)
+        filled = ~np.isnan(there).all(axis=0)
+        middle = np.full(values.shape[1], np.nan)
+        middle[filled] = np.nanmedian(there[:, filled], axis=0)
+    is_better = values > middle if quantity.larger == "good" else values < middle
+    return np.where(is_better, middle, values)
+
+
+class Abnormal(NamedTuple):
+    """A module that differs from the others of its class, or that a finding names.
+
+    Parameters
+    ----------
+    name, class_name : str
+        The module and its class.
+    score : float
+        By how many robust standard deviations it differs.
+    text : str
+        What differs.
+    curve : str
+        A small curve of it.
+    rules : list of str
+        The rules whose findings name it.
+    """
+
+    name: str
+    class_name: str
+    score: float
+    text: str
+    curve: str
+    rules: list[str]
+
+
+def abnormal_modules(content: RunContent, tables: Sequence[KindTable]) -> list[Abnormal]:
+    """Return up to ten modules: those of findings first, then those that differ most from the others."""
+    entries = {entry.name: entry.class_name for entry in content.run.modules}
+    rules: dict[str, list[str]] = {}
+    for finding in content.findings:
+        for name in finding.modules or ((finding.module,) if finding.module else ()):
+            rules.setdefault(name, []).append(finding.rule)
+    best: dict[str, tuple[float, KindTable, int]] = {}
+    for table in tables:
+        for i, score in enumerate(_scores(content.run, table).tolist()):
+            name = table.names[i]
+            if (score >= _UNUSUAL or name in rules) and score > best.get(name, (-1.0,))[0]:
+                best[name] = score, table, i
+    order = sorted({*best, *rules}, key=lambda name: (name not in rules, -best.get(name, (0.0,))[0]))
     found = []
-    for kind in module_kinds(run):
-        names, steps, values = run.matrix(kind)
-        if len(names) < 3 or not len(steps):
-            continue
-        shown = np.unique(np.linspace(0, len(steps) - 1, _SPREAD_STEPS).astype(int))
-        steps, values = steps[shown], values[:, shown]
-        with np.errstate(all="ignore"):
-            usable = np.isfinite(values).any(axis=0)
-            finite = np.where(np.isfinite(values), values, np.nan)[:, usable]
-            levels = _quartiles(finite)
-        labels = ("minimum", "25 %", "median", "75 %", "maximum")
-        curves = [ReportCurve(label, steps[usable], level) for label, level in zip(labels, levels, strict=True)]
-        found.append(draw_chart(kind, curves, quantity=run.quantity(kind), band=True))
+    for name in order[:_ABNORMAL]:
+        score, text, curve = 0.0, "", ""
+        if name in best:
+            score, table, i = best[name]
+            own = table.values[i, table.present[i]]
+            text = f"{table.quantity.label(table.kind)}: {own[-1]:.3g}; the median of the others is {_middle(table, i):.3g}"
+            curve = svg_sparkline(own, is_log=table.quantity.scale == "log")
+        class_name = entries.get(_module_of(name, entries), "")
+        found.append(Abnormal(name, class_name, score, text, curve, rules.get(name, [])))
     return found
+
+
+def _middle(table: KindTable, row: int) -> float:
+    """Return the median of the other rows at the last step."""
+    others = np.delete(table.values[:, -1], row)
+    others = others[np.isfinite(others)]
+    return float(np.median(others)) if len(others) else math.nan
+
+
+def spread_chart(
+    table: KindTable, findings: Findings, within: tuple[float, float] = (-math.inf, math.inf)
+) -> ReportChart | None:
+    """Return a chart with the spread over modules: minimum, quartiles, median and maximum; ``None`` for fewer than three."""
+    if len(table.names) < 3:
+        return None
+    begin, end = np.searchsorted(table.steps, [within[0], within[1]], "left").tolist()
+    steps, values = table.steps[begin : end + 1], table.values[:, begin : end + 1]
+    if not len(steps):
+        return None
+    chosen = np.unique(np.linspace(0, len(steps) - 1, _SPREAD_STEPS).astype(int))
+    steps, values = steps[chosen], values[:, chosen]
+    with np.errstate(all="ignore"):
+        usable = np.isfinite(values).any(axis=0)
+        levels = _quartiles(np.where(np.isfinite(values), values, np.nan)[:, usable])
+    labels = ("minimum", "25 %", "median", "75 %", "maximum")
+    curves = [ReportCurve(label, steps[usable], level) for label, level in zip(labels, levels, strict=True)]
+    return chart_of(table.kind, curves, kind=table.kind, quantity=table.quantity, is_band=True, findings=findings)
 
 
 def _quartiles(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -170,7 +412,7 @@ def fan_charts(run: StoredRun) -> list[ReportChart]:
             found = [(level, run.series(kind, name)) for level, kind in kinds if name in run.names(kind)]
             curves = [ReportCurve(f"{level:g} %", values.steps, values.values) for level, values in found]
             quantity = run.quantity(kinds[0][1])
-            charts.append(draw_chart(f"{base} · {name or 'network'}", curves, quantity=quantity, band=True))
+            charts.append(chart_of(f"{base} · {name or 'network'}", curves, quantity=quantity, is_band=True))
     return charts
 
 
@@ -185,24 +427,71 @@ class ModuleRow:
 
 
 def module_rows(run: StoredRun) -> tuple[list[str], list[ModuleRow]]:
-    """Return the kinds of the columns, and a row for each module or series of a module."""
+    """Return the kinds of the columns, and a row for each module and for each of its parameters and outputs with values.
+
+    Series that belong to no module are left out.
+    """
     kinds = module_kinds(run)[:_COLUMNS]
-    entries = {entry.name: entry for entry in run.modules}
+    entries, order = {entry.name: entry for entry in run.modules}, ModuleOrder(run.modules)
     columns = [
         {name: _cell(run.series(kind, name).values, run.quantity(kind).scale == "log") for name in run.names(kind)}
         for kind in kinds
     ]
     rows = []
-    for name in run.module_names():
-        entry = entries.get(name)
+    for name in filter(order.belongs, run.module_names()):
+        entry, owner = entries.get(name), entries.get(_module_of(name, entries))
         cells = [column.get(name, ("", "")) for column in columns]
-        rows.append(ModuleRow(name, entry.class_name if entry else "", entry.count if entry else None, cells))
+        if entry is None and owner is not None and not any(text for text, _ in cells):
+            continue
+        class_name = entry.class_name if entry else f"of {owner.class_name}" if owner else ""
+        rows.append(ModuleRow(name, class_name, entry.count if entry else None, cells))
     return kinds, rows
 
 
 def _cell(values: NDArray[np.float64], is_log: bool) -> tuple[str, str]:
     last = float(values[-1])
-    return (f"{last:.3g}" if math.isfinite(last) else str(last)), sparkline(values, is_log)
+    return (f"{last:.3g}" if math.isfinite(last) else str(last)), svg_sparkline(values, is_log=is_log)
+
+
+@dataclass
+class Block:
+    """A block of a network: the rows of its own modules, rows of one class together, and the blocks inside."""
+
+    name: str
+    rows: list[ModuleRow] = field(default_factory=list)
+    blocks: list["Block"] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """The number of rows, with those of the blocks inside."""
+        return len(self.rows) + sum(block.count for block in self.blocks)
+
+
+def blocks_of(rows: Sequence[ModuleRow]) -> Block:
+    """Return the rows as a tree by the parts of their names.
+
+    Examples
+    --------
+    >>> rows = [ModuleRow(name, "Linear", 0, []) for name in ("stem", "blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2")]
+    >>> tree = blocks_of(rows)
+    >>> [row.name for row in tree.rows], [(block.name, block.count) for block in tree.blocks[0].blocks]
+    (['stem'], [('blocks.0', 2), ('blocks.1', 2)])
+    """
+    root = Block("")
+    found = {"": root}
+
+    def block(name: str) -> Block:
+        if name not in found:
+            found[name] = Block(name)
+            block(name.rpartition(".")[0]).blocks.append(found[name])
+        return found[name]
+
+    for row in rows:
+        block(row.name.partition(":")[0].rpartition(".")[0]).rows.append(row)
+    for each in found.values():
+        classes = {name: number for number, name in enumerate(dict.fromkeys(row.class_name for row in each.rows))}
+        each.rows.sort(key=lambda row: classes[row.class_name])
+    return root
 
 
 def run_name(path: Path) -> str:

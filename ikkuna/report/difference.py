@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.canvas import ColourScale
+from ikkuna.report.charts import folded
 from ikkuna.report.content import RunContent, module_kinds, network_charts, presence, run_name
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
 from ikkuna.report.page import page_target, render, separate_names
@@ -18,7 +19,15 @@ from ikkuna.store.quantity import step_order
 from ikkuna.store.values import ModuleOrder
 from ikkuna.support.files import atomic_file
 
-__all__ = ["Parting", "RunDifference", "compare_paths", "compare_runs", "training_order", "write_diff"]
+__all__ = [
+    "Parting",
+    "RunDifference",
+    "compare_paths",
+    "compare_runs",
+    "difference_page",
+    "training_order",
+    "write_diff",
+]
 
 
 _FACTOR = 6.0
@@ -287,20 +296,26 @@ def write_diff(
     """
     target = page_target(path)
     progress("drawing")
-    page = render(
+    page = difference_page(found, first, second)
+    with atomic_file(target) as file:
+        file.write(page.encode("utf-8", "replace"))
+    progress("")
+    return target
+
+
+def difference_page(found: RunDifference, first: RunContent, second: RunContent, **values: Any) -> str:
+    """Return the page with both runs side by side; `values` are further values of the template."""
+    return render(
         "diff.html",
         title=f"ikkuna: {first.name} and {second.name}",
         first=first,
         second=second,
         found=found,
         partings=found.partings[:_ROWS],
-        charts=network_charts([first, second]),
+        charts=folded(network_charts([first, second])),
         pairs_of_maps=_pairs(first, second),
+        **values,
     )
-    with atomic_file(target) as file:
-        file.write(page.encode("utf-8", "replace"))
-    progress("")
-    return target
 
 
 def _pairs(first: RunContent, second: RunContent) -> list[tuple[ReportHeatmap, ReportHeatmap]]:

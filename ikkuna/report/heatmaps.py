@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale, palette
-from ikkuna.report.curves import reduced_matrix, ticks
+from ikkuna.report.charts import reduced_matrix, ticks
 from ikkuna.store import StoredHistogram, StoredRun
 from ikkuna.store.quantity import Quantity
 

@@ -13,23 +13,31 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ikkuna.diagnosis.findings import Findings, details_html
 from ikkuna.diagnosis.judge import findings_of
 from ikkuna.errors import ConfigError
+from ikkuna.report.charts import folded
 from ikkuna.report.content import (
+    Block,
+    KindTable,
     RunContent,
+    abnormal_modules,
+    blocks_of,
     fan_charts,
-    heatmaps_of,
+    kind_tables,
     module_rows,
     network_charts,
     run_name,
-    spread_charts,
+    spread_chart,
+    table_heatmaps,
+    wall_times,
 )
 from ikkuna.report.heatmaps import distributions_of
 from ikkuna.store import StoredRun, read_run
 from ikkuna.support.files import atomic_file
 from ikkuna.version import __version__
 
-__all__ = ["page_target", "render", "report_page", "separate_names", "write_report"]
+__all__ = ["head_values", "layer_values", "page_target", "render", "report_page", "separate_names", "write_report"]
 
 _FILES = Path(__file__).parent / "page"
+_FLAT = 40  # modules in one table
 
 
 def write_report(
@@ -103,15 +111,33 @@ def page_target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def report_page(contents: Sequence[RunContent]) -> str:
-    """Return the page of a report about runs."""
+def report_page(contents: Sequence[RunContent], *, url: str = "", part: str = "", **values: Any) -> str:
+    """Return the page of a report about runs.
+
+    Parameters
+    ----------
+    contents : sequence of RunContent
+        The runs.
+    url : str
+        The beginning of the address from which a chart fetches its numbers again, for a page that a server follows.
+    part : str
+        The beginning of the address from which parts of the page are fetched; by default they are in the page.
+    **values : Any
+        Further values of the template.
+    """
     separate_names(contents)
+    rest = {} if part else {content.name: layer_values(content, list(kind_tables(content.run))) for content in contents}
+    times = [] if len(contents) > 1 else wall_times(contents[0].run)
     return render(
         "report.html",
         title=f"ikkuna: {', '.join(content.name for content in contents)}",
-        runs=[_run(content) for content in contents],
-        charts=network_charts(list(contents)),
+        runs=[{**head_values(content), **rest.get(content.name, {})} for content in contents],
+        charts=folded(network_charts(contents)),
         several=len(contents) > 1,
+        url=url,
+        part=part,
+        times=times,
+        **values,
     )
 
 
@@ -123,22 +149,31 @@ def separate_names(contents: Sequence[RunContent]) -> None:
             content.name = f"{content.run.path.resolve().parent.name}/{content.name}"
 
 
-def _run(content: RunContent) -> dict[str, Any]:
-    run = content.run
-    kinds, rows = module_rows(run)
+def head_values(content: RunContent) -> dict[str, Any]:
+    """Return the values of the first part of a page: the size of a run, and its findings."""
     return {
         "name": content.name,
         "colour": content.colour % 8,
-        "path": str(run.path),
         "findings": content.findings,
         "unjudged": _unjudged(content.findings),
-        "facts": _facts(run),
-        "heatmaps": heatmaps_of(run),
-        "spreads": spread_charts(run),
+        "facts": _facts(content.run),
+    }
+
+
+def layer_values(content: RunContent, tables: Sequence[KindTable]) -> dict[str, Any]:
+    """Return the values of the part of a page about layers."""
+    run = content.run
+    kinds, rows = module_rows(run)
+    spreads = (spread_chart(table, content.findings) for table in tables)
+    return {
+        "path": str(run.path),
+        "abnormal": abnormal_modules(content, tables),
+        "heatmaps": [maps for table in tables if (maps := table_heatmaps(run, table))],
+        "spreads": folded([chart for chart in spreads if chart is not None]),
         "fans": fan_charts(run),
         "distributions": distributions_of(run),
         "kinds": kinds,
-        "rows": rows,
+        "tree": blocks_of(rows) if len(rows) > _FLAT else Block("", rows),
         "config": content.config,
         "environment": content.environment,
         "texts": {title: text for title, text in run.texts.items() if title not in ("Modules", "Config")},
@@ -166,12 +201,19 @@ def _facts(run: StoredRun) -> list[str]:
 def render(name: str, **values: Any) -> str:
     """Return a page made from a template of this package, with the style sheet and the script of all pages."""
     shared = {
+        "library": _text("uPlot.iife.min.js"),
+        "library_style": _text("uPlot.min.css"),
         "style": _text("style.css"),
         "script": _text("figures.js"),
+        "nonce": "",
+        "home": "",
+        "times": [],
+        "follow": "",
+        "state": "",
         "version": __version__,
         "now": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-    return _environment().get_template(name).render(**shared, **values)
+    return _environment().get_template(name).render(**{**shared, **values})
 
 
 @cache
@@ -193,5 +235,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+@cache
 def _text(name: str) -> str:
     return (_FILES / name).read_text(encoding="utf-8")

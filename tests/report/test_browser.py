@@ -23,6 +23,7 @@ VALUES = np.array([[1.0, 10.0], [0.0, 100.0], [np.nan, 1000.0]])
 SCRIPT = """
 <pre id="found"></pre>
 <script>
+const wait = time => new Promise(done => setTimeout(done, time));
 function send(svg, name, x, y) {
   const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
   const at = {bubbles: true, clientX: box.left + x / view.width * box.width, clientY: box.top + y / view.height * box.height};
@@ -40,16 +41,13 @@ function drag(svg, x0, y0, x1, y1) {
 const texts = (svg, group) => [...svg.querySelectorAll(group + " text")].map(text => text.textContent);
 const found = {errors: []};
 addEventListener("error", event => found.errors.push(event.message));
-const chart = document.querySelector("[data-chart] svg"), map = document.querySelector("[data-heatmap] svg");
-const [low, high, begin, end] = JSON.parse(chart.closest("[data-chart]").dataset.chart).x;
-found.chart = [point(chart, begin, 50), point(chart, end, 50)];
-chart.dispatchEvent(new MouseEvent("mouseleave"));
-found.left = tip.hidden;
-found.ticks = texts(chart, ".steps");
-drag(chart, begin + 0.6 * (end - begin), 50, end, 60);
-found.zoomed = [texts(chart, ".steps"), point(chart, begin, 50)];
-send(chart, "dblclick", begin, 50);
-found.whole = [texts(chart, ".steps"), point(chart, begin, 50)];
+const map = document.querySelector("[data-heatmap] svg"), card = document.querySelector("[data-chart]");
+const legend = () => [...card.querySelectorAll(".u-legend .u-series")].map(row => row.textContent);
+function over(name, share, dx = 0) {
+  const area = card.querySelector(".u-over"), box = area.getBoundingClientRect(), x = box.left + share * (box.width - 1), y = box.top + 50;
+  const move = new MouseEvent(name, {bubbles: true, clientX: x, clientY: y, movementX: 5, button: 0});
+  (name === "mouseup" ? document : area).dispatchEvent(move);
+}
 const table = document.querySelector(".modules"), heads = table.querySelectorAll("th"), filter = document.querySelector(".filter");
 const rows = () => [...table.tBodies[0].rows].filter(row => !row.hidden).map(row => row.cells[0].textContent);
 heads[0].click();
@@ -57,17 +55,38 @@ found.up = rows();
 heads[0].click();
 found.down = rows();
 filter.value = "SEC";
-filter.dispatchEvent(new Event("input"));
+filter.dispatchEvent(new Event("input", {bubbles: true}));
 found.filtered = rows();
-point(map, 300, 5);
-setTimeout(() => {
+(async () => {try {
+  await wait(500);
+  found.kinds = [...document.querySelectorAll("figcaption")].map(each => each.textContent.trim());
+  over("mousemove", 0);
+  await wait(100);
+  found.chart = [legend()];
+  over("mousemove", 1);
+  await wait(100);
+  found.chart.push(legend());
+  over("mousedown", 0.6);
+  over("mousemove", 0.99);
+  over("mouseup", 0.99);
+  await wait(100);
+  found.zoomed = [card.plot.scales.x.min, card.plot.scales.x.max];
+  card.querySelector(".u-over").dispatchEvent(new MouseEvent("dblclick", {bubbles: true}));
+  await wait(100);
+  found.whole = [card.plot.scales.x.min, card.plot.scales.x.max];
+  document.querySelector(".axis").click();
+  over("mousemove", 1);
+  await wait(100);
+  found.time = legend()[0];
+  point(map, 300, 5);
+  await wait(500);
   const [left, top, width, height] = ["x", "y", "width", "height"].map(name => Number(map.querySelector(".plot").getAttribute(name)));
   found.map = [0, 1, 2].map(row => [0.25, 0.75].map(x => point(map, left + x * width, top + (row + 0.5) / 3 * height)));
   found.labels = point(map, 5, 5);
   drag(map, left + 0.6 * width, top + 0.4 * height, left + width, top + 0.98 * height);
   found.part = [texts(map, ".rows"), texts(map, ".steps"), point(map, left + 5, top + 0.9 * height)];
   document.getElementById("found").textContent = JSON.stringify(found);
-}, 500);
+} catch (error) { document.getElementById("found").textContent = JSON.stringify({errors: [String(error.stack)]}); }})();
 </script>
 </body>"""
 
@@ -100,8 +119,7 @@ def test_the_script_raises_no_error(found):
 
 
 def test_the_pointer_shows_the_values_of_a_chart(found):
-    assert found["chart"] == ["step 0\ntraining: 0.5", "step 10\ntraining: 0.25"]
-    assert found["left"]
+    assert found["chart"] == [["step0", "training0.5"], ["step10", "training0.25"]]
 
 
 def test_the_pointer_shows_module_step_and_value_of_a_heat_map(found):
@@ -116,10 +134,13 @@ def test_the_pointer_shows_module_step_and_value_of_a_heat_map(found):
 
 
 def test_a_part_of_a_chart_is_enlarged_until_a_double_click(found):
-    assert found["zoomed"][0][0] == "6"
-    assert found["zoomed"][1].startswith("step 10\n")
-    assert found["whole"][0] == found["ticks"]
-    assert found["whole"][1].startswith("step 0\n")
+    assert found["zoomed"] == pytest.approx([6, 9.9], abs=0.2)
+    assert found["whole"] == [0, 10]
+
+
+def test_the_axis_shows_the_wall_time(found):
+    assert found["time"].startswith("step10 (")
+    assert found["time"].endswith(" s)")
 
 
 def test_a_part_of_a_heat_map_is_enlarged(found):

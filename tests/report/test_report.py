@@ -16,16 +16,29 @@ from torch import nn
 import ikkuna
 from ikkuna import cli
 from ikkuna.backends.pictures.canvas import COLOURS, MISSING, NONFINITE, ZERO, ColourScale
+from ikkuna.backends.tensorboard import TensorBoardBackend
+from ikkuna.diagnosis import Finding, Findings
 from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
 from ikkuna.report import write_report
-from ikkuna.report.content import RunContent
-from ikkuna.report.curves import ReportCurve, draw_chart, reduced_curve, reduced_matrix, ticks
+from ikkuna.report.charts import ReportCurve, chart_of, folded, reduced_matrix, ticks
+from ikkuna.report.content import (
+    RunContent,
+    abnormal_modules,
+    kind_tables,
+    module_rows,
+    network_charts,
+    table_heatmaps,
+)
 from ikkuna.report.heatmaps import draw_heatmap
+from ikkuna.store.names import Series
 from ikkuna.store.quantity import NEUTRAL, Quantity
+from ikkuna.store.sparkline import reduced_curve
+from ikkuna.store.values import ModuleEntry
 from ikkuna.testing import small_model
 
 DRAW = torch.Generator().manual_seed(5)
+LIBRARY = "/*! https://github.com/leeoniya/uPlot (v1.6.32) */"
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +119,7 @@ def test_a_report_shows_the_findings_and_every_kind(run, tmp_path):
 def test_a_report_refers_to_nothing_outside_of_itself(run, tmp_path):
     text = write_report(run, tmp_path / "report.html").read_text()
     page = Page(text)
-    assert not re.findall(r"https?://|@import|url\(", text)
+    assert not re.findall(r"https?://|@import|url\(", text.replace(LIBRARY, ""))
     assert all(
         value.startswith("data:image/png;base64,") for name in ("src", "href") for value in page.attributes(name)
     )
@@ -187,16 +200,117 @@ def test_ticks_are_round_and_within_the_limits():
         found = ticks(low, high)
         assert 3 <= len(found) <= 7
         assert all(low <= value <= high for value in found)
-    assert ticks(1.1, 2.1, is_log=True) == [1.25, 1.5, 1.75, 2.0]
 
 
-def test_a_curve_with_gaps_is_drawn_in_parts():
-    values = np.array([1.0, 2.0, np.nan, 3.0, 4.0])
-    drawn = draw_chart("loss", [ReportCurve("", np.arange(5), values)])
-    (path,) = re.findall(r'd="([^"]*)"', drawn.svg)
-    assert path.count("M") == 2
-    assert drawn.svg.count('class="bad"') == 1
-    assert drawn.data["curves"][0]["values"] == [1.0, 2.0, "nan", 3.0, 4.0]
+def test_values_that_are_not_finite_are_kept_and_not_drawn():
+    values = np.array([1.0, 2.0, np.nan, 3.0, np.inf])
+    [curve] = chart_of("loss", [ReportCurve("", np.arange(5), values)]).data["curves"]
+    assert curve["values"] == [1.0, 2.0, "nan", 3.0, "inf"]
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"), [([0.1, 2.0], "log"), ([0.0, 2.0], "asinh"), ([-1.0, 2.0], "asinh"), ([], "log")]
+)
+def test_a_logarithmic_scale_has_a_place_for_every_value(values, scale):
+    curve = ReportCurve("", np.arange(len(values)), np.array(values, float))
+    data = chart_of("x", [curve], quantity=Quantity(scale="log")).data
+    assert data["scale"] == scale
+    assert data["curves"][0]["values"] == values
+    assert data["least"] > 0
+
+
+def test_charts_that_are_zero_or_equal_fold_away():
+    def chart(name, *values):
+        return chart_of(name, [ReportCurve("", np.arange(len(values)), np.array(values))])
+
+    charts = [
+        chart("a", 1.0, 2.0),
+        chart("b", 0.0, 0.0),
+        chart("c", 1.0, 2.0),
+        chart("d", 0.0, np.nan),
+        chart("e", 1.0),
+    ]
+    shown, others = folded(charts)
+    assert [each.title for each in shown] == ["a", "d", "e"]
+    assert [(each.title, why) for each, why in others] == [("b", "always 0"), ("c", "equal to a")]
+
+
+def test_findings_mark_their_steps_and_the_healthy_range_of_their_values(tmp_path):
+    found = Finding(
+        "x", "error", "y", kind="loss", step=2, value=3.0, limits=(-np.inf, 2.0), evidence=((1, 1.0), (2, 3.0))
+    )
+    content = RunContent("a", read_run(lines(tmp_path, LOSSES)), findings=Findings([found]))
+    loss, other = network_charts([content])
+    assert (loss.kind, loss.data["healthy"]) == ("loss", [None, 2.0])
+    assert other.data["healthy"] is None
+    assert loss.data["marks"] == other.data["marks"] == [[2, "error: x at step 2", "error"]]
+
+
+LOSSES = [{"kind": kind, "step": step, "value": step + 1} for step in range(5) for kind in ("loss", "rate")]
+
+
+def test_the_loss_of_a_guess_is_drawn_where_the_loss_is_a_cross_entropy(run):
+    [loss, *others] = network_charts([RunContent("a", read_run(run))])
+    assert loss.data["lines"] == [[pytest.approx(np.log(3)), "a guess: ln 3 = 1.1"]]
+    assert not any(chart.data["lines"] for chart in others)
+
+
+def write_layers(directory, count, dead, logged=True):
+    backend = TensorBoardBackend()
+    backend.open(directory)
+    names = [f"blocks.{i // 4}.{('norm', 'fc1', 'act', 'fc2')[i % 4]}" for i in range(count)]
+    classes = ("LayerNorm", "Linear", "ReLU", "Linear")
+    backend.describe([ModuleEntry(name, classes[i % 4]) for i, name in enumerate(names)])
+    for step in range(6):
+        for i, name in enumerate(names):
+            value = 0.0 if name == dead and step > 2 else 1.0 + 0.1 * ((7 * i + step) % 5)
+            backend.add_scalar(Series("activations_variance", name), value, step)
+        if logged:
+            backend.add_scalar(Series("activations_variance", "my value"), 1e9, step)
+        backend.commit(step)
+    assert backend.close()
+
+
+def test_a_dead_layer_in_400_is_the_first_and_has_a_label(tmp_path):
+    write_layers(tmp_path, 400, "blocks.54.act")
+    content = RunContent("a", read_run(tmp_path))
+    tables = list(kind_tables(content.run))
+    first, *others = abnormal_modules(content, tables)
+    assert (first.name, first.class_name) == ("blocks.54.act", "ReLU")
+    assert first.text == "activations_variance: 0; the median of the others is 1.2"
+    assert others == []
+    part, whole = table_heatmaps(content.run, tables[0])
+    assert "blocks.54.act" in re.findall(r'<text class="row"[^>]*>([^<]*)<', part.svg)
+    assert len(part.data["names"]) == 10
+    assert len(whole.data["names"]) == 400
+    assert [name.rpartition(".")[2] for name in whole.data["names"]] == [
+        *["norm"] * 100,
+        *["fc1", "fc2"] * 100,
+        *["act"] * 100,
+    ]
+
+
+def test_tables_of_modules_contain_modules_only(tmp_path):
+    write_layers(tmp_path, 8, None)
+    run = read_run(tmp_path)
+    assert [row.name for row in module_rows(run)[1]] == [entry.name for entry in run.modules]
+    assert "my value" not in next(kind_tables(run)).names
+
+
+def test_modules_of_findings_are_the_first(tmp_path):
+    write_layers(tmp_path, 80, "blocks.2.act")
+    found = Findings([Finding("x", "error", "y", "blocks.7.fc1"), Finding("z", "info", "y")])
+    content = RunContent("a", read_run(tmp_path), findings=found)
+    assert [(each.name, each.rules) for each in abnormal_modules(content, list(kind_tables(content.run)))] == [
+        ("blocks.7.fc1", ["x"]), ("blocks.2.act", [])
+    ]  # fmt: skip
+
+
+def test_many_modules_are_a_folded_tree(tmp_path):
+    write_layers(tmp_path, 400, None)
+    text = write_report(tmp_path, tmp_path / "page.html").read_text()
+    assert text.count('<details class="block">') == 101
+    assert Page(text)
 
 
 def test_several_runs_are_on_one_page(run, tmp_path):
@@ -231,24 +345,6 @@ def test_the_command_writes_a_page(run, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"wrote {page} (")
     assert cli.main(["report", str(run), "-o", str(page), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": str(page), "bytes": page.stat().st_size}
-
-
-def test_values_that_are_not_finite_have_a_legend_and_single_points_a_dot():
-    steps = np.arange(4)
-    lost = draw_chart("loss", [ReportCurve("a", steps, np.full(4, np.nan))])
-    assert lost.nonfinite
-    assert "no finite value" in lost.svg
-    assert "<circle" not in lost.svg
-    alone = draw_chart("loss", [ReportCurve("a", steps, np.array([np.nan, 2.0, np.nan, np.inf]))])
-    assert alone.nonfinite
-    assert alone.svg.count("<circle") == 1
-    whole = draw_chart("loss", [ReportCurve("a", steps, np.arange(1.0, 5.0))])
-    assert not whole.nonfinite
-    assert "<circle" not in whole.svg
-    assert (
-        "no positive value"
-        in draw_chart("loss", [ReportCurve("a", steps, np.zeros(4))], quantity=Quantity(scale="log")).svg
-    )
 
 
 def test_the_steps_of_a_heat_map_are_round_numbers_at_their_columns():

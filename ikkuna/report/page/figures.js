@@ -64,53 +64,6 @@ function write(group, labels) {
     return label;
   }));
 }
-function roundSteps(low, high, count) {
-  const raw = Math.max((high - low) / count, 1), unit = 10 ** Math.floor(Math.log10(raw)), found = [];
-  const size = unit * [1, 2, 5, 10].find(factor => factor * unit >= raw * 0.999);
-  for (let i = Math.ceil(low / size); i * size <= high; i++) found.push(i * size);
-  return found;
-}
-function nearest(steps, wanted) {
-  let low = 0, high = steps.length - 1;
-  while (low < high) {
-    const middle = low + high >> 1;
-    if (steps[middle] < wanted) low = middle + 1; else high = middle;
-  }
-  return low > 0 && wanted - steps[low - 1] < steps[low] - wanted ? low - 1 : low;
-}
-for (const card of document.querySelectorAll("[data-chart]")) {
-  const svg = card.querySelector("svg"), cursor = svg.querySelector(".cursor"), ticks = svg.querySelector(".steps");
-  const [whole, height] = [svg.querySelector(".plot"), svg.viewBox.baseVal.height];
-  const [left, width] = ["x", "width"].map(name => Number(whole.getAttribute(name)));
-  let data = null;
-  const read = () => data = data || JSON.parse(card.dataset.chart);
-  const shown = () => { const [low, high] = read().x; return view.x.map(share => low + share * (high - low)); };
-  const view = makeZoomable(svg, [left, 0, width, Number(whole.getAttribute("height"))], false, () => {
-    const [low, high] = shown();
-    write(ticks, roundSteps(low, high, 5).map(step => {
-      const x = left + (step - low) / (high - low) * width;
-      return [x, height - 6, step, x > left + width - 20 ? "end" : "middle"];
-    }));
-  });
-  svg.addEventListener("mousemove", event => {
-    read();
-    const [low, high] = shown(), step = low + (inside(svg, event)[0] - left) / width * (high - low), lines = [];
-    let found = null;
-    for (const curve of data.curves) {
-      if (!curve.steps.length) continue;
-      const i = nearest(curve.steps, step);
-      if (found === null || Math.abs(curve.steps[i] - step) < Math.abs(found - step)) found = curve.steps[i];
-      lines.push((curve.name ? curve.name + ": " : "") + curve.values[i]);
-    }
-    if (found === null) return;
-    const place = left + within((found - low) / (high - low)) * width;
-    cursor.setAttribute("x1", place);
-    cursor.setAttribute("x2", place);
-    cursor.style.visibility = "visible";
-    show(event, "step " + found + "\n" + lines.join("\n"));
-  });
-  svg.addEventListener("mouseleave", () => { cursor.style.visibility = "hidden"; hide(); });
-}
 function valueOf(data, colours, pixel) {
   const key = pixel[0] << 16 | pixel[1] << 8 | pixel[2], i = colours.get(key);
   if (i === undefined) return "";
@@ -132,7 +85,7 @@ function paletteOf(bytes) {
   }
   return found;
 }
-for (const card of document.querySelectorAll("[data-heatmap]")) {
+function makeHeatmap(card) {
   const svg = card.querySelector("svg"), plot = svg.querySelector(".plot");
   const box = ["x", "y", "width", "height"].map(name => Number(plot.getAttribute(name)));
   let data = null, pixels = null, colours = null;
@@ -177,7 +130,7 @@ for (const card of document.querySelectorAll("[data-heatmap]")) {
   });
   svg.addEventListener("mouseleave", hide);
 }
-for (const table of document.querySelectorAll(".modules")) {
+function makeTable(table) {
   table.querySelectorAll("th").forEach((head, column) => head.addEventListener("click", () => {
     const body = table.tBodies[0], up = head.dataset.up = head.dataset.up === "1" ? "" : "1";
     const key = row => {
@@ -190,8 +143,205 @@ for (const table of document.querySelectorAll(".modules")) {
     body.append(...rows.map(pair => pair[1]));
   }));
 }
-for (const filter of document.querySelectorAll(".filter"))
-  filter.addEventListener("input", () => {
-    for (const row of filter.closest("p").nextElementSibling.querySelectorAll("tbody tr"))
-      row.hidden = !row.cells[0].textContent.toLowerCase().includes(filter.value.toLowerCase());
+addEventListener("input", event => {
+  const filter = event.target, wanted = filter.value.toLowerCase();
+  if (!filter.matches(".filter")) return;
+  const area = filter.closest("p").nextElementSibling;
+  for (const row of area.querySelectorAll("tbody tr")) row.hidden = !row.cells[0].textContent.toLowerCase().includes(wanted);
+  for (const block of area.querySelectorAll("details")) {
+    block.hidden = !block.querySelector("tbody tr:not([hidden])");
+    block.open = wanted !== "" && !block.hidden;
+  }
+});
+
+const css = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const plots = [], pages = document.querySelector("main"), times = JSON.parse(pages.dataset.times || "[]");
+let isTime = false;
+function wallTime(step) {
+  let i = times.findIndex(pair => pair[0] >= step);
+  if (i < 0) i = times.length - 1;
+  const [a, b] = [times[Math.max(i - 1, 0)], times[i]], share = b[0] > a[0] ? (step - a[0]) / (b[0] - a[0]) : 0;
+  const seconds = a[1] + Math.min(share, 1) * (b[1] - a[1]);
+  return seconds < 100 ? seconds.toFixed(1) + " s" : seconds < 6000 ? (seconds / 60).toFixed(1) + " min" : (seconds / 3600).toFixed(1) + " h";
+}
+function short(value) {
+  const size = Math.abs(value);
+  for (const [unit, name] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= Math.max(unit, 1e4) && size < 1e3 * unit) return +(value / unit).toPrecision(4) + name;
+  return size !== 0 && (size < 1e-3 || size >= 1e12) ? value.toExponential().replace(/(\.\d{3})\d+/, "$1") : String(+value.toPrecision(4));
+}
+const toNumber = value => typeof value === "number" ? value : null;
+function joined(data) {
+  return uPlot.join(data.curves.map(curve => [curve.steps, curve.values.map(toNumber)]));
+}
+function paint(plot, data, isBelow) {
+  const {ctx, bbox} = plot, {left, top, width, height} = bbox, ratio = devicePixelRatio;
+  const x = step => plot.valToPos(step, "x", true), y = value => plot.valToPos(value, "y", true);
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(left, top, width, height);
+  ctx.clip();
+  ctx.lineWidth = ratio;
+  ctx.font = 11 * ratio + "px system-ui,sans-serif";
+  if (isBelow) {
+    if (data.healthy) {
+      const [low, high] = data.healthy, begin = high === null ? top : y(high), end = low === null ? top + height : y(low);
+      ctx.fillStyle = css("good");
+      ctx.globalAlpha = 0.13;
+      ctx.fillRect(left, begin, width, end - begin);
+    }
+  } else {
+    ctx.strokeStyle = ctx.fillStyle = css("soft");
+    for (const [value, label] of data.lines) {
+      const place = y(value);
+      ctx.setLineDash([5 * ratio, 4 * ratio]);
+      ctx.beginPath();
+      ctx.moveTo(left, place);
+      ctx.lineTo(left + width, place);
+      ctx.stroke();
+      ctx.textAlign = "right";
+      ctx.fillText(label, left + width - 4 * ratio, place - 4 * ratio);
+    }
+    ctx.setLineDash([]);
+    for (const [step, , severity] of data.marks) {
+      const place = x(step);
+      ctx.strokeStyle = ctx.fillStyle = css(severity === "error" ? "bad" : severity === "warning" ? "c1" : "c0");
+      ctx.globalAlpha = 0.7;
+      ctx.beginPath();
+      ctx.moveTo(place, top);
+      ctx.lineTo(place, top + height);
+      ctx.stroke();
+      ctx.globalAlpha = 1;
+      ctx.beginPath();
+      ctx.moveTo(place - 5 * ratio, top);
+      ctx.lineTo(place + 5 * ratio, top);
+      ctx.lineTo(place, top + 7 * ratio);
+      ctx.fill();
+    }
+    ctx.strokeStyle = css("bad");
+    ctx.lineWidth = 2 * ratio;
+    for (const curve of data.curves) curve.values.forEach((value, i) => {
+      if (typeof value === "number") return;
+      ctx.beginPath();
+      ctx.moveTo(x(curve.steps[i]), top + height - 8 * ratio);
+      ctx.lineTo(x(curve.steps[i]), top + height);
+      ctx.stroke();
+    });
+  }
+  ctx.restore();
+}
+function limits(plot, low, high) {
+  const data = plot.numbers;
+  if (data.scale === "share") return [Math.min(low ?? 0, 0), Math.max(high ?? 1, 1)];
+  if (low === null || low === undefined) return data.scale === "log" ? [0.1, 1] : [0, 1];
+  for (const [value] of data.lines) if (value > 0 || data.scale !== "log") { low = Math.min(low, value); high = Math.max(high, value); }
+  if (data.scale === "log") return high > 1.01 * low ? [low / 1.05, high * 1.05] : [low / 2, high * 2];
+  const margin = 0.05 * (high - low) || Math.abs(high) * 0.1 || 1;
+  return [low >= 0 && data.scale !== "asinh" ? Math.max(low - margin, 0) : low - margin, high + margin];
+}
+function makeChart(card) {
+  const data = JSON.parse(card.dataset.chart), box = card.querySelector(".plot"), count = data.curves.length;
+  const table = joined(data), middle = count >> 1, isFaint = i => data.band && i !== middle;
+  const series = data.curves.map((curve, i) => ({
+    label: curve.name || "value", stroke: () => css("c" + curve.colour), width: isFaint(i) ? 0.5 : 1.6,
+    points: {show: curve.values.filter(value => typeof value === "number").length < 3, size: 5}, spanGaps: false,
+    value: (plot, value, s, i) => {
+      const curve = plot.numbers.curves[s - 1], step = i === null ? null : plot.data[0][i], at = step === null ? -1 : curve.steps.indexOf(step);
+      return at < 0 ? "–" : typeof curve.values[at] === "number" ? String(curve.values[at]) : curve.values[at];
+    },
+  }));
+  const bands = data.band ? [...Array(middle).keys()].map(i => ({series: [count - i, i + 1], fill: () => css("area")})) : [];
+  const option = {
+    width: Math.max(box.clientWidth, 200), height: 200,
+    series: [{label: "step", value: (plot, step) => step === null ? "–" : isTime && times.length ? step + " (" + wallTime(step) + ")" : String(step)}, ...series],
+    bands,
+    legend: {live: true},
+    cursor: {sync: {key: "steps"}, drag: {x: true, y: false}, points: {size: 6}},
+    scales: {x: {time: false}, y: {distr: {log: 3, asinh: 4}[data.scale] || 1, asinh: data.least, log: 10, range: limits}},
+    axes: [
+      {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 28, incrs: isTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e16, 1e17], values: (plot, steps) => steps.map(step => isTime && times.length ? wallTime(step) : short(step))},
+      {stroke: () => css("soft"), grid: {stroke: () => css("grid"), width: 1}, ticks: {show: false}, size: 58, values: (plot, values) => values.map(value => value === null || value === undefined ? "" : short(value))},
+    ],
+    hooks: {
+      drawClear: [plot => paint(plot, plot.numbers, true)],
+      draw: [plot => paint(plot, plot.numbers, false)],
+      setCursor: [plot => {
+        const near = plot.cursor.left < 0 ? [] : plot.numbers.marks.filter(mark => Math.abs(plot.valToPos(mark[0], "x") - plot.cursor.left) < 6);
+        box.title = near.map(mark => mark[1]).join("\n");
+      }],
+      setScale: [(plot, key) => key === "x" && plot.whole && zoom(card, plot)],
+    },
+  };
+  let plot;
+  uPlot.prototype.numbers = data;
+  plot = new uPlot(option, table, box);
+  plot.numbers = data;
+  plot.whole = [plot.scales.x.min, plot.scales.x.max];
+  card.plot = plot;
+  plots.push(plot);
+  new ResizeObserver(() => box.clientWidth && plot.setSize({width: box.clientWidth, height: 200})).observe(box);
+}
+function replaceNumbers(plot, data) {
+  plot.numbers = data;
+  plot.setData(joined(data), false);
+}
+async function zoom(card, plot) {
+  const url = card.dataset.url, {min, max} = plot.scales.x;
+  if (!url || plot.busy) return;
+  const asked = plot.asked = min + " " + max, isWhole = min <= plot.whole[0] && max >= plot.whole[1];
+  const answer = await fetch(url + (isWhole ? "" : "&from=" + min + "&to=" + max));
+  if (!answer.ok || plot.asked !== asked) return;
+  plot.busy = true;
+  replaceNumbers(plot, await answer.json());
+  plot.setScale("x", {min, max});
+  setTimeout(() => plot.busy = false);
+}
+function activate(root) {
+  const seen = new IntersectionObserver(entries => entries.forEach(entry => {
+    if (!entry.isIntersecting) return;
+    seen.unobserve(entry.target);
+    makeChart(entry.target);
+  }), {rootMargin: "300px"});
+  for (const card of root.querySelectorAll("[data-chart]")) seen.observe(card);
+  for (const card of root.querySelectorAll("[data-heatmap]")) makeHeatmap(card);
+  for (const table of root.querySelectorAll(".modules")) makeTable(table);
+  for (const part of root.querySelectorAll("details[data-part]")) part.addEventListener("toggle", async () => {
+    if (!part.open || part.isFilled) return;
+    part.isFilled = true;
+    const answer = await fetch(part.dataset.part), inner = part.querySelector("div");
+    inner.innerHTML = await answer.text();
+    activate(inner);
   });
+}
+const axis = document.querySelector(".axis");
+if (axis) axis.addEventListener("click", () => {
+  isTime = !isTime;
+  axis.textContent = isTime ? "show steps" : "show wall time";
+  for (const plot of plots) plot.redraw(false, true);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach(plot => plot.redraw(false, true)));
+let state = pages.dataset.state;
+async function follow() {
+  try {
+    const answer = await fetch(pages.dataset.follow), found = await answer.text();
+    if (answer.ok && found !== state) {
+      state = found;
+      const head = document.getElementById("head"), part = await fetch(head.dataset.part);
+      if (part.ok) head.innerHTML = await part.text();
+      for (const card of document.querySelectorAll("[data-url]")) {
+        if (!card.plot) continue;
+        const plot = card.plot, isWhole = plot.scales.x.min <= plot.whole[0] && plot.scales.x.max >= plot.whole[1];
+        if (!isWhole) continue;
+        const data = await (await fetch(card.dataset.url)).json(), steps = data.curves.flatMap(curve => curve.steps);
+        plot.busy = true;
+        replaceNumbers(plot, data);
+        plot.whole = [Math.min(...steps), Math.max(...steps)];
+        plot.setScale("x", {min: plot.whole[0], max: plot.whole[1]});
+        await new Promise(done => setTimeout(done));
+        plot.busy = false;
+      }
+    }
+  } catch (error) { document.body.classList.add("gone"); }
+  setTimeout(follow, 2000);
+}
+activate(document);
+if (pages.dataset.follow) setTimeout(follow, 2000);
