@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ikkuna.diagnosis import Finding
+from ikkuna.diagnosis.stored_findings import event_line, event_text
 from ikkuna.reading import StoredHistogram
 from ikkuna.store.event_format import float32, histogram_value, scalar_prefix, step_record, text_value
 from ikkuna.store.names import Series, series_tag
@@ -24,7 +26,7 @@ def values_of_step(modules: int) -> int:
 
 
 def write_run(directory, modules: int, steps: int, kinds=KINDS, histograms: int = 4) -> Path:
-    """Write a run with a value of each module and kind at every step; every fourth module has no weights."""
+    """Write a run with a value of each module and kind at every step, and a finding; every fourth module has no weights."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     names = [f"blocks.{i // 4}.{PARTS[i % 4]}" for i in range(modules)]
@@ -56,6 +58,9 @@ def write_run(directory, modules: int, steps: int, kinds=KINDS, histograms: int 
             if histograms and step % max(1, steps // 100) == 0:
                 parts += [_histogram(f"weights/{name}", rng, 1 + share) for name in names[:histograms]]
             file.write(step_record(b"".join(parts), step, 1.7e9 + step))
+    found = Finding("dead_units", "warning", "Units are dead.", names[-1], "activations_sparsity", step=steps // 2)
+    text = event_text({"event": "opened", "finding": found.as_dict()})
+    (directory / "findings.1.jsonl").write_text(event_line(text, steps // 2, 1.7e9), encoding="utf-8")
     return directory
 
 

@@ -171,6 +171,7 @@ class RuleSubscriber(Subscriber):
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
         self._every = every
         self._mute = mute
+        self._muted_later: frozenset[str] = frozenset()  # by another process
         self._lacks_network = not judge.history.network.modules
         self.actions: list[OnFinding] = []
         self._store = JudgementBackend() if any(map(_writes_files, self.backends)) else None
@@ -185,9 +186,11 @@ class RuleSubscriber(Subscriber):
         return Findings(heard, found.judged, found.skipped, found.needed)
 
     def _is_muted(self, finding: Finding) -> bool:
-        """Return whether all modules of a finding are muted for its rule."""
-        modules = finding.modules or (finding.module,)
-        return all((finding.rule, module) in self._mute for module in modules)
+        """Return whether the rule of a finding is muted, or all modules of the finding are muted for its rule."""
+        modules, rule = finding.modules or (finding.module,), finding.rule
+        return rule in self._muted_later or all(
+            (rule, module) in self._mute or f"{rule}:{module}" in self._muted_later for module in modules
+        )
 
     def receive(self, message: Any, kind: str, value: float) -> None:
         """Add a value to the history of the rules."""
@@ -287,6 +290,8 @@ class RuleSubscriber(Subscriber):
             If `stop` asks for it.
         """
         judged = self.judge.finish_step(stamp.global_step)
+        if (run := getattr(self._host, "run", None)) is not None:
+            self._muted_later = run.control.mute
         self._store_step(stamp)
         found = [each for each in judged if not self._is_muted(each)]
         for finding in found:

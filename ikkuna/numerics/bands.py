@@ -117,7 +117,7 @@ def unusual_rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
         spread = np.full(values.shape[1], np.nan)
         spread[filled] = np.nanmedian(np.abs(size - middle)[:, filled], axis=0)
         away = np.nan_to_num(np.abs(size - middle) / (_SCALE * np.maximum(spread, 0.05)))
-        rare = np.nanmean(np.where(np.isnan(values), np.nan, values == 0), axis=0) < 0.5
+        rare = (values == 0).sum(axis=0) < 0.5 * (~np.isnan(values)).sum(axis=0)
     away[(values == 0) & rare] += 1e3
     away[np.isinf(values)] = np.inf
     found: NDArray[np.float64] = away.max(axis=1)

@@ -100,7 +100,7 @@ class SamplingPlans:
         if World.here().size > 1:
             log.warning("%s is ignored, because all ranks must sample the same steps", CONTROL_FILE)
             return
-        self.change_sampling(*request)
+        self.change_sampling(request.paused, request.every)
         log.info("sampling is changed by %s: %s", CONTROL_FILE, request)
 
 

@@ -164,7 +164,9 @@ def chart_of(
 
 
 def healthy_limits(finding: Finding, kind: str) -> list[float | None] | None:
-    """Return the healthy range of the values of a kind, with ``None`` for an open end, if a finding judges these values themselves.
+    """Return the healthy range of the values of a kind, with ``None`` for an open end.
+
+    It is ``None`` if the finding judges something else than these values themselves.
 
     Examples
     --------
@@ -185,7 +187,7 @@ def _rounded(values: NDArray[np.float64]) -> list[float | str]:
 
 
 def folded(charts: Sequence[ReportChart]) -> tuple[list[ReportChart], list[tuple[ReportChart, str]]]:
-    """Return the charts that say something of their own, and the others with a reason: they are zero, or equal to an earlier one.
+    """Return the charts with information of their own, and the others with a reason: always zero, or equal to another.
 
     Examples
     --------

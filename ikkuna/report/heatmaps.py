@@ -142,7 +142,11 @@ def draw_heatmap(
     )
     specials_shown = (ZERO, NONFINITE) if is_clear else (ZERO, NONFINITE, MISSING)
     used = {number for number in specials_shown if (indices == number).any()}
-    texts = {ZERO: "exactly zero", NONFINITE: "NaN or infinite", MISSING: "no value"}
+    texts = {
+        ZERO: "exactly zero (healthy)" if quantity.zero == "good" else "exactly zero",
+        NONFINITE: "NaN or infinite",
+        MISSING: "no value",
+    }
     specials = [(texts[number], "#{:02x}{:02x}{:02x}".format(*colours[number].tolist())) for number in sorted(used)]
     data = {
         "names": list(names),

@@ -12,7 +12,7 @@ from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.stored_findings import read_findings
@@ -153,7 +153,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.FORBIDDEN, text, "text/plain")
         elif "token" in query:
             cookie = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
-            self._send(HTTPStatus.SEE_OTHER, "", "text/plain", {"Set-Cookie": cookie, "Location": address.path or "/"})
+            del query["token"]
+            # a path of its own: "//host" would lead to another host
+            location = f"/{address.path.lstrip('/')}" + (f"?{urlencode(query, doseq=True)}" if query else "")
+            self._send(HTTPStatus.SEE_OTHER, "", "text/plain", {"Set-Cookie": cookie, "Location": location})
         else:
             self._answer(address.path, query)
 

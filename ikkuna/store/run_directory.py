@@ -532,7 +532,7 @@ class Continued:
 
 
 CONTROL_FILE = "control.json"
-_KEYS = ("paused", "every")
+_KEYS = ("paused", "every", "mute")
 
 
 class SamplingRequest(NamedTuple):
@@ -544,10 +544,13 @@ class SamplingRequest(NamedTuple):
         Whether nothing is sampled; ``None`` for no change.
     every : int or None
         All subscribers sample each multiple of this number; ``None`` for their own steps, -1 for no change.
+    mute : frozenset of str
+        Rules, or rules with a module such as ``"dead_units:fc1"``, whose findings are not reported.
     """
 
     paused: bool | None = None
     every: int | None = -1
+    mute: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, text: str) -> "SamplingRequest":
@@ -556,12 +559,12 @@ class SamplingRequest(NamedTuple):
         Raises
         ------
         ValueError
-            If it is not an object with ``paused``, a bool, and ``every``, a positive int or null, or with one of them.
+            If it is not an object with some of ``paused``, a bool, ``every``, a positive int or null, and ``mute``, a list of strings.
 
         Examples
         --------
         >>> SamplingRequest.parse('{"every": 1}')
-        SamplingRequest(paused=None, every=1)
+        SamplingRequest(paused=None, every=1, mute=frozenset())
         """
         try:
             content = json.loads(text)
@@ -577,7 +580,10 @@ class SamplingRequest(NamedTuple):
         is_number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
         if "every" in content and every is not None and not is_number:
             raise ValueError(f"every must be an int >= 1 or null, got {every!r}")
-        return cls(paused, every)
+        mute = content.get("mute", [])
+        if not isinstance(mute, list) or not all(isinstance(name, str) for name in mute):
+            raise ValueError(f"mute must be a list of strings, got {mute!r}")
+        return cls(paused, every, frozenset(mute))
 
 
 class ControlFile:
@@ -591,12 +597,13 @@ class ControlFile:
     ...     _ = (Path(directory) / "control.json").write_text('{"paused": true}')
     ...     control.check(Path(directory))
     >>> control.take(), control.take()
-    (SamplingRequest(paused=True, every=-1), None)
+    (SamplingRequest(paused=True, every=-1, mute=frozenset()), None)
     """
 
     def __init__(self) -> None:
         self._seen: Any = None
         self.request: SamplingRequest | None = None
+        self.mute: frozenset[str] = frozenset()
 
     def check(self, directory: Path) -> None:
         """Read the file if it has changed since the last call; what it does not contain properly is logged."""
@@ -613,7 +620,9 @@ class ControlFile:
         except (OSError, ValueError) as error:
             log.warning("'%s' is ignored: %s", path, error)
         else:
-            self.request = request
+            self.mute = request.mute
+            if request[:2] != (None, -1):
+                self.request = request
 
     def take(self) -> SamplingRequest | None:
         """Return what was read since the last call; ``None`` if the file has not changed."""

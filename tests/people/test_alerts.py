@@ -3,13 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+import ikkuna
+from ikkuna import cli
 from ikkuna.backends.loggers import StepValues
 from ikkuna.cli.sample_training import train_sample
-from ikkuna.diagnosis import Finding
+from ikkuna.diagnosis import Finding, Rule, Score
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.integrations.mlflow import MlflowBackend
 from ikkuna.integrations.wandb import WandbBackend
+from ikkuna.store import writer
 
 
 def found_in_training(tmp_path, **options):
@@ -40,6 +45,47 @@ def test_other_modules_of_a_muted_rule_are_reported(tmp_path):
 def test_a_wrong_name_is_an_error(tmp_path, mute, kind, words):
     with pytest.raises(kind, match=words):
         found_in_training(tmp_path, mute=mute)
+
+
+class HighLossRule(Rule):
+    """A test."""
+
+    name, needs, meaning, patience, thresholds, limit = "high_loss", {"loss": ""}, "High.", 1, ("limit",), 2.0
+
+    def scores(self, history):
+        for name, curve in history.fresh("loss"):
+            yield Score(curve.last / self.limit, curve.last, name or None)
+
+
+@pytest.mark.parametrize(("off", "expected"), [([], []), (["--off"], ["high_loss"])])
+def test_a_rule_is_muted_while_the_training_runs(off, expected, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(writer, "_CHECK_SECONDS", 0.0)
+    model, found = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    loss = nn.MSELoss()
+    options = {"loss": loss, "rules": [HighLossRule()], "recorder": False, "verbosity": 0}
+    with ikkuna.watch(model, log_dir=tmp_path, on_finding=found.append, **options) as handle:
+
+        def train(steps, target):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                loss(model(torch.ones(4, 2)), torch.full((4, 1), target)).backward()
+                optimizer.step()
+            assert handle.message_bus.run.flush(10)
+
+        train(20, 0.0)
+        [run] = tmp_path.iterdir()
+        assert cli.main(["mute", str(run), "high_los"]) == 2
+        assert "did you mean 'high_loss'?" in capsys.readouterr().err
+        assert cli.main(["mute", str(run), "high_loss"]) == 0
+        assert cli.main(["mute", str(run), "high_loss", *off, "--json"]) == 0
+        capsys.readouterr()
+        assert cli.main(["mute", str(run)]) == 0
+        assert capsys.readouterr().out == f"muted in '{run}': {'nothing' if off else 'high_loss'}\n"
+        train(20, 0.0)  # the file is read by the thread that writes
+        train(20, 100.0)
+    assert [each.rule for each in found] == expected
+    assert [each.rule for each in handle.findings] == expected
 
 
 def backend_without_server(backend, **attributes):

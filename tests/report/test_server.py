@@ -81,6 +81,8 @@ def test_the_address_with_the_token_sets_the_cookie_and_hides_the_token(server):
     assert (status, headers["Location"]) == (303, "/")
     assert "HttpOnly" in headers["Set-Cookie"]
     assert "SameSite=Strict" in headers["Set-Cookie"]
+    for path, location in (("/run?name=a%20b&", "/run?name=a+b"), ("//example.org/?", "/example.org/")):
+        assert ask(server, f"{path}{address.query}", cookie="")[2]["Location"] == location
     cookie = headers["Set-Cookie"].partition(";")[0]
     assert ask(server, "/", cookie=cookie)[0] == 200
 

@@ -105,6 +105,7 @@ COLOURS = 240
 """The number of colours of values; the numbers of the special colours follow."""
 ZERO, NONFINITE, MISSING = COLOURS, COLOURS + 1, COLOURS + 2
 _SPECIAL = ((255, 154, 213), (227, 0, 43), (168, 168, 168))
+_HEALTHY_ZERO = (206, 228, 210)  # where a zero is good
 _SEQUENTIAL = (
     *((68, 1, 84), (72, 40, 120), (62, 74, 137), (49, 104, 142), (38, 130, 142)),
     *((31, 158, 137), (53, 183, 121), (109, 205, 89), (180, 222, 44), (253, 231, 37)),
@@ -119,7 +120,8 @@ def palette(quantity: Quantity) -> NDArray[np.uint8]:
     anchors = np.array(_DIVERGING if quantity.scale == "signed" else _SEQUENTIAL, float)
     places = np.linspace(0, len(anchors) - 1, COLOURS)
     values = np.stack([np.interp(places, np.arange(len(anchors)), channel) for channel in anchors.T], axis=1)
-    return np.concatenate([values.round(), np.array(_SPECIAL)]).astype(np.uint8)
+    special = (_HEALTHY_ZERO, *_SPECIAL[1:]) if quantity.zero == "good" else _SPECIAL
+    return np.concatenate([values.round(), np.array(special)]).astype(np.uint8)
 
 
 class ColourScale(NamedTuple):
