@@ -485,7 +485,9 @@ SWITCHING = {
     "ikkuna/support/undisturbed.py": "the helper; inference mode ends by a function in C++, before which no signal handler runs",
     "ikkuna/support/torch_internals.py": "finds the function that switches autograd",
     **dict.fromkeys(("ikkuna/inspect", "ikkuna/diagnosis/preflight_checks"), "at the prompt"),
-    **dict.fromkeys(("ikkuna/export/replay.py", "ikkuna/cli", "ikkuna/testing"), "outside of training"),
+    **dict.fromkeys(
+        ("ikkuna/export/replay.py", "ikkuna/export/verdict.py", "ikkuna/cli", "ikkuna/testing"), "outside of training"
+    ),
     "ikkuna/support/device_thread.py": "a thread of its own, in which no signal handler runs",
     "ikkuna/numerics/statistics/native/hook_functions.py": "at set-up",
     "ikkuna/observation/hooks/context.py": "inference mode, see above",

@@ -25,8 +25,9 @@ from ikkuna.observation.rows.rows import Rows, StepObserver
 from ikkuna.printable import printable
 from ikkuna.store.finding import Finding
 from ikkuna.support.random_states import RandomStates
+from ikkuna.support.torch_internals import pytree
 
-__all__ = ["Replay", "ReplayRun", "Step", "check_fits", "prepare", "replay", "restore_state"]
+__all__ = ["Replay", "ReplayRun", "Step", "check_fits", "on_device", "prepare", "replay", "restore_state", "value_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +176,15 @@ class ReplayRun:
     def __init__(
         self, dump: Dump, model: nn.Module, loss: nn.Module | None, optimizers: list[Optimizer], step: Step | None
     ) -> None:
-        self.dump, self._model, self._loss, self._optimizers = dump, model, loss, optimizers
-        self._step = step or self._default_step
-        self._random = dump.arrays("random_calls.npz")
+        self.dump, self.model, self.loss, self.optimizers, self.step = dump, model, loss, optimizers, step
+        self._random = dump.arrays("random_calls.npz") if dump.has("random_calls.npz") else {}
+        self._first, self._factor = -1, 1.0
         if dump.rows["columns"].tolist() != list(COLUMNS):
             raise DumpError(f"'columns' of '{dump.path / 'rows.npz'}' are not those of this version of ikkuna")
         row = int(np.flatnonzero(dump.steps == dump.step)[-1]) if (dump.steps == dump.step).any() else None
         self._expected: Values = np.zeros((0, len(COLUMNS))) if row is None else dump.rows["values"][row]
 
-    def compare(self, steps: list[dict[str, Any]], rules: tuple[Rule, ...]) -> Replay:
+    def compare(self, steps: list[dict[str, Any]], rules: tuple[Rule, ...], factor: float = 1.0) -> Replay:
         """Run steps, and compare the findings of `rules` and the values of the last step with the dump.
 
         Parameters
@@ -192,13 +193,16 @@ class ReplayRun:
             What ``batches.pt`` holds of each step.
         rules : tuple of Rule
             The rules.
+        factor : float
+            The learning rates are multiplied by it.
         """
+        self._first, self._factor = steps[0]["step"], factor
         exporter = Exporter(message_bus=MessageBus("replay"), on_error="raise")
         last, new = _LastRows(), list[Finding]()
         try:
-            exporter.add_modules(self._model)
-            if self._loss is not None:
-                exporter.set_loss(self._loss)
+            exporter.add_modules(self.model)
+            if self.loss is not None:
+                exporter.set_loss(self.loss)
             self._request_rows(exporter)
             if rules:
                 exporter.apply_rules(
@@ -218,12 +222,12 @@ class ReplayRun:
 
     def _request_rows(self, exporter: Exporter) -> None:
         """Register what measures the statistics that the dump has of its last step."""
-        fields: dict[str, set[str]] = {}
+        fields: dict[str, set[str]] = {"loss": {"mean"}}
         for row, values in zip(self.dump.names, self._expected, strict=False):
             measured = {name for name, value in zip(COLUMNS, values, strict=True) if not np.isnan(value)}
             fields.setdefault(row.kind, set()).update(measured - {"n"})
         for kind, names in fields.items():
-            needs_loss = kind in ("loss", "input_labels") and self._loss is None
+            needs_loss = kind == "input_labels" and self.loss is None
             if names and not needs_loss and is_built_in(kind) and (is_of_module(kind) or kind in _OF_NETWORK):
                 exporter.message_bus.register_subscriber(_RowsSubscriber(kind, tuple(sorted(names))))
 
@@ -243,11 +247,13 @@ class ReplayRun:
     def run(self, batch: dict[str, Any]) -> None:
         """Run one step: what ``batches.pt`` holds of it."""
         step = batch["step"]
-        calls = [[_to(call, self._device) for call in batch[name]] for name in ("model_calls", "loss_calls")]
+        calls = [[on_device(call, self.device) for call in batch[name]] for name in ("model_calls", "loss_calls")]
         self._set_rates(step)
         with _explained(f"step {step} cannot run again"):
             self._restore_random(step, 0)
-            self._step(_Calls(calls[0], lambda number: self._restore_random(step, number)), calls[1])
+            (self.step or self._default_step)(
+                _Calls(calls[0], lambda number: self._restore_random(step, number)), calls[1]
+            )
 
     def _restore_random(self, step: int, number: int) -> None:
         """Restore the states of the random generators before a call of the model."""
@@ -259,37 +265,33 @@ class ReplayRun:
             RandomStates.of_arrays(own).restore()
 
     @property
-    def _device(self) -> torch.device:
-        return next((p.device for p in self._model.parameters()), torch.device("cpu"))
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def _set_rates(self, step: int) -> None:
         """Set the learning rates of the step, which a scheduler may have changed since the state was copied."""
         rows = self.dump.rows
         at = np.flatnonzero(rows["log_steps"] == step)
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if not len(at) or len(groups) != rows["learning_rates"].shape[1]:
-            return
-        for group, rate in zip(groups, rows["learning_rates"][at[-1]].tolist(), strict=True):
-            if not np.isnan(rate) and not isinstance(group["lr"], torch.Tensor):
-                group["lr"] = rate
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        logged = [np.nan] * len(groups)
+        if len(at) and len(groups) == rows["learning_rates"].shape[1]:
+            logged = rows["learning_rates"][at[-1]].tolist()
+        for group, rate in zip(groups, logged, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                continue
+            if not np.isnan(rate):
+                group["lr"] = rate * self._factor
+            elif step == self._first:
+                group["lr"] *= self._factor
 
     def _default_step(self, model_calls: list[Any], loss_calls: list[Any]) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.zero_grad()
         for number, (args, kwargs) in enumerate(model_calls):
-            output = self._model(*args, **kwargs)
-            if self._loss is not None:
-                rest, named = loss_calls[number]
-                output = self._loss(output, *rest, **named)
-            value = (
-                output
-                if isinstance(output, torch.Tensor)
-                else output["loss"]
-                if isinstance(output, dict)
-                else output.loss
-            )
-            value.backward()
-        for optimizer in self._optimizers:
+            output = self.model(*args, **kwargs)
+            value_of(output, self.loss, loss_calls[number] if self.loss is not None else None).backward()
+        for optimizer in self.optimizers:
             optimizer.step()
 
     def _result(self, first: int, last: _LastRows, new: tuple[Finding, ...]) -> Replay:
@@ -305,8 +307,9 @@ class ReplayRun:
             equal += int((same & known).sum())
             for i in np.flatnonzero(known & ~same):
                 differences.append(f"{COLUMNS[i]} of {row}: {got[i]:.9g}, in the dump {values[i]:.9g}")
-        mean = last.values.get(("loss", "", ""), np.full(len(COLUMNS), np.nan))[COLUMN["mean"]]
-        losses = self.dump.losses.get(self.dump.step, float("nan")), float(mean)
+        row = last.values.get(("loss", "", ""), np.full(len(COLUMNS), np.nan))
+        is_finite = not (row[COLUMN["nans"]] or row[COLUMN["infs"]])
+        losses = self.dump.losses.get(self.dump.step, float("nan")), float(row[COLUMN["mean"]] if is_finite else np.nan)
         return Replay(
             self.dump.step,
             first,
@@ -319,15 +322,20 @@ class ReplayRun:
         )
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def on_device(value: Any, device: torch.device) -> Any:
     """Return a nested value with its tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_to(item, device) for item in value)
-    return value
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+def value_of(output: Any, loss: nn.Module | None, loss_call: Any) -> Tensor:
+    """Return the loss of an output: that of the loss module, or the output itself, or what it contains as ``loss``."""
+    if loss is not None:
+        rest, named = loss_call
+        output = loss(output, *rest, **named)
+    found: Tensor = (
+        output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
+    )
+    return found
 
 
 def check_fits(dump: Dump, model: nn.Module, state: dict[str, Any], optimizers: list[Optimizer]) -> None:

@@ -278,7 +278,7 @@ class FlightRecorder(StepObserver):
         arrays = self._steps.arrays()
         tensors, further, left_out = self._steps.captured(begin, self.judge.history if self.judge is not None else None)
         if "batch_rows.npz" in further and (text := worst_row(further["batch_rows.npz"], step)):
-            reasons = [*reasons, text]
+            reasons = [*reasons[:1], text, *reasons[1:]]
         facts = self._facts(reasons) | {"left_out": left_out}
         return DumpContent(f"step_{step:06d}", facts, {**arrays, **further}, tensors, self.options.max_bytes)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ikkuna.cli.runs import chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 from ikkuna.errors import ConfigError
 
@@ -20,13 +21,24 @@ _NAMES = ("model", "loss", "optimizer", "step", "rules", "names")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="DUMP", help="the directory of a dump, such as run/run0001/dumps/step_000123")
+    parser.add_argument("path", metavar="DUMP", help="the directory of a dump, or of a run with --step")
+    parser.add_argument("--step", metavar="N", type=int, help="the step whose dump in the run is meant")
     parser.add_argument(
         "--script",
         metavar="MODULE:FUNCTION",
         help="a function that returns (model, loss, optimizer); MODULE may be the path of a script; "
         "without it, the content of the dump is shown",
     )
+    parser.add_argument("--rows", action="store_true", help="rank the rows of the batch by their own loss and gradient")
+    parser.add_argument(
+        "--skip", metavar="FILE", help="with --rows: write the names of the rows that stand out, one a line"
+    )
+    parser.add_argument(
+        "--find",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns a data set, in which the rows of the batch are looked up",
+    )
+    parser.add_argument("--verdict", action="store_true", help="name the cause of a loss that jumped")
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
     parser.add_argument(
         "--operations", metavar="FILE", help="write the operations of the step as JSON, and compare nothing"
@@ -40,27 +52,70 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, terminal: Terminal) -> int:
-    from ikkuna.flight_recorder.dump_reading import read_dump
-
-    dump = read_dump(options.path)
+    dump = _chosen_dump(options, terminal)
     facts = {
         "dump": str(dump.path),
         "step": dump.step,
         "reasons": list(dump.reasons),
         "steps": list(map(int, dump.steps)),
     }
+    if options.find is not None:
+        return _find(dump, options, terminal, facts)
+    if options.script is None and (options.rows or options.verdict):
+        raise ConfigError("--rows and --verdict need --script, the function that returns model, loss and optimizer")
     if options.script is None:
         _write(terminal, options.json, dump, facts | {"reproduced": None})
         return 0
     if options.operations is not None:
         return _record(dump, options)
     from ikkuna.export.replay import replay
+    from ikkuna.export.row_ranking import rank_rows
+    from ikkuna.export.verdict import Verdict, verdict
 
     arguments = arguments_of_script(options.script)
     arguments.pop("names", None)  # `ikkuna diff` needs them
+    if options.rows or options.verdict:
+        arguments.pop("rules", None)
+        found = verdict(dump, **arguments) if options.verdict else rank_rows(dump, **arguments)
+        if options.skip is not None:
+            rows = found.rows if isinstance(found, Verdict) else found.outliers
+            Path(options.skip).write_text("".join(f"{row.name}\n" for row in rows), encoding="utf-8")
+        _write(terminal, options.json, found, facts | found.as_dict())
+        return 0
     result = replay(dump, **arguments)
     _write(terminal, options.json, result, facts | {"reproduced": result.is_reproduced})
     return int(not result.is_reproduced)
+
+
+def _chosen_dump(options: argparse.Namespace, terminal: Terminal) -> "Dump":
+    """Return the dump in a directory, or that of a step in a run."""
+    from ikkuna.flight_recorder.dump_reading import read_dump
+    from ikkuna.flight_recorder.dump_writing import INDEX
+
+    path = Path(options.path)
+    if (path / INDEX).exists() or options.step is None:
+        return read_dump(path)
+    run = Path(chosen_run(options.path, terminal))
+    dumps = {index.parent: int(index.parent.name.split("_")[1]) for index in sorted(run.glob(f"dumps/step_*/{INDEX}"))}
+    if not (found := [dump for dump, step in dumps.items() if step == options.step]):
+        there = f"; there are dumps of the steps {', '.join(map(str, sorted(set(dumps.values()))))}" if dumps else ""
+        raise ConfigError(f"the run '{run}' has no dump of step {options.step}{there}")
+    return read_dump(found[-1])
+
+
+def _find(dump: "Dump", options: argparse.Namespace, terminal: Terminal, facts: dict[str, Any]) -> int:
+    from ikkuna.export.row_ranking import find_rows
+
+    found = find_rows(dump, _function(options.find, "--find")())
+    arrays = dump.arrays("batch_rows.npz")
+    count = int((arrays["steps"] == dump.step).sum())
+    if options.json:
+        terminal.write_json(facts | {"rows": count, "found": found})
+        return int(len(found) < count)
+    terminal.write(f"step {dump.step}: {len(found)} of {count} rows are in the data set")
+    for row in sorted(found):
+        terminal.write(f"  row {row}: {', '.join(map(str, found[row][:10]))}")
+    return int(len(found) < count)
 
 
 def _record(dump: "Dump", options: argparse.Namespace) -> int:
@@ -97,7 +152,7 @@ def arguments_of_script(reference: str) -> dict[str, Any]:
     ConfigError
         If there is no such function, or if it returns something else.
     """
-    made = _function(reference)()
+    made = _function(reference, "--script")()
     if isinstance(made, Mapping):
         if unknown := made.keys() - set(_NAMES):
             raise ConfigError(f"{reference} returns {sorted(map(str, unknown))[0]!r}; known are {', '.join(_NAMES)}")
@@ -109,10 +164,10 @@ def arguments_of_script(reference: str) -> dict[str, Any]:
     return found
 
 
-def _function(reference: str) -> Callable[[], Any]:
+def _function(reference: str, option: str) -> Callable[[], Any]:
     place, _, name = reference.rpartition(":")
     if not place or not name:
-        raise ConfigError(f"--script needs module:function or script.py:function, got {reference!r}")
+        raise ConfigError(f"{option} needs module:function or script.py:function, got {reference!r}")
     if place.endswith(".py"):
         path = Path(place)
         if not path.is_file():
@@ -140,7 +195,7 @@ def _function(reference: str) -> Callable[[], Any]:
 command = Command(
     help="run the step of a dump again",
     description="Run the step of a dump again, and compare findings and values. "
-    "The exit status is 1 if they differ, and 2 for bad input.",
+    "The exit status is 1 if they differ, or if --find does not find all rows, and 2 for bad input.",
     add_arguments=_add_arguments,
     run=_run,
 )

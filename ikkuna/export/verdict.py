@@ -1,0 +1,326 @@
+"""Names the cause of a loss that jumped: a row, the state, the rate, the device, or software that is not deterministic."""
+
+import copy
+import os
+import platform
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ikkuna.errors import DumpError
+from ikkuna.export.replay import Replay, ReplayRun, Step, check_fits, prepare, restore_state
+from ikkuna.export.row_ranking import RankedRow, parts_of, rank_batch
+from ikkuna.flight_recorder.capture import copy_state
+from ikkuna.flight_recorder.dump_reading import Dump, read_dump
+from ikkuna.flight_recorder.operations import fingerprint
+from ikkuna.numerics.spike_score import LIMIT, SpikeScore
+from ikkuna.printable import printable
+from ikkuna.support.torch_internals import pytree
+
+__all__ = ["Verdict", "verdict"]
+
+_REPEATS = 3
+_PAST = 64  # losses
+_LESS = 0.6  # of the excess of the loss, with half the rate
+_NAMED = 5
+
+_SENTENCES = {
+    "row": "the batch made the loss jump",
+    "state": "the state of the training made the loss jump: it is not the one that the steps before compute",
+    "rate": "the updates of the steps before were too large",
+    "device": "the machine computed other numbers than the recorded step gives",
+    "software": "the program is not deterministic, and the loss jumps in some of its runs",
+    None: "the evidence does not decide",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The cause of a loss that jumped; ``print()`` shows it with its evidence.
+
+    Parameters
+    ----------
+    step : int
+        The step.
+    cause : {'row', 'state', 'rate', 'device', 'software'} or None
+        ``None`` if the evidence does not decide.
+    is_certain : bool
+        Whether the evidence excludes the other causes.
+    evidence : tuple of str
+        What was run, and what came out.
+    settings : tuple of str
+        What keeps a replay from computing the same bits.
+    rows : tuple of RankedRow
+        At most five rows that stand out, if the cause is the batch.
+    """
+
+    step: int
+    cause: str | None
+    is_certain: bool
+    evidence: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+    rows: tuple[RankedRow, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content for JSON."""
+        return asdict(self) | {"sentence": self.sentence}
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        rows = ", ".join(f"row {row.number} ({row.name})" for row in self.rows)
+        chance = "" if self.is_certain or self.cause is None else "probably "
+        return printable(f"step {self.step}: {chance}{_SENTENCES[self.cause]}{f': {rows}' if rows else ''}")
+
+    def __str__(self) -> str:
+        lines = [*(f"  setting: {text}" for text in self.settings), *(f"  {text}" for text in self.evidence)]
+        return "\n".join([self.sentence, *map(printable, lines)])
+
+
+def verdict(
+    dump: str | os.PathLike[str] | Dump,
+    model: nn.Module,
+    loss: nn.Module | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] = (),
+    *,
+    step: Step | None = None,
+) -> Verdict:
+    """Run the step of a dump again in several ways, and name the cause of its loss.
+
+    ========================================  ==========================================================
+    the batch runs                            what it shows
+    ========================================  ==========================================================
+    3 times on the recorded state             no jump: the device; jumps sometimes: software
+    on the state before it                    jumps: the batch
+    after the steps from the state before     no jump: the recorded state is not what the steps compute
+    the same with half the learning rate      the excess falls to 60 % or less: the rate
+    without the rows that stand out           no jump: these rows
+    ========================================  ==========================================================
+
+    A loss jumps if it is not finite, or if its spike score after the losses before is above 10, see
+    `ikkuna.numerics.spike_score.SpikeScore`.  If the recorded state differs from the computed one in a single bit, the cause is the device.
+
+    Parameters
+    ----------
+    dump : path or Dump
+        A dump with the state of the training; ``RecorderOptions(state_every=1)`` gives the most evidence.
+    model, loss, optimizer, step
+        See `ikkuna.export.replay.replay`.
+
+    Raises
+    ------
+    DumpError, ConfigTypeError
+        As for `ikkuna.export.replay.replay`.
+    """
+    found = dump if isinstance(dump, Dump) else read_dump(dump)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    run, steps = prepare(found, model, loss, optimizers, step)
+    return _Trial(found, run, steps, optimizers).judge()
+
+
+def _differing_settings(dump: Dump) -> list[str]:
+    """Return the versions and the machine of the dump that are not those of this process."""
+    here = {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    known = dump.facts.get("versions")
+    there = known if isinstance(known, dict) else {}
+    return [f"{name} is {own} here, and was {there[name]}" for name, own in here.items() if there.get(name, own) != own]
+
+
+def _open_settings(run: ReplayRun) -> list[str]:
+    """Return the settings of torch that permit other bits in each run on a device."""
+    if run.device.type != "cuda":
+        return []
+    found = []
+    if torch.backends.cudnn.benchmark:
+        found.append("torch.backends.cudnn.benchmark is True")
+    if not torch.are_deterministic_algorithms_enabled():
+        found.append("torch.use_deterministic_algorithms is off")
+    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        found.append("CUBLAS_WORKSPACE_CONFIG is not set")
+    return found
+
+
+class _Trial:
+    """The replays of one dump, and what follows from them."""
+
+    def __init__(self, dump: Dump, run: ReplayRun, steps: list[dict[str, Any]], optimizers: list[Optimizer]) -> None:
+        self._dump, self._run, self._steps, self._optimizers = dump, run, steps, optimizers
+        self._state = dump.tensors("state.pt")
+        self._before, self._steps_before = self._read_before()
+        losses = dump.losses
+        self._loss = losses.get(dump.step, float("nan"))
+        past = [value for step, value in losses.items() if step < dump.step]
+        self._score = SpikeScore()
+        for value in past:
+            self._score.add(value)
+        self._center = float(np.nanmedian(past[-_PAST:])) if np.isfinite(past).any() else float("nan")
+        self._evidence: list[str] = []
+        self._differing = _differing_settings(dump)
+        self._settings = self._differing + _open_settings(run)
+
+    def _read_before(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+        if not self._dump.has("state_before.pt"):
+            return None, []
+        before = self._dump.tensors("state_before.pt")
+        steps = [
+            batch for batch in self._dump.tensors("batches.pt") if before["step"] <= batch["step"] <= self._dump.step
+        ]
+        if [batch["step"] for batch in steps] != list(range(before["step"], self._dump.step + 1)):
+            return None, []
+        check_fits(self._dump, self._run.model, before, self._optimizers)
+        return before, steps
+
+    # -- replays --------------------------------------------------------------------------------------------------
+
+    def _again(self, state: dict[str, Any], steps: list[dict[str, Any]], factor: float = 1.0) -> Replay:
+        restore_state(self._run.model, pytree.tree_map_only(Tensor, torch.clone, state), self._optimizers)
+        return self._run.compare(steps, (), factor)
+
+    def _jumps(self, loss: float) -> bool:
+        return not np.isfinite(loss) or copy.deepcopy(self._score).add(loss) > LIMIT
+
+    def _say(self, what: str, loss: float) -> None:
+        self._evidence.append(f"{what}: loss {loss:.6g}, which {'jumps' if self._jumps(loss) else 'does not jump'}")
+
+    def _result(self, cause: str | None, is_certain: bool, rows: tuple[RankedRow, ...] = ()) -> Verdict:
+        is_certain = is_certain and not self._settings
+        return Verdict(self._dump.step, cause, is_certain, tuple(self._evidence), tuple(self._settings), rows[:_NAMED])
+
+    def judge(self) -> Verdict:
+        """Run the step again in several ways, and return the verdict."""
+        self._evidence.append(f"recorded: loss {self._loss:.6g}; the losses before have the median {self._center:.6g}")
+        if not self._jumps(self._loss):
+            self._evidence.append(
+                f"the recorded loss has no spike score above {LIMIT:g} after {self._score.count} losses, so that it does not jump"
+            )
+            return self._result(None, False)
+        replays, ends = list[Replay](), set[tuple[str | None, ...]]()
+        for _ in range(_REPEATS):
+            replays.append(self._again(self._state, self._steps))
+            ends.add(tuple(fingerprint(parameter) for parameter in self._run.model.parameters()))
+        losses = [replay.loss[1] for replay in replays]
+        self._say(f"on the recorded state, {_REPEATS} times", losses[0])
+        if len({repr((replay.loss[1], replay.equal, replay.differences)) for replay in replays}) > 1 or len(ends) > 1:
+            self._evidence.append(
+                f"the replays differ: losses {min(losses):.9g} to {max(losses):.9g}, and {len(ends)} different weights after them"
+            )
+            self._settings += self._nondeterministic_operators()
+            if not all(map(self._jumps, losses)):
+                is_certain = any(map(self._jumps, losses)) and not self._differing
+                return Verdict(self._dump.step, "software", is_certain, tuple(self._evidence), tuple(self._settings))
+        elif not self._jumps(losses[0]):
+            return self._result("device", False)  # a program that rarely computes something else is not excluded
+        elif losses[0] == self._loss or (np.isnan(losses[0]) and np.isnan(self._loss)):
+            self._evidence.append("the recorded loss is reproduced bit for bit")
+        return self._of_inputs()
+
+    def _nondeterministic_operators(self) -> list[str]:
+        """Return what torch warns of in a replay with deterministic algorithms."""
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self._again(self._state, self._steps)
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        texts = [str(each.message).split(". ")[0] for each in caught if "deterministic" in str(each.message)]
+        return list(dict.fromkeys(texts))
+
+    # -- the loss is reproduced -----------------------------------------------------------------------------------
+
+    def _of_inputs(self) -> Verdict:
+        if self._before is None:
+            self._evidence.append("the dump has no state before the recorded one")
+            rows = self._rows()
+            return self._result("row", False, rows) if rows else self._result(None, False)
+        alone = self._again(self._before, self._steps[-1:]).loss[1]
+        self._say(f"on the state before step {self._before['step']}", alone)
+        if self._jumps(alone):
+            rows = self._rows()
+            return self._result("row", True, rows)
+        computed = self._again(self._before, self._steps_before).loss[1]
+        self._say(f"after the steps from {self._before['step']} on", computed)
+        if not self._jumps(computed):
+            return self._result(*self._of_changed_state())
+        half = self._again(self._before, self._steps_before, 0.5).loss[1]
+        self._say("the same with half the learning rate", half)
+        excess = (half - self._center) / (computed - self._center) if np.isfinite(half) else 1.0
+        if np.isfinite(computed) and excess > _LESS:
+            return self._result("state", False)
+        return self._result("rate", np.isfinite(half))
+
+    def _of_changed_state(self) -> tuple[str, bool]:
+        """Compare the recorded state with the one that the steps before compute."""
+        assert self._before is not None
+        restore_state(self._run.model, pytree.tree_map_only(Tensor, torch.clone, self._before), self._optimizers)
+        for batch in self._steps_before:
+            if batch["step"] >= self._state["step"]:
+                break
+            self._run.run(batch)
+        recorded, computed = _named(self._state), _named(copy_state(self._run.model, self._optimizers))
+        differing = {name: _bits(value, computed[name]) for name, value in recorded.items() if name in computed}
+        differing = {name: bits for name, bits in differing.items() if bits}
+        shown = ", ".join(f"{name} in {bits} bits" for name, bits in list(differing.items())[:3])
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        self._evidence.append(f"the recorded state differs from the computed one: {shown}{more}")
+        return ("device" if sum(differing.values()) == 1 else "state"), bool(differing)
+
+    def _rows(self) -> tuple[RankedRow, ...]:
+        """Return the rows that stand out, if the loss does not jump without them."""
+        restore_state(self._run.model, pytree.tree_map_only(Tensor, torch.clone, self._state), self._optimizers)
+        for batch in self._steps[:-1]:
+            self._run.run(batch)
+        batch = self._steps[-1]
+        try:
+            rows = rank_batch(self._run, batch).outliers
+        except DumpError as error:
+            self._evidence.append(str(error))
+            return ()
+        parts = parts_of(batch)
+        if not rows or len(rows) >= sum(part.count for part in parts):
+            self._evidence.append("no row of the batch stands out")
+            return ()
+        kept: dict[str, list[Any]] = {"model_calls": [], "loss_calls": []}
+        for number, part in enumerate(parts):
+            left_out = {row.number for row in rows if row.part == number}
+            if left := [row for row in range(part.count) if row not in left_out]:
+                call, loss_call = part.of(left)
+                kept["model_calls"].append(call)
+                kept["loss_calls"] += [] if loss_call is None else [loss_call]
+        rest = self._again(self._state, [*self._steps[:-1], batch | kept]).loss[1]
+        self._say("without the rows that stand out", rest)
+        return () if self._jumps(rest) else rows
+
+
+def _named(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a state: parameters, buffers, and those of the optimizers."""
+    found = dict(state["parameters"]) | dict(state["buffers"])
+    for number, optimizer in enumerate(state["optimizers"]):
+        for parameter, values in optimizer["state"].items():
+            found |= {
+                f"{name} of parameter {parameter} in optimizer {number}": value
+                for name, value in values.items()
+                if isinstance(value, Tensor)
+            }
+    return found
+
+
+def _bits(one: Tensor, other: Tensor) -> int:
+    """Return the number of bits in which two tensors differ."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return max(one.numel(), other.numel()) * one.itemsize * 8
+    first, second = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for x in (one, other))
+    return int(np.bitwise_count(first ^ second).sum())

@@ -1,0 +1,165 @@
+"""Ranked rows and verdicts: exact references, planted causes, the commands of the tutorial, and bad input."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ikkuna.cli import main
+from ikkuna.diagnosis import read_dump
+from ikkuna.errors import ConfigTypeError, DumpError
+from ikkuna.export.row_ranking import find_rows, rank_rows
+from ikkuna.export.verdict import verdict
+from tests.diagnosis.test_batches import Loop, X, Y
+from tests.documentation.test_blocks import SITE, blocks
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import spikes  # the same trainings as in the benchmark
+
+
+def dump_of(loop, *micro_batches, **options):
+    loop.run(3).step(*micro_batches, **options)
+    return loop.dump()
+
+
+class Scaled(nn.Module):
+    """A model that torch.func cannot vectorise, because its code depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.inner(x) if float(x.detach().sum()) < 1e9 else x
+
+
+@pytest.mark.parametrize("model", [lambda: nn.Linear(6, 1), Scaled])
+@pytest.mark.parametrize("by_step", [False, True])
+def test_losses_and_gradients_of_rows_are_those_of_batches_of_one(tmp_path, model, by_step):
+    dump = dump_of(
+        Loop(tmp_path, model=model(), state_every=1), (X[:8].clone(), Y[:8].clone()), (X[8:12].clone(), Y[8:12].clone())
+    )
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters(), 0.05)
+
+    loss = nn.MSELoss()
+
+    def with_loss(model_calls, loss_calls):
+        for (args, kwargs), (labels, _) in zip(model_calls, loss_calls, strict=True):
+            loss(made(*args, **kwargs), *labels).backward()
+        optimizer.step()
+
+    ranking = rank_rows(dump, made, loss, optimizer, step=with_loss if by_step else None)
+    assert len(ranking.rows) == 12
+    state = dump.tensors("state.pt")["parameters"]
+    weight, bias = (
+        next(value.double() for name, value in state.items() if name.endswith(end)) for end in ("weight", "bias")
+    )
+    for row in ranking.rows:
+        x, y = X[8 * row.part + row.number].double(), Y[8 * row.part + row.number].double()
+        error = float(weight[0] @ x + bias[0] - y)
+        assert row.loss == pytest.approx(error**2, rel=1e-4, abs=1e-9)
+        assert row.gradient_norm == pytest.approx(2 * abs(error) * float((x @ x + 1) ** 0.5), rel=1e-4, abs=1e-6)
+    assert sum(row.loss_share for row in ranking.rows) == pytest.approx(1)
+    shares = [max(row.loss_share, row.gradient_share) for row in ranking.rows]
+    assert shares == sorted(shares, reverse=True)
+    assert all(torch.equal(a, b) for a, b in zip(made.state_dict().values(), state.values(), strict=True))
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_planted_row_is_first_and_its_batch_is_in_the_dump(number):
+    result = spikes.row_case(number)
+    assert result["batch"]
+    if result["deviations"] > 10:
+        assert result["place"] == 0
+        assert result["out"]
+
+
+@pytest.mark.parametrize(("number", "cause"), [(0, "row"), (1, "state"), (6, "state"), (8, "device"), (16, "state")])
+def test_a_planted_cause_is_named(number, cause):
+    result = spikes.cause_case(number)
+    assert (result["cause"], result["verdict"], result["certain"]) == (cause, cause, True)
+
+
+def test_rows_are_found_in_a_data_set_and_iterators_are_refused(tmp_path):
+    rows = torch.tensor([200, 7, 7, 31])
+    x = X[rows]
+    x[3] += 1  # an augmentation
+    dump = dump_of(Loop(tmp_path), (x, Y[rows]))
+    assert find_rows(dump, torch.utils.data.TensorDataset(X, Y)) == {0: [200], 1: [7], 2: [7]}
+    with pytest.raises(ConfigTypeError, match="a data set with a length and items is needed, got list_iterator"):
+        find_rows(dump, iter([X]))
+
+
+def test_without_a_state_rows_are_ranked_with_the_weights_of_the_script(tmp_path):
+    x = X[:8].clone()
+    x[6] *= 1000
+    dump = dump_of(Loop(tmp_path), (x, Y[:8].clone()), ids=[list("abcdefgh")])
+    model = nn.Linear(6, 1)
+    ranking = rank_rows(dump, model, nn.MSELoss())
+    assert ranking.rows[0].name == "g"
+    assert "the dump has no state" in str(ranking)
+    with pytest.raises(DumpError, match="no state and batches to replay"):
+        verdict(dump, model, nn.MSELoss())
+
+
+def test_a_loss_that_is_nan_in_the_first_step_is_not_judged_without_evidence(tmp_path):
+    loop = Loop(tmp_path, state_every=1)
+    x = X[:8].clone()
+    x[2, 0] = torch.nan
+    loop.step((x, Y[:8].clone()))
+    model, dump = nn.Linear(6, 1), loop.dump()
+    found = verdict(dump, model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.05))
+    assert (found.cause, found.is_certain) == ("row", False)
+    assert [row.number for row in found.rows] == [2]
+    assert "the dump has no state before the recorded one" in str(found)
+
+
+def test_another_version_is_named_first_and_no_verdict_is_certain_then(tmp_path):
+    loop = Loop(tmp_path, state_every=1).run(20)
+    x = X[:8].clone()
+    x[2] *= 500
+    loop.step((x, Y[:8].clone()))
+    path = loop.dump().path
+    facts = json.loads((path / "dump.json").read_text())
+    facts["versions"]["torch"] = "1.0"
+    (path / "dump.json").write_text(json.dumps(facts))
+    model = nn.Linear(6, 1)
+    found = verdict(read_dump(path), model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.05))
+    assert (found.cause, found.is_certain) == ("row", False)
+    assert found.sentence.startswith("step 20: probably the batch made the loss jump: row 2")
+    assert f"setting: torch is {torch.__version__} here, and was 1.0" in str(found)
+
+
+def test_a_loss_that_does_not_jump_has_no_cause(tmp_path):
+    loop = Loop(tmp_path, state_every=1).run(20)
+    model = nn.Linear(6, 1)
+    found = verdict(loop.dump(), model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.05))
+    assert found.cause is None
+    assert "so that it does not jump" in str(found)
+
+
+def test_the_commands_of_the_tutorial_print_what_the_page_shows(tmp_path, monkeypatch, capsys):
+    page = SITE / "why_did_it_spike.rst"
+    (tmp_path / "train.py").write_text(blocks(page)[0][1])
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    exec(compile(blocks(page)[0][1], str(page), "exec"), names)
+    assert [read_dump(path).step for path in names["monitor"].dumps] == [62]
+    sessions = re.findall(r"^   \$ ikkuna (replay .*)\n((?:   .+\n)+)", page.read_text(), re.MULTILINE)
+    assert len(sessions) == 3
+    for command, shown in sessions:
+        assert main(command.split()) == 0
+        printed = capsys.readouterr().out.splitlines()
+        missing = [line for line in shown.splitlines() if without_digits(line[3:]) not in map(without_digits, printed)]
+        assert missing == []
+    assert len((tmp_path / "skip.txt").read_text().split()) == 1
+
+
+def without_digits(line):
+    """Return a line without the digits after the third one of a number, which depend on the machine."""
+    return re.sub(r"(\d\.?\d\.?\d)[\d.]*", r"\1", line)
