@@ -7,6 +7,7 @@ import pytest
 
 from ikkuna.diagnosis import Finding, History, Judge, Network, Rule, Score, get_rules
 from ikkuna.diagnosis.findings import FindingList
+from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.errors import ConfigError, ConfigTypeError, PluginError
 from ikkuna.store.values import ModuleEntry
 
@@ -241,8 +242,8 @@ def test_every_installed_rule_is_documented_and_survives_odd_values(rule):
                 rule.describe(score)
 
 
-def test_the_rules_that_a_rule_explains_are_installed():
-    names = {rule.name for rule in get_rules("all")}
+def test_what_a_rule_explains_is_a_rule_or_a_check():
+    names = {*EXPLAINS, *(rule.name for rule in get_rules("all"))}
     unknown = {name for rule in get_rules("all") for name in rule.explains} - names
     assert not unknown
 
