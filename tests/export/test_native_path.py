@@ -29,7 +29,10 @@ from ikkuna.testing import RecordingBackend
 pytestmark = pytest.mark.skipif(
     hook_functions(library(), wait=True) is None, reason="the native library cannot be built here"
 )
-KINDS = ("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates", "bias_updates")
+KINDS = (
+    *("layer_inputs", "activations", "layer_gradients"),
+    *("weights", "weight_gradients", "weight_updates", "bias_updates"),
+)
 
 
 class Twice(nn.Module):
@@ -70,6 +73,31 @@ class Frozen(nn.Sequential):
         self[0].requires_grad_(False)
 
 
+class Changed(nn.Sequential):
+    """Changes what its first layers return, in three ways, before the next layer receives it."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def forward(self, x):
+        x = self[0](x)
+        x.mul_(2.0)
+        x = self[1](x)
+        x.data.mul_(3.0)
+        x = self[2](x)
+        x.data = x.data + 1.0
+        return self[3](x)
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.join = nn.Linear(4, 4), nn.Bilinear(4, 4, 2)
+
+    def forward(self, x):
+        return self.join(self.first(x), self.first(x))
+
+
 def transformer():
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
     return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(4, 2))
@@ -90,6 +118,8 @@ MODELS = {
     "several outputs": (Several, (3, 2, 4)),
     "transformer": (transformer, (2, 3, 4)),
     "frozen": (Frozen, (3, 4)),
+    "changed": (Changed, (3, 4)),
+    "several inputs": (Joined, (3, 4)),
     "double": (lambda: nn.Linear(4, 2).double(), (3, 4)),
 }
 
@@ -263,7 +293,7 @@ def test_another_plan_is_measured_by_its_own_fields(monkeypatch):
         more = [
             SparsitySubscriber("activations", subsample=2, backend=recording),
             CallbackSubscriber("activations", lambda message: None, subsample=3, backend="null"),
-            NormSubscriber("layer_inputs", subsample=2, backend=recording),
+            SparsitySubscriber("layer_inputs", subsample=2, backend=recording),
         ]
         values, _, _ = recorded(*MODELS["mlp"], plain, is_native, monkeypatch, more, steps=7)
         found.append((values, [(s.kind, s.name, value, step) for s, value, step in recording.values]))

@@ -485,12 +485,13 @@ class NativePath:
             self._plan, self._wanted = weakref.ref(plan), self._wanted_rows.of(plan)
         host = rows.part(part).host
         host.reserve(len(self._wanted))
-        self._permits.open(get_ident(), host.location, self._wanted, forward.number, task)
+        has_inputs = "layer_inputs" in plan.kinds
+        self._permits.open(get_ident(), host.location, self._wanted, forward.number, task, has_inputs)
 
     def output_function(
         self, recorder: Recorder, sites: ObservedSites, forward_hooks: Mapping[int, Any] | None, gradients: list[Any]
     ) -> Function | None:
-        """Return a function that records what a module returns; ``None`` if that has to be done in Python.
+        """Return a function that records what a module receives and returns; ``None`` if that has to be done in Python.
 
         Parameters
         ----------
@@ -501,12 +502,10 @@ class NativePath:
         forward_hooks, gradients
             See `HookFunctions.output`.
         """
-        if self._functions is None or recorder is not self._recorder or sites.inputs is not None:
+        if self._functions is None or recorder is not self._recorder:
             return None
-        row, gradient_row = (
-            NOTHING if site is None else recorder.index.row(site, "") for site in (sites.outputs, sites.gradients)
-        )
-        return self._functions.output(self._permits, row, gradient_row, forward_hooks, gradients)
+        rows = [NOTHING if site is None else recorder.index.row(site, "") for site in sites]
+        return self._functions.output(self._permits, rows, forward_hooks, gradients)
 
     def gradient_hook(self, recorder: Recorder, site: Site, forward: Forward, hook: Hook) -> object:
         """Return what native functions register in place of the hook of a gradient; ``None`` if that has to be done in Python."""

@@ -133,8 +133,9 @@ class GraphSwitch:
 class ModuleHook(Hook):
     """The forward hook of an observed module.
 
-    Its owner has a method ``native_function`` that returns a function of the output.  That does what the hook would do, if it is permitted,
-    and returns whether it was.  It is made at the first call, because the registration of subscribers changes the sites several times.
+    Its owner has a method ``native_function`` that returns a function of the arguments and the output.
+    That does what the hook would do, if it is permitted, and returns whether it was.
+    It is made at the first call, because the registration of subscribers changes the sites several times.
 
     Parameters
     ----------
@@ -176,7 +177,7 @@ class ModuleHook(Hook):
         """Record a call of the module."""
         if torch.compiler.is_compiling():
             self.leave_in_graph(module, args, output)
-        elif self._native is None or not self._native(output):
+        elif self._native is None or not self._native(args, output):
             Hook.__call__(self, module, args, output)
             if self._is_new and (owner := self.owner()) is not None:
                 self._is_new = False

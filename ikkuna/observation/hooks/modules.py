@@ -154,7 +154,7 @@ class ModuleHooks:
 
     def install(self, plan: Plan) -> bool:
         """Register hooks on the modules whose outputs `plan` wants; return whether any hook was registered."""
-        if plan is self._installed_for:
+        if self._serve(plan):
             return False
         if self._are_early and plan.subscriptions != self._wishes:
             self.remove_early()
@@ -188,6 +188,17 @@ class ModuleHooks:
             self._observe(named, sites, is_root=id(named.module) in roots)
             found = True
         return found
+
+    def _serve(self, plan: Plan) -> bool:
+        """Return whether the hooks that are registered are those of a plan."""
+        known = self._installed_for
+        if plan is known:
+            return True
+        if known is None or self._are_early or not self._is_settled or self._context.tracker.is_rootless:
+            return False
+        if is_served := plan.forward_sites == known.forward_sites:
+            self._installed_for = plan
+        return is_served
 
     def _takes_no_hook(self, named: NamedModule, may_be_compiled: bool) -> bool:
         """Whether a module is scripted, or a hook would change how it computes; logged once."""
@@ -230,7 +241,7 @@ class ModuleHooks:
         """Remove hooks after a step, unless the next step needs the same ones."""
         if self._fast_paths.calls:
             self._fast_paths.finish()
-        if not plan.forward or plan is not self._installed_for:
+        if not plan.forward or not self._serve(plan):
             self.remove()
 
     def forget(self, names: Iterable[str]) -> None:

@@ -150,6 +150,8 @@ class Plan:
         Whether it matters which forwards belong to the step: something is measured, or a subscriber wants to know whether it is skipped.
     is_in_graph : bool
         Whether anything is measured inside the model, which a compiled graph has to do.
+    forward_sites : tuple
+        Equal for plans that measure what the same modules receive and return, and the same gradients of that.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class Plan:
         self.together = tuple(s for s in subscriptions if s.together)
         self.forward = bool(kinds & set(FORWARD_KINDS))
         self.is_in_graph = self.forward or not kinds.isdisjoint(("input_data", "network_output"))
+        self.forward_sites = tuple(map(self._modules_of, FORWARD_KINDS))
         self.states = tuple(sorted(kind for kind in kinds - results if kind.startswith(STATE_PREFIXES)))
         self.parameters = bool(kinds & set(PARAMETER_KINDS) or self.states)
         is_data = (is_built_in(kind) and kind not in (*EVENT_KINDS, LOGGED) for kind in kinds)
@@ -175,6 +178,11 @@ class Plan:
         self.counts_forwards = self.takes_data or not kinds.isdisjoint(EVENT_KINDS)
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
         self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
+
+    def _modules_of(self, kind: str) -> frozenset[int] | None:
+        """Return something that identifies the modules whose tensors of a kind are measured; ``None`` for all."""
+        taking = [s for s in self.subscriptions if kind in s.kinds and _takes_data(s)]
+        return None if any(s.subscription.modules is None for s in taking) else frozenset(map(id, taking))
 
     def task(self, kind: str, module: str | None) -> Task | None:
         """Return what to measure of the tensors of a kind and module; ``None`` for nothing."""

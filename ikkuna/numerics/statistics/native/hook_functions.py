@@ -4,7 +4,7 @@ import ctypes
 import math
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.numerics.statistics.native.kernels import Library
-from ikkuna.numerics.statistics.table import COLUMNS
+from ikkuna.numerics.statistics.table import COLUMN, EMPTY, empty_rows
 from ikkuna.support.failures import log
 from ikkuna.support.native import Compiler, build_library, joined_source, stored_library
 from ikkuna.support.threads import BackgroundThread
@@ -26,10 +26,10 @@ from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 __all__ = ["Function", "HookFunctions", "Permits", "hook_functions"]
 
 
-Function = Callable[[Any], bool]
-"""A native function of a tensor that returns whether it has recorded it."""
+Function = Callable[[Any, Any], bool]
+"""A native function of the arguments and the output of a module that returns whether it has recorded them."""
 
-_THREAD, _TABLE, _WANTED, _ROWS, _TASK, _FORWARD, _NANOSECONDS = _CELLS = range(7)
+_THREAD, _TABLE, _WANTED, _ROWS, _TASK, _FORWARD, _NANOSECONDS, _HAS_INPUTS = _CELLS = range(8)
 
 
 class Permits:
@@ -57,6 +57,7 @@ class Permits:
         wanted: NDArray[np.int32],
         forward: int,
         task: int | None = None,
+        has_inputs: bool = False,
     ) -> None:
         """Permit the measurement of outputs, or of gradients.
 
@@ -72,6 +73,8 @@ class Permits:
             The number of the forward.
         task : int, optional
             The number of the backward; ``None`` for outputs.
+        has_inputs : bool
+            Whether what modules receive is measured as well.
         """
         cells = self._outputs if task is None else self._gradients
         kept = self._kept[task is not None]
@@ -79,7 +82,7 @@ class Permits:
             cells[_THREAD] = 0
             self._kept[task is not None] = table, wanted
             cells[_TABLE], cells[_WANTED], cells[_ROWS] = table.ctypes.data, wanted.ctypes.data, len(wanted)
-        cells[_TASK], cells[_FORWARD] = task or 0, forward
+        cells[_TASK], cells[_FORWARD], cells[_HAS_INPUTS] = task or 0, forward, has_inputs
         cells[_THREAD] = thread
 
     def close(self) -> None:
@@ -116,30 +119,29 @@ class HookFunctions:
             raise RuntimeError(f"the native library has no such function: {error}") from error
         number, held = ctypes.c_int64, ctypes.py_object
         self._kernels = kernels
-        self._functions = (ctypes.c_void_p * 3)(*kernels.addresses)
-        set_up.argtypes, set_up.restype = (ctypes.c_void_p, number, held), None
-        self._output.argtypes, self._output.restype = (*[number] * 3, *[held] * 3), held
+        self._functions, self._empty = (ctypes.c_void_p * 4)(*kernels.addresses), EMPTY.copy()
+        set_up.argtypes, set_up.restype = (ctypes.c_void_p, ctypes.c_void_p, held), None
+        self._output.argtypes, self._output.restype = (number, ctypes.c_void_p, *[held] * 3), held
         self._gradient.argtypes, self._gradient.restype = (*[number] * 3, held), held
         self._watch.argtypes, self._watch.restype = (held, held), ctypes.c_int
-        set_up(ctypes.addressof(self._functions), 8 * len(COLUMNS), GLOBAL_FORWARD_HOOKS)
+        set_up(ctypes.addressof(self._functions), self._empty.ctypes.data, GLOBAL_FORWARD_HOOKS)
         self._check()
 
     def output(
         self,
         permits: Permits,
-        row: int,
-        gradient_row: int,
+        rows: Sequence[int],
         forward_hooks: Mapping[int, Any] | None,
         gradients: list[Any],
     ) -> Function:
-        """Return a function that measures an output of a module, and registers the hook of its gradient.
+        """Return a function that measures the input and the output of a module, and registers the hook of the output's gradient.
 
         Parameters
         ----------
         permits : Permits
             What may be measured.
-        row, gradient_row : int
-            The rows of the output and of its gradient; negative for nothing.
+        rows : sequence of int
+            The rows of the input, of the output and of its gradient; negative for nothing.
         forward_hooks : dict, optional
             The forward hooks of the module, if an output that is a view can only be a view of a tensor that nothing else has,
             unless a second hook has replaced it.
@@ -147,7 +149,8 @@ class HookFunctions:
             By the number of the forward, what `gradient` returns; ``None`` for those that Python has to create.
         """
         kept = permits, forward_hooks, gradients
-        function: Function = self._output(permits.outputs, row, gradient_row, forward_hooks, gradients, kept)
+        numbers = np.array(rows, np.int64)
+        function: Function = self._output(permits.outputs, numbers.ctypes.data, forward_hooks, gradients, kept)
         return function
 
     def gradient(self, permits: Permits, row: int, forward: int, hook: Callable[[Any], object]) -> object:
@@ -161,18 +164,19 @@ class HookFunctions:
 
     def _check(self) -> None:
         """Raise `RuntimeError` if a small example gives a wrong result."""
-        permits, rows, seen = Permits(), np.zeros((2, len(COLUMNS))), []
-        table, wanted = np.array([rows.ctypes.data]), np.zeros(2, np.int32)
+        permits, rows, seen = Permits(), empty_rows(3), []
+        table, wanted = np.array([rows.ctypes.data]), np.zeros(3, np.int32)
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.ones(3, device="cpu", requires_grad=True) * 2
-            gradient = self.gradient(permits, 1, 0, lambda grad: seen.append(grad.sum().item()))
-            record = self.output(permits, 0, 1, None, [gradient])
-            is_closed = not record(x)
-            permits.open(get_ident(), table, wanted, 0)
-            is_done = record(x) and not record(torch.ones(6, device="cpu")[::2])
+            gradient = self.gradient(permits, 2, 0, lambda grad: seen.append(grad.sum().item()))
+            record = self.output(permits, (0, 1, 2), None, [gradient])
+            is_closed = not record((), x)
+            permits.open(get_ident(), table, wanted, 0, has_inputs=True)
+            is_done = record((), x) and record((x,), torch.ones(5, device="cpu"))
+            is_done = is_done and not record((), torch.ones(6, device="cpu")[::2])
             permits.close()
             x.sum().backward()
-        if not (is_closed and is_done and rows[0, 0] == 3 and seen == [3.0]):
+        if not (is_closed and is_done and rows[:2, COLUMN["sumsq"]].tolist() == [12, 17] and seen == [3.0]):
             raise RuntimeError("the hooks of the native library do not work with this version of torch")
 
 

@@ -13,6 +13,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include <cstring>
 #include <ctime>
 #include <memory>
 #include <vector>
@@ -44,13 +45,18 @@ struct Permit {
     int64_t task;          // the number of the running backward, for gradients
     int64_t forward;       // the number of the forward
     int64_t nanoseconds;   // spent here
+    int64_t has_inputs;    // whether what modules receive is measured as well
 };
 constexpr int NOTHING = -1, PYTHON = -2;
 constexpr int64_t LONG = 1 << 15;  // other threads of Python may run meanwhile
 
 using Measure = void (*)(const void *x, int64_t n, int wanted, void *row);
 Measure kernels[3];  // of float32, float64 and bfloat16
-int64_t row_bytes;
+void (*merge)(const void *more, int wanted, void *row);
+struct Row {
+    double values[14];
+};
+const Row *empty;
 PyObject *global_hooks;  // the forward hooks of all modules
 
 int wanted_of(const Permit &permit, int64_t row) {
@@ -80,9 +86,43 @@ Measure kernel_of(const Tensor &x) {
     return kernels[number];
 }
 
-void measure(const Permit &permit, int64_t row, const Tensor &x, Measure kernel, int wanted) {
-    kernel(x.const_data_ptr(), x.numel(), wanted, reinterpret_cast<char *>(*permit.table) + row * row_bytes);
-}
+Row *row_of(const Permit &permit, int64_t row) { return reinterpret_cast<Row *>(*permit.table) + row; }
+
+void measure(const Tensor &x, Measure kernel, int wanted, Row *row) { kernel(x.const_data_ptr(), x.numel(), wanted, row); }
+
+// The output that was measured last on this thread: most modules receive what another one has just returned, which is not read again.
+// The object must still be the same, with the same memory and version.  Writes through ``.data`` change no version, so that some of the
+// numbers are compared as well.
+struct Latest {
+    c10::weak_intrusive_ptr<c10::TensorImpl> tensor{c10::intrusive_ptr<c10::TensorImpl>()};
+    const void *data = nullptr;
+    uint32_t version = 0;
+    uint64_t sample = 0;
+    int wanted = 0;
+    Row row;
+
+    static uint64_t sample_of(const Tensor &x) {
+        const auto *bytes = static_cast<const unsigned char *>(x.const_data_ptr());
+        const int64_t size = x.numel() * x.itemsize(), words = size / 8, distance = words / 64 + 1;
+        uint64_t hash = size, word = 0;
+        for (int64_t i = 0; i < words; i += distance) {
+            std::memcpy(&word, bytes + 8 * i, 8);
+            hash = (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+            hash ^= hash >> 29;
+        }
+        std::memcpy(&word, bytes + (size < 8 ? 0 : size - 8), size < 8 ? size : 8);
+        return (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+    }
+    void set(const Tensor &x, int of) {
+        tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr());
+        data = x.const_data_ptr(), version = x._version(), sample = sample_of(x), wanted = of;
+    }
+    bool is(const Tensor &x, int also) const {
+        return tensor._unsafe_get_target() == x.unsafeGetTensorImpl() && !tensor.expired() && (wanted & also) == also &&
+               data == x.const_data_ptr() && version == x._version() && sample == sample_of(x);
+    }
+};
+thread_local Latest latest;
 
 // What is known of the gradient of one output of a forward.  It keeps the hook in Python, and the permits.
 struct Gradient {
@@ -102,7 +142,7 @@ struct Gradient {
             torch::autograd::get_current_graph_task_id() != given.task) return false;
         const Measure kernel = kernel_of(x);
         if (!kernel) return false;
-        measure(given, row, x, kernel, wanted);
+        measure(x, kernel, wanted, row_of(given, row));
         given.nanoseconds += now() - began;
         return true;
     }
@@ -147,10 +187,10 @@ bool arm(const Tensor &x, const Shared &gradient) {
     return true;
 }
 
-// What is known of the first output of a module.
+// What is known of the only input and the first output of a module.
 struct Output {
     Permit *permit;
-    int64_t row, gradient_row;
+    int64_t input_row, row, gradient_row;
     PyObject *forward_hooks;  // of an `nn.Linear`; None for other modules
     PyObject *gradients;      // by the number of the forward, a capsule with the gradient, or None
     PyObject *kept;
@@ -172,48 +212,75 @@ bool watch(const Output &output, const Tensor &x) {
     return torch::autograd::impl::hooks(x).empty() && base.numel() == x.numel() && arm(base, gradient);
 }
 
-bool record(const Output &output, PyObject *object) {
+// The input that is measured, null for none: a module may have no input, or have overwritten it with its output.
+// Several inputs are left to Python.
+bool find_input(PyObject *inputs, PyObject *output, const Tensor *&found, Measure &kernel) {
+    if (!PyTuple_CheckExact(inputs) || PyTuple_GET_SIZE(inputs) > 1) return false;
+    PyObject *const input = PyTuple_GET_SIZE(inputs) ? PyTuple_GET_ITEM(inputs, 0) : output;
+    if (input == output) return true;
+    if (!THPVariable_CheckExact(input)) return false;
+    found = &THPVariable_Unpack(input);
+    return (kernel = kernel_of(*found));
+}
+
+bool record(const Output &output, PyObject *inputs, PyObject *object) {
     Permit &permit = *output.permit;
-    const int wanted = wanted_of(permit, output.row), wanted_gradient = wanted_of(permit, output.gradient_row);
-    if (!is_of_this_thread(permit) || wanted == PYTHON || wanted_gradient == PYTHON || !THPVariable_CheckExact(object) ||
-        is_transformed_or_traced()) return false;
-    const Tensor &x = THPVariable_Unpack(object);
+    const int wanted_input = wanted_of(permit, output.input_row), wanted = wanted_of(permit, output.row);
+    const int wanted_gradient = wanted_of(permit, output.gradient_row);
+    if (!is_of_this_thread(permit) || wanted_input == PYTHON || wanted == PYTHON || wanted_gradient == PYTHON ||
+        !THPVariable_CheckExact(object) || is_transformed_or_traced()) return false;
+    const Tensor &x = THPVariable_Unpack(object), *input = nullptr;
     const Measure kernel = kernel_of(x);
-    if (!kernel || (wanted_gradient != NOTHING && !watch(output, x))) return false;
-    if (wanted == NOTHING) return true;
-    PyThreadState *const state = x.numel() > LONG ? PyEval_SaveThread() : nullptr;
-    measure(permit, output.row, x, kernel, wanted);
+    Measure kernel_of_input = nullptr;
+    if (!kernel || (wanted_input != NOTHING && !find_input(inputs, object, input, kernel_of_input)) ||
+        (wanted_gradient != NOTHING && !watch(output, x))) return false;
+    PyThreadState *const state = x.numel() > LONG || (input && input->numel() > LONG) ? PyEval_SaveThread() : nullptr;
+    if (input && !input->is_inference() && latest.is(*input, wanted_input)) {
+        merge(&latest.row, wanted_input, row_of(permit, output.input_row));
+    } else if (input) {
+        measure(*input, kernel_of_input, wanted_input, row_of(permit, output.input_row));
+    }
+    if (wanted != NOTHING && permit.has_inputs && !x.is_inference()) {
+        latest.row = *empty;
+        measure(x, kernel, wanted, &latest.row);
+        latest.set(x, wanted);
+        merge(&latest.row, wanted, row_of(permit, output.row));
+    } else if (wanted != NOTHING) {
+        measure(x, kernel, wanted, row_of(permit, output.row));
+    }
     if (state) PyEval_RestoreThread(state);
     return true;
 }
 
-PyObject *record_output(PyObject *capsule, PyObject *x) {
+PyObject *record_output(PyObject *capsule, PyObject *const *arguments, Py_ssize_t count) {
     const Output &output = *static_cast<Output *>(PyCapsule_GetPointer(capsule, nullptr));
     const int64_t began = now();
     bool is_done = false;
     try {
-        is_done = record(output, x);
+        is_done = count == 2 && record(output, arguments[0], arguments[1]);
     } catch (...) {  // Python decides what to do with such a tensor
     }
     output.permit->nanoseconds += now() - began;
     return PyBool_FromLong(is_done);
 }
-PyMethodDef output_method = {"record_output", record_output, METH_O, nullptr};
+PyMethodDef output_method = {"record_output", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(record_output)),
+                             METH_FASTCALL, nullptr};
 
 }  // namespace
 
-// Take the kernels, the size of a row, and the forward hooks of all modules, which Python keeps alive.
-extern "C" void set_up(void *const *functions, int64_t size, PyObject *hooks) {
+// Take the kernels and the function that merges rows, a row of no elements, and the forward hooks of all modules; Python keeps them alive.
+extern "C" void set_up(void *const *functions, const void *row, PyObject *hooks) {
     for (int i = 0; i < 3; i++) kernels[i] = reinterpret_cast<Measure>(functions[i]);
-    row_bytes = size;
+    merge = reinterpret_cast<void (*)(const void *, int, void *)>(functions[3]);
+    empty = static_cast<const Row *>(row);
     global_hooks = hooks;
 }
 
-// Return a function of one tensor that returns whether it was recorded; `kept` is what the other arguments point into.
-extern "C" PyObject *output_function(int64_t permit, int64_t row, int64_t gradient_row, PyObject *forward_hooks, PyObject *gradients,
-                                     PyObject *kept) {
+// Return a function of the inputs and the output of a module that returns whether they were recorded; `kept` is what the other arguments
+// point into.
+extern "C" PyObject *output_function(int64_t permit, const int64_t *rows, PyObject *forward_hooks, PyObject *gradients, PyObject *kept) {
     Py_INCREF(kept);
-    auto *const made = new Output{reinterpret_cast<Permit *>(permit), row, gradient_row, forward_hooks, gradients, kept};
+    auto *const made = new Output{reinterpret_cast<Permit *>(permit), rows[0], rows[1], rows[2], forward_hooks, gradients, kept};
     THPObjectPtr capsule(PyCapsule_New(made, nullptr, [](PyObject *capsule) {
         auto *const output = static_cast<Output *>(PyCapsule_GetPointer(capsule, nullptr));
         Py_DECREF(output->kept);

@@ -195,7 +195,7 @@ class Library:
     reader : TensorReader or None
         Checks and measures tensors in one call, if the library can do it with this interpreter.
     addresses : list of int
-        The addresses of the kernels of float32, float64 and bfloat16, for other native functions.
+        The addresses of the kernels of float32, float64 and bfloat16, and of the function that merges rows, for other native functions.
 
     Raises
     ------
@@ -227,7 +227,8 @@ class Library:
         if [row[COLUMN[name]] for name in ("n", "l1", "mean", "m2")] != [2, 4, -1, 8]:
             raise RuntimeError("the native kernels compute wrong results")
         self.reader = _made(TensorReader, kernels)
-        kept = (ctypes.cast(kernel, _ADDRESS).value for kernel in self._measure.values())  # type: ignore[arg-type]
+        functions: list[Any] = [*self._measure.values(), _typed(kernels, "merge_records", ())]
+        kept = (ctypes.cast(function, _ADDRESS).value for function in functions)
         self.addresses = [address for address in kept if address is not None]
 
     def use(self, variant: str) -> bool:
