@@ -23,7 +23,7 @@ from ikkuna.numerics.statistics.native import library
 from ikkuna.numerics.statistics.native.hook_functions import Permits, hook_functions
 from ikkuna.observation.hooks import context
 from ikkuna.observation.hooks.forward import ForwardHooks
-from ikkuna.observation.hooks.gradients import LayerGradientHooks
+from ikkuna.observation.hooks.gradients import LayerGradientHooks, MicroGradientHooks
 from ikkuna.testing import RecordingBackend
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +31,14 @@ pytestmark = pytest.mark.skipif(
 )
 KINDS = (
     *("layer_inputs", "activations", "layer_gradients"),
-    *("weights", "weight_gradients", "weight_updates", "bias_updates"),
+    *(
+        "weights",
+        "weight_gradients",
+        "weight_updates",
+        "bias_updates",
+        "weight_micro_gradients",
+        "bias_micro_gradients",
+    ),
 )
 
 
@@ -92,10 +99,10 @@ class Changed(nn.Sequential):
 class Joined(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.join = nn.Linear(4, 4), nn.Bilinear(4, 4, 2)
+        self.first, self.second, self.join = nn.Linear(4, 4), nn.Linear(4, 4), nn.Bilinear(4, 4, 2)
 
     def forward(self, x):
-        return self.join(self.first(x), self.first(x))
+        return self.join(self.first(x), self.second(x)).tanh()
 
 
 def transformer():
@@ -119,7 +126,7 @@ MODELS = {
     "transformer": (transformer, (2, 3, 4)),
     "frozen": (Frozen, (3, 4)),
     "changed": (Changed, (3, 4)),
-    "several inputs": (Joined, (3, 4)),
+    "joined": (Joined, (3, 4)),
     "double": (lambda: nn.Linear(4, 2).double(), (3, 4)),
 }
 
@@ -224,6 +231,10 @@ def hooked(model, x, optimizer, exporter):
     optimizer.step()
 
 
+CALLED = (
+    *((ForwardHooks, "module_called"), (LayerGradientHooks, "gradient_computed")),
+    (MicroGradientHooks, "gradient_computed"),
+)
 LOOPS = (plain, accumulated, together, penalized, with_closure, abandoned, with_a_pause, evaluated, transformed, hooked)
 
 
@@ -233,7 +244,7 @@ def recorded(make, shape, loop, is_native, monkeypatch, more=(), steps=3):
         if not is_native:
             patch.setattr(context, "hook_functions", lambda kernels: None)
         calls = []
-        for cls, name in ((ForwardHooks, "module_called"), (LayerGradientHooks, "gradient_computed")):
+        for cls, name in CALLED:
             original = getattr(cls, name)
             patch.setattr(cls, name, lambda *args, original=original: calls.append(1) or original(*args))
         torch.manual_seed(0)

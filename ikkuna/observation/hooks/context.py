@@ -25,7 +25,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ikkuna.distributed.dtensor import divided
 from ikkuna.metrics.bus.error_guard import ErrorGuard
-from ikkuna.numerics.statistics.native.hook_functions import Function, Permits, hook_functions
+from ikkuna.numerics.statistics.native.hook_functions import GRADIENTS as FOR_GRADIENTS
+from ikkuna.numerics.statistics.native.hook_functions import MICRO_GRADIENTS, Function, Permits, hook_functions
+from ikkuna.numerics.statistics.native.hook_functions import OUTPUTS as FOR_OUTPUTS
 from ikkuna.numerics.statistics.native.kernels import NOTHING
 from ikkuna.observation.hooks.hook import MAY_CAPTURE, Hook, in_backward
 from ikkuna.observation.model.parameters import TrackedParameters
@@ -36,7 +38,7 @@ from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.rows.rows import StepObserver
 from ikkuna.observation.rows.wanted_rows import WantedRows
 from ikkuna.observation.steps.counters import Stopwatch
-from ikkuna.observation.steps.forwards import Decision, Forward
+from ikkuna.observation.steps.forwards import MICRO_PART, Decision, Forward
 from ikkuna.observation.steps.loop_events import LoopEvents
 from ikkuna.observation.steps.step_tracker import StepTracker
 from ikkuna.support.failures import log
@@ -467,18 +469,25 @@ class NativePath:
 
     def permit_outputs(self, recorder: Recorder, forward: Forward) -> None:
         """Permit the measurement of what modules return on this thread, in a forward whose root is running."""
-        if recorder.plan.forward:
-            self._open(recorder, forward, forward.part)
+        if recorder.plan.forward and forward.number >= 0:
+            self._open(FOR_OUTPUTS, recorder, forward.number, forward.part)
 
     def permit_gradients(self, recorder: Recorder, forward: Forward, part: int) -> None:
-        """Permit the measurement of gradients of a forward in the backward that runs on this thread."""
-        self._open(recorder, forward, part, graph_task())
+        """Permit the measurement of gradients of a forward, and of parameters, in the backward that runs on this thread."""
+        if forward.number >= 0:
+            self._open(FOR_GRADIENTS, recorder, forward.number, part, graph_task())
+        self.permit_micro_gradients(recorder)
 
-    def _open(self, recorder: Recorder, forward: Forward, part: int, task: int | None = None) -> None:
+    def permit_micro_gradients(self, recorder: Recorder) -> None:
+        """Permit the measurement of gradients of parameters in the backward that runs on this thread."""
+        if recorder.plan.micro_gradients:
+            self._open(MICRO_GRADIENTS, recorder, -1, MICRO_PART, graph_task())
+
+    def _open(self, which: int, recorder: Recorder, forward: int, part: int, task: int = -1) -> None:
         kernels, rows = recorder.kernels, recorder.rows
         if self._functions is None or recorder is not self._recorder or kernels is None or rows is None:
             return
-        if part < 0 or forward.number < 0 or (MAY_CAPTURE and torch.cuda.is_initialized()):
+        if part < 0 or (MAY_CAPTURE and torch.cuda.is_initialized()):
             return
         plan = recorder.plan
         if self._plan() is not plan or len(self._wanted) != len(recorder.index.keys):
@@ -486,7 +495,7 @@ class NativePath:
         host = rows.part(part).host
         host.reserve(len(self._wanted))
         has_inputs = "layer_inputs" in plan.kinds
-        self._permits.open(get_ident(), host.location, self._wanted, forward.number, task, has_inputs)
+        self._permits.open(which, get_ident(), host.location, self._wanted, forward, task, has_inputs)
 
     def output_function(
         self, recorder: Recorder, sites: ObservedSites, forward_hooks: Mapping[int, Any] | None, gradients: list[Any]
@@ -518,6 +527,17 @@ class NativePath:
         return (
             self._functions is not None and gradient_hook is not None and self._functions.watch(output, gradient_hook)
         )
+
+    def micro_gradient_hook(self, recorder: Recorder, row: int, hook: Hook) -> object:
+        """Return what native functions register in place of the hook of a parameter's gradient; ``None`` if Python has to do it."""
+        if self._functions is None or recorder is not self._recorder:
+            return None
+        return self._functions.gradient(self._permits, row, -1, hook, MICRO_GRADIENTS)
+
+    def watch_parameters(self, parameters: list[Tensor], gradient_hooks: list[object]) -> object:
+        """Register what `micro_gradient_hook` has returned for each parameter; return what keeps the nodes with these hooks."""
+        assert self._functions is not None
+        return self._functions.watch_parameters(parameters, gradient_hooks)
 
 
 def _is_incomplete(*args: object) -> None:

@@ -2,8 +2,10 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from ikkuna.distributed.dtensor import divided
@@ -12,7 +14,7 @@ from ikkuna.observation.hooks.backward import BackwardHooks
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import Leaves, with_batch_sizes
-from ikkuna.observation.rows.plan import Site
+from ikkuna.observation.rows.plan import Key, Plan, Site
 from ikkuna.observation.steps.forwards import MICRO_PART, Forward
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
@@ -180,20 +182,50 @@ class MicroGradientHooks:
     def __init__(self, context: HookContext) -> None:
         self.context = context
         self._hooked: list[tuple[Any, Any]] = []  # nodes and handles; a node has hooks only as long as it lives
+        self._kept: object = None
+        self._everything: object = None
+        self._of_plan: WeakKeyDictionary[Plan, tuple[list[_Parameter], list[_Parameter]]] = WeakKeyDictionary()
+        self._hooks: dict[Key, tuple[Hook, object]] = {}  # a node that lives on has one hook for all plans
 
     def step_opened(self) -> None:
         """Register hooks for the parameters whose micro-batch gradients a subscriber wants."""
         context = self.context
-        if not context.recorder.plan.micro_gradients:
+        plan = context.recorder.plan
+        if not plan.micro_gradients:
             return
+        if self._everything is not context.parameters.all:  # replaced parameters would be kept alive
+            self._everything = context.parameters.all
+            self._of_plan.clear()
+        if plan not in self._of_plan:
+            self._of_plan[plan] = self._wanted(plan)
+        listed, others = self._of_plan[plan]
+        if listed:
+            tensors: list[Tensor] = [each.parameter for each in listed]
+            self._kept = context.native.watch_parameters(tensors, [each.native for each in listed])
+        for each in others:
+            # a hook on the parameter itself would also report gradients that are only returned to the user
+            node = context.parameters.accumulate_node(each.parameter) if each.parameter.requires_grad else None
+            if node is not None:
+                self._hooked.append((node, node.register_prehook(each.hook)))
+
+    def _wanted(self, plan: Plan) -> "tuple[list[_Parameter], list[_Parameter]]":
+        """Return the parameters whose gradients are wanted: those with native hooks, and the others."""
+        context = self.context
+        found: tuple[list[_Parameter], list[_Parameter]] = [], []
         for named in context.parameters.all:
             site = context.sites("bias_micro_gradients" if named.is_bias else "weight_micro_gradients", named.module)
-            if not (named.parameter.requires_grad and context.recorder.wants(site)):
-                continue
-            # a hook on the parameter itself would also report gradients that are only returned to the user
-            if (node := context.parameters.accumulate_node(named.parameter)) is not None:
-                hook = Hook(self, MicroGradientHooks.gradient_computed, site, named.path)
-                self._hooked.append((node, node.register_prehook(hook)))
+            if plan.task(site.kind, site.module) is not None:
+                x, (hook, native) = named.parameter, self._hook(site, named.path)
+                is_native = native is not None and type(x) is nn.Parameter and x.layout is torch.strided
+                found[not is_native].append(_Parameter(x, hook, native))
+        return found
+
+    def _hook(self, site: Site, path: str) -> tuple[Hook, object]:
+        if (key := (site, path)) not in self._hooks:
+            recorder, hook = self.context.recorder, Hook(self, MicroGradientHooks.gradient_computed, site, path)
+            row = recorder.index.row(site, path)
+            self._hooks[key] = hook, self.context.native.micro_gradient_hook(recorder, row, hook)
+        return self._hooks[key]
 
     def gradient_computed(self, site: Site, path: str, grads: tuple[Tensor | None, ...]) -> None:
         """Record a gradient that is about to be added."""
@@ -202,9 +234,19 @@ class MicroGradientHooks:
             if context.loss_scale.is_used:
                 grad = context.loss_scale.removed_from(grad)
             context.recorder.receive(site, grad, path, part=MICRO_PART)
+            if not context.loss_scale.is_used:
+                context.native.permit_micro_gradients(context.recorder)
 
     def step_ended(self) -> None:
         """Remove the hooks."""
-        hooked, self._hooked = self._hooked, []
+        hooked, self._hooked, self._kept = self._hooked, [], None
         for _, handle in hooked:
             handle.remove()
+
+
+class _Parameter(NamedTuple):
+    """A parameter, the hook of its gradient, and what native functions register in its place."""
+
+    parameter: nn.Parameter
+    hook: Hook
+    native: object

@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from ikkuna.metrics.messages.kinds import FORWARD_KINDS
+from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MICRO_KINDS
 from ikkuna.numerics.statistics.native.kernels import NOTHING, PYTHON, flags_of
 from ikkuna.observation.rows.plan import Key, Plan, RowIndex
 
@@ -15,8 +15,8 @@ __all__ = ["WantedRows"]
 class WantedRows:
     """For each plan an array with one number for each row: what the kernels measure of it, `NOTHING` or `PYTHON`.
 
-    Native functions measure the first tensors of what modules receive and return, and their gradients, if a plan wants shared
-    statistics alone.
+    Native functions measure the first tensors of what modules receive and return, their gradients, and the gradients of parameters
+    of one micro-batch, if a plan wants shared statistics alone.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class WantedRows:
 
 def _wanted(plan: Plan, key: Key) -> int:
     site, path = key
-    if path or site.kind not in FORWARD_KINDS:
+    if site.kind not in MICRO_KINDS and (path or site.kind not in FORWARD_KINDS):
         return PYTHON
     task = plan.task(site.kind, site.module)
     if task is None:

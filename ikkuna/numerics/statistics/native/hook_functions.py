@@ -23,7 +23,7 @@ from ikkuna.support.native import Compiler, build_library, joined_source, stored
 from ikkuna.support.threads import BackgroundThread
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
-__all__ = ["Function", "HookFunctions", "Permits", "hook_functions"]
+__all__ = ["GRADIENTS", "MICRO_GRADIENTS", "OUTPUTS", "Function", "HookFunctions", "Permits", "hook_functions"]
 
 
 Function = Callable[[Any, Any], bool]
@@ -32,37 +32,45 @@ Function = Callable[[Any, Any], bool]
 _THREAD, _TABLE, _WANTED, _ROWS, _TASK, _FORWARD, _NANOSECONDS, _HAS_INPUTS = _CELLS = range(8)
 
 
-class Permits:
-    """Memory in which Python writes what native functions may measure: one permit for outputs, and one for gradients.
+OUTPUTS, GRADIENTS, MICRO_GRADIENTS = range(3)
+"""What a permit is for: what modules receive and return, gradients of that, and gradients of parameters of one micro-batch."""
 
-    A permit is valid for one thread and one forward, and that for gradients for one backward.  Both end with :meth:`close`.
+
+class Permits:
+    """Memory in which Python writes what native functions may measure: a permit for `OUTPUTS`, `GRADIENTS` and `MICRO_GRADIENTS`.
+
+    A permit is valid for one thread and one forward, and that for gradients for one backward.  All end with :meth:`close`.
 
     Attributes
     ----------
-    outputs, gradients : int
+    addresses : list of int
         The addresses at which native functions find the permits.
     """
 
     def __init__(self) -> None:
-        self._array: NDArray[np.int64] = np.zeros((2, len(_CELLS)), np.int64)
+        self._array: NDArray[np.int64] = np.zeros((3, len(_CELLS)), np.int64)
         # the elements of a memoryview are assigned in a third of the time
-        self._outputs, self._gradients = self._array[0].data, self._array[1].data
-        self._kept: list[tuple[object, object]] = [(None, None), (None, None)]
-        self.outputs, self.gradients = (int(permit.ctypes.data) for permit in self._array)
+        self._cells = [permit.data for permit in self._array]
+        self._first, self._second, self._third = self._cells
+        self._kept: list[tuple[object, object]] = [(None, None)] * 3
+        self.addresses = [int(permit.ctypes.data) for permit in self._array]
 
     def open(
         self,
+        which: int,
         thread: int,
         table: NDArray[np.int64],
         wanted: NDArray[np.int32],
         forward: int,
-        task: int | None = None,
+        task: int = -1,
         has_inputs: bool = False,
     ) -> None:
-        """Permit the measurement of outputs, or of gradients.
+        """Open a permit.
 
         Parameters
         ----------
+        which : int
+            What it is for.
         thread : int
             The identifier of the thread.
         table : array of int64
@@ -70,28 +78,27 @@ class Permits:
         wanted : array of int32
             By row, what to measure, `NOTHING` or `PYTHON`.
         forward : int
-            The number of the forward.
-        task : int, optional
-            The number of the backward; ``None`` for outputs.
+            The number of the forward; -1 for gradients of parameters.
+        task : int
+            The number of the backward, for gradients.
         has_inputs : bool
             Whether what modules receive is measured as well.
         """
-        cells = self._outputs if task is None else self._gradients
-        kept = self._kept[task is not None]
+        cells, kept = self._cells[which], self._kept[which]
         if kept[0] is not table or kept[1] is not wanted:
             cells[_THREAD] = 0
-            self._kept[task is not None] = table, wanted
+            self._kept[which] = table, wanted
             cells[_TABLE], cells[_WANTED], cells[_ROWS] = table.ctypes.data, wanted.ctypes.data, len(wanted)
-        cells[_TASK], cells[_FORWARD], cells[_HAS_INPUTS] = task or 0, forward, has_inputs
+        cells[_TASK], cells[_FORWARD], cells[_HAS_INPUTS] = task, forward, has_inputs
         cells[_THREAD] = thread
 
     def close(self) -> None:
-        """End both permits."""
-        self._outputs[_THREAD] = self._gradients[_THREAD] = 0
+        """End all permits."""
+        self._first[_THREAD] = self._second[_THREAD] = self._third[_THREAD] = 0
 
     def seconds(self) -> float:
         """Return the time that native functions have taken."""
-        return float(self._outputs[_NANOSECONDS] + self._gradients[_NANOSECONDS]) * 1e-9
+        return float(self._first[_NANOSECONDS] + self._second[_NANOSECONDS] + self._third[_NANOSECONDS]) * 1e-9
 
 
 class HookFunctions:
@@ -113,7 +120,9 @@ class HookFunctions:
     def __init__(self, library: ctypes.CDLL, kernels: Library) -> None:
         with_lock: Any = ctypes.PyDLL(library._name, handle=library._handle)  # does not release the lock of Python
         try:
-            set_up, self._watch = with_lock.set_up, with_lock.watch_gradient
+            set_up, self._watch, self._watch_all = (
+                *(with_lock.set_up, with_lock.watch_gradient, with_lock.watch_parameters),
+            )
             self._output, self._gradient = with_lock.output_function, with_lock.gradient_of
         except AttributeError as error:
             raise RuntimeError(f"the native library has no such function: {error}") from error
@@ -124,6 +133,7 @@ class HookFunctions:
         self._output.argtypes, self._output.restype = (number, ctypes.c_void_p, *[held] * 3), held
         self._gradient.argtypes, self._gradient.restype = (*[number] * 3, held), held
         self._watch.argtypes, self._watch.restype = (held, held), ctypes.c_int
+        self._watch_all.argtypes, self._watch_all.restype = (held, held), held
         set_up(ctypes.addressof(self._functions), self._empty.ctypes.data, GLOBAL_FORWARD_HOOKS)
         self._check()
 
@@ -150,17 +160,29 @@ class HookFunctions:
         """
         kept = permits, forward_hooks, gradients
         numbers = np.array(rows, np.int64)
-        function: Function = self._output(permits.outputs, numbers.ctypes.data, forward_hooks, gradients, kept)
+        function: Function = self._output(
+            permits.addresses[OUTPUTS], numbers.ctypes.data, forward_hooks, gradients, kept
+        )
         return function
 
-    def gradient(self, permits: Permits, row: int, forward: int, hook: Callable[[Any], object]) -> object:
-        """Return an object for a hook of the gradient of an output of a forward, which calls `hook` for what it does not measure."""
-        made: object = self._gradient(permits.gradients, row, forward, (hook, permits))
+    def gradient(
+        self, permits: Permits, row: int, forward: int, hook: Callable[[Any], object], which: int = GRADIENTS
+    ) -> object:
+        """Return an object for a hook of the gradient of an output of a forward, which calls `hook` for what it does not measure.
+
+        With `MICRO_GRADIENTS` it is for the gradient of a parameter, and `forward` is -1.
+        """
+        made: object = self._gradient(permits.addresses[which], row, forward, (hook, permits))
         return made
 
     def watch(self, x: Tensor, gradient: object) -> bool:
         """Register what `gradient` has returned on a tensor that is no view; return whether that was possible."""
         return bool(self._watch(x, gradient))
+
+    def watch_parameters(self, parameters: list[Tensor], gradients: list[object]) -> object:
+        """Register what `gradient` has returned for each parameter on the node that adds to its gradient; return what keeps these nodes."""
+        made: object = self._watch_all(parameters, gradients)
+        return made
 
     def _check(self) -> None:
         """Raise `RuntimeError` if a small example gives a wrong result."""
@@ -171,7 +193,7 @@ class HookFunctions:
             gradient = self.gradient(permits, 2, 0, lambda grad: seen.append(grad.sum().item()))
             record = self.output(permits, (0, 1, 2), None, [gradient])
             is_closed = not record((), x)
-            permits.open(get_ident(), table, wanted, 0, has_inputs=True)
+            permits.open(OUTPUTS, get_ident(), table, wanted, 0, has_inputs=True)
             is_done = record((), x) and record((x,), torch.ones(5, device="cpu"))
             is_done = is_done and not record((), torch.ones(6, device="cpu")[::2])
             permits.close()

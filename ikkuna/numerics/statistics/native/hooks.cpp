@@ -178,6 +178,42 @@ struct GradientHook : torch::autograd::FunctionPreHook {
 };
 
 using Shared = std::shared_ptr<const Gradient>;
+const Shared &shared_of(PyObject *capsule) { return *static_cast<Shared *>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+// The hook of the node that adds to the gradient of a parameter; the hook in Python receives a tuple.
+struct ParameterHook : GradientHook {
+    explicit ParameterHook(Shared gradient) : GradientHook(std::move(gradient), 0) {}
+
+    variable_list operator()(const variable_list &gradients) override {
+        if (!gradients.at(0).defined() || gradient->record(gradients[0])) return gradients;
+        pybind11::gil_scoped_acquire gil;
+        THPObjectPtr value(THPVariable_Wrap(gradients[0]));
+        THPObjectPtr values(value ? PyTuple_Pack(1, value.get()) : nullptr);
+        if (!values || !THPObjectPtr(PyObject_CallOneArg(hook(), values.get()))) raise();
+        return gradients;
+    }
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) const override {
+        pybind11::gil_scoped_acquire gil;
+        Py_INCREF(hook());
+        args.add_pre_hook(c10::SafePyObject(hook(), getPyInterpreter()));
+    }
+};
+
+using Node = c10::intrusive_ptr<torch::autograd::Node>;
+
+// The node that adds to the gradient of a parameter, with the hook; null if there is none.  A node that lives on keeps its hook, as another
+// thread may be calling it, and the hook does nothing in a step that does not want it.
+Node watched_node(const Tensor &x, const Shared &gradient) {
+    if (!x.requires_grad() || x.grad_fn()) return Node();
+    Node node = torch::autograd::impl::grad_accumulator(x);
+    if (!node) return node;
+    for (const auto &known : node->pre_hooks()) {
+        const auto *const ours = dynamic_cast<const ParameterHook *>(known.get());
+        if (ours && ours->gradient == gradient) return node;
+    }
+    node->add_pre_hook(std::make_unique<ParameterHook>(gradient));
+    return node;
+}
 
 // Register the hook on a tensor; not on a leaf, and not behind a hook of the user's.
 bool arm(const Tensor &x, const Shared &gradient) {
@@ -205,7 +241,7 @@ bool watch(const Output &output, const Tensor &x) {
     if (forward < 0 || forward >= PyList_GET_SIZE(output.gradients)) return false;
     PyObject *const capsule = PyList_GET_ITEM(output.gradients, forward);
     if (capsule == Py_None) return false;
-    const Shared &gradient = *static_cast<Shared *>(PyCapsule_GetPointer(capsule, nullptr));
+    const Shared &gradient = shared_of(capsule);
     if (!x.is_view()) return arm(x, gradient);
     if (output.forward_hooks == Py_None || PyDict_Size(output.forward_hooks) != 1 || PyObject_Size(global_hooks)) return false;
     const Tensor base(x._base());
@@ -292,10 +328,29 @@ extern "C" PyObject *output_function(int64_t permit, const int64_t *rows, PyObje
 // Register the hook for the gradient of a tensor that is no view; return whether that was done.
 extern "C" int watch_gradient(PyObject *x, PyObject *capsule) {
     try {
-        return THPVariable_CheckExact(x) && arm(THPVariable_Unpack(x), *static_cast<Shared *>(PyCapsule_GetPointer(capsule, nullptr)));
+        return THPVariable_CheckExact(x) && arm(THPVariable_Unpack(x), shared_of(capsule));
     } catch (...) {
         return false;
     }
+}
+
+// Register hooks on the nodes that add to the gradients of parameters, one of `gradients` for each; return what keeps these nodes.
+extern "C" PyObject *watch_parameters(PyObject *parameters, PyObject *gradients) {
+    auto nodes = std::make_unique<std::vector<Node>>();
+    try {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parameters); i++) {
+            PyObject *const x = PyList_GET_ITEM(parameters, i);
+            if (THPVariable_CheckExact(x)) {
+                nodes->push_back(watched_node(THPVariable_Unpack(x), shared_of(PyList_GET_ITEM(gradients, i))));
+            }
+        }
+    } catch (const std::exception &error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+        return nullptr;
+    }
+    return PyCapsule_New(nodes.release(), nullptr, [](PyObject *capsule) {
+        delete static_cast<std::vector<Node> *>(PyCapsule_GetPointer(capsule, nullptr));
+    });
 }
 
 // Return a capsule with what is known of a gradient; `kept` is the hook in Python, and the permits.
