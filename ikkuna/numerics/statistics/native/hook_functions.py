@@ -37,7 +37,7 @@ OUTPUTS, GRADIENTS, MICRO_GRADIENTS = range(3)
 
 
 class Permits:
-    """Memory in which Python writes what native functions may measure: a permit for `OUTPUTS`, `GRADIENTS` and `MICRO_GRADIENTS`.
+    """Memory in which Python writes what native functions may measure, one permit for each purpose.
 
     A permit is valid for one thread and one forward, and that for gradients for one backward.  All end with :meth:`close`.
 
@@ -180,7 +180,7 @@ class HookFunctions:
         return bool(self._watch(x, gradient))
 
     def watch_parameters(self, parameters: list[Tensor], gradients: list[object]) -> object:
-        """Register what `gradient` has returned for each parameter on the node that adds to its gradient; return what keeps these nodes."""
+        """Register what `gradient` has returned for each parameter; return what keeps the nodes with these hooks."""
         made: object = self._watch_all(parameters, gradients)
         return made
 
