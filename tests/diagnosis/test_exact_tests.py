@@ -496,6 +496,11 @@ def distillation():
 
 
 @healthy
+def strong_smoothing_of_labels():
+    return stack([20, 64, 10]), vectors(), nn.CrossEntropyLoss(label_smoothing=0.3)
+
+
+@healthy
 def mixed_labels():
     y = functional.one_hot(torch.randint(10, (32,)), 10).float()
     return stack([20, 64, 10]), (torch.randn(32, 20), 0.7 * y + 0.3 * y.roll(1, 0)), nn.CrossEntropyLoss()
