@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test mutation test-slow test-triton test-gpu check docs bench bench-gpu clean
+.PHONY: demo test mutation test-slow test-triton test-gpu check docs bench bench-gpu soak killed-rounds clean
 
 .venv/installed: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -78,5 +78,13 @@ bench: .venv/installed
 bench-gpu: .venv/installed
 	$(BIN)/python -m benchmarks.gpu
 
+# Two hours; prints what is open and kept each minute, and "flat" at the end.
+soak: .venv/installed
+	$(BIN)/python benchmarks/soak.py
+
+# A thousand trainings, killed under faults of the disk; about an hour.  A second call goes on where the first one ended.
+killed-rounds: .venv/installed-test
+	$(BIN)/python -m tests.fault_injection.killed_training build/killed_rounds 1000
+
 clean:
-	rm -rf .venv .venv-triton sphinx/build
+	rm -rf .venv .venv-triton build/killed_rounds sphinx/build

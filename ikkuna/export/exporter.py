@@ -361,10 +361,12 @@ class Exporter:
             A number or a tensor or array of one element (NaN is shown as NaN); a tensor or array of several elements,
             shown as a histogram; 8-bit pixels (height, width, channel), an image of Pillow or a figure of matplotlib, shown as a picture;
             a histogram or a matrix; or a string, shown as Markdown.  A tensor is copied, and stays on its device until the step ends.
-            A second value of the same name and step replaces the first.
+            A second value of the same name and step replaces the first; if the first is stored already, because its step has
+            ended, the second belongs to the next step.
         step : int, optional
             The step of the value.  A later step waits until the training reaches it.
-            An earlier one than the last that has ended is dropped, counted in ``health().dropped``, and logged once.
+            A value of an earlier one than the last that has ended, and a second value of the last one, are dropped, counted in
+            ``health().dropped``, and logged once.
 
         Raises
         ------

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,27 @@ class LoggedValues:
     def __init__(self, bus: MessageBus) -> None:
         self._bus = bus
         self._lock = threading.RLock()  # reentrant, because a signal handler may log
-        self._waiting: dict[Stamp, dict[str, Any]] = {}
+        self._waiting: dict[tuple[int, str], tuple[Stamp, dict[str, Any]]] = {}  # by step and pass
         self._posted: list[_LoggedStep] = []
-        self._newest = -1
+        self._newest = self._newest_before = -1  # the last step that has ended, and the last one of an earlier training
+        self._stored: set[tuple[str, str]] = set()  # passes and names of the values of the newest step that are posted
         self.dropped = 0
 
-    def add(self, name: str, value: Any, stamp: Stamp) -> None:
+    def add(self, name: str, value: Any, stamp: Stamp, step: int | None = None) -> None:
         """Keep a value until its step ends; a second one of the same name and step replaces it.
+
+        If the step has ended with a value of the name, a second one belongs to the next step, so that no step has two.
+
+        Parameters
+        ----------
+        name : str
+            Any name.
+        value : Any
+            The value.
+        stamp : Stamp
+            The open step, or the last one.
+        step : int, optional
+            The step to which the value belongs instead.
 
         Raises
         ------
@@ -72,21 +87,35 @@ class LoggedValues:
             raise ConfigError("log() needs a name, got an empty one")
         kept = _kept(name, value)
         with self._lock:
-            is_late = stamp.global_step < self._newest
-            if is_late or sum(map(len, self._waiting.values())) >= _MOST:
+            number = stamp.global_step if step is None else step
+            is_stored = number == self._newest and (
+                number == self._newest_before or (stamp.pass_name, name) in self._stored
+            )
+            if is_stored and step is None:
+                number, is_stored = number + 1, False
+            why = ""
+            if number < self._newest:
+                why = f"step {self._newest} has ended"
+            elif is_stored:
+                why = "the step has one that is stored"
+            elif sum(len(named) for _, named in self._waiting.values()) >= _MOST:
+                why = f"{_MOST} values wait for their steps"
+            if why:
                 self.dropped += 1
                 if self.dropped == 1:
-                    why = f"step {self._newest} has ended" if is_late else f"{_MOST} values wait for their steps"
-                    log.warning("log(%r): a value of step %d is dropped: %s", name, stamp.global_step, why)
+                    log.warning("log(%r): a value of step %d is dropped: %s", name, number, why)
                 return
-            self._waiting.setdefault(stamp, {})[name] = kept
+            _, named = self._waiting.get((number, stamp.pass_name), (stamp, {}))
+            named[name] = kept
+            self._waiting[number, stamp.pass_name] = replace(stamp, global_step=number), named
 
     @property
     def first_step(self) -> float:
         """The first step of which values wait or are on their way to the run; infinite if there is none."""
         with self._lock:
-            stamps = [*self._waiting, *(posted.stamp for posted in self._posted if not posted.is_over)]
-        return min((stamp.global_step for stamp in stamps), default=math.inf)
+            steps = [step for step, _ in self._waiting]
+            steps += [posted.stamp.global_step for posted in self._posted if not posted.is_over]
+        return min(steps, default=math.inf)
 
     @property
     def is_waiting(self) -> bool:
@@ -96,25 +125,24 @@ class LoggedValues:
     def step_ends(self, step: int | None = None, is_epoch: bool = False) -> None:
         """Post the values of all steps up to this one, or all; those of the step itself are committed with it, or the epoch."""
         with self._lock:
-            self._newest = self._newest if step is None else step
+            if step is not None and step != self._newest:
+                self._newest = step
+                self._stored.clear()
             if not self._waiting:
                 return
-            due = sorted(
-                (stamp for stamp in self._waiting if step is None or stamp.global_step <= step),
-                key=lambda stamp: stamp.global_step,
-            )
-            values = {stamp: self._waiting.pop(stamp) for stamp in due}
-            posted = [
-                _LoggedStep(stamp, named, self, is_epoch or stamp.global_step != step)
-                for stamp, named in values.items()
-            ]
+            due = sorted((key for key in self._waiting if step is None or key[0] <= step), key=lambda key: key[0])
+            values = [self._waiting.pop(key) for key in due]
+            posted = [_LoggedStep(stamp, named, self, is_epoch or stamp.global_step != step) for stamp, named in values]
+            for stamp, named in values:
+                if stamp.global_step == self._newest:
+                    self._stored.update((stamp.pass_name, name) for name in named)
             self._posted = [earlier for earlier in self._posted if not earlier.is_over] + posted
         for logged in posted:
             self._bus.queue.append(logged)
 
     def rewind(self, step: int) -> None:
-        """Accept values from `step` on again."""
-        self._newest = min(self._newest, step - 1)
+        """Accept values from `step` on; the steps before are those of an earlier training, and end with their values."""
+        self._newest = self._newest_before = step - 1
 
 
 class _LoggedStep(Item):

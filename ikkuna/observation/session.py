@@ -268,8 +268,7 @@ class Session:
                 warn_of_worker(name)
             return
         tracker = self.context.tracker
-        stamp = tracker.pass_stamp(tracker.pass_name)
-        self.logged.add(name, value, stamp if step is None else replace(stamp, global_step=step))
+        self.logged.add(name, value, tracker.pass_stamp(tracker.pass_name), step)
 
     def load_counters(self, state: dict[str, int], continued: Continued | None = None) -> None:
         """Continue to count from a checkpoint, which may be of an earlier step, and continue a stored run."""

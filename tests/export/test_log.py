@@ -83,6 +83,75 @@ def test_the_last_value_of_a_step_counts(watched):
     assert logged(backend, "x") == [(0, 2.0), (1, 2.0)]
 
 
+PLACES = {"head": 100, "early": 200, "inside": 300, "end": 400}
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (("head",), [(0, 100), (1, 101), (2, 102)]),
+        (("head", "inside"), [(0, 300), (1, 301), (2, 302)]),
+        (("inside",), [(0, 300), (1, 301), (2, 302)]),
+        (("inside", "end"), [(0, 300), (1, 301), (2, 302), (3, 402)]),
+        (("end",), [(0, 400), (1, 401), (2, 402)]),
+        (("early",), [(0, 200), (1, 201), (2, 202)]),
+        (("early", "inside", "end"), [(0, 300), (1, 301), (2, 302), (3, 402)]),
+    ],
+)
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_step_has_one_value_of_a_name_wherever_it_is_logged(watched, places, expected, epochs):
+    """A value for a step that has one already belongs to the next step."""
+    exporter, model, backend = watched
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def log(place, step):
+        if place in places:
+            exporter.log("x", PLACES[place] + step, step=step if place == "early" else None)
+
+    for step in range(3):
+        log("head", step)
+        optimizer.zero_grad()
+        log("early", step)
+        outputs = model(torch.ones(2, 3))
+        log("inside", step)
+        outputs.square().mean().backward()
+        optimizer.step()
+        if epochs == 3:
+            exporter.epoch_finished()
+        log("end", step)
+    exporter.close()
+    assert logged(backend, "x") == expected
+    assert exporter.health().dropped == 0
+
+
+def test_a_second_value_for_a_given_step_is_dropped_and_logged_once(watched, caplog):
+    exporter, model, backend = watched
+    train(model, 3, lambda step: None)
+    exporter.log("x", 1.0, step=2)
+    train(model, 1, lambda step: exporter.log("x", 2.0, step=3))
+    exporter.epoch_finished()
+    for value in (3.0, 4.0):
+        exporter.log("x", value, step=3)
+    exporter.close()
+    assert logged(backend, "x") == [(2, 1.0), (3, 2.0)]
+    assert exporter.health().dropped == 2
+    [line] = caplog.messages
+    assert line == "log('x'): a value of step 3 is dropped: the step has one that is stored"
+
+
+def test_a_training_that_continues_adds_no_second_value_to_the_last_step_before(watched):
+    exporter, model, backend = watched
+    for step in range(2):
+        exporter.log("x", step)
+        train(model, 1, lambda step: None)
+    exporter.load_state_dict(exporter.state_dict())
+    for step in range(2, 4):
+        exporter.log("x", step)
+        train(model, 1, lambda step: None)
+    exporter.close()
+    assert logged(backend, "x") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
+
+
 def test_histograms_pictures_matrices_and_texts_are_read_by_tensorboard(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2))
     picture = np.zeros((4, 5, 3), np.uint8)

@@ -27,7 +27,7 @@ class Fault:
     Parameters
     ----------
     operation : str
-        ``"write"``, ``"fsync"`` (also fdatasync), ``"open"``, ``"mkdir"`` or ``"ftruncate"``.
+        ``"write"``, ``"fsync"`` (also fdatasync), ``"open"``, ``"mkdir"``, ``"ftruncate"``, ``"rename"``, ``"fstat"`` or ``"unlink"``.
     action : int, float or str
         A number of an error (`errno.EIO`), which the call reports, a number of seconds (float) that it takes longer, or:
         ``"short"``: half of the bytes are written; ``"torn"``: then, ``EIO`` is reported;

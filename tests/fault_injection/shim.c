@@ -18,8 +18,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { WRITE, FSYNC, OPEN, MKDIR, FTRUNCATE, OPERATIONS };
-static const char *const NAMES[] = {"write", "fsync", "open", "mkdir", "ftruncate"};
+enum { WRITE, FSYNC, OPEN, MKDIR, FTRUNCATE, RENAME, FSTAT, UNLINK, OPERATIONS };
+static const char *const NAMES[] = {"write", "fsync", "open", "mkdir", "ftruncate", "rename", "fstat", "unlink"};
 enum { FAIL, STALL, SHORT, TORN, LOSE };
 static const char *const ACTIONS[] = {"fail", "stall", "short", "torn", "lose"};
 
@@ -40,6 +40,7 @@ static ssize_t (*real_write)(int, const void *, size_t);
 static int (*real_fsync)(int), (*real_fdatasync)(int), (*real_ftruncate)(int, off_t);
 static int (*real_open)(const char *, int, ...), (*real_openat)(int, const char *, int, ...);
 static int (*real_mkdir)(const char *, mode_t), (*real_mkdirat)(int, const char *, mode_t);
+static int (*real_rename)(const char *, const char *), (*real_fstat)(int, struct stat *), (*real_unlink)(const char *);
 
 static int find(const char *const *names, int count, const char *name) {
     for (int i = 0; i < count; i++) if (!strcmp(names[i], name)) return i;
@@ -67,6 +68,9 @@ static void start(void) {
     real_openat = dlsym(RTLD_NEXT, "openat64");
     real_mkdir = dlsym(RTLD_NEXT, "mkdir");
     real_mkdirat = dlsym(RTLD_NEXT, "mkdirat");
+    real_rename = dlsym(RTLD_NEXT, "rename");
+    real_fstat = dlsym(RTLD_NEXT, "fstat64");
+    real_unlink = dlsym(RTLD_NEXT, "unlink");
     const char *directory = getenv("FILE_FAULTS_BELOW"), *text = getenv("FILE_FAULTS");
     const char *seed = getenv("FILE_FAULTS_SEED"), *path = getenv("FILE_FAULTS_JOURNAL");
     random_state = 0x9e3779b97f4a7c15ull ^ (seed ? strtoull(seed, NULL, 10) * 0xbf58476d1ce4e5b9ull : 0);
@@ -154,7 +158,7 @@ static int fails(int operation) {
 }
 
 static struct synced *synced_of(int descriptor, struct stat *status) {
-    if (fstat(descriptor, status)) return NULL;
+    if (real_fstat(descriptor, status)) return NULL;
     for (int i = 0; i < file_count; i++)
         if (files[i].device == status->st_dev && files[i].inode == status->st_ino) return &files[i];
     if (file_count == 4096) return NULL;
@@ -246,4 +250,21 @@ int mkdirat(int directory, const char *path, mode_t mode) {
     pthread_once(&once, start);
     if (path[0] == '/' && is_below(path) && fails(MKDIR)) return -1;
     return real_mkdirat(directory, path, mode);
+}
+
+int rename(const char *path, const char *target) {
+    pthread_once(&once, start);
+    return is_below(path) && fails(RENAME) ? -1 : real_rename(path, target);
+}
+
+int fstat(int descriptor, struct stat *status) {
+    pthread_once(&once, start);
+    return is_of(descriptor) && fails(FSTAT) ? -1 : real_fstat(descriptor, status);
+}
+
+int fstat64(int descriptor, struct stat64 *status) { return fstat(descriptor, (struct stat *)status); }
+
+int unlink(const char *path) {
+    pthread_once(&once, start);
+    return is_below(path) && fails(UNLINK) ? -1 : real_unlink(path);
 }
