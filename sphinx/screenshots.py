@@ -1,4 +1,4 @@
-"""Writes the screenshots of TensorBoard and of the report that the documentation shows; needs Chromium and TensorBoard.
+"""Writes the screenshots of TensorBoard, the report and the live page for the documentation; needs Chromium and TensorBoard.
 
     python sphinx/screenshots.py [--log-dir RUNS]
 
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections import OrderedDict
@@ -21,15 +22,17 @@ from torch import nn
 
 import ikkuna
 from ikkuna.report import write_report
+from ikkuna.report.server import RunServer
 
 IMAGES = Path(__file__).parent / "source" / "images"
 PORT = 6121
 PAGES = {  # file → page, size of the window, width of the picture, height that is cut off above
     "tensorboard_custom_scalars": (f"http://localhost:{PORT}/?darkMode=true#custom_scalars", (1300, 1000), 900, 0),
     "tensorboard_images": (f"http://localhost:{PORT}/?darkMode=false#images", (1300, 1000), 900, 0),
-    "report_small": ("modules10", (1200, 2250), 640, 0),
-    "report_large": ("modules100", (1200, 2250), 640, 0),
-    "report_1000": ("modules1000", (1200, 2950), 640, 1920),
+    "report_small": ("modules10", (1200, 1500), 640, 0),
+    "report_large": ("modules100", (1200, 2450), 640, 1500),
+    "report_1000": ("modules1000", (1200, 2800), 640, 1800),
+    "live_page": ("ui", (1200, 420), 640, 0),
 }
 DARK = ("report_large", "report_1000")
 
@@ -101,11 +104,15 @@ def take(log_dir: Path) -> None:
             except OSError:
                 time.sleep(0.5)
         time.sleep(5)  # TensorBoard reads the runs
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory() as directory, RunServer(log_dir) as live:
+            threading.Thread(target=live.serve_forever, daemon=True).start()
             for name, (page, window, width, top) in PAGES.items():
-                if not page.startswith("http"):
+                if page == "ui":
+                    page = live.url
+                elif not page.startswith("http"):
                     page = write_report(log_dir / page, Path(directory, f"{name}.html")).resolve().as_uri()
                 shoot(page, IMAGES / f"{name}.png", window, width, top, is_dark=name in DARK)
+            live.shutdown()
     finally:
         server.terminate()
         server.wait()
