@@ -1,4 +1,4 @@
-"""Writes the screenshots of TensorBoard, the report and the live page for the documentation; needs Chromium and TensorBoard.
+"""Writes the screenshots for the documentation; needs Chromium and TensorBoard.
 
     python sphinx/screenshots.py [--log-dir RUNS]
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,7 +120,11 @@ def network_charts(
                 kinds.setdefault(kind, []).append(ReportCurve(" · ".join(parts), found.steps, found.values, colour))
     quantities = {kind: _quantity(contents, kind) for kind in kinds}
     order = sorted(kinds, key=lambda kind: network_order(kind, quantities[kind]))
-    findings = [finding for content in contents for finding in content.findings]
+    findings = [
+        replace(found, rule=f"{content.name} {found.rule}") if len(contents) > 1 else found
+        for content in contents
+        for found in content.findings
+    ]
     return [
         chart_of(
             kind,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ikkuna.backends.pictures.canvas import ColourScale
+from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.report.charts import folded
 from ikkuna.report.content import RunContent, module_kinds, network_charts, presence, run_name
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
@@ -253,6 +254,7 @@ def compare_paths(
     contents = [RunContent(run_name(Path(path)), read_run(path), number) for number, path in enumerate((first, second))]
     for content in contents:
         content.read_settings()
+        content.findings = read_findings(content.run.path) or content.findings
     separate_names(contents)
     a, b = contents
     found = compare_runs(a.run, b.run, [read_run(path) for path in repeats], tolerance)

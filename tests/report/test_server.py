@@ -185,8 +185,10 @@ def test_two_runs_are_compared(server, writer, tmp_path):
     for step in range(20):
         other.step(step, 1.0 / (1 + step) + (step > 9))
     other.backend.close()
+    other.find(Finding("loss_spike", "warning", "It jumps.", step=10))
     status, text, _ = ask(server, "/compare?name=run0001&name=run0003")
     assert status == 200
+    assert "warning: run0003 loss_spike at step 10" in text
     assert "Step 10" in text
 
 
