@@ -146,7 +146,7 @@ class Training:
         """Return the dump of the last step, and whether the recorder has noticed the spike itself."""
         is_noticed = self.exporter._attachment.recorder._writer is not None
         last = self.exporter._session.context.tracker.counters.global_step - 1
-        path = self.exporter.dump()
+        path = self.exporter.dump(timeout=300.0)
         self.exporter.close()
         own = [each for each in self.exporter.dumps if each != path and read_dump(each).step == last]
         return read_dump(path), bool(own) and is_noticed
