@@ -63,8 +63,7 @@ class GradientNoiseScaleSubscriber(PlotSubscriber):
 
     Gradients are those before clipping, and on each rank those before they are averaged.
     Each backward pass counts as one micro-batch; all must have the same size.
-    The terms belong to the loss that is differentiated: a gradient scaler multiplies them by the square of its scale,
-    and leaves the noise scale unchanged.  Layers that mix samples, such as batch norm, bias it.
+    The terms belong to the loss without the factor of a gradient scaler.  Layers that mix samples, such as batch norm, bias it.
 
     It keeps a sum of the gradients of each parameter during a window, and costs two passes over each gradient.
 

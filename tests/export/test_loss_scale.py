@@ -6,14 +6,21 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ikkuna.export import Exporter
-from ikkuna.export.subscriber import NonFiniteSubscriber, NormSubscriber
+from ikkuna.export.subscriber import NonFiniteSubscriber, NormSubscriber, SumSubscriber
 from ikkuna.testing import RecordingBackend
 
 pytestmark = pytest.mark.devices
 
-KINDS = ("layer_gradients", "weight_gradients", "bias_gradients", "weight_gradients_unclipped")
+KINDS = (
+    "layer_gradients",
+    "weight_gradients",
+    "bias_gradients",
+    "weight_gradients_unclipped",
+    "weight_micro_gradients",
+)
 SCALE = 1024.0
 
 
@@ -57,6 +64,7 @@ def run(model, steps, scaler, optimizers=None):
             expected[f"{role}_gradients_norm2", module, step] = parameter.grad.norm().item()
             if role == "weight":
                 expected["weight_gradients_unclipped_norm2", module, step] = parameter.grad.norm().item()
+                expected["weight_micro_gradients_norm2", module, step] = parameter.grad.norm().item()
         model.zero_grad()
         loss = model(torch.ones(2, 3)).square().sum()
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -70,7 +78,7 @@ def run(model, steps, scaler, optimizers=None):
 @pytest.mark.fault(218)
 @pytest.mark.parametrize("scale", [1024.0, 1000.0])
 def test_all_gradients_are_those_of_the_loss_without_the_scale(bus, model, scale):
-    """Gradients of layers, of parameters and before clipping are those of the loss without the factor of a gradient scaler."""
+    """All gradients are those of the loss without the factor of a gradient scaler."""
     exporter, recording = watched(bus, model)
     expected = run(model, 3, torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2))
     exporter.close()
@@ -82,7 +90,7 @@ def test_all_gradients_are_those_of_the_loss_without_the_scale(bus, model, scale
 
 @pytest.mark.fault(218)
 def test_the_first_step_under_a_scaler(bus, model, caplog):
-    """The first step under a gradient scaler has no layer gradients and no gradients before clipping."""
+    """The first step under a gradient scaler has no gradients of layers, of single micro-batches and before clipping."""
     exporter, recording = watched(bus, model)
     run(model, 2, None)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
@@ -96,6 +104,7 @@ def test_the_first_step_under_a_scaler(bus, model, caplog):
     assert steps == {
         "layer_gradients_norm2": without,
         "weight_gradients_unclipped_norm2": without,
+        "weight_micro_gradients_norm2": without,
         "weight_gradients_norm2": set(range(6)),
         "bias_gradients_norm2": set(range(6)),
     }
@@ -166,16 +175,24 @@ def test_scalers_that_take_turns(bus, model, caplog):
     assert "layer_gradients" in record.getMessage()
 
 
-def test_micro_batches_are_without_the_factor(bus, model):
-    """Gradients of single micro-batches (``weight_micro_gradients``) are without the factor, too."""
-    exporter, recording = watched(bus, model, ("weight_micro_gradients", "weight_gradients"))
-    run(model, 2, torch.amp.GradScaler("cpu", init_scale=SCALE))
+def test_micro_batches_under_a_scaler(bus, model):
+    """Of several micro-batches whose loss is a function, each has its own gradient without the factor."""
+    exporter, recording = watched(bus, model, ("weight_micro_gradients",), SumSubscriber)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=SCALE)
+    expected = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        for _ in range(3):
+            loss = F.cross_entropy(model(torch.randn(4, 3)), torch.tensor([0, 1, 0, 1]))
+            scaler.scale(loss / 3).backward()
+        scaler.unscale_(optimizer)
+        for module in ("0", "2"):
+            gradient = model.get_submodule(module).weight.grad
+            expected["weight_micro_gradients_sum", module, step] = gradient.sum().item()
+        scaler.step(optimizer)
+        scaler.update()
     exporter.close()
-    found = shown(recording)
-    for module in ("0", "2"):
-        given = found["weight_micro_gradients_norm2", module, 1]
-        assert given == pytest.approx(found["weight_gradients_norm2", module, 1], rel=1e-5)
-        assert ("weight_micro_gradients_norm2", module, 0) not in found  # the scaler was not known yet
+    assert shown(recording) == pytest.approx({k: v for k, v in expected.items() if k[2]}, rel=1e-4, abs=1e-6)
 
 
 def test_a_scale_by_hand_stays(bus, model):

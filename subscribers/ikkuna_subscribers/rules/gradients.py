@@ -106,7 +106,6 @@ class ClippedHardRule(Rule):
     """Clipping reduces the gradients to a small part of what backward gave, at every sample.
 
     Threshold: 1/100, for 5 samples in a row; with a usual clipping at norm 1 it is above 1/30 on four model families.
-    A share that is a power of two within 0.1% is the factor of a gradient scaler, and no clipping.
     Cannot see: clipping before an optimizer that ignores the scale of gradients, such as Adam, does little harm; the rule does not know it.
     """
 
@@ -126,8 +125,7 @@ class ClippedHardRule(Rule):
         """Yield one score for the network."""
         growth = gradient_growth(history)
         if growth > 0:
-            is_loss_scale = abs(math.log2(growth) - round(math.log2(growth))) < 1e-3
-            yield Score(0.0 if is_loss_scale else self.share / growth, growth)
+            yield Score(self.share / growth, growth)
 
 
 _SAMPLES = 3
