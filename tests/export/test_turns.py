@@ -223,6 +223,20 @@ def test_optimizers_that_step_together_are_sampled_once():
         turns.step_closed(Stamp(step, step, 0), {1, 2}, {1, 2})
 
 
+def test_no_layer_is_missing_after_an_optimizer_has_taken_over(tmp_path):
+    """The former optimizer still exists, and ``zero_grad()`` stands before the forward, while the step could be shared."""
+    model, x = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)), torch.ones(1, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    with ikkuna.watch(model, NormSubscriber("activations"), every=1, log_dir=tmp_path, verbosity=0) as watched:
+        for step in range(8):
+            if step == 4:
+                optimizers.append(torch.optim.SGD(model.parameters(), 0.1))
+            optimizers[-1].zero_grad()
+            model(x).square().sum().backward()
+            optimizers[-1].step()
+    assert watched.history("activations_norm2", "0").steps.tolist() == list(range(8))
+
+
 def test_an_optimizer_that_never_steps_is_waited_for_once():
     turns, found = OptimizerTurns(), []
     for step in range(12):

@@ -301,7 +301,9 @@ class StepTracker:
         return (Merged(forward.provisional_part, forward.part),)
 
     def gradients_cleared(self) -> tuple[Decision, ...]:
-        """Handle gradients that were thrown away: what they came from belongs to no step."""
+        """Handle gradients that were thrown away: what they came from belongs to no step, unless an optimizer has used them."""
+        if self.optimizers.stepped:
+            return ()
         gone = self._forwards.reached
         if not gone and not self._forwards.has_earlier:
             return ()
