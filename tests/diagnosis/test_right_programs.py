@@ -437,6 +437,17 @@ def test_no_rule_accuses_a_program_that_trains(name, tmp_path):
     assert not [text for text in accused if name.startswith("ten_") or not text.startswith("info")]
 
 
+@pytest.mark.parametrize("seed", [3, 7, 9])
+def test_the_noise_of_a_loss_is_no_rise(seed, tmp_path):
+    """The loss of an actor and a critic varies from step to step by a fifth, and does not fall."""
+    torch.manual_seed(seed)
+    model, loss, step = actor_critic()
+    with ikkuna.watch(model, loss=loss, log_dir=tmp_path, backend="null", verbosity=0) as exporter:
+        for _ in range(60):
+            step()
+    assert not {finding.rule for finding in exporter.findings} & {"lr_too_high", "diverges"}
+
+
 class Graph(nn.Module):
     def __init__(self, edges):
         super().__init__()

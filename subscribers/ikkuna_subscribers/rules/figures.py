@@ -1,6 +1,7 @@
 """Figures that several rules compute from a history, and the subscribers that publish what rules need."""
 
 import math
+from itertools import pairwise
 
 from ikkuna.diagnosis import History, TimeSeries
 from ikkuna.diagnosis.history import middle
@@ -10,6 +11,7 @@ __all__ = [
     "gradient_scales",
     "guessing_loss",
     "median_ratio",
+    "noise_of_loss",
     "scale_of_loss",
     "sources",
     "stays_below",
@@ -125,6 +127,15 @@ def scale_of_loss(history: History) -> float:
         return math.nan
     first, guess = abs(middle(curve.first[:5])), guessing_loss(history)
     return max(first, guess) if guess == guess else first
+
+
+def noise_of_loss(curve: TimeSeries, level: float) -> float:
+    """Return the median distance of two successive losses among the first 20, at most `level`.
+
+    A rise that is not larger than this is chance, as in reinforcement learning, where the loss is mostly noise.
+    The bound lets a loss that swings from the start be seen to diverge.
+    """
+    return min(middle([abs(after - before) for before, after in pairwise(curve.first)]), level)
 
 
 def stays_below(curve: TimeSeries, limit: float, number: int) -> bool:

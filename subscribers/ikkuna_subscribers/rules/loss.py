@@ -10,7 +10,7 @@ from ikkuna.diagnosis.mistakes import LOSS_AT_INIT, LOSS_SCALE
 from ikkuna.numerics.prediction import initial_cross_entropy, initial_logit_deviation
 from ikkuna.numerics.spike_score import LIMIT
 from ikkuna_subscribers.predictions import PredictionSubscriber
-from ikkuna_subscribers.rules.figures import guessing_loss, scale_of_loss, sources
+from ikkuna_subscribers.rules.figures import guessing_loss, noise_of_loss, scale_of_loss, sources
 
 __all__ = [
     "DivergesRule",
@@ -27,8 +27,8 @@ __all__ = [
 class DivergesRule(Rule):
     """The loss, median of ten steps, stays above its level at the start: training made it worse.
 
-    Threshold: 1.3 times the first level and a fifth of the loss of a guess more, at two judgements in a row, which are 10 steps apart;
-    healthy runs stay below a quarter of this.
+    Threshold: 1.3 times the first level, a fifth of the loss of a guess more, and twice the usual distance of two successive losses more,
+    at two judgements in a row, which are 10 steps apart; healthy runs stay below a quarter of this.
     Cannot see: losses that are negative at the start, such as rewards, and those of adversarial networks, which are games;
     a slow rise after a long fall.
     """
@@ -69,7 +69,9 @@ class DivergesRule(Rule):
         level: float = memory["level"]
         recent = middle([value if math.isfinite(value) else math.inf for value in curve.tail(10)])
         figure = recent if math.isfinite(recent) else 1e300
-        yield Score(min(figure / (self.factor * level), (figure - level) / (0.2 * scale_of_loss(history))), figure)
+        rise, noise = figure - level, noise_of_loss(curve, level)
+        by_chance = rise / (2 * noise) if noise > 0 else math.inf
+        yield Score(min(figure / (self.factor * level), rise / (0.2 * scale_of_loss(history)), by_chance), figure)
 
 
 class LossSpikeRule(Rule):

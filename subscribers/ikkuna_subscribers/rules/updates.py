@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ikkuna.diagnosis import History, Network, Rule, Score
+from ikkuna.diagnosis import History, Network, Rule, Score, TimeSeries
 from ikkuna.diagnosis.history import middle
-from ikkuna_subscribers.rules.figures import guessing_loss, median_ratio, sources
+from ikkuna_subscribers.rules.figures import guessing_loss, median_ratio, noise_of_loss, sources
 from ikkuna_subscribers.updates import RatioSubscriber
 
 __all__ = [
@@ -104,9 +104,15 @@ class LrTooHighRule(Rule):
         memory = history.memory[self.name]
         largest = memory["ratio"] = max(ratio, memory.get("ratio", 0.0))
         loss, since = history.curve("loss"), memory.setdefault("since", history.step)
-        has_risen = loss is not None and not loss.median(3) < 1.1 * loss.first[0]
+        has_risen = loss is not None and _has_risen(loss)
         if has_risen or (history.step >= since + 10 and not 0.01 * largest < ratio < self.ratio):
             yield Score(largest / self.ratio, largest, step=since)
+
+
+def _has_risen(loss: TimeSeries) -> bool:
+    """Whether the last three losses are above the first one, by a tenth of it and by more than chance."""
+    first, recent = loss.first[0], loss.median(3)
+    return not (recent < 1.1 * first or recent - first < 3 * noise_of_loss(loss, abs(first)))
 
 
 class LrTooLowRule(Rule):
