@@ -191,6 +191,97 @@ def ten_batches_an_epoch():
     )
 
 
+@program("repeated_batch")
+def a_graph_in_each_step():
+    edges = (torch.rand(40, 40) < 0.1).float().fill_diagonal_(1)
+    x, y = blobs(40)
+    model = mlp(8, 16, 3)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(edges @ model(x), y).backward()
+        optimizer.step()
+
+    return model, None, step
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 16), nn.Linear(16, 16)
+
+    def forward(self, attention_mask, input_ids):
+        return self.head(self.embedding(input_ids) * attention_mask[..., None])
+
+
+@program("repeated_batch", steps=100)
+def a_constant_mask_before_the_tokens():
+    model = Masked()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    mask = (torch.arange(8) < 6).float().expand(8, 8)
+
+    def step():
+        tokens = torch.randint(0, 16, (8, 8))
+        optimizer.zero_grad()
+        F.cross_entropy(model(mask, tokens).flatten(0, 1), (tokens + 1).flatten() % 16).backward()
+        optimizer.step()
+
+    return model, None, step
+
+
+class SelfTuned(torch.optim.Optimizer):
+    """Finds its rate by itself, as Prodigy does: it begins far below the rounding of float32 and grows."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0})
+        self.rate = 1e-8
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad.sign(), alpha=self.rate)
+        self.rate = min(1.02 * self.rate, 1e-3)
+
+
+@program("never_moves", steps=120)
+def an_optimizer_that_finds_its_rate():
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+    return supervised(model, SelfTuned(model.parameters()), nn.CrossEntropyLoss(), [blobs() for _ in range(7)])
+
+
+class GaussianProcess(nn.Module):
+    """The tutorial of gpytorch, with a second kernel: scales of shape (1, 1), which begin near 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.smooth, self.periodic, self.noise = (
+            nn.ParameterDict({"scale": torch.full((1, 1), 0.1)}) for _ in range(3)
+        )
+
+    def forward(self, x):
+        distances = x - x.T
+        smooth = (-(distances**2) / (2 * F.softplus(self.smooth["scale"]) ** 2)).exp()
+        periodic = (-2 * (3.14 * distances).sin() ** 2 / F.softplus(self.periodic["scale"])).exp()
+        covariance = smooth * periodic + F.softplus(self.noise["scale"]) * torch.eye(len(x))
+        return torch.distributions.MultivariateNormal(torch.zeros(len(x)), covariance)
+
+
+@program("lr_too_high", "diverges")
+def a_gaussian_process():
+    model = GaussianProcess()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    x = torch.linspace(0, 1, 30)[:, None]
+    y = (6.28 * x[:, 0]).sin() + 0.2 * torch.randn(30)
+
+    def step():
+        optimizer.zero_grad()
+        (-model(x).log_prob(y) / 30).backward()
+        optimizer.step()
+
+    return model, None, step
+
+
 @program("scaler_skips", steps=300)
 def wasserstein_gan():
     critic, generator = mlp(4, 16, 1), nn.Linear(2, 4)
@@ -434,7 +525,8 @@ def test_no_rule_accuses_a_program_that_trains(name, tmp_path):
         for _ in range(steps):
             step()
     accused = [str(finding) for finding in exporter.findings if finding.rule in rules]
-    assert not [text for text in accused if name.startswith("ten_") or not text.startswith("info")]
+    is_silent = name in ("ten_batches_an_epoch", "a_constant_mask_before_the_tokens")
+    assert not [text for text in accused if is_silent or not text.startswith("info")]
 
 
 @pytest.mark.parametrize("seed", [3, 7, 9])

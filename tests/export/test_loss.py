@@ -1,5 +1,6 @@
 """The loss of every kind of loop is shown, and equals the figure that the loop computes itself."""
 
+import logging
 import math
 
 import pytest
@@ -341,6 +342,56 @@ def test_what_backward_is_called_on_is_shown_beside_the_loss_module_where_it_dif
 
 
 # -- functions given by the user --------------------------------------------------------------------------------------
+
+
+class Adjoint(torch.autograd.Function):
+    """Solves an equation without a graph, and computes gradients inside the backward, as ``odeint_adjoint`` does."""
+
+    @staticmethod
+    def forward(ctx, field, x, *parameters):
+        ctx.field = field
+        ctx.save_for_backward(x)
+        return x + field(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            found = torch.autograd.grad(x + ctx.field(x), (x, *ctx.field.parameters()), gradient)
+        return None, *found
+
+
+def adjoint(model):
+    return F.cross_entropy(Adjoint.apply(model, X, *model.parameters()), Y % 3)
+
+
+def differentiable_inner_steps(model):
+    """As `higher` and `torchopt` do: the loss is that of weights which are no leaves."""
+    weights = dict(model.named_parameters())
+    inner = F.cross_entropy(torch.func.functional_call(model, weights, (X[:4],)), Y[:4] % 3)
+    gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+    weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+    return F.cross_entropy(torch.func.functional_call(model, weights, (X[4:],)), Y[4:] % 3)
+
+
+def test_the_loss_after_differentiable_inner_steps():
+    """It is what the loop calls ``backward()`` on; the losses of the inner steps are none."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    watched = Watched(model)
+    expected = train(model, differentiable_inner_steps, steps=4)
+    assert watched.shown() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_behind_an_adjoint_is_not_seen_and_one_line_says_so(caplog):
+    """The model is called without a graph in the forward, and inside the backward, so that it computes no loss; its steps count."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    watched = Watched(model)
+    train(model, adjoint, steps=4)
+    assert watched.shown() == {}
+    assert watched.exporter.health().steps == 4
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.startswith("a subscriber wants the loss, which cannot be seen")
 
 
 def test_a_function_is_called_through_what_set_loss_returns():
