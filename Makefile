@@ -42,6 +42,11 @@ test-slow: .venv/installed-slow
 	$(BIN)/python -m pytest -q -m slow
 	$(BIN)/python -m pytest -q -m slow --device sim
 
+# Programs of many kinds with and without ikkuna; it continues where it was, and writes the table of the documentation.
+.PHONY: trial
+trial: .venv/installed-slow
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tests.trial
+
 # Triton's interpreter on the simulated accelerator; an environment of its own, because torch takes other ways if Triton is there.
 test-triton: .venv/installed-test
 	test -x .venv-triton/bin/python || $(PYTHON) -m venv .venv-triton

@@ -29,6 +29,7 @@ extensions = [
     "ikkuna_life",
     "ikkuna_rules",
     "ikkuna_tables",
+    "ikkuna_trial",
 ]
 html_theme = "furo"
 html_title = "ikkuna"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["KINDS", "STATISTICS", "Key", "Observation", "Reference"]
+__all__ = ["KINDS", "STATISTICS", "Key", "Observation", "Reference", "wide"]
 
 KINDS = (
     *("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates"),
@@ -63,7 +63,7 @@ class Reference:
     ----------
     model : nn.Module
         The model.
-    optimizer : Optimizer
+    optimizer : Optimizer, optional
         Its optimizer; each step of it ends a step of training.
 
     Attributes
@@ -74,26 +74,29 @@ class Reference:
         Number of nested tensors, of which ikkuna reads no numbers.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.seen: dict[Key, Observation] = {}
         self.step = 0
         self.unreadable = 0
         self._model = model
-        self._optimizer = optimizer
         self._before: dict[str, Tensor] = {}
         self._waiting: list[tuple[str, str, Tensor]] = []
         for name, module in model.named_modules():
             is_leaf = next(module.children(), None) is None or _is_parametrized(module)
             owns = next(module.parameters(recurse=False), None) is not None
-            if (is_leaf or owns) and ".parametrizations" not in name:
-                module.register_forward_hook(self._hook(name or type(module).__name__.lower()))
-        optimizer.register_step_pre_hook(lambda *_: self._optimizer_begins())
-        optimizer.register_step_post_hook(lambda *_: self._optimizer_ends())
+            takes_hooks = not isinstance(module, torch.jit.ScriptModule)
+            if (is_leaf or owns) and takes_hooks and ".parametrizations" not in name:
+                module.register_forward_hook(self._hook(module, name or type(module).__name__.lower()))
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: self._optimizer_begins(optimizer))
+            optimizer.register_step_post_hook(lambda *_: self._optimizer_ends())
 
     # -- modules --------------------------------------------------------------------------------------------------
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, observed: nn.Module, name: str) -> Any:
         def called(module: nn.Module, args: Any, output: Any) -> Any:
+            if module is not observed:  # a copy of the model has copies of its hooks
+                return None
             if isinstance(output, Tensor):
                 return self._output(name, output)
             for path, tensor in _tensors(output):
@@ -115,20 +118,20 @@ class Reference:
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
-    def _optimizer_begins(self) -> None:
-        owned = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for kind, series, name, parameter in self._parameters():
             self._add("weights" if kind == "weight" else "biases", series, parameter)
             if id(parameter) in owned:
                 if parameter.grad is not None:
                     self._add(f"{kind}_gradients", series, parameter.grad)
                 if parameter.requires_grad:
-                    self._before[name] = _wide(parameter)
+                    self._before[name] = wide(parameter)
 
     def _optimizer_ends(self) -> None:
         for kind, series, name, parameter in self._parameters():
             if name in self._before:
-                self._add(f"{kind}_updates", series, _wide(parameter) - self._before.pop(name))
+                self._add(f"{kind}_updates", series, wide(parameter) - self._before.pop(name))
         self.step += 1
 
     def _parameters(self) -> Iterator[tuple[str, str, str, nn.Parameter]]:
@@ -148,12 +151,12 @@ class Reference:
         if tensor.is_nested:
             self.unreadable += 1
             return
-        wide = _wide(tensor)
-        if wide.numel():
-            self.seen.setdefault((kind, series, self.step), Observation()).parts.append(wide)
+        elements = wide(tensor)
+        if elements.numel():
+            self.seen.setdefault((kind, series, self.step), Observation()).parts.append(elements)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
     """Return a copy in float64; complex numbers count by their magnitude, quantised ones by what they stand for."""
     plain = _dequantized(tensor.detach(), getattr(tensor, "quant_state", None))
     if plain.layout is not torch.strided:
