@@ -384,7 +384,7 @@ def test_the_loss_after_differentiable_inner_steps():
 
 
 def test_a_loss_behind_an_adjoint_is_not_seen_and_one_line_says_so(caplog):
-    """The model is called without a graph in the forward, and inside the backward, so that it computes no loss; its steps count."""
+    """The forward calls the model without a graph, so that the loss is not seen; its steps count."""
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
     watched = Watched(model)
     train(model, adjoint, steps=4)

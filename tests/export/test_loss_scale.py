@@ -176,7 +176,7 @@ def test_scalers_that_take_turns(bus, model, caplog):
 
 
 def test_micro_batches_under_a_scaler(bus, model):
-    """Of several micro-batches whose loss is a function, each has its own gradient without the factor."""
+    """Each of several micro-batches whose loss is a function has its own gradient without the factor."""
     exporter, recording = watched(bus, model, ("weight_micro_gradients",), SumSubscriber)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=SCALE)
     expected = {}

@@ -1,4 +1,4 @@
-"""Runs a program of the trial four times, and compares: alone, watched by default, watched at every step, and with the reference."""
+"""Runs a program alone, watched by default, watched at every step, and with the reference, and compares."""
 
 import copy
 import random
@@ -29,7 +29,7 @@ SEVERITIES = ("info", "warning", "error")
 
 @dataclass
 class Result:
-    """What the runs of a program have shown.
+    """The results of the runs of a program.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ def _register(bus, program, recording):
 
 
 def _judge(result, program):
-    """Note findings that are not judged, and warnings and errors that are false."""
+    """Add a line for each finding that is not judged, and for each false warning or error."""
     for rule, (severity, text) in result.findings.items():
         verdict = program.judged.get(rule, "")
         if not verdict.startswith(("true: ", "false: ")):

@@ -1,4 +1,4 @@
-"""What a program of the trial is, and the table of all programs."""
+"""A program of the trial, and the table of all programs."""
 
 import importlib.util
 import itertools
