@@ -46,6 +46,7 @@ test-slow: .venv/installed-slow
 .PHONY: trial
 trial: .venv/installed-slow
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tests.trial
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tests.real_models
 
 # Triton's interpreter on the simulated accelerator; an environment of its own, because torch takes other ways if Triton is there.
 test-triton: .venv/installed-test

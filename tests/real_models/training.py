@@ -29,8 +29,6 @@ from tests.real_models.reference import KINDS, Reference
 
 __all__ = ["RealModel", "Run", "check"]
 
-STEPS = 3
-
 Batch = Mapping[str, Any]
 
 
@@ -64,6 +62,8 @@ class RealModel:
         Number of tensors without numbers.
     tolerance : float
         The relative error of norms, means and variances.
+    steps : int
+        The number of steps.
     """
 
     make: Callable[[], nn.Module]
@@ -74,6 +74,7 @@ class RealModel:
     told: tuple[str, ...] = ()
     skipped: int = 0
     tolerance: float = RELATIVE_ERROR
+    steps: int = 3
 
 
 @dataclass
@@ -105,7 +106,7 @@ def _train(case: RealModel, watch: Callable[[nn.Module, torch.optim.Optimizer], 
     optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad])
     _seed(8)
     watcher, run = watch(model, optimizer), Run()
-    for _ in range(STEPS):
+    for _ in range(case.steps):
         batch = case.batch()
         optimizer.zero_grad()
         loss = case.loss(model(**batch))
@@ -158,7 +159,7 @@ def _check(case: RealModel) -> None:
     require_none(differences(vars(watched), vars(alone)), "bits that ikkuna changes")
     require_none([line for line in lines if not line.startswith(case.told or ("\0",))], "log lines")
     assert (health.errors, health.dropped, health.disabled, health.skipped) == (0, 0, (), case.skipped)
-    assert health.steps == STEPS
+    assert health.steps == case.steps
     found = published(backend)
     require_none(reference.seen.keys() - found.keys(), "missing series")
     require_none(found.keys() - reference.seen.keys(), "series of nothing")
