@@ -158,7 +158,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long the tests of a mutant run at most; more on a busy machine")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="how long the tests of a mutant run at most; more on a busy machine"
+    )
     parser.add_argument("--record", nargs="*", metavar="PATH", help="record which lines these tests run, or all tests")
     parser.add_argument("--again", action="store_true", help="test the survivors of an earlier run again")
     options = parser.parse_args()
