@@ -28,6 +28,10 @@ class Fault(NamedTuple):
 LEFT_OUT = {
     37: "A slow subscriber is not slowed down or disabled; ``health().seconds`` reports the time of each subscriber.",
     38: "A metric that never returns cannot be stopped in Python; a supervising thread would be another source of faults.",
+    352: "A plugin whose import never ends blocks the call that imports it: a rule blocks ``watch()`` with rules, another plugin the "
+    "call that uses its name.  Ctrl-C ends the wait.  Python cannot stop an import from outside, and a thread would keep its lock.",
+    351: "Free-threaded builds of Python are not supported: counters and queues rely on the lock of the interpreter, and the native hooks "
+    "do not declare that they work without it.",
 }
 """Faults that ikkuna does not handle, and why."""
 
@@ -313,7 +317,10 @@ FILES = {
         "only the exporter counts steps; the state of a checkpoint is checked when it is loaded",
         "the number of series is not limited",
     ),
-    82: Fault("a system clock that is set back", "the times of values never decrease"),
+    82: Fault(
+        "a system clock that is set back or forward, also between two trainings of one run",
+        "the times of values never decrease, and a later file has a later name, by which readers sort",
+    ),
     301: Fault(
         "an error of fsync, after which the system may discard what was not synchronised",
         "the blocks since the last success, with all of their first step, are written again to a new file, which replaces the end "
@@ -366,6 +373,13 @@ FILES = {
 }
 
 ENDINGS = {
+    350: Fault(
+        "processes that ``torch.multiprocessing`` starts, with fork, spawn or forkserver",
+        "each has a run of its own and keeps all values when it ends without ``close()``; an observed model that it receives has no "
+        "hooks, or, after a fork, hooks that record nothing",
+        "an exception that ends such a process does not reach ``sys.excepthook``, so no dump is written, unless it leaves "
+        "``with ikkuna.watch(...)``",
+    ),
     83: Fault("SIGKILL, or the system runs out of memory", "all values up to ``health().acked_step`` are in the file"),
     221: Fault(
         "``health()`` after ``close()``",
@@ -531,6 +545,15 @@ LIBRARY = {
         "another user who can write to the cache of the native library, to a directory above it, or to the temp directory",
         "nothing there is used: the library is compiled where others cannot write, or numpy measures",
         "a sticky directory of root, such as ``/tmp``, is accepted as a parent; a directory that the group can write is not",
+    ),
+    354: Fault(
+        "a temp directory from which no program may run (``noexec``)",
+        "the native library is loaded from memory; on systems that refuse this as well, numpy measures, which is logged once",
+    ),
+    353: Fault(
+        "another version of torch or of Python with the same cache of native libraries",
+        "versions are a part of the name of a library that uses them, so each version compiles its own",
+        "a build of torch that was changed under its old version and path is not noticed; delete ``~/.cache/ikkuna`` then",
     ),
     310: Fault(
         "a cached library that is damaged, foreign, or not a regular file; a compiler that fails, hangs or makes no library",

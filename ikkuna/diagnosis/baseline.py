@@ -2,7 +2,6 @@
 
 import os
 import warnings
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,9 @@ from ikkuna.diagnosis.findings import Findings
 from ikkuna.errors import ConfigError
 from ikkuna.store import StoredRun, read_run
 from ikkuna.store.finding import Finding
-from ikkuna.support.files import atomic_file
+from ikkuna.support.arrays import arrays_of, check_axes, write_arrays
+from ikkuna.support.failures import raise_users_exception
+from ikkuna.support.files import atomic_file, open_regular
 
 __all__ = ["Baseline", "check_baseline", "learn"]
 
@@ -27,8 +28,13 @@ _LEAST_SCORE = 3.0
 _MARGIN = 2.0
 _FORMAT = 1
 _STATISTICS = ("the least value", "the median", "the largest value")
-_MOST_BYTES = 1 << 28
+_MOST = 1 << 31
 _Key = tuple[str, str, str]
+_AXES = {
+    "kinds": ("U", "series"), "names": ("U", "series"), "passes": ("U", "series"),
+    "edges": ("i", "edges"), "reached": ("i", "intervals"), "is_log": ("b", "series"),
+    "centre": ("f", "series intervals 3"), "spread": ("f", "series intervals 3"), "facts": ("f", "3"),
+}  # fmt: skip
 _Path = str | os.PathLike[str]
 
 
@@ -81,17 +87,19 @@ class Baseline:
         target = Path(path)
         kinds, names, passes = zip(*self.keys, strict=True)
         with atomic_file(target) as file:
-            np.savez_compressed(
+            write_arrays(
                 file,
-                kinds=np.array(kinds),
-                names=np.array(names),
-                passes=np.array(passes),
-                edges=self.edges,
-                reached=self.reached,
-                is_log=self.is_log,
-                centre=self.centre.astype(np.float32),
-                spread=self.spread.astype(np.float32),
-                facts=np.array([_FORMAT, self.runs, self.limit]),
+                {
+                    "kinds": np.array(kinds),
+                    "names": np.array(names),
+                    "passes": np.array(passes),
+                    "edges": self.edges,
+                    "reached": self.reached,
+                    "is_log": self.is_log,
+                    "centre": self.centre.astype(np.float32),
+                    "spread": self.spread.astype(np.float32),
+                    "facts": np.array([_FORMAT, self.runs, self.limit]),
+                },
             )
         return target
 
@@ -105,21 +113,21 @@ class Baseline:
             If there is no such file, or if it is not a baseline.
         """
         try:
-            with zipfile.ZipFile(path) as archive:
-                if sum(entry.file_size for entry in archive.infolist()) > _MOST_BYTES:
-                    raise ConfigError(f"'{path}' is not a baseline: its content has more than {_MOST_BYTES} bytes")
-            with np.load(path, allow_pickle=False) as file:
-                found = {name: file[name] for name in file.files}
+            with open_regular(Path(path)) as file:
+                found = arrays_of(file, os.fstat(file.fileno()).st_size)
+            check_axes(found, _AXES, f"'{path}'")
             keys = list(zip(*(found[name].tolist() for name in ("kinds", "names", "passes")), strict=True))
-            written, runs, limit = found["facts"].tolist()
-            shape = (len(keys), len(found["edges"]) - 1, 3)
-            if written != _FORMAT or found["centre"].shape != shape or found["spread"].shape != shape:
-                raise ConfigError(f"'{path}' is not a baseline of this version of ikkuna")
-            centre, spread = (found[name].astype(np.float64) for name in ("centre", "spread"))
-            edges, reached, is_log = found["edges"], found["reached"], found["is_log"]
-            return cls(keys, edges, reached, is_log, centre, spread, float(limit), int(runs))
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        except Exception as error:  # any error of a parser means that it is another file, or damaged
+            raise_users_exception(error)
             raise ConfigError(f"'{path}' cannot be read as a baseline: {error}") from error
+        written, runs, limit = found["facts"].tolist()
+        edges = found["edges"]
+        is_right = len(edges) == len(found["reached"]) + 1 and edges[0] == 0 and (np.diff(edges) > 0).all()
+        if written != _FORMAT or not is_right or not (0 < runs < _MOST and limit > 0):
+            raise ConfigError(f"'{path}' is not a baseline of this version of ikkuna")
+        centre, spread = (found[name].astype(np.float64) for name in ("centre", "spread"))
+        spread = np.where(spread > 0, spread, np.nan)  # as where a run has no value
+        return cls(keys, edges, found["reached"], found["is_log"], centre, spread, float(limit), int(runs))
 
     def judge(self, run: StoredRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the statistics of a run and their scores, each of shape ``(series, intervals, 3)``.

@@ -5,6 +5,8 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,14 +36,20 @@ class _Closeable(Protocol):
 
 
 def close_at_exit(thing: _Closeable) -> None:
-    """Call ``thing.close()`` at the end of the process; only a weak reference to `thing` is kept until then."""
+    """Call ``thing.close()`` at the end of the process; only a weak reference to `thing` is kept until then.
+
+    Processes that `multiprocessing` has forked end without the functions of `atexit`.
+    """
     reference = weakref.ref(thing)
 
     def close() -> None:
         if (alive := reference()) is not None:
             alive.close()
 
-    weakref.finalize(thing, atexit.unregister, atexit.register(close)).atexit = False
+    if parent_process() is None:
+        weakref.finalize(thing, atexit.unregister, atexit.register(close)).atexit = False
+    else:
+        weakref.finalize(thing, Finalize(None, close, exitpriority=0).cancel).atexit = False
 
 
 _WIDTH = 15

@@ -4,7 +4,6 @@ A check is a function of a value and of the name of its field.  It returns the v
 """
 
 import io
-import math
 import os
 import reprlib
 import zipfile
@@ -13,18 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ikkuna.errors import DumpError
+from ikkuna.support.arrays import check_size
 from ikkuna.support.files import open_regular
 
 __all__ = [
-    "INFLATED",
     "PLAIN",
-    "arrays_of",
-    "check_axes",
     "checked_tensors",
     "integer",
     "list_of",
@@ -38,9 +33,6 @@ __all__ = [
     "tensor",
     "text",
 ]
-
-INFLATED = 1 << 26
-"""The largest size of the arrays of a compressed file; larger ones are stored without compression, so no file becomes larger in memory."""
 
 _DEPTH, _ITEMS = 64, 1_000_000
 _MAX_INT = 1 << 62
@@ -215,75 +207,6 @@ def _crc32(file: IO[bytes]) -> int:
     return found
 
 
-def arrays_of(file: IO[bytes], size: int) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a ``.npz`` file of `size` bytes.
-
-    Raises
-    ------
-    ValueError or another exception
-        If it is damaged, or if its arrays are larger than the file and than 64 MiB.
-    """
-    with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-        _check_size(members, max(size, INFLATED))
-        return {member.filename.removesuffix(".npy"): _array(archive, member) for member in members}
-
-
-def _check_size(members: list[zipfile.ZipInfo], limit: int) -> None:
-    if (inflated := sum(member.file_size for member in members)) > limit:
-        raise ValueError(f"its content has {inflated} bytes, more than {limit}")
-
-
-def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    with archive.open(member) as stream:
-        version = np.lib.format.read_magic(stream)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(stream)
-        if dtype.hasobject or dtype.kind not in "biufU":
-            raise ValueError(f"{member.filename} has the type {dtype}")
-        expected = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
-        if expected > member.file_size or min(shape, default=0) < 0 or len(shape) > 8:
-            raise ValueError(f"{member.filename} has no {shape} elements")
-        data = stream.read(expected)
-        if len(data) != expected or stream.read(1):
-            raise ValueError(f"{member.filename} has no {shape} elements")
-    return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
-
-
-def check_axes(arrays: Mapping[str, NDArray[Any]], axes: Mapping[str, tuple[str, str]], place: str) -> None:
-    """Check types and shapes of arrays.
-
-    Parameters
-    ----------
-    arrays : mapping of str to array
-        The arrays.
-    axes : mapping of str to tuple
-        For each array the letters of the types, as in ``numpy.dtype.kind``, and the names of its axes; equal names mean equal lengths,
-        and a number is a length.  An array whose types end with ``?`` may be missing.
-    place : str
-        The name of the file.
-
-    Examples
-    --------
-    >>> check_axes({"steps": np.arange(3), "loss": np.zeros(2)}, {"steps": ("i", "S"), "loss": ("f", "S")}, "rows.npz")
-    Traceback (most recent call last):
-    ikkuna.errors.DumpError: 'loss' of rows.npz has 2 elements along the axis S, expected 3
-    """
-    lengths: dict[str, int] = {}
-    for name, (kinds, letters) in axes.items():
-        if name not in arrays:
-            if kinds.endswith("?"):
-                continue
-            raise DumpError(f"{place} has no array {name!r}")
-        found, names = arrays[name], letters.split()
-        if found.dtype.kind not in kinds or found.ndim != len(names):
-            raise DumpError(f"{name!r} of {place} must have the axes ({letters}), got {found.dtype} {found.shape}")
-        for axis, length in zip(names, found.shape, strict=True):
-            expected = int(axis) if axis.isdigit() else lengths.setdefault(axis, length)
-            if length != expected:
-                raise DumpError(f"{name!r} of {place} has {length} elements along the axis {axis}, expected {expected}")
-
-
 def checked_tensors(file: IO[bytes], size: int) -> Any:
     """Return the content of a ``.pt`` file of `size` bytes, on the host: dense tensors and plain values in lists and dicts.
 
@@ -294,7 +217,7 @@ def checked_tensors(file: IO[bytes], size: int) -> Any:
     """
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
-        _check_size(members, size)
+        check_size(members, size)
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):
             raise ValueError("it is compressed")
     file.seek(0)

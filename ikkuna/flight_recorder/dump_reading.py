@@ -16,6 +16,7 @@ from ikkuna.flight_recorder import checks
 from ikkuna.flight_recorder.dump_writing import FORMAT, INDEX, INDEX_BYTES
 from ikkuna.printable import printable
 from ikkuna.store.finding import SEVERITIES, Finding
+from ikkuna.support.arrays import arrays_of, check_axes
 from ikkuna.support.failures import raise_users_exception
 
 __all__ = ["Dump", "DumpRow", "read_dump"]
@@ -231,8 +232,11 @@ class Dump:
         DumpError
             If the file is missing or damaged.
         """
-        found = {key.replace("|", "/"): each for key, each in self._read(name, checks.arrays_of).items()}
-        checks.check_axes(found, _AXES.get(name, {}), f"'{self.path / name}'")
+        found = {key.replace("|", "/"): each for key, each in self._read(name, arrays_of).items()}
+        try:
+            check_axes(found, _AXES.get(name, {}), f"'{self.path / name}'")
+        except ValueError as error:
+            raise DumpError(str(error)) from error
         return found
 
     def tensors(self, name: str) -> Any:

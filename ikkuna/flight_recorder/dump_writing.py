@@ -8,7 +8,6 @@ import os
 import shutil
 import textwrap
 import time
-import zipfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from ikkuna.flight_recorder.capture import size_of
-from ikkuna.flight_recorder.checks import INFLATED, PLAIN
+from ikkuna.flight_recorder.checks import PLAIN
+from ikkuna.support.arrays import write_arrays
 from ikkuna.support.console import announce
 from ikkuna.support.failures import error_text, log, suppressed
 from ikkuna.support.files import atomic_path
@@ -42,7 +42,6 @@ __all__ = [
     "DumpWriter",
     "add_arrays",
     "remove_unfinished",
-    "write_arrays",
     "write_dump",
 ]
 
@@ -317,16 +316,6 @@ def _synchronise(directory: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def write_arrays(file: IO[bytes], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write arrays as a ``.npz`` file, piece by piece; compressed unless they are so large that a reader refuses them."""
-    small = sum(array.nbytes + 1024 for array in arrays.values()) <= INFLATED
-    method = zipfile.ZIP_DEFLATED if small else zipfile.ZIP_STORED
-    with zipfile.ZipFile(file, "w", method, compresslevel=4) as archive:
-        for key, array in arrays.items():
-            with archive.open(f"{key.replace('/', '|')}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def _write_tensors(file: IO[bytes], value: Any) -> None:

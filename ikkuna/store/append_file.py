@@ -48,19 +48,20 @@ def process_name() -> str:
     return f"{host}.{os.getpid()}"
 
 
-def _last_second(directory: Path, name: Callable[[str], str]) -> int:
-    """Return the greatest second in the names of such files that other processes have created; -1 if there are none.
+def _first_second(directory: Path, name: Callable[[str], str]) -> int:
+    """Return the least second for the name of a file that follows all such files of a directory; 0 if there are none.
 
-    Readers sort the files of a run by their names.  A run can be resumed within a second, or by a machine with another clock.
+    Readers sort the files of a run by their names.  A run can be resumed within a second, by a machine with another clock, or
+    after the clock has been set back.  Of the files of this process, a counter puts those of one second in order.
     """
     prefix, suffix = name("\0").split("\0")
-    own, last = f".{process_name()}.", -1
+    own, first = f".{process_name()}.", 0
     for entry in os.listdir(directory):
         stem = entry.removeprefix(prefix).removesuffix(suffix)
         second = stem.partition(".")[0]
-        if entry == f"{prefix}{stem}{suffix}" and second.isdecimal() and len(second) == 10 and own not in stem:
-            last = max(last, int(second))
-    return last
+        if entry == f"{prefix}{stem}{suffix}" and second.isdecimal() and len(second) == 10:
+            first = max(first, int(second) + (own not in stem))
+    return first
 
 
 def reason(error: OSError) -> str:
@@ -151,7 +152,7 @@ class AppendFile:
             self._second, self._counter = following._second, following._counter + 1
         try:
             make_directories(directory)
-            self._second = max(self._second, _last_second(directory, name) + 1)
+            self._second = max(self._second, _first_second(directory, name))
             self._name, self.path, self._descriptor = self._create(directory, name, following is not None)
         except OSError as error:
             raise LogDirError(f"cannot write to log directory '{directory}': {reason(error)}") from error

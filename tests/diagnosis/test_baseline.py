@@ -1,6 +1,9 @@
 """A baseline of healthy runs: other healthy runs agree with it, and faults that no rule names depart from it."""
 
 import json
+import os
+import random
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +16,7 @@ from ikkuna.cli import main
 from ikkuna.diagnosis.baseline import Baseline, check_baseline, learn
 from ikkuna.errors import ConfigError
 from ikkuna.reading import read_run
+from tests.diagnosis.test_hostile_dumps import mutated, mutated_arrays
 
 STEPS = 120
 LEARNED, OTHERS = range(6), range(100, 110)
@@ -143,6 +147,39 @@ def test_another_file_is_an_error(healthy, tmp_path, content, capsys):
     with pytest.raises(ConfigError, match="baseline"):
         check_baseline(healthy[0], path)
     assert main(["check", str(healthy[0]), "--baseline", str(path)]) == 2
+
+
+def test_mutated_files_raise_documented_errors_only(baseline, healthy, tmp_path, capsys):
+    """Every file is refused with a documented error, or gives findings that can be shown."""
+    rng, data, path = random.Random(5), baseline.read_bytes(), tmp_path / "baseline.npz"
+    refused = 0
+    for number in range(300):
+        path.write_bytes((mutated if number % 3 else mutated_arrays)(data, rng))
+        try:
+            check_baseline(healthy[0], path)
+        except ConfigError:
+            refused += 1
+        main(["check", str(healthy[0]), "--baseline", str(path)])
+        written = capsys.readouterr()
+        assert (written.out + written.err).replace("\n", "").isprintable()
+    assert refused > 150
+
+
+@pytest.mark.parametrize("name", ["a pipe", "a device", "ten gigabytes", "a type that runs code"])
+def test_a_file_made_to_harm_its_reader_is_refused(healthy, tmp_path, name):
+    path = tmp_path / "baseline.npz"
+    if name == "a pipe":
+        os.mkfifo(path)
+    elif name == "a device":
+        path.symlink_to("/dev/zero")
+    elif name == "ten gigabytes":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("kinds.npy", "w") as file:
+            header = {"descr": "<f8", "fortran_order": False, "shape": (10 * 2**30 // 8,)}
+            np.lib.format.write_array_header_1_0(file, header)
+    else:
+        np.savez(path, kinds=np.array([print], object))
+    with pytest.raises(ConfigError, match="cannot be read as a baseline"):
+        check_baseline(healthy[0], path)
 
 
 def test_two_runs_are_too_few(healthy):

@@ -20,7 +20,7 @@ import torch
 
 from ikkuna.numerics.statistics import closure, native
 from ikkuna.numerics.statistics.host import measure
-from ikkuna.numerics.statistics.native import kernels
+from ikkuna.numerics.statistics.native import hook_functions, kernels
 from ikkuna.numerics.statistics.native.kernels import Library
 from ikkuna.support import native as loading
 from ikkuna.support.native import Compiler, LibraryCache
@@ -578,6 +578,38 @@ def test_without_files_in_memory_the_library_is_loaded_from_a_private_directory(
         monkeypatch.setattr(loading.ctypes, "CDLL", refuse_memory)
     assert world.library() is not None
     assert list(world.temp.iterdir()) == []
+
+
+@pytest.mark.fault(354)
+@pytest.mark.parametrize("has_memory_files", [True, False])
+def test_a_temporary_directory_without_programs_stops_nothing(world, monkeypatch, caplog, has_memory_files):
+    """The library is loaded from memory; where that is impossible too, numpy measures, and one line says so."""
+    load = loading.ctypes.CDLL
+
+    def refuse_files(name):
+        if not (has_memory_files and name.startswith("/proc")):
+            raise OSError("failed to map segment from shared object")
+        return load(name)
+
+    monkeypatch.setattr(loading.ctypes, "CDLL", refuse_files)
+    with caplog.at_level(logging.WARNING):
+        assert (world.library() is not None) == has_memory_files
+        assert measure(torch.ones(10), closure(["sumsq"])).sumsq == 10
+    assert len(caplog.messages) == (not has_memory_files)
+
+
+@pytest.mark.fault(353)
+def test_another_torch_has_libraries_of_its_own_in_the_cache(monkeypatch):
+    """The hooks use the headers and libraries of torch, and the library of one version is not loaded by another one."""
+    try:
+        names = {loading._name(hook_functions._compiler(), b"source")}
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    names.add(loading._name(hook_functions._compiler(), b"source"))
+    monkeypatch.setattr("sys.version", "3.99.0")
+    names.add(loading._name(hook_functions._compiler(), b"source"))
+    assert len(names) == 3
 
 
 @pytest.mark.fault(310)

@@ -40,6 +40,19 @@ def test_a_symbolic_link_is_not_followed(tmp_path, monkeypatch):
     assert not target.exists()
 
 
+@pytest.mark.fault(82)
+def test_a_later_file_follows_the_earlier_ones_whatever_the_clock_says(tmp_path, monkeypatch):
+    """Readers sort files by their names, so a run that is continued after the clock was set back must not come first."""
+    names = []
+    for seconds in (2_000_000_000, 1_999_990_000, 1_999_990_000, 1_000, 2_000_000_007, 2_000_000_000):
+        monkeypatch.setattr("time.time", lambda seconds=seconds: seconds)
+        file = AppendFile(tmp_path, "values.{}.jsonl".format)
+        file.close()
+        names.append(file.path.name)
+    assert names == sorted(names)
+    assert len(set(names)) == 6
+
+
 @pytest.mark.fault(68)
 @pytest.mark.parametrize("short", range(6))
 def test_a_short_write_leaves_no_trace(tmp_path, monkeypatch, short):
