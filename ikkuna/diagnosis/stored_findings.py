@@ -19,16 +19,17 @@ file, as in ``values.*.jsonl``.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ikkuna.diagnosis.findings import Findings
-from ikkuna.store.finding import Finding
+from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.store.json_lines import parse_line, replaced_ends
 
 __all__ = ["changes", "event_line", "event_text", "read_findings"]
 
+_Check = Callable[[Any], bool]
 _CHANGING = ("severity", "modules", "consequences", "ended", "against")
 
 
@@ -85,7 +86,7 @@ def read_findings(directory: Path) -> Findings | None:
     for content in contents.values():
         for line in content.splitlines():
             event = parse_line(line)
-            if event is None or not isinstance(event.get("step"), int) or "event" not in event:
+            if event is None or not _is_whole(event.get("step")) or "event" not in event:
                 continue
             if event["event"] == "resumed":
                 events = [earlier for earlier in events if earlier["step"] < event["step"]]
@@ -95,31 +96,91 @@ def read_findings(directory: Path) -> Findings | None:
 
 
 def _folded(events: list[dict[str, Any]]) -> Findings:
-    """Return what a sequence of events leads to."""
+    """Return what a sequence of events leads to, without those that lack a field or have a wrong one."""
     found: dict[str, Finding] = {}
     judged: dict[str, Any] = {}
     for event in events:
+        rule = event.get("rule")
         if event["event"] == "opened":
-            finding = _finding(event["finding"])
-            found.setdefault(finding.rule, finding)
-        elif event["event"] == "explained":
-            found.pop(event["rule"], None)
+            if (finding := _finding(event.get("finding"))) is not None:
+                found.setdefault(finding.rule, finding)
         elif event["event"] == "judged":
-            judged = event
-        elif event.get("rule") in found:
-            rule = event["rule"]
+            judged = event if all(is_right(event.get(name, ())) for name, is_right in _JUDGED.items()) else judged
+        elif not isinstance(rule, str) or rule not in found:
+            continue
+        elif event["event"] == "explained":
+            del found[rule]
+        else:
             fields = {**found[rule].as_dict(), **{field: event[field] for field in _CHANGING if field in event}}
-            found[rule] = _finding(fields)
+            found[rule] = _finding(fields) or found[rule]
     return Findings(found.values(), judged.get("judged", ()), judged.get("skipped"), judged.get("needed"))
 
 
-def _finding(fields: Mapping[str, Any]) -> Finding:
+def _finding(fields: object) -> Finding | None:
+    """Return a finding, or ``None`` if a field is missing or has a wrong type: the file may be made to harm its reader."""
+    if not isinstance(fields, Mapping) or not fields.keys() >= _NEEDED:
+        return None
     known = {name: fields[name] for name in Finding.__dataclass_fields__ if name in fields}
+    if not all(_FIELDS[name](value) for name, value in known.items()):
+        return None
     known["evidence"] = tuple((place, float(value)) for place, value in fields["evidence"])
     for name in ("modules", "consequences", "against"):
         known[name] = tuple(fields.get(name, ()))
-    if known.get("limits") is not None:
-        known["limits"] = tuple(map(float, known["limits"]))
-    if known["value"] is not None:
+    if known.get("value") is not None:
         known["value"] = float(known["value"])
+    if known.get("limits") is not None:
+        low, high = known["limits"]
+        known["limits"] = float(low), float(high)
     return Finding(**known)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+def _is_number(value: object) -> bool:
+    """Return whether `float` converts a value: JSON has no NaN and no infinities, so these are texts."""
+    return isinstance(value, float) or _is_whole(value) or value in ("NaN", "Infinity", "-Infinity")
+
+
+def _is_evidence(value: object) -> bool:
+    return _is_pair(value) and (_is_whole(value[0]) or _is_text(value[0])) and _is_number(value[1])
+
+
+def _is_pair(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def _or_none(check: _Check) -> _Check:
+    return lambda value: value is None or check(value)
+
+
+def _list_of(check: _Check) -> _Check:
+    return lambda value: isinstance(value, list | tuple) and all(map(check, value))
+
+
+def _is_texts_by_text(value: object) -> bool:
+    return not value or (isinstance(value, Mapping) and all(map(_is_text, value.values())))
+
+
+_NEEDED = {"rule", "severity", "message", "evidence", "modules", "consequences"}
+_FIELDS: dict[str, _Check] = {
+    **dict.fromkeys(("rule", "message", "advice", "class_name", "source"), _is_text),
+    **dict.fromkeys(("module", "kind"), _or_none(_is_text)),
+    **dict.fromkeys(("step", "ended"), _or_none(_is_whole)),
+    **dict.fromkeys(("modules", "consequences", "against"), _list_of(_is_text)),
+    "severity": lambda value: _is_text(value) and value in SEVERITIES,
+    "value": _or_none(_is_number),
+    "limits": _or_none(lambda value: _is_pair(value) and all(map(_is_number, value))),
+    "evidence": _list_of(_is_evidence),
+    "version": _is_whole,
+}
+_JUDGED: dict[str, _Check] = {
+    "judged": _list_of(_is_text),
+    "skipped": _is_texts_by_text,
+    "needed": _is_texts_by_text,
+}

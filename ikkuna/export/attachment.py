@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -20,7 +21,6 @@ from ikkuna.flight_recorder.recorder import FlightRecorder
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.observation import checkpoint, evaluation
-from ikkuna.observation.hooks.hook_set import pause_after_fork
 from ikkuna.observation.model.roots import Root, Roots
 from ikkuna.observation.session import Session
 from ikkuna.printable import printable
@@ -234,7 +234,6 @@ class Attachment:
             raise
         self.is_closed = False
         _OPEN.add(self)
-        pause_after_fork(self.session.context)
         close_at_exit(self)
 
     # -- as the source of a bus -----------------------------------------------------------------------------------
@@ -369,3 +368,13 @@ def release_unreachable() -> None:
     """
     if any(each.is_forgotten for each in list(_OPEN)):
         gc.collect()
+
+
+def _pause_after_fork() -> None:
+    """Suspend recording in a forked child, where a data loader may call the model."""
+    for each in list(_OPEN):
+        each.session.context.is_paused = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pause_after_fork)

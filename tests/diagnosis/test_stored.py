@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -257,3 +258,64 @@ def test_events_lead_to_the_findings_of_the_last_step(tmp_path_factory, states):
         before = after
     (directory / "findings.1.jsonl").write_text(text)
     assert set(read_findings(directory)) == set(before.values())
+
+
+ODD = (
+    None,
+    True,
+    -1,
+    2**63,
+    10**30,
+    math.nan,
+    "",
+    "\x1b[31m",
+    "info",
+    [],
+    {},
+    [[]],
+    [["a", 1]],
+    [["a"]],
+    [1, 2],
+    {"a": 1},
+)
+EVENTS = [
+    {"event": "judged", "judged": ["dead"], "skipped": {"x": "why"}, "needed": {"dead": "a layer"}, "step": 1},
+    {
+        "event": "opened",
+        "finding": Finding("dead", "warning", "", "fc", step=1, evidence=((1, 2.0),)).as_dict(),
+        "step": 1,
+    },
+    {"event": "changed", "rule": "dead", "severity": "error", "modules": ["fc"], "consequences": [], "step": 2},
+    {"event": "ended", "rule": "dead", "ended": 3, "step": 3},
+    {"event": "explained", "rule": "dead", "step": 4},
+]
+
+
+def changed(value, rng):
+    """Return a value in which one part, at any depth, is another one or is missing."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.1:
+        return rng.choice(ODD)
+    value = value.copy()
+    place = rng.choice([*value] if isinstance(value, dict) else range(len(value)))
+    if rng.random() < 0.2:
+        del value[place]
+    else:
+        value[place] = changed(value[place], rng)
+    return value
+
+
+def test_events_with_wrong_fields_are_skipped_and_the_others_are_read(tmp_path, capsys):
+    """A file of findings may be damaged, or made to harm its reader."""
+    rng = random.Random(3)
+    right = Finding("right", "error", "It is right.", step=0).as_dict()
+    first = {"event": "opened", "finding": right, "step": 0}
+    for _ in range(1500):
+        events = json.loads(json.dumps(EVENTS))
+        for i in rng.sample(range(len(events)), 2):
+            events[i] = changed(events[i], rng)
+        lines = [json.dumps(first), *(json.dumps(event) for event in events if isinstance(event, dict))]
+        (tmp_path / "findings.0.jsonl").write_text("\n".join(lines) + "\n")
+        found = read_findings(tmp_path)
+        assert found[0].rule == "right"
+        assert str(found).replace("\n", "").isprintable()
+        assert json.loads(json.dumps([finding.as_dict() for finding in found]))

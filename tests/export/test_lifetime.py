@@ -222,3 +222,12 @@ def test_an_earlier_exporter_with_other_names_goes_on(bus):
     del model
     gc.collect()
     assert bus.sources == ()
+
+
+def test_an_exporter_leaves_no_function_behind_that_the_process_calls(monkeypatch):
+    """Functions that are called after a fork cannot be removed again, so one serves all exporters."""
+    registered = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **functions: registered.append(functions))
+    for _ in range(3):
+        ikkuna.watch(nn.Linear(2, 2)).close()
+    assert registered == []

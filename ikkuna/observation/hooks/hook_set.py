@@ -1,6 +1,5 @@
 """Composes and registers all adapters of torch's hooks of an exporter."""
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Collection
@@ -23,7 +22,7 @@ from ikkuna.observation.hooks.observed import ObservedHooks
 from ikkuna.observation.hooks.optimizers import OptimizerHooks, StepHooks, call_at_steps
 from ikkuna.observation.rows.plan import Site
 
-__all__ = ["CompiledHooks", "HookSet", "PermanentHooks", "pause_after_fork"]
+__all__ = ["CompiledHooks", "HookSet", "PermanentHooks"]
 
 
 class PermanentHooks:
@@ -89,17 +88,6 @@ def _install_for_optimizers(optimizers: OptimizerHooks) -> Remove:
     """Call hooks before and after the step of any optimizer, at most until `optimizers` dies."""
     begins, ends = Hook(optimizers, OptimizerHooks.optimizer_begins), Hook(optimizers, OptimizerHooks.optimizer_ends)
     return weakref.finalize(optimizers, call_at_steps(StepHooks(begins, ends)))
-
-
-def pause_after_fork(context: HookContext) -> None:
-    """Suspend recording in a forked child, where a data loader may call the model."""
-    reference = weakref.ref(context)
-
-    def pause() -> None:
-        if (alive := reference()) is not None:
-            alive.is_paused = True
-
-    os.register_at_fork(after_in_child=pause)
 
 
 class CompiledHooks:
