@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ikkuna.errors import DumpError
 from ikkuna.export.replay import prepare
@@ -23,6 +24,7 @@ from ikkuna.flight_recorder.operations import (
     first_difference,
 )
 from ikkuna.printable import printable
+from ikkuna.support.failures import raise_users_exception
 
 __all__ = ["StepDifference", "compare_codes", "record_operations"]
 
@@ -156,9 +158,19 @@ def _fingerprints(content: object) -> list[object]:
 
 
 def _size(first: list[torch.Tensor], second: list[torch.Tensor]) -> tuple[float, float] | None:
+    """Return the largest absolute difference and value of outputs, or ``None`` if they cannot be subtracted."""
     pairs = list(zip(first, second, strict=False))
-    if not pairs or any(one.shape != other.shape or not one.numel() for one, other in pairs):
+    try:
+        if not pairs or any(one.shape != other.shape or not one.numel() for one, other in pairs):
+            return None
+        arrays = [(_wide(one), _wide(other)) for one, other in pairs]
+    except (RuntimeError, TypeError) as error:  # of sparse, nested and quantized tensors, and of types of few bits
+        raise_users_exception(error)
         return None
-    arrays = [(one.double().numpy(), other.double().numpy()) for one, other in pairs]
     largest = max(float(np.max(np.abs(one - other))) for one, other in arrays)
     return largest, max(float(np.max(np.abs(one))) for one, _ in arrays)
+
+
+def _wide(value: torch.Tensor) -> NDArray[Any]:
+    wide = value.to(torch.complex128 if value.is_complex() else torch.float64)
+    return np.asarray(wide.resolve_conj().resolve_neg().numpy())

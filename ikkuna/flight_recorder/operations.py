@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ikkuna.numerics.elements import has_numbers
 from ikkuna.printable import printable
 from ikkuna.support.torch_internals import DISPATCH_MODE, current_node, pytree, sequence_number
 
@@ -99,7 +100,7 @@ def fingerprint(value: object) -> str | None:
     """Return a fingerprint of the bits of a tensor or of a Python float, regardless of the tensor's shape.
 
     Two tensors of one dtype have the same fingerprint if their elements, in row-major order, have the same bits
-    (64 bits of BLAKE2b).  Tensors without elements, and other objects, have none.
+    (64 bits of BLAKE2b).  Tensors without elements, sparse and nested tensors, and other objects, have none.
 
     Examples
     --------
@@ -110,7 +111,7 @@ def fingerprint(value: object) -> str | None:
     """
     if isinstance(value, float):
         return f"float {value.hex()}"
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta or not value.numel():
+    if not isinstance(value, Tensor) or value.layout != torch.strided or not has_numbers(value) or not value.numel():
         return None
     value = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     data = value.view(torch.uint8).numpy().data

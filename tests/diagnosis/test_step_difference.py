@@ -1,5 +1,6 @@
 """The first operation that differs between two programs: planted differences, differences without effect, the command."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -12,10 +13,10 @@ from torch.nn import functional as F
 from ikkuna.cli import main
 from ikkuna.diagnosis import RecorderOptions, read_dump
 from ikkuna.errors import DumpError
-from ikkuna.export import Exporter
+from ikkuna.export import Exporter, step_difference
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.step_difference import record_operations
-from ikkuna.flight_recorder.operations import first_difference
+from ikkuna.flight_recorder.operations import fingerprint, first_difference
 
 WIDTH, ROWS, TIME, WORDS = 16, 8, 6, 11
 
@@ -206,3 +207,30 @@ def test_the_command_names_operation_line_and_size(dump, tmp_path, capsys):
 def test_another_model_is_an_error_that_names_what_is_missing(dump):
     with pytest.raises(DumpError, match="parameters"):
         record_operations(dump, {"model": nn.Linear(2, 2)})
+
+
+def tensors_of_every_type():
+    every = [getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+    for dtype in dict.fromkeys(every):
+        with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
+            yield torch.empty(3, dtype=dtype)
+    yield from (
+        torch.eye(3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.ones(3, device="meta"),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.zeros(3)._neg_view(),
+        torch.ones(1).expand(4),
+    )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about types that are experimental
+def test_every_tensor_has_a_fingerprint_or_none_and_a_size_or_none():
+    """A tensor of an unusual type does not hide the operation that differs."""
+    for x in tensors_of_every_type():
+        assert isinstance(fingerprint(x), str | None)
+        found = step_difference._size([x], [x])
+        assert found is None or len(found) == 2
+    one, other = torch.tensor([3 + 4j, 1j]), torch.tensor([3 + 4j, 1 + 1j])
+    assert step_difference._size([one], [other]) == (1.0, 5.0)
+    assert step_difference._size([one.imag], [(one - 1j).imag]) == (1.0, 4.0)
