@@ -11,6 +11,7 @@ import numpy as np
 
 from ikkuna.diagnosis.findings import FindingList, Findings
 from ikkuna.diagnosis.history import TRAINING, History, Network
+from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.diagnosis.rule import Rule, Score, get_rules
 from ikkuna.diagnosis.stored_findings import changes, read_findings
 from ikkuna.diagnosis.stored_values import ValueGroup, read_rule_values
@@ -180,7 +181,7 @@ class Judge:
         self.disabled: dict[str, str] = {}
         self.measured: frozenset[str] = frozenset()
         self._alarms = {rule.name: Alarm(rule) for rule in self.rules}
-        self._list = FindingList({rule.name: rule.explains for rule in self.rules})
+        self._list = FindingList({**EXPLAINS, **{rule.name: rule.explains for rule in self.rules}})
         self._readers: dict[str, tuple[Rule, ...]] = {"loss": ()}  # which bounds the severity of every rule
         self._undecided: set[Rule] = set()
         self._judges: dict[str, tuple[Rule, ...]] = {}
@@ -313,9 +314,14 @@ class Judge:
         for rule, places in raised:
             new += [finding for finding in self._findings(rule, places) if self._list.add(finding, step)]
         for rule_name, known in self._list.causes.items():
-            if known.ended is None and self._alarms[rule_name].is_over:
+            alarm = self._alarms.get(rule_name)  # a check before the first step has none
+            if known.ended is None and alarm is not None and alarm.is_over:
                 self._list.end(rule_name, step)
         return [finding for finding in new if finding.rule in self._list.causes]
+
+    def add_finding(self, finding: Finding, step: int) -> bool:
+        """Add a finding of a check that is not a rule; return whether it is a new cause."""
+        return self._list.add(finding, step)
 
     def _decide(self, step: int) -> list[Finding]:
         """Give findings the severity of their rules once the loss is known not to fall; return those that have become graver."""

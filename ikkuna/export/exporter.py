@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 from torch import Tensor, nn
 
 from ikkuna.diagnosis import Findings
+from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.errors import ConfigError, ConfigTypeError
 from ikkuna.export.attachment import Attachment, Health, release_unreachable
 from ikkuna.flight_recorder.options import RecorderOptions
@@ -217,13 +218,15 @@ class Exporter:
         """The module set with :meth:`set_loss`, or one that calls the function set; ``None`` without one."""
         return self._session.context.model.loss
 
-    def apply_rules(self, rules: RuleSelection = "default", **options: Any) -> None:
+    def apply_rules(self, rules: RuleSelection = "default", *, preflight: bool = False, **options: Any) -> None:
         """Apply rules after each step, which name mistakes of the training; call it after all subscribers are registered.
 
         Parameters
         ----------
         rules : str, Rule, or iterable of them
             ``"default"``, ``"all"``, names of rules, or `ikkuna.diagnosis.Rule` objects.
+        preflight : bool
+            Whether the first call of the loss that was set is checked at the end of step 0, see `ikkuna.watch`.
         **options : Any
             ``every``, ``later``, ``loss_every``, ``on_finding``, ``stop``, ``mute`` and ``backend``,
             see `ikkuna.metrics.live_rules.register_rules`.
@@ -238,6 +241,8 @@ class Exporter:
             raise ConfigError("rules are applied already; pass all of them in one call of apply_rules()")
         with self.message_bus.registering():
             self._rules = register_rules(self.message_bus, rules, **options)
+        if preflight:
+            self._rules.preflight = self._session.hooks.losses.preflight = RecordedPreflight(self.model)
         self._session.hooks.optimizers.untrained.names_unowned = "unowned_parameters" not in self._rules.judge.kinds
         self._connect_recorder()
 

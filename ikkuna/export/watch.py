@@ -45,6 +45,7 @@ def watch(
     stop: str | int | None = None,
     on_finding: OnFinding | None = None,
     mute: Sequence[str] = (),
+    preflight: str | bool = "auto",
     recorder: RecorderOptions | bool = True,
     start: int | None = None,
     schedule: Schedule | None = None,
@@ -96,6 +97,10 @@ def watch(
         its exceptions are logged.
     mute : sequence of str
         ``"rule"`` does not apply a rule, and ``"rule:module"`` leaves out its findings in a module.
+    preflight : {'auto', False}
+        Whether the loss is checked at the end of the first step, if training begins at step 0 in one process on the host: a copy of the
+        loss is called with copies of the outputs and labels, for at most about 0.5 s, and the model is not called.
+        Its findings are those of rules; the note of ``findings`` says what was not checked.  Without rules nothing is checked.
     recorder : bool or RecorderOptions
         Whether the last sampled steps are kept, and written when something goes wrong, see `Exporter.record_steps`.
     schedule : callable, optional
@@ -122,6 +127,10 @@ def watch(
     >>> watched.close()
     """
     _check_model(model)
+    if preflight not in ("auto", False):
+        raise ConfigError(
+            f"watch() needs preflight='auto' or False, got {preflight!r}; ikkuna.preflight() checks before training"
+        )
     subscribers, losses = _sorted_arguments(arguments)
     options, meant = _understood(options, {"loss": loss, "every": every})
     loss, every = _one("loss", meant["loss"], *losses), meant["every"]
@@ -150,6 +159,7 @@ def watch(
                     stop=severity,
                     on_finding=on_finding,
                     mute=mute,
+                    preflight=preflight == "auto",
                     **({} if source is None else source.rules),
                 )
             if recorder is not False:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,8 @@ from ikkuna.backends.backend import Backend, get_backend
 from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.findings import STYLES
+from ikkuna.diagnosis.mistakes import EXPLAINS
+from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.diagnosis.stored_findings import event_text
 from ikkuna.diagnosis.stored_judgement import JudgementBackend
 from ikkuna.distributed.rendezvous import World
@@ -139,8 +142,8 @@ class RuleSubscriber(Subscriber):
         The least severity of a finding that raises `StopTraining` at the end of the step.
     every : int
         The number of steps between two samples of facts that rarely change.
-    mute : frozenset of (str, str)
-        Pairs of a rule and a module whose findings are left out.
+    mute : frozenset of tuple
+        Pairs of a rule and a module, or ``None`` for the network, whose findings are left out.
     **options : Any
         See `Subscriber`.
 
@@ -148,6 +151,8 @@ class RuleSubscriber(Subscriber):
     ----------
     actions : list of callable
         Functions of ikkuna that are called with each new finding, as the flight recorder's.
+    preflight : RecordedPreflight, optional
+        Finds mistakes in the first call of the loss.
     """
 
     fields = ("mean",)
@@ -162,7 +167,7 @@ class RuleSubscriber(Subscriber):
         on_finding: OnFinding | None = None,
         stop: str | None = None,
         every: int = 10,
-        mute: frozenset[tuple[str, str]] = frozenset(),
+        mute: frozenset[tuple[str, str | None]] = frozenset(),
         **options: Any,
     ) -> None:
         super().__init__(kinds, tag=None, **options)
@@ -174,6 +179,7 @@ class RuleSubscriber(Subscriber):
         self._muted_later: frozenset[str] = frozenset()  # by another process
         self._lacks_network = not judge.history.network.modules
         self.actions: list[OnFinding] = []
+        self.preflight: RecordedPreflight | None = None
         self._store = JudgementBackend() if any(map(_writes_files, self.backends)) else None
         self._groups: dict[tuple[str, str | None, str], SeriesGroup] = {}
         self._has_values = False
@@ -183,7 +189,8 @@ class RuleSubscriber(Subscriber):
         """The findings so far, without muted ones."""
         found = self.judge.findings
         heard = (finding for finding in found if not self._is_muted(finding))
-        return Findings(heard, found.judged, found.skipped, found.needed)
+        note = "" if self.preflight is None else self.preflight.note
+        return Findings(heard, found.judged, found.skipped, found.needed, note)
 
     def _is_muted(self, finding: Finding) -> bool:
         """Return whether the rule of a finding is muted, or all modules of the finding are muted for its rule."""
@@ -289,7 +296,7 @@ class RuleSubscriber(Subscriber):
         StopTraining
             If `stop` asks for it.
         """
-        judged = self.judge.finish_step(stamp.global_step)
+        judged = [*self._check_first_step(stamp.global_step), *self.judge.finish_step(stamp.global_step)]
         if (run := getattr(self._host, "run", None)) is not None:
             self._muted_later = run.control.mute
         self._store_step(stamp)
@@ -301,6 +308,14 @@ class RuleSubscriber(Subscriber):
         for finding in found:
             if finding.severity in self._stopping:
                 raise StopTraining(finding)
+
+    def _check_first_step(self, step: int) -> list[Finding]:
+        """Return the findings of the first call of the loss, once."""
+        if self.preflight is None:
+            return []
+        found = [replace(finding, step=step) for finding in self.preflight.findings()]
+        heard = [finding for finding in found if not self._is_muted(finding)]
+        return [finding for finding in heard if self.judge.add_finding(finding, step)]
 
     def _store_step(self, stamp: Stamp) -> None:
         """Store the end of the judged step, and how it has changed the findings."""
@@ -434,16 +449,18 @@ def register_rules(
     return subscriber
 
 
-def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rule], frozenset[tuple[str, str]]]:
-    """Return the rules that are not muted, and the pairs of a rule and a module that are."""
+def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rule], frozenset[tuple[str, str | None]]]:
+    """Return the rules that are not muted, and the pairs of a rule and a module that are; mistakes of checks have no module."""
     if isinstance(mute, str):
         raise ConfigTypeError(f"mute needs a list of names of rules, got {mute!r}; pass [{mute!r}]")
     rules, names = list(rules), [name.partition(":") for name in mute]
     for name, *_ in names:
-        if name not in (known := [rule.name for rule in rules]):
+        if name not in (known := [*(rule.name for rule in rules), *EXPLAINS]):
             raise ConfigError(unknown_name("rule in mute", name, known))
     whole = {name for name, colon, _ in names if not colon}
-    return [rule for rule in rules if rule.name not in whole], frozenset((n, module) for n, c, module in names if c)
+    return [rule for rule in rules if rule.name not in whole], frozenset(
+        (name, module if colon else None) for name, colon, module in names
+    )
 
 
 def _checked_later(every: int, later: int | None) -> int:

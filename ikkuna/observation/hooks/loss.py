@@ -9,14 +9,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.distributed.dtensor import is_distributed
+from ikkuna.distributed.rendezvous import World
 from ikkuna.metrics.messages.stamp import TRAINING
 from ikkuna.numerics.elements import has_numbers, widest_float
 from ikkuna.numerics.prediction import IGNORED
 from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, backward_roots
 from ikkuna.observation.hooks.hook import Hook, in_backward
 from ikkuna.observation.hooks.nested_tensors import Leaves
-from ikkuna.observation.model.watched_model import is_shifted
+from ikkuna.observation.model.watched_model import LossFunction, is_shifted
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.support.torch_internals import call_around_backward, saved_by
 
@@ -219,11 +221,14 @@ class LossHooks:
     ----------
     has_loss, has_labels : bool
         Whether a loss and labels were seen, in any step.
+    preflight : RecordedPreflight, optional
+        Receives the first call of the loss module with a gradient, if that is in step 0.
     """
 
     def __init__(self, context: HookContext) -> None:
         self.context = context
         self.has_loss = self.has_labels = False
+        self.preflight: RecordedPreflight | None = None
         self._was_called = self._is_unowned = self._knows_labels = False
         self._numbers: dict[int, int] = {}
         self._owned: list[set[int]] = []
@@ -255,6 +260,15 @@ class LossHooks:
         context = self.context
         if context.is_off or in_backward() or not isinstance(output, Tensor):
             return
+        if self.preflight is not None and output.requires_grad and context.tracker.pass_name == TRAINING:
+            preflight, self.preflight = self.preflight, None
+            if context.tracker.stamp.global_step > 0:
+                preflight.reason = "the training does not begin at step 0"
+            elif World.here().size > 1:
+                preflight.reason = "several processes train together"
+            else:
+                function = module.function if isinstance(module, LossFunction) else module
+                preflight.record(function, (*args, *kwargs.values()), output)
         if self.has_loss and context.recorder.rows is None and context.observer is None:
             return
         if (forward := context.tracker.calls.last(get_ident())) is None:

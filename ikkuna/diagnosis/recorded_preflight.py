@@ -1,0 +1,238 @@
+"""Checks of the loss on the outputs and labels of the first training step, without a pass of the model."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _of_modules
+
+from ikkuna.diagnosis.preflight_checks.batch import Batch, tensors_of
+from ikkuna.diagnosis.preflight_checks.first_step import FirstStep
+from ikkuna.diagnosis.preflight_checks.freed_outputs import freed_outputs
+from ikkuna.diagnosis.preflight_checks.loss import softmax_twice
+from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, last_operations, main_output
+from ikkuna.diagnosis.preflight_checks.pure_losses import why_impure
+from ikkuna.diagnosis.preflight_checks.runs import label_shape
+from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
+from ikkuna.store.finding import Finding
+from ikkuna.support.failures import error_text, log
+from ikkuna.support.torch_internals import pytree
+from ikkuna.support.undisturbed import undisturbed
+
+__all__ = ["RecordedPreflight"]
+
+
+_CHECKS: tuple[Check, ...] = (label_shape, softmax_twice, freed_outputs)
+_MOST_ELEMENTS = 1_000_000
+_SECONDS = 0.5
+_HIDING = ("CompiledFunction", "CheckpointFunction")
+_COMPILED = ("_orig_mod", "_torchdynamo_orig_callable", "_compiled_call_impl")
+
+
+class _Recorded(NamedTuple):
+    """Outputs and labels of the first call of the loss, detached, and a copy of the loss."""
+
+    loss: Callable[..., Any]
+    labels: Tensor
+    step: FirstStep
+
+
+class RecordedPreflight:
+    """Records the first call of the loss in training, and checks it when the step has ended.
+
+    The checks call a copy of the loss with copies of outputs and labels, on a thread of their own, for which the caller waits: the modes
+    and numbers of autograd, which belong to a thread, stay as they are.  They never call the model.
+    A loss that could change something outside of it, such as a list or a model, is not called, see `why_impure`.
+
+    Parameters
+    ----------
+    model : nn.Module, optional
+        The model, held weakly.
+    seconds : float
+        The time after which no further call of the loss begins.
+
+    Attributes
+    ----------
+    reason : str
+        Why nothing, or not everything, could be judged; empty if everything was.
+    """
+
+    def __init__(self, model: nn.Module | None = None, seconds: float = _SECONDS) -> None:
+        self._model = weakref.ref(nn.Module() if model is None else model)
+        self._seconds = seconds
+        self._recorded: _Recorded | None = None
+        self.reason = "the loss was not seen: pass it as watch(model, loss)"
+
+    @property
+    def note(self) -> str:
+        """A line that says what was not judged, and what judges it; empty if everything was."""
+        if not self.reason:
+            return ""
+        return (
+            f"The loss was not checked completely at the first step ({self.reason}); "
+            "ikkuna.preflight(model, batch, loss, optimizer) checks it before training."
+        )
+
+    def record(self, loss: Callable[..., Any], arguments: tuple[Any, ...], value: Tensor) -> None:
+        """Copy what a call of the loss has received.
+
+        Parameters
+        ----------
+        loss : callable
+            The loss module, or the function of the user.
+        arguments : tuple
+            Its positional and named arguments.
+        value : Tensor
+            What it has returned.
+        """
+        try:
+            self._recorded = _record(loss, arguments, value)
+        except CannotJudgeError as reason:
+            self.reason = str(reason)
+        except Exception as error:
+            self._failed(error)
+
+    def findings(self) -> list[Finding]:
+        """Check what was recorded, and return the findings; the second call returns nothing."""
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
+            return []
+        found: list[Finding] = []
+        model = self._model()
+        trial = _RecordedTrial(nn.Module() if model is None else model, recorded, self._seconds)
+
+        def judge() -> None:
+            try:
+                self._judge(trial, found)
+            except Exception as error:
+                self._failed(error)
+
+        thread = threading.Thread(target=judge, name="ikkuna-preflight", daemon=True)
+        thread.start()
+        try:
+            thread.join()
+        except BaseException:
+            trial.end()
+            thread.join()
+            raise
+        return found
+
+    def _judge(self, trial: _RecordedTrial, found: list[Finding]) -> None:
+        reasons: list[str] = []
+        for check in _CHECKS:
+            try:
+                for finding in check(trial):
+                    if not trial.may_be_padding(finding):
+                        found.append(finding)
+            except CannotJudgeError as reason:
+                if check is freed_outputs or trial.is_over:
+                    reasons.append(f"{check.__name__}: {reason}")
+            except Exception as error:
+                reasons.append(f"{check.__name__} raised {error_text(error)}")
+                log.debug("the check %s failed", check.__name__, exc_info=True)
+        self.reason = "; ".join(reasons)
+
+    def _failed(self, error: Exception) -> None:
+        self.reason = f"the check raised {error_text(error)}"
+        log.error("the checks of the first step failed (training is not affected)", exc_info=error)
+
+
+def _refusal(loss: Callable[..., Any], outputs: Any, labels: Tensor) -> str:
+    """Return why a loss cannot be called with copies of its arguments; empty if it can."""
+    given = tensors_of((outputs, labels))
+    reasons = {
+        "outputs and labels are no plain tensors": any(
+            type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided for t in given
+        ),
+        "outputs and labels are on an accelerator": any(not t.is_cpu for t in given),
+        f"outputs and labels have more than {_MOST_ELEMENTS:,} elements": sum(t.numel() for t in given)
+        > _MOST_ELEMENTS,
+        "hooks of all modules are registered": _of_modules._has_any_global_hook(),
+        "the loss is compiled": any(getattr(loss, name, None) is not None for name in _COMPILED),
+        "the loss is computed under autocast": torch.is_autocast_enabled("cpu"),
+        "the second argument of the loss has a gradient": labels.requires_grad,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "") or why_impure(loss)
+
+
+def _record(loss: Callable[..., Any], arguments: tuple[Any, ...], value: Tensor) -> _Recorded:
+    if len(arguments) != 2 or not isinstance(labels := arguments[1], Tensor):
+        raise CannotJudgeError("the loss is not called with outputs and labels")
+    if reason := _refusal(loss, arguments[0], labels):
+        raise CannotJudgeError(reason)
+    output = main_output(arguments[0], loss_inside=False)
+    produced_by = last_operations(output)
+    if produced_by and produced_by[0].startswith(_HIDING):
+        raise CannotJudgeError("the last operation of the outputs is hidden in compiled or checkpointed code")
+    result = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), arguments[0])
+    step = FirstStep(output=main_output(result, loss_inside=False), result=result, produced_by=produced_by)
+    step.loss, step.has_gradient = value.detach().clone(), True
+    try:
+        copied = copy.deepcopy(loss)
+    except Exception as error:
+        raise CannotJudgeError(f"the loss cannot be copied: {error_text(error)}") from error
+    return _Recorded(copied, labels.detach().clone(), step)
+
+
+class _RecordedTrial(Trial):
+    """A trial whose first step was recorded in training, and whose model is never called."""
+
+    def __init__(self, model: nn.Module, recorded: _Recorded, seconds: float) -> None:
+        super().__init__(model, None, recorded.loss)
+        self._batch = Batch(recorded.step.result, recorded.labels)
+        self._seconds, self._end = seconds, time.monotonic() + seconds
+        self.first_step = recorded.step
+
+    def end(self) -> None:
+        """Let the next call of the loss be refused."""
+        self._end = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() >= self._end
+
+    def evaluate(self, batch: Batch, *, batch_statistics: bool = False) -> Any:
+        """Refuse: the model is not called.
+
+        Raises
+        ------
+        CannotJudgeError
+            Always.
+        """
+        raise CannotJudgeError("the model is not called while it trains")
+
+    @contextmanager
+    def running(self, *, as_training: bool = False, autograd: bool = False) -> Iterator[None]:
+        """Restore random states, and the copy of the loss, after the body."""
+        owner = self.loss if isinstance(self.loss, nn.Module) else nn.Module()
+        with warnings.catch_warnings(), undisturbed(owner, train=owner.training, autograd=autograd):
+            warnings.simplefilter("ignore")
+            yield
+
+    def call_loss(self, result: Any, labels: Any) -> Tensor:
+        """Return what the copy of the loss returns.
+
+        Raises
+        ------
+        CannotJudgeError
+            If the time is over.
+        """
+        if self.is_over:
+            raise CannotJudgeError(f"the time of {self._seconds:g} s is over")
+        return super().call_loss(result, labels)
+
+    def may_be_padding(self, finding: Finding) -> bool:
+        """Return whether a label without a gradient may be the padding of sequences, whose axis the labels do not show."""
+        if finding.rule != "labels_without_gradient" or self.batch.labels.ndim > 1:
+            return False
+        return any(isinstance(module, nn.Embedding | nn.RNNBase) for module in self.names)
