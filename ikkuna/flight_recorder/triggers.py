@@ -25,7 +25,7 @@ class NonFiniteTrigger:
     --------
     >>> from ikkuna.numerics.statistics.table import row_of
     >>> trigger = NonFiniteTrigger()
-    >>> good, bad = np.stack([row_of(1.0), row_of(2.0)]), np.stack([row_of(1.0), row_of(math.nan)])
+    >>> good, bad = np.stack([row_of(1.0), row_of(2.0)]), np.stack([row_of(1.0), row_of(np.nan)])
     >>> [trigger.update(table).tolist() for table in (good, good, bad, bad)]
     [[], [], [1], []]
     """

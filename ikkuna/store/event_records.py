@@ -7,7 +7,7 @@ It imports nothing of tensorboardX, so that reading a run does not import torch.
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -91,9 +91,10 @@ def masked_crc32c(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def record(payload: bytes, checksum: Callable[[bytes], int] = masked_crc32c) -> bytes:
-    """Return `payload` as a TFRecord: its length and its bytes, each followed by their checksum."""
-    return b"".join((_record_header(len(payload)), payload, _CHECKSUM.pack(checksum(payload))))
+def record(payload: bytes, checksum: int | None = None) -> bytes:
+    """Return `payload` as a TFRecord: its length and its bytes, each followed by their checksum, which may be known."""
+    checksum = masked_crc32c(payload) if checksum is None else checksum
+    return b"".join((_record_header(len(payload)), payload, _CHECKSUM.pack(checksum)))
 
 
 @lru_cache(1024)  # the records of many steps are equally long

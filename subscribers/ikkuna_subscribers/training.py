@@ -95,6 +95,8 @@ class SpikeScoreSubscriber(PlotSubscriber):
     quantity = Quantity(scale="signed", larger="bad")
     fields = ("mean",)
     derived = True
+    state = ("_scores",)
+    state_types = (SpikeScore,)
 
     def __init__(self, kind: str = "loss", **options: Any) -> None:
         options.setdefault("publishes", f"{kind}_spike_score")

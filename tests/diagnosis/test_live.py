@@ -343,7 +343,7 @@ def test_a_parameter_in_no_optimizer_is_named_once_at_the_first_step(tmp_path, c
     named = [record.getMessage() for record in caplog.records if "optimizer" in record.getMessage()]
     named = [text for text in named if ": not_in_optimizer" in text and "dumps" not in text]
     assert len(named) == 1  # a warning, because the loss falls
-    assert named[0].startswith("warning: not_in_optimizer in last at step 0: No optimizer owns this parameter")
+    assert named[0].startswith("warning: not_in_optimizer in last (Linear) at step 0: No optimizer owns this parameter")
     assert exporter.findings[0].modules == ("last", "last.bias")
 
 

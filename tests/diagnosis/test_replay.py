@@ -140,7 +140,7 @@ def test_the_command_shows_a_dump_and_says_what_is_wrong(tmp_path, capsys):
         assert main(["replay", str(dump.path), "--script", argument]) == 2
         assert message in capsys.readouterr().err
     assert main(["replay", str(tmp_path)]) == 2
-    assert main(["replay", str(tmp_path), "--step", "3"]) == 2
+    assert main(["replay", str(dump.path.parents[1]), "--step", "3"]) == 2
     assert "has no dump of step 3; there are dumps of the steps" in capsys.readouterr().err
     assert main(["replay", str(dump.path), "--rows"]) == 2
     assert "--rows and --verdict need --script" in capsys.readouterr().err

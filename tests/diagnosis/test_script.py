@@ -34,7 +34,7 @@ def test_three_bugs_in_a_script_are_named_on_the_console(tmp_path):
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    named = re.findall(r"error: (\w+)(?: in (\S+))? at step \d+: (.*)", done.stderr)
+    named = re.findall(r"error: (\w+)(?: in (\S+)(?: \(\w+\))?)? at step \d+: (.*)", done.stderr)
     modules = {rule: module for rule, module, _ in named}
     assert modules["not_in_optimizer"] == "1"
     assert modules["dead_units"] == "0.1"

@@ -45,11 +45,14 @@ class Training:
     In some steps gradients are clipped and labels are missing.
     """
 
+    loss_class = nn.CrossEntropyLoss
     rows = 8
+    steps = K
+    """Of each half."""
 
     def __init__(self, make, checkpoint=None, **options):
         torch.manual_seed(0)
-        self.model, self.loss = Net(), nn.CrossEntropyLoss()
+        self.model, self.loss = Net(), self.loss_class()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.step = 0
         self.exporter = Exporter(message_bus=MessageBus("resumed"), on_error="raise", **options)
@@ -67,13 +70,17 @@ class Training:
     def inputs(self, generator):
         return torch.randn(self.rows, 4, generator=generator)
 
+    def labels(self, generator):
+        y = torch.randint(0, 3, (self.rows,), generator=generator)
+        if self.step % 3 == 0:
+            y[::3] = -100
+        return y
+
     def train(self, steps):
         for _ in range(steps):
             generator = torch.Generator().manual_seed(self.step)
             for _ in range(2):
-                x, y = self.inputs(generator), torch.randint(0, 3, (self.rows,), generator=generator)
-                if self.step % 3 == 0:
-                    y[::3] = -100
+                x, y = self.inputs(generator), self.labels(generator)
                 (self.loss(self.model(x), y) / 2).backward()
             if self.step % 2 == 0:
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
@@ -101,6 +108,21 @@ class LargeTraining(Training):
     rows = 20_000
 
 
+class LongTraining(Training):
+    """With enough steps for a median of earlier ones."""
+
+    steps = 20
+
+
+class Regression(Training):
+    """With numbers as labels."""
+
+    loss_class = nn.MSELoss
+
+    def labels(self, generator):
+        return torch.randn(self.rows, 3, generator=generator)
+
+
 class BrokenTraining(Training):
     """With weights that are NaN from the step before the checkpoint on."""
 
@@ -109,7 +131,7 @@ class BrokenTraining(Training):
 
 
 def run_of(make, resumed, training_class=Training):
-    """Return series, values, texts and final weights of 2 K steps, in one go or with a checkpoint after K.
+    """Return series, values, texts and final weights of a training, in one go or with a checkpoint after the first half.
 
     Parameters
     ----------
@@ -129,15 +151,15 @@ def run_of(make, resumed, training_class=Training):
         return made
 
     training = training_class(subscribers)
-    training.train(K)
+    training.train(half := training.steps)
     if resumed:
         checkpoint = training.checkpoint()
         training.train(2)  # the steps that are lost
         training.exporter.close()
-        backend.values = [entry for entry in backend.values if entry[2] < K]
-        backend.texts = [entry for entry in backend.texts if entry[2] < K]
+        backend.values = [entry for entry in backend.values if entry[2] < half]
+        backend.texts = [entry for entry in backend.texts if entry[2] < half]
         training = training_class(subscribers, checkpoint)
-    training.train(2 * K - training.step)
+    training.train(2 * half - training.step)
     training.exporter.close()
     series = {series for series, _, _ in backend.values}
     values = [(series, step, plain(value)) for series, value, step in backend.values if not is_time(series)]

@@ -115,7 +115,7 @@ def test_a_file_that_is_no_request_is_logged_and_ignored(training, caplog):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "expected an object with paused or every, got list"),
+        ("[]", "expected an object with paused or every or mute, got list"),
         ('{"stop": 1}', "unknown key 'stop'; known: paused, every"),
         ('{"paused": 1}', "paused must be true or false, got 1"),
         ('{"paused": null}', "paused must be true or false, got None"),

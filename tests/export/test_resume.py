@@ -19,7 +19,7 @@ from ikkuna.export.subscriber import (
     PrecisionSubscriber,
 )
 from ikkuna.metrics.subscriber.state import pack, unpack
-from tests.export.resumed import BrokenTraining, K, LargeTraining, Training, run_of
+from tests.export.resumed import BrokenTraining, K, LargeTraining, LongTraining, Regression, Training, run_of
 from tests.subscribers import EVERY_SUBSCRIBER, NEEDS, labelled_rows, outputs_of_any_model
 
 
@@ -66,8 +66,9 @@ def freezing(patience):
 
 
 EVALUATING = [name for name, make in EVERY_SUBSCRIBER.items() if "_emitted" in make().state]
+TRAININGS = {"ConstantPredictionSubscriber": Regression, "SpikeScoreSubscriber": LongTraining}
 CASES = {
-    **{name: (by_name(name), Training) for name in names()},
+    **{name: (by_name(name), TRAININGS.get(name.partition("-")[0], Training)) for name in names()},
     "NaN in the weights": (lambda training: [NonFiniteSubscriber()], BrokenTraining),
     "sampled elements": (lambda training: [PrecisionSubscriber("activations")], LargeTraining),
     "layers frozen before the checkpoint": (freezing(2), Training),

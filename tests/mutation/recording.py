@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-import coverage
 import pytest
 
 from tests.mutation.mutants import LOGIC
@@ -13,6 +12,8 @@ from tests.mutation.mutants import LOGIC
 class _Recording:
     def __init__(self, folder: Path, worker: str) -> None:
         self._folder, self._worker = folder, worker
+        import coverage  # needed for this alone
+
         self._durations: dict[str, float] = {}
         self._coverage = coverage.Coverage(
             data_file=str(folder / f"coverage.{worker}"), include=[f"*/{file}" for file in LOGIC], config_file=False

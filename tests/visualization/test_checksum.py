@@ -3,11 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.record_writer import masked_crc32c as reference
 
-from ikkuna.numerics.statistics.native import library
+from ikkuna.store.event_reader import event_library
 from ikkuna.store.event_records import masked_crc32c
 
-KERNELS = library()
-CHECKSUMS = [masked_crc32c, *([] if KERNELS is None else [KERNELS.checksum])]
+
+def native(data):
+    return event_library().functions["events_checksum"](data, len(data))
+
+
+CHECKSUMS = [masked_crc32c, *([] if event_library() is None else [native])]
 
 
 @given(st.binary(max_size=3000))

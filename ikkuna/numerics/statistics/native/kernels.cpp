@@ -17,7 +17,6 @@
 #include <immintrin.h>
 #endif
 
-#include "../../../support/checksum.h"
 
 namespace {
 
@@ -308,7 +307,6 @@ void run(const Job &job, Do do_one) {
 
 }  // namespace
 
-extern "C" uint32_t masked_checksum(const uint8_t *data, int64_t size) { return checksum.masked(data, size); }
 
 // Take the function of torch that runs another one in several threads, or null.
 extern "C" void set_parallel_for(void *function) { parallel_for = reinterpret_cast<ParallelFor>(function); }

@@ -210,7 +210,6 @@ class Library:
         }
         self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
         self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
-        self._checksum = _typed(kernels, "masked_checksum", (ctypes.c_char_p, ctypes.c_int64), ctypes.c_uint32)
         _typed(kernels, "set_parallel_for", (ctypes.c_void_p,))(parallel_for())
         self._use_vectors = _typed(kernels, "use_vectors", (ctypes.c_int,), ctypes.c_int)
         wanted = os.environ.get("IKKUNA_KERNELS")
@@ -284,10 +283,6 @@ class Library:
     def add_difference(self, x: Tensor, y: Tensor, fields: frozenset[str], row: int) -> None:
         """Add the `fields` of ``x - y`` to the row at an address, without a tensor for the difference."""
         self._difference[x.dtype](x.data_ptr(), y.data_ptr(), x.numel(), flags_of(fields), row)
-
-    def checksum(self, data: bytes) -> int:
-        """Return the masked CRC-32C of a record of an event file."""
-        return int(self._checksum(data, len(data)))
 
     def codes(self, x: Tensor, m: int, counts: Tensor) -> None:
         """Overwrite `counts` with the counts of the float codes of `x`."""
