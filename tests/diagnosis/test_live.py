@@ -86,7 +86,7 @@ def test_tensorboard_shows_a_table_of_all_findings_and_no_values_of_rules(tmp_pa
     assert [event.step for event in tables] == [0, 4]
     table = tables[-1].tensor_proto.string_val[0].decode()
     assert "| warning | not_in_optimizer | `last`, `last.bias` | 0 | No optimizer owns" in table
-    assert "| error | from_step |  | 4 | Step 4. |" in table
+    assert "| error | from_step |  | 4 | Step 4." in table
 
 
 @pytest.mark.parametrize(("every", "loss_every", "steps"), [(10, None, 2), (5, None, 1), (10, 5, 5), (1, None, 1)])
