@@ -172,6 +172,12 @@ def test_a_histogram_holds_every_finite_element(a, b, bins):
         assert np.sum(kept < limit - slack) - 1e-6 <= count <= np.sum(kept <= limit + slack) + 1e-6
 
 
+def test_a_histogram_holds_a_largest_element_that_rounds_up():
+    below_five = torch.tensor([0.0, 5 - 1e-9], dtype=torch.float64)
+    [found] = values(lambda **o: HistogramSubscriber("activations", bins=2, exact=True, **o), below_five)
+    assert found.bucket_counts == [1, 1]
+
+
 @pytest.mark.parametrize("x", [torch.tensor([100.0, 200.0, 300.0]), torch.tensor([0.1, -7.0, 1e-3, 0.0])])
 def test_an_exact_histogram_has_the_sums_of_the_elements(x):
     [found] = values(lambda **o: HistogramSubscriber("activations", exact=True, **o), x)
