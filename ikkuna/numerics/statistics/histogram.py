@@ -167,9 +167,7 @@ class _Bins:
         limits = least + _fractions(n) * (most - least)
         limits[:, -1:] = most
         shares = self._counted_up_to(limits)
-        shares[:, -1] = (
-            self._total
-        )  # the largest number of float64 may be below the bin of its code, which is that of float32
+        shares[:, -1] = self._total  # a largest number that float32 rounds up is below the bin that holds it
         shares[:, 1:] -= shares[:, :-1].copy()
         found, (sums, squares) = [], self._sums()
         for i, total in enumerate(self._total.tolist()):
