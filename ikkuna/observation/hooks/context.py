@@ -36,7 +36,7 @@ from ikkuna.observation.rows.plan import NOTHING as NOTHING_PLANNED
 from ikkuna.observation.rows.plan import Site
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.rows.rows import StepObserver
-from ikkuna.observation.rows.wanted_rows import WantedRows
+from ikkuna.observation.rows.selection import WantedRows
 from ikkuna.observation.steps.counters import Stopwatch
 from ikkuna.observation.steps.forwards import MICRO_PART, Decision, Forward
 from ikkuna.observation.steps.loop_events import LoopEvents
