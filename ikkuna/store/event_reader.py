@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ikkuna.store.event_records import next_head, record_spans
 from ikkuna.support.failures import log
-from ikkuna.support.native import build_library, joined_source
+from ikkuna.support.native import build_library
 
 __all__ = [
     "KIND_HISTOGRAM",
@@ -360,7 +360,7 @@ class EventLibrary:
 def event_library() -> EventLibrary | None:
     """Return the native library; ``None``, after one line in the log, if there is no compiler or it cannot be loaded."""
     try:
-        return build_library(joined_source(_SOURCE), EventLibrary)
+        return build_library(_SOURCE.read_bytes(), EventLibrary)
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()
         log.info("event files are read by Python, which takes longer: %s", reason[0] if reason else error)
