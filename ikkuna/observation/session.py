@@ -20,6 +20,7 @@ from ikkuna.observation.ranks import Exchange
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.step_cycle import ReplacedModules, SamplingPlans, StepCycle
 from ikkuna.observation.steps.counters import Stopwatch
+from ikkuna.observation.validation import Validation
 from ikkuna.store.run_directory import Continued
 from ikkuna.support.failures import log
 from ikkuna.support.modules import class_name
@@ -112,6 +113,8 @@ class Session:
         The values that the user logs.
     plans : SamplingPlans
         Decides what is measured at each step.
+    validation : Validation
+        Records evaluations in the training loop.
     """
 
     def __init__(
@@ -137,7 +140,9 @@ class Session:
         self.plans = SamplingPlans(bus, context, self.hooks.modules)
         replaced = ReplacedModules(context, self.hooks, taken, self.plans.demand_changed)
         parts = bus, context, self.hooks, self.plans, replaced, self.exchange
-        self.cycle = StepCycle(*parts, self.logged)
+        self.validation = Validation(bus, context, self.plans.of, self.exchange, self._new_recorder())
+        self.hooks.losses.validation = self.validation.recorder
+        self.cycle = StepCycle(*parts, self.logged, self.validation)
         self._passes = OtherPasses(*parts, self.cycle, self._new_recorder)
         context.apply, context.abandon = self.cycle.apply, self.abandon
         self._process = self._warned_process = os.getpid()
@@ -190,6 +195,7 @@ class Session:
     def abandon(self) -> None:
         """Abandon the open step and what was measured of another pass, whatever state an exception has left them in."""
         self.context.tracker.abandon()
+        self.validation.end(is_complete=False)
         self._passes.abandon()
 
     @_resuming
@@ -205,6 +211,7 @@ class Session:
     @_resuming
     def begin_pass(self, name: str) -> None:
         """Record another pass over data under its own name, until another one begins; an open step waits."""
+        self.validation.end()
         self._passes.begin(name)
 
     def run_in_pass(self, name: str | None, body: Callable[[], None]) -> None:
@@ -252,6 +259,7 @@ class Session:
             self.exchange.prepare_close()
         self._passes.end()
         self.cycle.apply(self.context.tracker.finish())
+        self.validation.end()
         if for_good:
             self.logged.step_ends()
             self.hooks.forward.warn_of_missing_steps()

@@ -34,6 +34,7 @@ from ikkuna.observation.steps.forwards import (
     Restarted,
 )
 from ikkuna.observation.steps.step_tracker import State
+from ikkuna.observation.validation import Validation
 from ikkuna.store.run_directory import CONTROL_FILE
 from ikkuna.support.failures import log, remember_handlers
 
@@ -228,6 +229,8 @@ class StepCycle:
         Merges the measurements of all ranks.
     logged : LoggedValues
         The values that the user logs.
+    validation : Validation
+        Records evaluations in the training loop.
     """
 
     def __init__(
@@ -239,10 +242,11 @@ class StepCycle:
         replaced: ReplacedModules,
         exchange: Exchange,
         logged: LoggedValues,
+        validation: Validation,
     ) -> None:
         self._bus, self._context, self._hooks = bus, context, hooks
         self._plans, self._replaced = plans, replaced
-        self._exchange, self._logged = exchange, logged
+        self._exchange, self._logged, self._validation = exchange, logged, validation
         self._missing_loss = MissingLossWarning(context, hooks.losses)
         self._idle = IdleSteps(bus, context, hooks, logged)
         self._steps = 0
@@ -278,6 +282,7 @@ class StepCycle:
 
     def _open(self, opened: Opened) -> None:
         stamp, recorder = opened.stamp, self._context.recorder
+        self._validation.end()
         if opened.starts_epoch:
             self._bus.queue.append(NetworkMessage(stamp, "epoch_started"))
         if self._bus.is_wanted("batch_started"):
@@ -406,6 +411,7 @@ class StepCycle:
 
     def _finish_epoch(self, stamp: Stamp) -> None:
         bus = self._bus
+        self._validation.end()
         self._logged.step_ends(stamp.global_step, is_epoch=True)
         bus.queue.append(event := Event(NetworkMessage(stamp, "epoch_finished")))
         self._replaced.follow()

@@ -1,6 +1,7 @@
 """The presets of ``ikkuna.watch``."""
 
 from types import MappingProxyType
+from typing import Any
 
 from ikkuna.export.subscriber import Subscriber
 from ikkuna.metrics.subscriber.bases import Preset
@@ -26,10 +27,18 @@ _RECTIFIERS = ("ReLU", "ReLU6")
 _UPDATE = ["weight_updates", "weights"]
 
 
+def _of_validation(sees_loss: bool, **options: Any) -> list[Subscriber]:
+    """Return the metrics of evaluations in the training loop; each of these is sampled."""
+    options["tag"] = "validation"
+    accuracy = [TrainAccuracySubscriber(publishes="accuracy", **options)] if sees_loss else []
+    return [LossSubscriber(**options), *accuracy]
+
+
 class EconomyPreset(Preset):
     """The fewest metrics that show whether a training goes wrong, every hundredth step; the loss every tenth step.
 
-    Loss, accuracy, learning rate, global norm of the gradients, ratio of update to weight, variance of the activations, and speed.
+    Loss and accuracy, also of evaluations in the training loop, learning rate, global norm of the gradients, ratio of update to weight,
+    variance of the activations, and speed.
     Rules sample modules every hundredth step too, and the loss every tenth step.
 
     Examples
@@ -45,6 +54,7 @@ class EconomyPreset(Preset):
         return [
             LossSubscriber(subsample=10),
             *([TrainAccuracySubscriber(subsample=100)] if sees_loss else ()),
+            *_of_validation(sees_loss, subsample=100),
             LearningRateSubscriber(subsample=100),
             GlobalNormSubscriber(subsample=100),
             RatioSubscriber(_UPDATE, subsample=100),
@@ -56,7 +66,8 @@ class EconomyPreset(Preset):
 class DefaultPreset(Preset):
     """Metrics that show where and when a training goes wrong, every tenth step.
 
-    Loss, accuracy, learning rate, global norm of the gradients before and after clipping, ratio of update to weight,
+    Loss and accuracy, also of evaluations in the training loop, learning rate, global norm of the gradients before and after clipping,
+    ratio of update to weight,
     norms of weights and layer gradients, variance of the activations, dead units of rectified layers every twentieth step,
     the operation that made the first NaN every fiftieth step, and speed.
     The accuracy is left out if the labels are unknown, and dead units if no module is a ``ReLU`` or ``ReLU6``.
@@ -72,6 +83,7 @@ class DefaultPreset(Preset):
         return [
             LossSubscriber(subsample=10),
             *([TrainAccuracySubscriber(subsample=10)] if sees_loss else ()),
+            *_of_validation(sees_loss, subsample=10),
             LearningRateSubscriber(subsample=10),
             GlobalNormSubscriber(subsample=10),
             ClippingSubscriber(subsample=10),

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["TRAINING", "Stamp"]
+__all__ = ["TRAINING", "VALIDATION", "Stamp"]
 
 
 TRAINING = "training"
 """The name of the training pass."""
+
+VALIDATION = "validation"
+"""The name of the evaluations in the training loop, which are recognised without a call of the user's."""
 
 
 @dataclass(frozen=True, slots=True)

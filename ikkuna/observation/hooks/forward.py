@@ -158,6 +158,8 @@ class ForwardHooks:
         if in_backward() and not in_reentrant_checkpoint():
             return
         if (forward := context.tracker.forward_ends(thread)) is None:
+            if not context.tracker.calls.of(thread):
+                self._loss.root_ended(module, kwargs, output, None)
             return
         if context.model.returns_output(module):
             self._record_all("network_output", output, forward)

@@ -19,6 +19,7 @@ from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, backwar
 from ikkuna.observation.hooks.hook import Hook, in_backward
 from ikkuna.observation.hooks.nested_tensors import Leaves
 from ikkuna.observation.model.watched_model import LossFunction, is_shifted
+from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.support.torch_internals import call_around_backward, saved_by
 
@@ -223,12 +224,15 @@ class LossHooks:
         Whether a loss and labels were seen, in any step.
     preflight : RecordedPreflight, optional
         Receives the first call of the loss module with a gradient, if that is in step 0.
+    validation : callable
+        Returns the recorder of evaluations in the training loop.
     """
 
     def __init__(self, context: HookContext) -> None:
         self.context = context
         self.has_loss = self.has_labels = False
         self.preflight: RecordedPreflight | None = None
+        self.validation: Callable[[], Recorder] = lambda: context.recorder
         self._was_called = self._is_unowned = self._knows_labels = False
         self._numbers: dict[int, int] = {}
         self._owned: list[set[int]] = []
@@ -269,6 +273,10 @@ class LossHooks:
             else:
                 function = module.function if isinstance(module, LossFunction) else module
                 preflight.record(function, (*args, *kwargs.values()), output)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if self._is_evaluated(output):
+            self._record_call(module, given, output, 0, self.validation())
+            return
         if self.has_loss and context.recorder.rows is None and context.observer is None:
             return
         if (forward := context.tracker.calls.last(get_ident())) is None:
@@ -276,29 +284,33 @@ class LossHooks:
         self._was_called = self.has_loss = True
         self._losses.append(weakref.ref(output))
         if context.recorder.rows is not None:
-            self._record_call(module, [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], output, forward)
+            self._record_call(module, given, output, forward.part, context.recorder)
         if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
             context.observer.loss_called(args, kwargs)
 
-    def _record_call(self, module: nn.Module, given: list[Tensor], output: Tensor, forward: Forward) -> None:
-        """Record what one call of the loss module receives and returns, in a step that is sampled."""
+    def _is_evaluated(self, loss: Tensor) -> bool:
+        """Return whether a loss is that of an evaluation in the training loop."""
+        if loss.requires_grad or torch.is_grad_enabled():
+            return False
+        return self.context.tracker.pass_name == TRAINING and self.context.events.is_evaluating
+
+    def _record_call(
+        self, module: nn.Module, given: list[Tensor], output: Tensor, part: int, recorder: Recorder
+    ) -> None:
+        """Record what one call of the loss module receives and returns, in a step or pass that is sampled."""
         seen = dict(zip(("network_output", "input_labels"), given, strict=False))
         seen = {kind: tensor.detach() for kind, tensor in {**seen, "loss": output}.items()}
         labels = seen.get("input_labels")
         ignored = getattr(module, "ignore_index", None)
         if ignored is None:  # a module of the user's own around a loss of torch
             ignored = next((found.ignored for found in loss_arguments([output]) if found.ignored is not None), None)
-        if self.context.recorder.wants(self.context.sites("loss")):
+        if recorder.wants(self.context.sites("loss")):
             is_readable = labels is None or has_numbers(labels)
             weight = loss_weight(module, output, seen.get("network_output"), labels) if is_readable else None
-            self._record(output, weight, forward.part)
-        self._record_arguments(seen, forward.part, ignored)
+            recorder.receive(self.context.sites("loss"), output, "", weight, part=part)
+        self._record_arguments(seen, part, ignored, recorder)
 
-    def _record(self, loss: Tensor, weight: Any, part: int, path: str = "") -> None:
-        self.context.recorder.receive(self.context.sites("loss"), loss, path, weight, part=part)
-
-    def _record_arguments(self, seen: dict[str, Tensor], part: int, ignored: int | None) -> None:
-        recorder = self.context.recorder
+    def _record_arguments(self, seen: dict[str, Tensor], part: int, ignored: int | None, recorder: Recorder) -> None:
         if (labels := seen.get("input_labels")) is not None:
             self.has_labels = True
             recorder.receive(self.context.sites("input_labels"), labels, "", part=part)
@@ -308,13 +320,17 @@ class LossHooks:
 
     # -- a model that computes its own loss ------------------------------------------------------------------------
 
-    def root_ended(self, module: nn.Module, kwargs: dict[str, Any], output: Any, forward: Forward) -> None:
-        """Record the loss, the outputs and the labels of a model that returns its own loss."""
+    def root_ended(self, module: nn.Module, kwargs: dict[str, Any], output: Any, forward: Forward | None) -> None:
+        """Record the loss, the outputs and the labels of a model that returns its own loss; without `forward` it evaluates."""
         context = self.context
-        plan, is_training = context.recorder.plan, context.tracker.pass_name == TRAINING
-        if context.model.loss is not None or not (plan.together or plan.kinds & {"loss", "input_labels"}):
+        if context.model.loss is not None or (loss := _field(output, "loss")) is None:
             return
-        if (loss := _field(output, "loss")) is None:
+        is_evaluated = forward is None and self._is_evaluated(loss)
+        if forward is None and not is_evaluated:
+            return
+        recorder, part = (context.recorder, forward.part) if forward is not None else (self.validation(), 0)
+        plan, is_training = recorder.plan, context.tracker.pass_name == TRAINING and not is_evaluated
+        if not (plan.together or plan.kinds & {"loss", "input_labels"}):
             return
         logits, labels = _field(output, "logits"), kwargs.get("labels")
         seen = {"loss": loss.detach()}
@@ -330,8 +346,8 @@ class LossHooks:
         if loss.numel() == 1 and not (is_training and SEES_BACKWARD):
             self.has_loss = True
             weight = 1 if (found := seen.get("input_labels")) is None else label_weight(found, IGNORED)
-            self._record(loss, weight, forward.part)
-        self._record_arguments(seen, forward.part, IGNORED)
+            recorder.receive(context.sites("loss"), loss, "", weight, part=part)
+        self._record_arguments(seen, part, IGNORED, recorder)
 
     # -- the scalar of backward() ---------------------------------------------------------------------------------
 
@@ -345,11 +361,12 @@ class LossHooks:
         loss = self._backward_loss() if arguments or recorder.wants(context.sites("loss")) else None
         if loss is not None:
             self.has_loss = self._is_unowned = True
-            self._record(loss, "total", part, self._path(len(tracker.optimizers.stepped)))
+            path = self._path(len(tracker.optimizers.stepped))
+            recorder.receive(context.sites("loss"), loss, path, "total", part=part)
         if not (self._was_called or self._knows_labels):
             for outputs, labels, ignored in arguments:
                 seen = {"network_output": outputs, "input_labels": labels, **({} if loss is None else {"loss": loss})}
-                self._record_arguments(seen, part, ignored)
+                self._record_arguments(seen, part, ignored, recorder)
 
     def outputs_armed(self, outputs: Leaves) -> None:
         """Keep weak references to what the model has returned; a loss may have saved only a function of it."""

@@ -26,6 +26,9 @@ from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, Record, closure
 __all__ = ["NOTHING", "Demand", "Key", "Plan", "RowIndex", "Site", "Task"]
 
 
+_BESIDE_MODEL = ("loss", "input_labels", *EVENT_KINDS, LOGGED)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
     """A kind of tensor, and the module it belongs to.
@@ -160,7 +163,7 @@ class Plan:
         results: frozenset[str] = frozenset(),
         measuring: frozenset[Registered] = frozenset(),
     ) -> None:
-        self.subscriptions, self.measuring = subscriptions, measuring
+        self.subscriptions, self.measuring, self._results = subscriptions, measuring, results
         self._tasks: dict[tuple[str, str | None], Task | None] = {}
         self._of_all_modules: dict[str, Task | None] = {}
         self._candidates: dict[str, list[Registered]] = {}
@@ -178,6 +181,15 @@ class Plan:
         self.counts_forwards = self.takes_data or not kinds.isdisjoint(EVENT_KINDS)
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
         self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
+
+    def of_losses(self) -> "Plan":
+        """Return the plan of the subscribers that need nothing but what the loss receives and returns."""
+
+        def is_of_loss(each: Registered) -> bool:
+            kinds = set(each.kinds).difference(_BESIDE_MODEL, self._results)
+            return each.together or not any(map(is_built_in, kinds))
+
+        return Plan(tuple(filter(is_of_loss, self.subscriptions)), self._results, self.measuring)
 
     def _modules_of(self, kind: str) -> frozenset[int] | None:
         """Return something that identifies the modules whose tensors of a kind are measured; ``None`` for all."""

@@ -21,6 +21,8 @@ class LoopEvents:
         Number of evaluations in which every forward was in training mode.
     in_evaluation_mode : int
         Number of passes, also frequent ones and those of one forward, that had a forward in evaluation mode.
+    repeated : int
+        Number of those of them that had at least 2 forwards.
 
     Examples
     --------
@@ -35,10 +37,10 @@ class LoopEvents:
     (2, 0)
     """
 
-    __slots__ = ("_forwards", "_is_apart", "_last", "_modes", "in_evaluation_mode", "in_training_mode")
+    __slots__ = ("_forwards", "_is_apart", "_last", "_modes", "in_evaluation_mode", "in_training_mode", "repeated")
 
     def __init__(self) -> None:
-        self.in_training_mode = self.in_evaluation_mode = 0
+        self.in_training_mode = self.in_evaluation_mode = self.repeated = 0
         self._forwards = 0
         self._modes: set[bool] = set()
         self._last = 0  # the step of the last forward without gradients
@@ -66,10 +68,16 @@ class LoopEvents:
         self._modes.add(training)
         self._last = step
 
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the last forward was of an evaluation: without gradients, and in evaluation mode or in a pass that is apart."""
+        return self._forwards > 0 and (False in self._modes or self._is_apart)
+
     def _end(self) -> None:
         """End the pass."""
         if False in self._modes:
             self.in_evaluation_mode += 1
+            self.repeated += self._forwards >= _FEWEST
         elif self._forwards >= _FEWEST and self._is_apart:
             self.in_training_mode += 1
         self._forwards = 0

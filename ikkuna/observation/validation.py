@@ -1,0 +1,74 @@
+"""Evaluations in the user's own training loop, recorded as a pass by themselves."""
+
+from collections.abc import Callable
+
+from ikkuna.metrics.bus.bus import MessageBus
+from ikkuna.metrics.bus.delivery import Finished
+from ikkuna.metrics.messages.stamp import VALIDATION, Stamp
+from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.ranks import Exchange
+from ikkuna.observation.rows.plan import Plan
+from ikkuna.observation.rows.recorder import Recorder
+from ikkuna.support.failures import log
+
+__all__ = ["Validation"]
+
+
+class Validation:
+    """Records the losses of evaluations in the training loop as the pass ``validation``, beside the recorder of the training.
+
+    A loss belongs to it if it is computed without gradients, after a forward of an evaluation, see `LoopEvents.is_evaluating`.
+    The evaluations between two steps are one pass, and so are those inside a step, because the weights are the same in all of them.
+    Nothing but the arguments and results of the loss is recorded: an open step and the hooks of modules stay as they are.
+
+    Parameters
+    ----------
+    bus : MessageBus
+        Receives the measurements.
+    context : HookContext
+    plan_of : callable
+        Returns what is measured in a step or pass.
+    exchange : Exchange
+        Merges the measurements of all ranks.
+    recorder : Recorder
+        A recorder of its own.
+    """
+
+    def __init__(
+        self,
+        bus: MessageBus,
+        context: HookContext,
+        plan_of: Callable[[Stamp], Plan],
+        exchange: Exchange,
+        recorder: Recorder,
+    ) -> None:
+        self._bus, self._context, self._plan_of, self._exchange = bus, context, plan_of, exchange
+        self._recorder = recorder
+        self._is_settled = False
+
+    def recorder(self) -> Recorder:
+        """Return the recorder of the pass, which begins if it has not."""
+        if self._recorder.rows is None:
+            self._is_settled = True
+            stamp = self._stamp()
+            self._exchange.step_opened(stamp)
+            self._recorder.open(stamp, self._plan_of(stamp).of_losses())
+        return self._recorder
+
+    def _stamp(self) -> Stamp:
+        return self._context.tracker.pass_stamp(VALIDATION)
+
+    def end(self, is_complete: bool = True) -> None:
+        """Publish the measurements of the pass, if there is one and it is complete."""
+        if self._recorder.rows is not None:
+            plan, rows = self._recorder.plan, self._recorder.close()
+            if rows is not None and is_complete:
+                self._exchange.take(rows, plan)
+                self._bus.queue.append(Finished(rows, None))
+        if not self._is_settled and self._context.events.repeated > 1:
+            self._is_settled = True
+            if self._plan_of(self._stamp()).of_losses().subscriptions:
+                log.warning(
+                    "the validation loss is unknown: pass the module that computes it, as in loss = nn.CrossEntropyLoss() and "
+                    "watch(model, loss); without it over-fitting is not judged"
+                )
