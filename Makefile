@@ -85,6 +85,11 @@ bench-gpu: .venv/installed
 	$(BIN)/python -m benchmarks.gpu
 
 # Two hours; prints what is open and kept each minute, and "flat" at the end.
+# A wheel for this kind of machine, with the native functions that need no header of torch.
+.PHONY: wheel
+wheel: .venv/installed
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 soak: .venv/installed
 	$(BIN)/python benchmarks/soak.py
 

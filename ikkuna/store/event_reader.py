@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ikkuna.store.event_records import next_head, record_spans
 from ikkuna.support.failures import log
-from ikkuna.support.native import build_library
+from ikkuna.support.native import SOURCES, build_library, joined_source
 
 __all__ = [
     "KIND_HISTOGRAM",
@@ -316,7 +316,6 @@ def _read_value(data: bytes) -> tuple[bytes, int, float, int]:
     return name, kind, found, begin
 
 
-_SOURCE = Path(__file__).with_name("events.cpp")
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "events_checksum": (ctypes.c_uint32, (_POINTER, _INT)),
@@ -360,7 +359,7 @@ class EventLibrary:
 def event_library() -> EventLibrary | None:
     """Return the native library; ``None``, after one line in the log, if there is no compiler or it cannot be loaded."""
     try:
-        return build_library(_SOURCE.read_bytes(), EventLibrary)
+        return build_library(joined_source(*SOURCES["events"]), EventLibrary)
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()
         log.info("event files are read by Python, which takes longer: %s", reason[0] if reason else error)

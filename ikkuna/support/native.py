@@ -1,12 +1,6 @@
-"""Compiles C++ sources of the library when they are first needed, and keeps the results for the next process.
+"""The library's C++ sources as shared libraries: compiled when the package is built, or when they are first needed.
 
-Runs the C++ compiler.
-
-Stores libraries, and failures of the compiler, for the next process.
-
-Loads a shared library from memory.
-
-Compiles a source, or finds the library in the cache.
+What a process has compiled is kept for the next one, and so is a failure of the compiler.
 """
 
 import atexit
@@ -35,10 +29,12 @@ from ikkuna.support.files import private_directory, read_private_file, safe_dire
 
 __all__ = [
     "LIBRARY_BYTES",
+    "SOURCES",
     "Compiler",
     "CompilerError",
     "LibraryCache",
     "build_library",
+    "compile_into",
     "joined_source",
     "load_from_memory",
     "stored_library",
@@ -47,6 +43,14 @@ __all__ = [
 
 LIBRARY_BYTES = 1 << 26
 """The largest library that is accepted."""
+
+_PACKAGE = Path(__file__).parents[1]
+
+SOURCES = {
+    "kernels": tuple(_PACKAGE / "numerics/statistics/native" / name for name in ("kernels.cpp", "tensors.cpp")),
+    "events": (_PACKAGE / "store/events.cpp",),
+}
+"""The files of each library that needs no header of torch."""
 
 _FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
@@ -357,10 +361,32 @@ def stored_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler:
     return None
 
 
-def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler: Compiler | None = None) -> Made:
-    """Return `make` of the library that is compiled from a C++ source.
+def compile_into(package: Path) -> None:
+    """Compile :data:`SOURCES` into a copy of this package that is to be installed where there may be no compiler.
 
-    The library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source and compiler.
+    Raises
+    ------
+    RuntimeError
+        If there is no compiler, or if it fails.
+    OSError
+        If there is no place for temporary files, or for the libraries.
+    """
+    shutil.rmtree(package / "libraries", ignore_errors=True)  # an earlier build's, of other sources
+    (package / "libraries").mkdir()
+    for files in SOURCES.values():
+        source = joined_source(*files)
+        _shipped(source, package).write_bytes(Compiler().build(source, Path(tempfile.gettempdir())))
+
+
+def _shipped(source: bytes, package: Path = _PACKAGE) -> Path:
+    """Return where a package has the library of a source."""
+    return package / "libraries" / f"{hashlib.sha256(source).hexdigest()[:20]}.so"
+
+
+def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler: Compiler | None = None) -> Made:
+    """Return `make` of the library that the package has for a C++ source, or that is compiled from it.
+
+    A compiled library is stored in ``$XDG_CACHE_HOME/ikkuna`` or ``~/.cache/ikkuna``, under a name that depends on source and compiler.
     It is used only if no other user could have written it and its checksum is right; otherwise it is compiled again.
     If the directory cannot be used, it is compiled for this process alone.
     A compiler that fails, or that runs for more than 60 seconds, is tried again after an hour.
@@ -372,7 +398,7 @@ def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler: 
     make : callable
         Checks a loaded library and returns an object for it; it raises `RuntimeError` if the library is wrong.
     compiler : Compiler, optional
-        The compiler, with its options.
+        The compiler, with its options; the package has no library for it.
 
     Raises
     ------
@@ -381,7 +407,10 @@ def build_library(source: bytes, make: Callable[[ctypes.CDLL], Made], compiler: 
     OSError
         If there is no place for temporary files.
     """
-    compiler = compiler or Compiler()
+    if compiler is None:
+        with contextlib.suppress(OSError, RuntimeError):  # it is not there, damaged, or for another system
+            return make(load_from_memory(_shipped(source).read_bytes()))
+        compiler = Compiler()
     if (stored := stored_library(source, make, compiler)) is not None:
         return stored
     name, cached = _name(compiler, source), LibraryCache(_cache_directory())

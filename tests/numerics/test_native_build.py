@@ -23,7 +23,7 @@ from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.native import hook_functions, kernels
 from ikkuna.numerics.statistics.native.kernels import Library
 from ikkuna.support import native as loading
-from ikkuna.support.native import Compiler, LibraryCache
+from ikkuna.support.native import SOURCES, Compiler, LibraryCache, joined_source
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 STRANGER = 12_345  # the id of another user
@@ -51,7 +51,7 @@ def libraries(tmp_path_factory):
     subprocess.run([COMPILER, "-shared", "-fPIC", "-x", "c++", "-", "-o", foreign], input=FOREIGN.encode(), check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CXX", raising=False)
-        (directory / "kernels.so").write_bytes(Compiler().build(kernels.source(), directory))
+        (directory / "kernels.so").write_bytes(Compiler().build(joined_source(*SOURCES["kernels"]), directory))
     return directory
 
 
@@ -664,10 +664,10 @@ def test_without_a_compiler_numpy_measures_and_the_log_says_so_once(world, monke
 )
 def test_the_real_compiler_builds_what_is_used_only_if_its_results_are_right(world, monkeypatch, old, new, is_right):
     monkeypatch.delenv("CXX")
-    source = kernels.source().decode()
+    source = joined_source(*SOURCES["kernels"]).decode()
     assert old in source
     changed = source.replace(old, new) if old else source
-    monkeypatch.setattr(kernels, "source", changed.encode)
+    monkeypatch.setattr(kernels, "joined_source", lambda *files: changed.encode())
     assert (world.library() is not None) == is_right
 
 

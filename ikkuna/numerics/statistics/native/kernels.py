@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from ikkuna.numerics.elements import in_memory_order
 from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values
 from ikkuna.support.failures import log
-from ikkuna.support.native import build_library, joined_source
+from ikkuna.support.native import SOURCES, build_library, joined_source
 from ikkuna.support.torch_internals import (
     TENSOR_ADDRESS,
     is_transformed,
@@ -35,7 +34,6 @@ __all__ = [
     "TensorReader",
     "flags_of",
     "library",
-    "source",
 ]
 
 
@@ -325,14 +323,6 @@ def _made(part: Callable[[ctypes.CDLL], T], kernels: ctypes.CDLL) -> T | None:
         return None
 
 
-_SOURCES = ("kernels.cpp", "tensors.cpp")
-
-
-def source() -> bytes:
-    """Return the program in one piece."""
-    return joined_source(*map(Path(__file__).with_name, _SOURCES))
-
-
 @cache
 def library() -> Library | None:
     """Return the native kernels; ``None``, after one line in the log, if there is no compiler or the library cannot be loaded.
@@ -340,7 +330,7 @@ def library() -> Library | None:
     See :func:`ikkuna.support.native.build_library`.
     """
     try:
-        return build_library(source(), Library)
+        return build_library(joined_source(*SOURCES["kernels"]), Library)
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()
         log.warning("statistics are measured with numpy, which costs more: %s", reason[0] if reason else error)
