@@ -22,10 +22,10 @@ import torch.multiprocessing as mp
 
 from ikkuna.distributed.block import OWN, Gather, Layouts, RankBlock, RankRows, build
 from ikkuna.distributed.merge import Alignments, merge_blocks
-from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics import needed_fields
 from ikkuna.numerics.statistics.table import COLUMN, empty_rows
 
-FIELDS = closure(("m2", "min", "max"))
+FIELDS = needed_fields(("m2", "min", "max"))
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 LINK = 10e9 / 8
 """Bytes per second of the assumed link."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from ikkuna.backends.run import Run
 from ikkuna.backends.tensorboard import TensorBoardBackend
-from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics import needed_fields
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.store.names import Series
 
@@ -90,7 +90,7 @@ def over_sizes(rounds: int) -> dict[str, dict[str, float]]:
         for _ in range(rounds):
             sums.append(cpu_time(lambda: x.sum().item(), times))  # noqa: B023  # called within the round
             for (name, kernel), ratios in costs.items():
-                asked = closure(FIELDS[name])
+                asked = needed_fields(FIELDS[name])
                 took = cpu_time(lambda: measure(x, asked, native=kernel == "native"), times)  # noqa: B023
                 ratios.append(took / sums[-1])
         for (name, kernel), ratios in costs.items():

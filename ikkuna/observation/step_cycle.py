@@ -12,7 +12,7 @@ from ikkuna.metrics.bus.delivery import Event, Finished, Unsampled
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
-from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics import needed_fields
 from ikkuna.numerics.statistics.device import warm_up
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook_set import HookSet
@@ -79,7 +79,9 @@ class SamplingPlans:
         if wishes.takes_data:
             tensors = (named.parameter for named in self._context.parameters.all)
             parameters = {(x.device, x.dtype) for x in tensors if not x.is_cpu}
-            warm_up(parameters, {closure(r.subscriber.fields) for r in wishes.subscriptions if r.subscriber.fields})
+            warm_up(
+                parameters, {needed_fields(r.subscriber.fields) for r in wishes.subscriptions if r.subscriber.fields}
+            )
         if self._modules.prepare(wishes, self.of_next_step()):
             log.warning("torch.compiler.reset(): the model was compiled before all that is wanted of it now was known")
             torch.compiler.reset()

@@ -9,7 +9,7 @@ import torch
 
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import HistogramSubscriber, PercentileSubscriber
-from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics import needed_fields
 from ikkuna.numerics.statistics.device import DeviceStatistics, buffers, statistics, triton_launcher
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING, codes, draw_seed, sampled_codes
 from ikkuna.numerics.statistics.histogram import Buckets
@@ -21,7 +21,7 @@ from tests.simulated_device.reference_kernels import mixed
 
 pytestmark = pytest.mark.simulated
 
-BOTH = closure(["codes", "sampled_codes", "sumsq"])
+BOTH = needed_fields(["codes", "sampled_codes", "sumsq"])
 LARGE = WORTH_SAMPLING + 4321
 
 

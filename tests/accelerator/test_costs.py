@@ -19,7 +19,7 @@ from ikkuna.export.subscriber import (
     SparsitySubscriber,
     VarianceSubscriber,
 )
-from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics import needed_fields
 from ikkuna.numerics.statistics.device import operators
 from tests.accelerator.models import MODELS, train
 from tests.simulated_device import recorded
@@ -198,9 +198,9 @@ class Reductions:
     def __init__(self, fields, dtype=torch.float32):
         x = torch.randn(1000, dtype=dtype)
         with recorded() as log:
-            results = operators.reduce(x, closure(fields))
+            results = operators.reduce(x, needed_fields(fields))
         self.launches, self.written = log.launches, log.written
-        self.row = operators.decode([x.item() for x in results], 1000, closure(fields))
+        self.row = operators.decode([x.item() for x in results], 1000, needed_fields(fields))
 
 
 @pytest.mark.parametrize(

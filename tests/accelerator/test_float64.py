@@ -8,7 +8,7 @@ import torch
 
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import PlotSubscriber
-from ikkuna.numerics.statistics import FIELDS, closure
+from ikkuna.numerics.statistics import FIELDS, needed_fields
 from ikkuna.numerics.statistics.device import DeviceStatistics, exact
 from ikkuna.numerics.statistics.device.exact import exact_sums, sum_of
 from tests.accelerator.test_waiting import Run, always, close, values_on_host
@@ -17,7 +17,7 @@ from tests.simulated_device import memory, recorded
 
 pytestmark = pytest.mark.simulated
 
-ALL = closure([name for name in FIELDS if "codes" not in name])
+ALL = needed_fields([name for name in FIELDS if "codes" not in name])
 ODD = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0]
 POWER = {"center": 1, "m2": 2, "m3": 3, "m4": 4, "l1": 1, "sumsq": 2}
 
@@ -162,7 +162,7 @@ def test_rows_of_many_calls_are_merged(request, monkeypatch, has_float64):
     monkeypatch.setattr(exact, "_MOST", 6)
     if not has_float64:
         request.getfixturevalue("without_float64")
-    statistics, n, fields = DeviceStatistics(torch.device("sim", 0)), 20, closure(["m2", "max"])
+    statistics, n, fields = DeviceStatistics(torch.device("sim", 0)), 20, needed_fields(["m2", "max"])
     x = numbers(n)
     on_device = x.to("sim")
     for i in range(n):

@@ -12,13 +12,13 @@ from scipy import stats
 
 from ikkuna.distributed.block import OWN, Gather, Layouts, RankBlock, RankRows, build
 from ikkuna.distributed.merge import Alignments, merge_blocks
-from ikkuna.numerics.statistics import Record, closure
+from ikkuna.numerics.statistics import Record, needed_fields
 from ikkuna.numerics.statistics.host import HostStatistics, measure
 from ikkuna.numerics.statistics.record import record_of
 from ikkuna.numerics.statistics.table import merge_rows
 
 STAMP = (3, 1, 2, "training")
-EVERYTHING = closure(("m4", "min", "max", "l1", "sumsq", "zeros", "codes"))
+EVERYTHING = needed_fields(("m4", "min", "max", "l1", "sumsq", "zeros", "codes"))
 
 
 @dataclass
@@ -173,7 +173,7 @@ def test_an_activation_that_does_not_depend_on_the_data_counts_once():
 
 
 def test_slices_with_equal_numbers_of_elements_differ_by_their_histograms():
-    fields = closure(("codes",))
+    fields = needed_fields(("codes",))
     a, b = row([1.0, 2.0], fields=fields), row([3.0, 4.0], fields=fields)
     assert merged([a], [b], groups=(0, 0))["fc"].record.codes.sum() == 4
     assert merged([a], [a], groups=(0, 0))["fc"].record.codes.sum() == 2
@@ -188,7 +188,8 @@ def test_ranks_may_have_different_rows():
 
 def test_rows_of_different_fields_are_in_different_tables():
     found = merged(
-        [row([1.0], "a"), row([2.0], "b", fields=closure(("sumsq",)))], [row([3.0], "b", fields=closure(("sumsq",)))]
+        [row([1.0], "a"), row([2.0], "b", fields=needed_fields(("sumsq",)))],
+        [row([3.0], "b", fields=needed_fields(("sumsq",)))],
     )
     assert found["a"].record.mean == 1.0
     assert found["b"].record.sumsq == 13.0

@@ -10,7 +10,7 @@ from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.numerics import geometry
-from ikkuna.numerics.statistics import FIELDS, closure, float_code
+from ikkuna.numerics.statistics import FIELDS, float_code, needed_fields
 from ikkuna.numerics.statistics.device import DeviceStatistics
 from ikkuna.numerics.statistics.host import HostStatistics
 from tests.subscribers import EVERY_SUBSCRIBER
@@ -66,8 +66,8 @@ def test_no_statistic_of_a_device_tensor_waits(shape):
     statistics, weight = DeviceStatistics(torch.device("cpu")), torch.tensor(2)
     with NoWaiting():
         for _ in range(65):
-            assert statistics.add(0, random(*shape), closure(FIELDS), weight, generator)
-            assert statistics.add_difference(1, random(*shape), random(*shape), closure(FIELDS))
+            assert statistics.add(0, random(*shape), needed_fields(FIELDS), weight, generator)
+            assert statistics.add_difference(1, random(*shape), random(*shape), needed_fields(FIELDS))
         statistics.take()
 
 

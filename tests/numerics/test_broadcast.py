@@ -11,12 +11,12 @@ from ikkuna.export.subscriber import HistogramSubscriber, NormSubscriber, Precis
 from ikkuna.numerics.elements import pieces, without_repeats
 from ikkuna.numerics.layers import active_units, count_saturated, unit_counters
 from ikkuna.numerics.precision import count_losses
-from ikkuna.numerics.statistics import FIELDS, closure
+from ikkuna.numerics.statistics import FIELDS, needed_fields
 from ikkuna.numerics.statistics.device import DeviceStatistics
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.testing import RecordingBackend
 
-ALL = closure(FIELDS)
+ALL = needed_fields(FIELDS)
 MiB = 1 << 20
 
 SMALL = {
@@ -123,7 +123,7 @@ def test_overlapping_elements_are_read_in_parts(kind):
     """A copy in float32 would take 256 MiB."""
     x = torch.arange(2.0 * 8192).as_strided((8192, 8192), (1, 1))
     rows = statistics(kind)
-    fields = closure(["sumsq", "m2", "codes"])
+    fields = needed_fields(["sumsq", "m2", "codes"])
     assert peak(lambda: rows.add(0, x, fields)) < 128
     assert rows.record(0, fields).center == pytest.approx(8191, rel=1e-6)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics import needed_fields
 from ikkuna.numerics.statistics.device.triton_launcher import TensorList
 from ikkuna.numerics.statistics.float_code import WORTH_SAMPLING, codes, sampled_codes
 from tests.numerics.test_measure import with_triton
@@ -14,7 +14,7 @@ from tests.numerics.test_measure import with_triton
 pytestmark = pytest.mark.triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EXACT, BOTH = closure(["codes"]), closure(["codes", "sampled_codes", "sumsq"])
+EXACT, BOTH = needed_fields(["codes"]), needed_fields(["codes", "sampled_codes", "sumsq"])
 ODD = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 6e-8, 65504.0, -3e38])
 
 
@@ -58,7 +58,7 @@ def test_codes_of_a_list(dtype, are_differences):
         statistics.add_differences(range(4), xs, ys, BOTH)
     else:
         statistics.add_all(range(4), xs, BOTH)
-    assert [type(rows).__name__ for rows in statistics._kernels.written] == ["Written"]
+    assert [type(rows).__name__ for rows in statistics._kernels.written] == ["KernelRows"]
     for i in (0, 2, 3):
         x = xs[i].float() - ys[i].float() if are_differences else xs[i]
         record = statistics.record(i, BOTH)
@@ -79,7 +79,7 @@ def test_a_list_is_copied_while_it_is_measured(dtype):
 
 
 def test_a_sample_of_one_tensor():
-    x, fields = random(WORTH_SAMPLING + 77), closure(["sampled_codes"])
+    x, fields = random(WORTH_SAMPLING + 77), needed_fields(["sampled_codes"])
     statistics = with_triton()
     for seed in (3, 4):
         statistics.add(0, x, fields, generator=torch.Generator().manual_seed(seed))

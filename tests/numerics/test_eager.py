@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ikkuna.numerics.statistics import FIELDS, closure, host
+from ikkuna.numerics.statistics import FIELDS, host, needed_fields
 from ikkuna.numerics.statistics.record import record_of
 from tests.numerics.test_measure import check, random
 
@@ -15,7 +15,7 @@ def measure_eagerly(x, fields):
     return record_of(host.measure_eagerly(x, fields), fields)
 
 
-ALL = closure(field for field in FIELDS if "codes" not in field)
+ALL = needed_fields(field for field in FIELDS if "codes" not in field)
 
 
 @pytest.mark.parametrize("n", [1, 2, 1023, 1024, 1025, 65_535, 65_536, 65_537, 200_001])
@@ -77,7 +77,7 @@ def test_squares_that_exceed_float64_are_infinite():
 @pytest.mark.parametrize("asked", [("m3",), ("sumsq",), ("zeros",), ("min",), ("mean", "l1")], ids=" ".join)
 @pytest.mark.parametrize("n", [100, 200_000])
 def test_fields_that_were_not_requested_are_none(asked, n):
-    fields = closure(asked)
+    fields = needed_fields(asked)
     record = measure_eagerly(random(n), fields)
     names = {"mean": "center"}
     known = {field for field in ALL if getattr(record, names.get(field, field)) is not None}

@@ -15,7 +15,7 @@ from ikkuna.numerics.statistics import histogram
 from ikkuna.numerics.statistics.float_code import bin_edges, codes, sample
 from ikkuna.numerics.statistics.histogram import Histogram, together
 from ikkuna.numerics.statistics.host import measure
-from ikkuna.numerics.statistics.record import closure, merge
+from ikkuna.numerics.statistics.record import merge, needed_fields
 
 FLOATS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 ANY = hnp.arrays(np.float32, st.integers(0, 60), elements=st.floats(width=32))
@@ -54,8 +54,8 @@ def test_a_histogram_lies_between_the_extrema_of_its_finite_elements(odd, exact)
     name = "codes" if exact else "sampled_codes"
     x = torch.tensor([100.0, 200.0, 300.0, odd])
     for record in (
-        measure(x, closure([name, "finite_min", "finite_max"])),
-        merge(*(measure(part, closure([name, "finite_min", "finite_max"])) for part in x.split(1))),
+        measure(x, needed_fields([name, "finite_min", "finite_max"])),
+        merge(*(measure(part, needed_fields([name, "finite_min", "finite_max"])) for part in x.split(1))),
     ):
         buckets = Histogram.of_record(record, exact).tensorboard_buckets(2)
         assert (buckets.min, buckets.max, buckets.num) == (100.0, 300.0, 3)
@@ -71,7 +71,7 @@ def test_a_lazy_negative_is_counted_with_its_sign(dtype, native):
     x = torch.tensor([1 + 2j, 3 - 4j, 5 + 0.5j], dtype=dtype).conj().imag
     assert x.is_neg()
     assert torch.equal(codes(x, native=native), codes(torch.tensor([-2.0, 4.0, -0.5])))
-    record = measure(x, closure(["codes", "finite_min", "finite_max"]), native=native)
+    record = measure(x, needed_fields(["codes", "finite_min", "finite_max"]), native=native)
     assert Histogram.of_record(record, exact=True).quantile([0.0, 1.0]).tolist() == [-2.0, 4.0]
 
 

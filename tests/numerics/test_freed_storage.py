@@ -9,13 +9,13 @@ from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import MeanSubscriber
 from ikkuna.numerics.elements import has_numbers
-from ikkuna.numerics.statistics import FIELDS, closure, native
+from ikkuna.numerics.statistics import FIELDS, native, needed_fields
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.testing import RecordingBackend
 from tests.subscribers import EVERY_SUBSCRIBER
 
-ALL = closure(f for f in FIELDS if "codes" not in f)
-CODES = closure(("codes",))
+ALL = needed_fields(f for f in FIELDS if "codes" not in f)
+CODES = needed_fields(("codes",))
 
 VIEWS = {
     "whole": lambda x: x,

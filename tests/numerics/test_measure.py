@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from ikkuna.numerics.elements import CHUNK, flatten, readable
-from ikkuna.numerics.statistics import FIELDS, closure, native
+from ikkuna.numerics.statistics import FIELDS, native, needed_fields
 from ikkuna.numerics.statistics.device import DeviceStatistics, operators
 from ikkuna.numerics.statistics.device.buffers import CodeCounts
 from ikkuna.numerics.statistics.device.kernel_statistics import KernelStatistics
@@ -87,7 +87,7 @@ def measure(x, fields, generator=None):
 
 
 NAMES = [f for f in FIELDS if "codes" not in f]
-ALL = closure(NAMES)
+ALL = needed_fields(NAMES)
 WILD = hnp.arrays(
     np.float32, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5), elements=st.floats(width=32)
 )
@@ -150,7 +150,7 @@ def test_any_data_of_any_shape(x):
 @settings(deadline=None, max_examples=150)
 def test_a_subset_of_fields_has_the_values_of_all(x, names):
     with np.errstate(over="ignore", invalid="ignore"):
-        fields = closure(names)
+        fields = needed_fields(names)
         got, want = measure(torch.from_numpy(x), fields), reference(x)
         finite = x[np.isfinite(x)].astype(np.float64)
         size = abs(finite).max(initial=0)
@@ -276,7 +276,7 @@ def test_a_mean_between_two_neighbouring_numbers_costs_no_moment(n):
     assert x.unique().numel() == 2
     for name, power in (("m2", 2), ("m3", 3), ("m4", 4)):
         assert getattr(record, name) == pytest.approx((exact**power).sum(), rel=1e-5)
-    assert measure(x, closure(["m2"])).m2 == pytest.approx((exact**2).sum(), rel=1e-5)
+    assert measure(x, needed_fields(["m2"])).m2 == pytest.approx((exact**2).sum(), rel=1e-5)
 
 
 def test_a_mean_far_from_zero_costs_no_variance():
@@ -284,15 +284,15 @@ def test_a_mean_far_from_zero_costs_no_variance():
     x = 1 + 1e-3 * random(1_000_000)
     want = x.double().var(correction=0).item()
     assert measure(x, ALL).variance() == pytest.approx(want, rel=1e-5)
-    assert measure(x, closure(["m2"])).variance() == pytest.approx(want, rel=1e-5)
-    assert measure(x, closure(["m2", "sumsq"])).variance() == pytest.approx(want, rel=1e-5)
+    assert measure(x, needed_fields(["m2"])).variance() == pytest.approx(want, rel=1e-5)
+    assert measure(x, needed_fields(["m2", "sumsq"])).variance() == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-11, 1e-15, 1e-25, 1e10])
 def test_shape_does_not_depend_on_scale(scale):
     """Fourth powers of gradients around 1e-12 vanish in float32; their kurtosis must not read -3."""
     x = random(5000) ** 2 * scale
-    record = measure(x, closure(["m4"]))
+    record = measure(x, needed_fields(["m4"]))
     assert record.skewness == pytest.approx(stats.skew(x.double().numpy()), rel=1e-5)
     assert record.kurtosis == pytest.approx(stats.kurtosis(x.double().numpy()), rel=1e-5)
     assert record.variance() == pytest.approx(x.double().var(correction=0).item(), rel=1e-5)
@@ -317,7 +317,7 @@ def test_more_than_two_to_the_24_elements(fields):
     n = (1 << 24) + 3 * CHUNK + 1
     x = torch.ones(n, dtype=torch.bfloat16)
     x[-5:] = 0
-    record = measure(x, closure(fields))
+    record = measure(x, needed_fields(fields))
     assert record.n == n
     known = {"l1": n - 5, "sumsq": n - 5, "zeros": 5, "center": (n - 5) / n, "m2": (n - 5) * 5 / n}
     for name, value in known.items():
@@ -328,7 +328,7 @@ def test_more_than_two_to_the_24_elements(fields):
 @LARGE
 def test_large_norms_are_right_where_torch_is_not():
     x = random(5_000_000)
-    record = measure(x, closure(["l1", "sumsq"]))
+    record = measure(x, needed_fields(["l1", "sumsq"]))
     exact = x.double()
     assert record.l2_norm == pytest.approx(exact.square().sum().sqrt().item(), rel=1e-6)
     assert record.l1_norm == pytest.approx(exact.abs().sum().item(), rel=1e-6)
@@ -358,7 +358,7 @@ def test_what_is_read_of_a_plain_tensor_is_itself():
 
 
 def test_no_fields_measure_nothing():
-    record = measure(torch.ones(3), closure([]))
+    record = measure(torch.ones(3), needed_fields([]))
     assert record.n == 3
     assert record.sumsq is record.center is record.min is None
 
@@ -373,7 +373,7 @@ def test_constant_data_does_not_make_sums_drift(value, n):
     assert record.l2_norm == pytest.approx(exact * math.sqrt(n), rel=1e-6)
     assert record.l1 == pytest.approx(exact * n, rel=1e-6)
     assert record.mean == pytest.approx(exact, rel=1e-6)
-    assert measure(x, closure(["sumsq"])).l2_norm == pytest.approx(exact * math.sqrt(n), rel=1e-6)
+    assert measure(x, needed_fields(["sumsq"])).l2_norm == pytest.approx(exact * math.sqrt(n), rel=1e-6)
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def test_a_row_of_another_step_starts_anew():
 
 
 def test_rows_that_are_taken_are_the_statistics_and_leave_nothing():
-    statistics, fields = make(), closure(FIELDS)
+    statistics, fields = make(), needed_fields(FIELDS)
     for step in range(3):
         x, y = 1e4 * step + normal(500, seed=step), normal(70, seed=step)
         statistics.add(1, x, fields)
@@ -500,7 +500,7 @@ def test_a_mean_stands_for_as_many_elements_as_its_weight(weight):
     statistics.add(0, torch.tensor(3.0), ALL, weight)
     statistics.add(0, torch.tensor(8.0), ALL, 1)
     statistics.add(0, torch.tensor(math.nan), ALL, torch.zeros(()))
-    record, w = statistics.record(0, closure(["m2", "l1"])), float(weight)
+    record, w = statistics.record(0, needed_fields(["m2", "l1"])), float(weight)
     assert record.center == pytest.approx((3 * w + 8) / (w + 1))
     assert record.l1 == pytest.approx(3 * w + 8)
     assert record.m2 == pytest.approx(w / (w + 1) * 25)
@@ -508,7 +508,7 @@ def test_a_mean_stands_for_as_many_elements_as_its_weight(weight):
 
 
 def test_histograms_of_several_calls_add_up():
-    fields, x = closure(FIELDS), random(200_000)
+    fields, x = needed_fields(FIELDS), random(200_000)
     statistics = make()
     for part in x.split(70_000):
         statistics.add(0, part, fields, generator=torch.Generator().manual_seed(1))
@@ -550,12 +550,12 @@ def test_values_whose_powers_exceed_float64_give_infinity_and_no_error(values):
 def test_two_statistics_merge():
     a, b, x = make(), make(), normal(3000) + 5
     for row, part in ((0, x[:1000]), (2, x[:10])):
-        a.add(row, part, closure(FIELDS))
+        a.add(row, part, needed_fields(FIELDS))
     for row, part in ((0, x[1000:]), (1, x[:7])):
-        b.add(row, part, closure(FIELDS))
+        b.add(row, part, needed_fields(FIELDS))
     a.merge(b)
     for row, whole in ((0, x), (1, x[:7]), (2, x[:10])):
-        record = a.record(row, closure(FIELDS))
+        record = a.record(row, needed_fields(FIELDS))
         assert_record(record, whole.numpy())
         assert record.codes.sum() == len(whole)
     assert b.record(1, ALL).n == 7

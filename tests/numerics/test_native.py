@@ -11,7 +11,7 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
-from ikkuna.numerics.statistics import FIELDS, closure, merge, native
+from ikkuna.numerics.statistics import FIELDS, merge, native, needed_fields
 from ikkuna.numerics.statistics.float_code import codes, sampled_codes
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.native.kernels import VARIANTS
@@ -19,7 +19,7 @@ from ikkuna.numerics.statistics.record import record_of
 from ikkuna.numerics.statistics.table import empty_rows
 from ikkuna.testing import RecordingBackend
 
-ALL = closure(f for f in FIELDS if "codes" not in f)
+ALL = needed_fields(f for f in FIELDS if "codes" not in f)
 PAIRS = hnp.arrays(np.float32, st.tuples(st.just(2), st.integers(1, 3000)), elements=st.floats(width=32))
 
 
@@ -50,7 +50,7 @@ def variant(request):
 def rows_of_all(x, y):
     """Return the bytes of all statistics of a tensor and of a difference, and of the histograms."""
     kernels, table = native.library(), empty_rows(8)
-    for i, fields in enumerate(map(closure, (["sumsq"], ["max"], ["m2", "l1"], ["m4"]))):
+    for i, fields in enumerate(map(needed_fields, (["sumsq"], ["max"], ["m2", "l1"], ["m4"]))):
         kernels.add(x, fields, table[i : i + 1].ctypes.data)
         kernels.add_difference(x, y, fields, table[4 + i : 5 + i].ctypes.data)
     counts = codes(x, 3).numpy(), sampled_codes(x, torch.Generator().manual_seed(1)).numpy()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ikkuna.numerics.statistics import closure, native
+from ikkuna.numerics.statistics import native, needed_fields
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.numerics.statistics.native import hook_functions, kernels
 from ikkuna.numerics.statistics.native.kernels import Library
@@ -407,7 +407,7 @@ def test_no_foreign_code_runs_and_nothing_is_raised(world, caplog, attack, resul
     if found is None:
         [line] = [record.getMessage() for record in caplog.records if "with numpy" in record.getMessage()]
         assert line.isprintable()
-    assert measure(torch.tensor([3.0, 4.0]), closure(["sumsq"])).l2_norm == 5.0
+    assert measure(torch.tensor([3.0, 4.0]), needed_fields(["sumsq"])).l2_norm == 5.0
 
 
 @pytest.mark.fault(308)
@@ -594,7 +594,7 @@ def test_a_temporary_directory_without_programs_stops_nothing(world, monkeypatch
     monkeypatch.setattr(loading.ctypes, "CDLL", refuse_files)
     with caplog.at_level(logging.WARNING):
         assert (world.library() is not None) == has_memory_files
-        assert measure(torch.ones(10), closure(["sumsq"])).sumsq == 10
+        assert measure(torch.ones(10), needed_fields(["sumsq"])).sumsq == 10
     assert len(caplog.messages) == (not has_memory_files)
 
 
@@ -617,7 +617,7 @@ def test_a_loaded_library_survives_the_truncation_of_its_file(world):
     path = world.path
     found = world.library()
     os.truncate(path, 0)
-    assert found.measure(torch.ones(10), closure(["sumsq"]))[0] == 10
+    assert found.measure(torch.ones(10), needed_fields(["sumsq"]))[0] == 10
 
 
 @needs_root

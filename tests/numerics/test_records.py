@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, Record, closure
+from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, Record, needed_fields
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.record import Records
 from ikkuna.numerics.statistics.table import row_of, rows_of
@@ -32,7 +32,7 @@ def table_of(tensors, fields):
 @pytest.mark.parametrize("finite_only", [False, True])
 @pytest.mark.parametrize("tensors", [TENSORS, TENSORS[:7], TENSORS[7:8]], ids=["mixed", "finite", "one"])
 def test_each_property_equals_that_of_the_records(tensors, finite_only):
-    fields = closure(set(FIELDS) - HISTOGRAMS)
+    fields = needed_fields(set(FIELDS) - HISTOGRAMS)
     statistics = table_of(tensors, fields)
     records = Records(statistics.values[: len(tensors)], fields, finite_only)
     for i in range(len(tensors)):
@@ -56,13 +56,13 @@ def test_records_of_numbers_equal_those_of_single_numbers():
 
 
 def test_a_field_that_was_not_measured_is_an_error():
-    records = Records(rows_of(np.array([1.0, 2.0])), closure(["sumsq"]))
+    records = Records(rows_of(np.array([1.0, 2.0])), needed_fields(["sumsq"]))
     assert records.l2_norm.tolist() == [1.0, 2.0]
     for name in ("mean", "max", "zeros", "sparsity"):
         with pytest.raises(ConfigError, match="was not measured"):
             getattr(records, name)
     with pytest.raises(ConfigError, match="'nans' and 'infs' were not measured"):
-        _ = Records(rows_of(np.array([1.0])), closure(["min"])).nonfinite
+        _ = Records(rows_of(np.array([1.0])), needed_fields(["min"])).nonfinite
 
 
 def test_selected_and_finite_records_keep_their_fields():

@@ -12,10 +12,10 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from ikkuna.errors import ConfigError
-from ikkuna.numerics.statistics import FIELDS, Record, closure, merge
+from ikkuna.numerics.statistics import FIELDS, Record, merge, needed_fields
 from ikkuna.numerics.statistics.host import measure
 
-ALL = closure([f for f in FIELDS if f != "codes"])
+ALL = needed_fields([f for f in FIELDS if f != "codes"])
 SAMPLE = hnp.arrays(np.float64, st.integers(0, 30), elements=st.floats(-1e3, 1e3))
 WILD = hnp.arrays(np.float32, st.integers(0, 12), elements=st.floats(width=32))
 
@@ -104,7 +104,7 @@ def test_the_empty_record_changes_nothing():
 
 
 def test_a_field_missing_in_one_record_is_dropped():
-    some = measure(torch.ones(3), closure(["sumsq"]))
+    some = measure(torch.ones(3), needed_fields(["sumsq"]))
     got = merge(record(np.ones(3, dtype=np.float32)), some)
     assert got.center is None
     assert got.l2_norm == pytest.approx(math.sqrt(6))
@@ -136,13 +136,13 @@ def test_codes_merge_by_addition():
     assert merge(a, b).codes.tolist() == [1, 2]
 
 
-def test_a_closure_holds_what_is_needed():
-    assert closure(["m4"]) == {"n", "mean", "m2", "m3", "m4", "nans", "infs"}
-    assert closure([]) == {"n"}
-    assert closure(["zeros"]) == {"n", "zeros", "nans", "infs"}
-    assert closure(closure(["l1"])) == closure(["l1"])
+def test_the_needed_fields_are_those_that_others_are_computed_from():
+    assert needed_fields(["m4"]) == {"n", "mean", "m2", "m3", "m4", "nans", "infs"}
+    assert needed_fields([]) == {"n"}
+    assert needed_fields(["zeros"]) == {"n", "zeros", "nans", "infs"}
+    assert needed_fields(needed_fields(["l1"])) == needed_fields(["l1"])
     with pytest.raises(ConfigError, match="unknown statistics field 'median'"):
-        closure(["median"])
+        needed_fields(["median"])
 
 
 @pytest.mark.parametrize(

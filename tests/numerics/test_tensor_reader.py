@@ -10,14 +10,14 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import NormSubscriber
-from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, closure, native
+from ikkuna.numerics.statistics import FIELDS, HISTOGRAMS, native, needed_fields
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.native.kernels import VARIANTS, ListMemory, flags_of
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.support.torch_internals import parallel_for
 from ikkuna.testing import RecordingBackend, special_tensors
 
-ALL = closure(set(FIELDS) - HISTOGRAMS)
+ALL = needed_fields(set(FIELDS) - HISTOGRAMS)
 FLAGS = flags_of(ALL)
 kernels = native.library()
 reader = kernels.reader if kernels is not None else None

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.statistics import FIELDS, closure
+from ikkuna.numerics.statistics import FIELDS, needed_fields
 from ikkuna.numerics.statistics.float_code import codes
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.numerics.statistics.table import EMPTY
@@ -15,7 +15,7 @@ from ikkuna.numerics.statistics.table import merge_rows as merged_rows
 
 __all__ = ["DTYPES", "measure_list", "measure_one", "merge_codes", "merge_rows", "mixed", "sample_list", "sample_one"]
 
-_ALL = closure([name for name in FIELDS if "codes" not in name])
+_ALL = needed_fields([name for name in FIELDS if "codes" not in name])
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PARTS = 1 << 16
 

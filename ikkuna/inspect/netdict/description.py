@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.elements import CHUNK, as_float64, flatten, readable
-from ikkuna.numerics.statistics import Record, closure, merge
+from ikkuna.numerics.statistics import Record, merge, needed_fields
 from ikkuna.numerics.statistics.host import measure
 from ikkuna.printable import printable
 
@@ -90,7 +90,7 @@ _NOTHING = Record(0, _NAN, 0.0, 0.0, 0.0, _NAN, _NAN, _NAN, _NAN, 0.0, 0.0, 0, 0
 
 def record_of(tensors: Iterable[Tensor], fields: Iterable[str]) -> Record:
     """Return the :class:`~ikkuna.numerics.statistics.Record` of all elements of `tensors`."""
-    wanted = closure(fields)
+    wanted = needed_fields(fields)
     records = [record for tensor in tensors if (record := measure(tensor, wanted)) is not None and record.n]
     return merge(*records) if records else _NOTHING
 

@@ -21,7 +21,7 @@ from ikkuna.metrics.messages.message import Message, MessageBundle
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.state import DeferredRow, pack, types_in, unpack
 from ikkuna.metrics.subscriber.subscription import ModulePattern, Schedule, Subscription, SynchronizedSubscription
-from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics import needed_fields
 from ikkuna.store.names import SeriesGroup
 from ikkuna.store.quantity import NEUTRAL, Quantity
 from ikkuna.store.values import ModuleEntry, shown
@@ -590,7 +590,7 @@ class Subscriber(metaclass=_RegisteringType):
             raise ConfigTypeError(
                 f"{type(self).__name__}.fields must be a collection of names, got the string {self.fields!r}"
             )
-        closure(self.fields)
+        needed_fields(self.fields)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.kinds)})"

@@ -13,7 +13,7 @@ from ikkuna.metrics.messages.kinds import MEASURED_TOGETHER, PARAMETER_KINDS
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.subscription import Sampling
-from ikkuna.numerics.statistics import closure
+from ikkuna.numerics.statistics import needed_fields
 from ikkuna.support.failures import FailureCounter, log
 
 __all__ = ["Registered"]
@@ -74,7 +74,7 @@ class Registered:
         self.together = (
             self.subscription.is_joined and subscriber.measures and set(self.kinds) <= set(MEASURED_TOGETHER)
         )
-        self.fields = closure(subscriber.fields) if subscriber.fields else frozenset[str]()
+        self.fields = needed_fields(subscriber.fields) if subscriber.fields else frozenset[str]()
         is_replaced = "compute" in vars(subscriber)
         self.takes_batches = not is_replaced and last_defined(type(subscriber), "compute_batch", "compute") != "compute"
         self.varies = type(subscriber).measures is not Subscriber.measures

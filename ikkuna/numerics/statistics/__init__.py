@@ -1,5 +1,5 @@
 """Statistics of tensors: records, the tables and kernels that fill them, and histograms of float codes."""
 
-from ikkuna.numerics.statistics.record import EXACT_COUNTS, FIELDS, HISTOGRAMS, Record, closure, merge
+from ikkuna.numerics.statistics.record import EXACT_COUNTS, FIELDS, HISTOGRAMS, Record, merge, needed_fields
 
-__all__ = ["EXACT_COUNTS", "FIELDS", "HISTOGRAMS", "Record", "closure", "merge"]
+__all__ = ["EXACT_COUNTS", "FIELDS", "HISTOGRAMS", "Record", "merge", "needed_fields"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from ikkuna.numerics.elements import CHUNK, flatten, has_numbers, host_array, pieces, readable, without_repeats
 from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
 from ikkuna.numerics.statistics.native import Library, library
-from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, closure, record_of
+from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, needed_fields, record_of
 from ikkuna.numerics.statistics.table import COLUMNS, EMPTY, Values, empty_rows, merge_rows, repeat_rows, row_of
 
 __all__ = ["HostStatistics", "measure", "measure_eagerly"]
@@ -29,7 +29,7 @@ __all__ = ["HostStatistics", "measure", "measure_eagerly"]
 
 _LONG, _PIECE = 1 << 20, 1 << 10
 _WIDE = frozenset((torch.float32, torch.float64))
-_SQUARES = closure(("sumsq",))
+_SQUARES = needed_fields(("sumsq",))
 _MOMENTS = frozenset(("mean", "m2", "m3", "m4"))
 _EXTREMA = frozenset(("min", "max", "finite_min", "finite_max"))
 
@@ -45,7 +45,7 @@ def measure_eagerly(flat: Tensor, fields: frozenset[str]) -> Values:
 
     Examples
     --------
-    >>> row = measure_eagerly(torch.tensor([3.0, -4.0, 1.0]), closure(["m3", "min", "l1"]))
+    >>> row = measure_eagerly(torch.tensor([3.0, -4.0, 1.0]), needed_fields(["m3", "min", "l1"]))
     >>> [row[COLUMNS.index(name)].item() for name in ("mean", "m2", "m3", "min", "l1")]
     [0.0, 26.0, -36.0, -4.0, 8.0]
     """
@@ -183,8 +183,8 @@ class HostStatistics:
 
     Examples
     --------
-    >>> from ikkuna.numerics.statistics import closure
-    >>> statistics, fields = HostStatistics(), closure(["sumsq", "max"])
+    >>> from ikkuna.numerics.statistics import needed_fields
+    >>> statistics, fields = HostStatistics(), needed_fields(["sumsq", "max"])
     >>> for x in (torch.tensor([3.0]), torch.tensor([-4.0])):
     ...     added = statistics.add(0, x, fields)
     >>> statistics.record(0, fields).l2_norm, statistics.record(0, fields).max
@@ -236,7 +236,7 @@ class HostStatistics:
         x : Tensor
             Any shape, dtype and layout, detached.
         fields : frozenset of str
-            What to measure, see :func:`~ikkuna.numerics.statistics.closure`; only that is computed.
+            What to measure, see :func:`~ikkuna.numerics.statistics.needed_fields`; only that is computed.
         weight : float or Tensor
             How many elements of a mean each element stands for; histograms do not depend on it.
         generator : torch.Generator, optional
@@ -342,8 +342,8 @@ def measure(
 
     Examples
     --------
-    >>> from ikkuna.numerics.statistics import closure
-    >>> record = measure(torch.tensor([3.0, -4.0, 0.0]), closure(["sumsq", "zeros", "min"]))
+    >>> from ikkuna.numerics.statistics import needed_fields
+    >>> record = measure(torch.tensor([3.0, -4.0, 0.0]), needed_fields(["sumsq", "zeros", "min"]))
     >>> record.l2_norm, record.sparsity, record.min
     (5.0, 0.3333333333333333, -4.0)
     """

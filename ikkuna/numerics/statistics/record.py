@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ikkuna.errors import ConfigError
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, EMPTY, Values, merge_rows, rows_of
 
-__all__ = ["EXACT_COUNTS", "FIELDS", "HISTOGRAMS", "Record", "Records", "closure", "merge", "record_of"]
+__all__ = ["EXACT_COUNTS", "FIELDS", "HISTOGRAMS", "Record", "Records", "merge", "needed_fields", "record_of"]
 
 FIELDS = (
     *("n", "mean", "m2", "m3", "m4", "min", "max", "finite_min", "finite_max"),
@@ -37,7 +37,7 @@ _N, _NANS, _INFS = (COLUMN[name] for name in ("n", "nans", "infs"))
 _SCREENED = frozenset(("mean", "m2", "m3", "m4", "l1", "sumsq", "zeros", "nans", "infs", "finite_min", "finite_max"))
 
 
-def closure(fields: Iterable[str]) -> frozenset[str]:
+def needed_fields(fields: Iterable[str]) -> frozenset[str]:
     """Return `fields` with those they are computed from, and ``n``.
 
     A sum over elements needs to know whether all are finite, so ``nans`` and ``infs`` are added.
@@ -49,14 +49,14 @@ def closure(fields: Iterable[str]) -> frozenset[str]:
 
     Examples
     --------
-    >>> sorted(closure(["m2"]))
+    >>> sorted(needed_fields(["m2"]))
     ['infs', 'm2', 'mean', 'n', 'nans']
     """
-    return _closure(frozenset(fields))
+    return _needed(frozenset(fields))
 
 
 @cache
-def _closure(fields: frozenset[str]) -> frozenset[str]:
+def _needed(fields: frozenset[str]) -> frozenset[str]:
     if unknown := fields - set(FIELDS):
         raise ConfigError(f"unknown statistics field {sorted(unknown)[0]!r}; known: {', '.join(FIELDS)}")
     needed = fields.union(*(_NEEDS.get(field, ()) for field in fields), ("n",))

@@ -12,7 +12,7 @@ from ikkuna.metrics.bus.error_guard import ErrorGuard
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.elements import widest_float
-from ikkuna.numerics.statistics.device import DeviceStatistics, Doubts
+from ikkuna.numerics.statistics.device import DeviceStatistics, ImpreciseRows
 from ikkuna.numerics.statistics.host import HostStatistics
 from ikkuna.support.device_thread import is_full
 from ikkuna.support.failures import raise_users_exception
@@ -103,7 +103,7 @@ class Part:
         Handles errors in the merge of subscribers' results.
     native : bool
         Whether to use the C++ kernels if they are available.
-    doubts : Doubts
+    imprecise : ImpreciseRows
         Which rows sums in float32 are not enough for on a device.
 
     Attributes
@@ -122,8 +122,8 @@ class Part:
         By row, how the calls of a loss become one number: ``"mean"`` or ``"sum"``.
     """
 
-    def __init__(self, error_guard: ErrorGuard, native: bool, doubts: Doubts) -> None:
-        self._error_guard, self._doubts = error_guard, doubts
+    def __init__(self, error_guard: ErrorGuard, native: bool, imprecise: ImpreciseRows) -> None:
+        self._error_guard, self._imprecise = error_guard, imprecise
         self.host = HostStatistics(native)
         self.devices: dict[torch.device, DeviceStatistics] = {}
         self.measured: dict[int, dict[Registered, Tensor | DeferredRow]] = {}
@@ -138,7 +138,7 @@ class Part:
     def on_device(self, device: torch.device) -> DeviceStatistics:
         """Return the statistics of the tensors of a device."""
         if (found := self.devices.get(device)) is None:
-            found = self.devices[device] = DeviceStatistics(device, self._doubts)
+            found = self.devices[device] = DeviceStatistics(device, self._imprecise)
         return found
 
     def add_measured(
@@ -233,12 +233,12 @@ class PartPool:
 
     def __init__(self, error_guard: ErrorGuard, native: bool) -> None:
         self.error_guard, self._native = error_guard, native
-        self._doubts = Doubts()
+        self._imprecise = ImpreciseRows()
         self._free: list[Part] = []
 
     def take(self) -> Part:
         """Return an empty part."""
-        return self._free.pop() if self._free else Part(self.error_guard, self._native, self._doubts)
+        return self._free.pop() if self._free else Part(self.error_guard, self._native, self._imprecise)
 
     def release(self, parts: Iterable[Part]) -> None:
         """Empty parts, and keep them for later."""

@@ -21,7 +21,7 @@ from ikkuna.metrics.messages.kinds import (
 from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.registered import Registered
-from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, Record, closure
+from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, Record, needed_fields
 
 __all__ = ["NOTHING", "Demand", "Key", "Plan", "RowIndex", "Site", "Task"]
 
@@ -233,7 +233,7 @@ def _task(kind: str, wanting: tuple[Registered, ...]) -> Task:
     asked = {field for s in wanting for field in s.subscriber.fields}
     if asked and kind == "loss":
         asked.add("mean")  # the losses of micro-batches are merged by their means
-    fields = closure(asked) if asked else frozenset[str]()
+    fields = needed_fields(asked) if asked else frozenset[str]()
     if not asked.isdisjoint(("nans", "infs")):
         fields |= {EXACT_COUNTS}
     return Task(fields, wanting, tuple(s for s in wanting if s.subscriber.measures))

@@ -17,7 +17,7 @@ from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.statistics import HISTOGRAMS, Record
-from ikkuna.numerics.statistics.device import Taken
+from ikkuna.numerics.statistics.device import DeviceRows
 from ikkuna.numerics.statistics.float_code import half_size, merge_codes
 from ikkuna.numerics.statistics.record import Records, record_of
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
@@ -112,7 +112,7 @@ class Rows:
         self._scales: dict[int, Any] = {}
         self._totals: dict[int, int] = {}
         self._repeated: dict[int, int] = {}
-        self._taken: list[tuple[Taken, dict[Any, Any]]] = []
+        self._taken: list[tuple[DeviceRows, dict[Any, Any]]] = []
         self._device_codes: list[dict[int, dict[str, Any]]] = []
         self._copies: list[tuple[list[_Place], HostCopy]] = []
         self._deferred: list[tuple[list[tuple[dict[Any, Any], Any]], Pending[list[Tensor]]]] = []

@@ -1,4 +1,4 @@
-"""Memory for what the kernels of a device write: rows, counts of float codes, and marks of doubtful rows."""
+"""Memory for what the kernels of a device write: rows, counts of float codes, and marks of imprecise rows."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,16 @@ from torch import Tensor
 from ikkuna.numerics.statistics.float_code import half_size
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS, Values
 
-__all__ = ["CODES", "CodeCounts", "CountBuffer", "CountOwner", "Doubts", "RowBuffers", "UsedStreams", "Written"]
+__all__ = [
+    "CODES",
+    "CodeCounts",
+    "CountBuffer",
+    "CountOwner",
+    "ImpreciseRows",
+    "KernelRows",
+    "RowBuffers",
+    "UsedStreams",
+]
 
 
 class UsedStreams:
@@ -64,7 +73,7 @@ _FIRST_CAPACITY = 64
 _ROWS_AT_ONCE = 64
 
 
-class Written(NamedTuple):
+class KernelRows(NamedTuple):
     """Rows that a kernel writes.
 
     Parameters
@@ -111,7 +120,7 @@ class RowBuffers:
     --------
     >>> buffers = RowBuffers(torch.device("cpu"))
     >>> first, second = buffers.reserve(2, None), buffers.reserve(3, None)
-    >>> buffers.together([Written((0, 0), first), Written((1, 1, 1), second)]).shape
+    >>> buffers.together([KernelRows((0, 0), first), KernelRows((1, 1, 1), second)]).shape
     torch.Size([5, 14])
     """
 
@@ -132,7 +141,7 @@ class RowBuffers:
         return buffer.take(count)
 
     @staticmethod
-    def together(written: Sequence[Written]) -> Tensor:
+    def together(written: Sequence[KernelRows]) -> Tensor:
         """Return all rows in one tensor, which is a part of the buffer if they follow one another there."""
         first = written[0].values
         count = sum(len(rows.values) for rows in written)
@@ -276,24 +285,24 @@ _OFFSET = 100  # of a squared mean to the variance; beyond, a variance in float3
 _N, _NANS, _INFS, _SUMSQ, _MEAN, _M2 = (COLUMN[name] for name in ("n", "nans", "infs", "sumsq", "mean", "m2"))
 
 
-class Doubts:
+class ImpreciseRows:
     """Remembers which rows were measured with sums in float32 although these are not precise enough for them.
 
     They are measured precisely from the next step on, see `ExactRows`, until float32 is enough again.
-    A norm of 0 is the norm of zeros or of numbers whose squares are too small for float32; it is doubted once.
+    A norm of 0 is the norm of zeros or of numbers whose squares are too small for float32; it is marked once.
 
     Examples
     --------
     >>> from ikkuna.numerics.statistics.table import row_of
-    >>> doubts = Doubts()
-    >>> doubts.note(0, row_of(0.0), frozenset(("sumsq",)), is_exact=False)
-    >>> 0 in doubts
+    >>> imprecise = ImpreciseRows()
+    >>> imprecise.note(0, row_of(0.0), frozenset(("sumsq",)), is_exact=False)
+    >>> 0 in imprecise
     True
-    >>> doubts.note(0, row_of(1e-25), frozenset(("sumsq",)), is_exact=True)
-    >>> 0 in doubts
+    >>> imprecise.note(0, row_of(1e-25), frozenset(("sumsq",)), is_exact=True)
+    >>> 0 in imprecise
     True
-    >>> doubts.note(0, row_of(1.0), frozenset(("sumsq",)), is_exact=True)
-    >>> 0 in doubts
+    >>> imprecise.note(0, row_of(1.0), frozenset(("sumsq",)), is_exact=True)
+    >>> 0 in imprecise
     False
     """
 

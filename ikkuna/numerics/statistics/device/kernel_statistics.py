@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ikkuna.numerics.statistics.device.buffers import CodeCounts, CountBuffer, CountOwner, RowBuffers, Written
+from ikkuna.numerics.statistics.device.buffers import CodeCounts, CountBuffer, CountOwner, KernelRows, RowBuffers
 from ikkuna.numerics.statistics.device.operators import DROPPED
 from ikkuna.numerics.statistics.device.triton_launcher import TensorList, TritonKernels, histograms_of
 from ikkuna.numerics.statistics.float_code import SAMPLE, WORTH_SAMPLING, draw_seed
@@ -31,7 +31,7 @@ class KernelStatistics:
 
     Attributes
     ----------
-    written : list of Written
+    written : list of KernelRows
         The rows.
     sizes : list of (int, int)
         Row and number of elements of tensors of which only samples are counted.
@@ -40,7 +40,7 @@ class KernelStatistics:
     def __init__(self, kernels: TritonKernels, counts: CodeCounts) -> None:
         self.kernels, self.counts = kernels, counts
         self._buffers = RowBuffers(kernels.device)
-        self.written: list[Written] = []
+        self.written: list[KernelRows] = []
         self.sizes: list[tuple[int, int]] = []
 
     def add(
@@ -151,13 +151,13 @@ class KernelStatistics:
     def drop(self, rows: Collection[int]) -> None:
         """Forget some rows."""
         self.written = [
-            Written(tuple(DROPPED if owner in rows else owner for owner in written.owners), written.values)
+            KernelRows(tuple(DROPPED if owner in rows else owner for owner in written.owners), written.values)
             for written in self.written
         ]
         self.sizes = [entry for entry in self.sizes if entry[0] not in rows]
         self.counts.drop(rows)
 
-    def take(self) -> tuple[list[Written], list[CountBuffer], list[tuple[int, int]]]:
+    def take(self) -> tuple[list[KernelRows], list[CountBuffer], list[tuple[int, int]]]:
         """Return the rows, the histograms and the sizes, and forget them."""
         taken = self.written, self.counts.take(), self.sizes
         self._buffers.take()

@@ -4,7 +4,7 @@ Norm, moments, zeros and extrema take at most one launch each.
 
 A reduction returns a 0-d tensor, and nothing of the tensor's size is allocated, with two exceptions: the moments of half precision,
 which `torch.var_mean` would round to half precision, and exact counts of elements that are not finite.
-Data that need float64 are recognised on the host, see `Doubts`.
+Data that need float64 are recognised on the host, see `ImpreciseRows`.
 
 The measurements of a step on a device, on their way to the host.
 """
@@ -19,14 +19,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ikkuna.numerics.statistics.device import operators
-from ikkuna.numerics.statistics.device.buffers import CountBuffer, Doubts, Written
+from ikkuna.numerics.statistics.device.buffers import CountBuffer, ImpreciseRows, KernelRows
 from ikkuna.numerics.statistics.device.exact import ExactRow
 from ikkuna.numerics.statistics.device.triton_launcher import TritonKernels
 from ikkuna.numerics.statistics.float_code import merge_codes
 from ikkuna.numerics.statistics.record import EXACT_COUNTS
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values, merge_rows
 
-__all__ = ["DROPPED", "ReducedTensor", "Taken", "accepts", "accepts_list", "decode", "reduce", "reduce_list", "split"]
+__all__ = [
+    "DROPPED",
+    "DeviceRows",
+    "ReducedTensor",
+    "accepts",
+    "accepts_list",
+    "decode",
+    "reduce",
+    "reduce_list",
+    "split",
+]
 
 
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -165,7 +175,7 @@ class ReducedTensor(NamedTuple):
     results: list[Tensor]
 
 
-class Taken:
+class DeviceRows:
     """Measurements of a step on a device.
 
     Parameters
@@ -174,9 +184,9 @@ class Taken:
         Rows that were measured precisely.
     reduced : list of ReducedTensor
         Rows measured in float32.
-    doubts : Doubts
+    imprecise : ImpreciseRows
         Learns which rows float32 is not enough for.
-    written : list of Written
+    written : list of KernelRows
         Rows that Triton kernels write.
     kernels : TritonKernels, optional
         Those kernels.
@@ -197,12 +207,12 @@ class Taken:
         self,
         exact: list[ExactRow],
         reduced: list[ReducedTensor],
-        doubts: Doubts,
-        written: Sequence[Written] = (),
+        imprecise: ImpreciseRows,
+        written: Sequence[KernelRows] = (),
         kernels: TritonKernels | None = None,
         counted: Sequence[CountBuffer] = (),
     ) -> None:
-        self._exact, self._reduced, self._doubts = exact, reduced, doubts
+        self._exact, self._reduced, self._imprecise = exact, reduced, imprecise
         self._merged: tuple[int, ...] = ()
         self._counts: tuple[tuple[int, tuple[str, ...]], ...] = ()
         self.tensors: dict[Any, Tensor] = {}
@@ -258,12 +268,12 @@ class Taken:
                 found.setdefault(row, []).append(values)
         for exact, numbers in zip(self._exact, arrays.get("exact", ()), strict=True):
             values = exact.decode(numbers)
-            self._doubts.note(exact.row, values, exact.fields, is_exact=True)
+            self._imprecise.note(exact.row, values, exact.fields, is_exact=True)
             found.setdefault(exact.row, []).append(values)
         results = {dtype: iter(array.tolist()) for dtype, array in arrays.items() if isinstance(dtype, torch.dtype)}
         for row, n, fields, reductions in self._reduced:
             values = operators.decode([next(results[x.dtype]) for x in reductions], n, fields)
-            self._doubts.note(row, values, fields, is_exact=False)
+            self._imprecise.note(row, values, fields, is_exact=False)
             found.setdefault(row, []).append(values)
         with np.errstate(all="ignore"):
             merged = [merge_rows(np.stack(parts)) if len(parts) > 1 else parts[0] for parts in found.values()]

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ikkuna.numerics.elements import has_numbers, without_repeats
 from ikkuna.numerics.statistics.device import operators
-from ikkuna.numerics.statistics.device.buffers import CodeCounts, Doubts, UsedStreams, Written
+from ikkuna.numerics.statistics.device.buffers import CodeCounts, ImpreciseRows, KernelRows, UsedStreams
 from ikkuna.numerics.statistics.device.exact import ExactRows
 from ikkuna.numerics.statistics.device.kernel_statistics import KernelStatistics
-from ikkuna.numerics.statistics.device.operators import ReducedTensor, Taken
+from ikkuna.numerics.statistics.device.operators import DeviceRows, ReducedTensor
 from ikkuna.numerics.statistics.device.triton_launcher import TensorList, triton_kernels
 from ikkuna.numerics.statistics.float_code import add_codes, merge_codes
 from ikkuna.numerics.statistics.record import HISTOGRAMS, Record, record_of
@@ -34,7 +34,7 @@ class DeviceStatistics:
     ----------
     device : torch.device
         The device of the tensors.
-    doubts : Doubts, optional
+    imprecise : ImpreciseRows, optional
         Which rows are measured in float64.
 
     Attributes
@@ -44,8 +44,8 @@ class DeviceStatistics:
 
     Examples
     --------
-    >>> from ikkuna.numerics.statistics import closure
-    >>> statistics, fields = DeviceStatistics(torch.device("cpu")), closure(["m2", "max"])
+    >>> from ikkuna.numerics.statistics import needed_fields
+    >>> statistics, fields = DeviceStatistics(torch.device("cpu")), needed_fields(["m2", "max"])
     >>> for x in (torch.tensor([1.0, 2.0]), torch.tensor([6.0])):
     ...     added = statistics.add(0, x, fields)
     >>> record = statistics.record(0, fields)
@@ -53,13 +53,13 @@ class DeviceStatistics:
     (3.0, 4.666666666666667, 6.0)
     """
 
-    def __init__(self, device: torch.device, doubts: Doubts | None = None) -> None:
+    def __init__(self, device: torch.device, imprecise: ImpreciseRows | None = None) -> None:
         self.device = device
         self.codes: dict[int, dict[str, Tensor]] = {}
-        self._doubts = Doubts() if doubts is None else doubts
+        self._imprecise = ImpreciseRows() if imprecise is None else imprecise
         self._exact = ExactRows()
         self._reduced: list[ReducedTensor] = []
-        self._settled: list[Taken] = []
+        self._settled: list[DeviceRows] = []
         self._streams = UsedStreams(device)
         kernels = triton_kernels(device)
         self._kernels = None if kernels is None else KernelStatistics(kernels, CodeCounts(device))
@@ -86,7 +86,7 @@ class DeviceStatistics:
             pass
         elif _overlaps(x):
             self._exact.add(row, x, fields, weight)
-        elif operators.accepts(x, fields) and not is_weighted and row not in self._doubts:
+        elif operators.accepts(x, fields) and not is_weighted and row not in self._imprecise:
             for part in operators.split(x, fields):
                 self._reduced.append(ReducedTensor(row, part.numel(), fields, operators.reduce(part, fields)))
         else:
@@ -152,7 +152,7 @@ class DeviceStatistics:
         together = [
             (rows[i], tensors[i])
             for i in left
-            if operators.accepts_list(tensors[i], fields) and rows[i] not in self._doubts and tensors[i].numel()
+            if operators.accepts_list(tensors[i], fields) and rows[i] not in self._imprecise and tensors[i].numel()
         ]
         if together:
             results = operators.reduce_list([x for _, x in together], fields)
@@ -202,7 +202,7 @@ class DeviceStatistics:
         """Merge the histograms of samples, of which each call has its own, before they need much memory."""
         if len(kernels.counts) > _MOST_COUNTS:
             self._streams.wait()
-            taken = Taken([], [], self._doubts, (), kernels.kernels, kernels.counts.take())
+            taken = DeviceRows([], [], self._imprecise, (), kernels.kernels, kernels.counts.take())
             self._settled.append(taken)  # its memory may belong to other streams
             merge_codes(self.codes, taken.codes(taken.tensors))
 
@@ -215,15 +215,15 @@ class DeviceStatistics:
         exact = [found for found in self._exact.found if found.row == row]
         reduced = [found for found in self._reduced if found.row == row]
         if (kernels := self._kernels) is None:
-            taken = Taken(exact, reduced, self._doubts)
+            taken = DeviceRows(exact, reduced, self._imprecise)
         else:
             written = [
-                Written((row,) * sum(mine), rows.values[torch.tensor(mine, device="cpu").to(rows.values.device)])
+                KernelRows((row,) * sum(mine), rows.values[torch.tensor(mine, device="cpu").to(rows.values.device)])
                 for rows in kernels.written
                 if any(mine := [owner == row for owner in rows.owners])
             ]
             reduced += (ReducedTensor(row, n, _NUMBER, []) for owner, n in kernels.sizes if owner == row)
-            taken = Taken(exact, reduced, self._doubts, written, kernels.kernels, kernels.counts.used())
+            taken = DeviceRows(exact, reduced, self._imprecise, written, kernels.kernels, kernels.counts.used())
         arrays = {name: tensor.cpu().numpy() for name, tensor in taken.tensors.items()}
         _, values = taken.rows({name: array.astype(np.float64) for name, array in arrays.items()})
         record = record_of(values[0] if len(values) else EMPTY, fields)
@@ -259,16 +259,16 @@ class DeviceStatistics:
         for row in dropped:
             self.codes.pop(row, None)
 
-    def take(self) -> tuple[Taken, dict[int, dict[str, Tensor]]]:
+    def take(self) -> tuple[DeviceRows, dict[int, dict[str, Tensor]]]:
         """Return everything that was measured, and the histograms; empty all rows."""
         self._streams.take()
         exact, reduced, settled, codes = self._exact.take(), self._reduced, self._settled, self.codes
         self._reduced, self._settled, self.codes = [], [], {}
         if (kernels := self._kernels) is None:
-            return Taken(exact, reduced, self._doubts), codes
+            return DeviceRows(exact, reduced, self._imprecise), codes
         written, counted, sizes = kernels.take()
         reduced += (ReducedTensor(row, n, _NUMBER, []) for row, n in sizes)
-        taken = Taken(exact, reduced, self._doubts, written, kernels.kernels, counted)
+        taken = DeviceRows(exact, reduced, self._imprecise, written, kernels.kernels, counted)
         taken.keep(settled)
         return taken, codes
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ikkuna.numerics.elements import in_memory_order, on_device
-from ikkuna.numerics.statistics.device.buffers import CODES, CountBuffer, CountOwner, RowBuffers, Written
+from ikkuna.numerics.statistics.device.buffers import CODES, CountBuffer, CountOwner, KernelRows, RowBuffers
 from ikkuna.numerics.statistics.float_code import SAMPLE
 from ikkuna.numerics.statistics.record import HISTOGRAMS
 from ikkuna.numerics.statistics.table import COLUMNS, merge_rows
@@ -278,7 +278,7 @@ class TritonKernels:
         fields: frozenset[str],
         counts: Tensor | None = None,
         reserve: Callable[[int], Tensor] | None = None,
-    ) -> Written | None:
+    ) -> KernelRows | None:
         """Measure one tensor, and add its float codes to the histograms `counts`; ``None`` if the launch fails.
 
         The rows are written to the memory that `reserve` returns, by default to new memory.
@@ -294,7 +294,7 @@ class TritonKernels:
             LEVEL=level_of(fields),
             BLOCK=BLOCK,
         )
-        return Written((row,) * programs, values) if done else None
+        return KernelRows((row,) * programs, values) if done else None
 
     def sample(self, x: Tensor, counts: Tensor, seed: int) -> bool:
         """Add the float codes of a sample to a histogram; return whether the launch succeeds."""
@@ -307,7 +307,7 @@ class TritonKernels:
         tensors: TensorList,
         fields: frozenset[str],
         reserve: Callable[[int], Tensor] | None = None,
-    ) -> Written | None:
+    ) -> KernelRows | None:
         """Measure several tensors of one dtype as `measure` does."""
         xs, others, chunks = tensors.xs, tensors.others, self._tables.chunks_of(tensors)
         addresses, are_aligned = self._tables.addresses_of(tensors)
@@ -324,7 +324,7 @@ class TritonKernels:
             LEVEL=level_of(fields),
             BLOCK=BLOCK,
         )
-        return Written(tuple(rows[i] for i in chunks.tensors), values) if done else None
+        return KernelRows(tuple(rows[i] for i in chunks.tensors), values) if done else None
 
     def sample_list(self, tensors: TensorList, drawn: Sequence[int], counts: Tensor, seed: int) -> bool:
         """Add the float codes of samples of the tensors numbered `drawn` to a histogram each; return whether it succeeds."""
@@ -338,7 +338,7 @@ class TritonKernels:
             BLOCK=_DRAWN,
         )
 
-    def merge(self, written: Sequence[Written]) -> tuple[tuple[int, ...], Tensor]:
+    def merge(self, written: Sequence[KernelRows]) -> tuple[tuple[int, ...], Tensor]:
         """Return the numbers of the rows of the step, each once, and their values ``(rows, columns)`` on the device."""
         owners = tuple(owner for rows in written for owner in rows.owners)
         names, order, begin = self._tables.order_of(owners)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ikkuna.numerics.elements import in_memory_order
-from ikkuna.numerics.statistics.record import EXACT_COUNTS, closure
+from ikkuna.numerics.statistics.record import EXACT_COUNTS, needed_fields
 from ikkuna.numerics.statistics.table import COLUMN, EMPTY, Values
 from ikkuna.support.failures import log
 from ikkuna.support.native import SOURCES, build_library, joined_source
@@ -165,7 +165,7 @@ VARIANTS = {"avx512": 64, "avx2": 32, "portable": 16}
 """The variants of the kernels, the fastest first, and the bytes of their vectors."""
 
 _LINEAR, _HIGHER = 1, 2
-_SQUARES = closure(("sumsq",))
+_SQUARES = needed_fields(("sumsq",))
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _STRIDED = torch.strided
 
