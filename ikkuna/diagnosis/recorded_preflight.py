@@ -25,8 +25,9 @@ from ikkuna.diagnosis.preflight_checks.runs import label_shape
 from ikkuna.diagnosis.preflight_checks.trial import Check, Trial
 from ikkuna.store.finding import Finding
 from ikkuna.support.failures import error_text, log
+from ikkuna.support.saved_losses import SavedLoss
 from ikkuna.support.torch_internals import pytree
-from ikkuna.support.undisturbed import undisturbed
+from ikkuna.support.undisturbed import gradients, switched, undisturbed
 
 __all__ = ["RecordedPreflight"]
 
@@ -94,8 +95,15 @@ class RecordedPreflight:
         value : Tensor
             What it has returned.
         """
+        self._record(lambda: _of_call(loss, arguments, value))
+
+    def record_saved(self, saved: SavedLoss | None) -> None:
+        """Copy what the nodes of the first loss have saved; ``None`` if it is none of torch's losses."""
+        self._record(lambda: _of_saved(saved))
+
+    def _record(self, make: Callable[[], _Recorded]) -> None:
         try:
-            self._recorded = _record(loss, arguments, value)
+            self._recorded = make()
         except CannotJudgeError as reason:
             self.reason = str(reason)
         except Exception as error:
@@ -164,16 +172,32 @@ def _refusal(loss: Callable[..., Any], outputs: Any, labels: Tensor) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "") or why_impure(loss)
 
 
-def _record(loss: Callable[..., Any], arguments: tuple[Any, ...], value: Tensor) -> _Recorded:
+def _of_call(loss: Callable[..., Any], arguments: tuple[Any, ...], value: Tensor) -> _Recorded:
     if len(arguments) != 2 or not isinstance(labels := arguments[1], Tensor):
         raise CannotJudgeError("the loss is not called with outputs and labels")
     if reason := _refusal(loss, arguments[0], labels):
         raise CannotJudgeError(reason)
     output = main_output(arguments[0], loss_inside=False)
-    produced_by = last_operations(output)
+    return _recorded(loss, arguments[0], labels, value, last_operations(output.grad_fn))
+
+
+def _of_saved(saved: SavedLoss | None) -> _Recorded:
+    if saved is None:
+        raise CannotJudgeError(
+            "backward() is called on something else than one loss of torch: pass the loss as watch(model, loss)"
+        )
+    if reason := _refusal(saved.loss, saved.outputs, saved.labels):
+        raise CannotJudgeError(reason)
+    value = switched([gradients(False)], saved.loss, saved.outputs, saved.labels)
+    return _recorded(saved.loss, saved.outputs, saved.labels, value, last_operations(saved.behind))
+
+
+def _recorded(
+    loss: Callable[..., Any], outputs: Any, labels: Tensor, value: Tensor, produced_by: tuple[str, ...]
+) -> _Recorded:
     if produced_by and produced_by[0].startswith(_HIDING):
         raise CannotJudgeError("the last operation of the outputs is hidden in compiled or checkpointed code")
-    result = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), arguments[0])
+    result = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), outputs)
     step = FirstStep(output=main_output(result, loss_inside=False), result=result, produced_by=produced_by)
     step.loss, step.has_gradient = value.detach().clone(), True
     try:

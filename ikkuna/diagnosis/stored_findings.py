@@ -9,7 +9,7 @@ event         further fields
 ``changed``   ``rule``, ``severity``, ``modules``, ``consequences``, ``ended`` and ``against`` of a finding that is known
 ``ended``     the same; the rule does not see the mistake any more
 ``explained`` ``rule``: the finding has become a consequence of another one
-``judged``    ``judged``, ``skipped`` and ``needed``: which rules could judge so far, and why the others could not
+``judged``    ``judged``, ``skipped``, ``needed`` and ``note``: which rules could judge so far, and why the others could not
 ``resumed``   the training went back: the events of this step and later ones in the lines before do not count
 ============= =====================================================================================================
 
@@ -105,7 +105,8 @@ def _folded(events: list[dict[str, Any]]) -> Findings:
             if (finding := _finding(event.get("finding"))) is not None:
                 found.setdefault(finding.rule, finding)
         elif event["event"] == "judged":
-            judged = event if all(is_right(event.get(name, ())) for name, is_right in _JUDGED.items()) else judged
+            is_right = all(_JUDGED[name](event[name]) for name in _JUDGED.keys() & event.keys())
+            judged = event if is_right else judged
         elif not isinstance(rule, str) or rule not in found:
             continue
         elif event["event"] == "explained":
@@ -113,7 +114,8 @@ def _folded(events: list[dict[str, Any]]) -> Findings:
         else:
             fields = {**found[rule].as_dict(), **{field: event[field] for field in _CHANGING if field in event}}
             found[rule] = _finding(fields) or found[rule]
-    return Findings(found.values(), judged.get("judged", ()), judged.get("skipped"), judged.get("needed"))
+    standing = judged.get("judged", ()), judged.get("skipped"), judged.get("needed"), judged.get("note", "")
+    return Findings(found.values(), *standing)
 
 
 def _finding(fields: object) -> Finding | None:
@@ -183,4 +185,5 @@ _JUDGED: dict[str, _Check] = {
     "judged": _list_of(_is_text),
     "skipped": _is_texts_by_text,
     "needed": _is_texts_by_text,
+    "note": _is_text,
 }

@@ -327,8 +327,10 @@ class RuleSubscriber(Subscriber):
         if self._has_values:
             run.show(_JUDGED, 1.0, stamp.global_step, (self._store,))
             self._has_values = False
+        note = "" if self.preflight is None else self.preflight.note
         for event in events:
-            run.show(_JUDGED, event_text(event), stamp.global_step, (self._store,))
+            told = {**event, "note": note} if event["event"] == "judged" else event
+            run.show(_JUDGED, event_text(told), stamp.global_step, (self._store,))
 
     def _act(self, finding: Finding, stamp: Stamp) -> None:
         # before the line is logged, so that the run is named first

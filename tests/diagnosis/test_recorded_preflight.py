@@ -22,7 +22,7 @@ NUMBERS = X[:, :1] * 0.3 + 0.1
 ZERO_ONE = (X[:, :4] > 0).float()
 SCORES, NUMBER = [nn.Linear(8, 4)], [nn.Linear(8, 1)]
 CHECKED = {"label_shape", "softmax_twice", "unbounded_loss", "wrong_optimum", "labels_without_gradient", "loss_floor",
-           "labels_out_of_reach", "labels_no_distribution"}  # fmt: skip
+           "labels_out_of_reach", "labels_no_distribution", "no_log_softmax", "sigmoid_twice"}  # fmt: skip
 
 
 def negative(output, labels):
@@ -137,6 +137,76 @@ def test_healthy_losses_are_silent_and_judged(layers, loss, labels, tmp_path):
     assert watched.findings.note == ""  # everything was judged
 
 
+def functional_training(layers, call, path):
+    """Train one step with a loss that `watch` does not know, and return the closed handle."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*layers)
+    with ikkuna.watch(model, log_dir=path, verbosity=0, backend="jsonl") as watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        call(model(X)).backward()
+        optimizer.step()
+    return watched
+
+
+LOG_PROBABILITIES = [nn.Linear(8, 4), nn.LogSoftmax(-1)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "call", "rule"),
+    [
+        ([nn.Linear(8, 4), nn.Softmax(-1)], lambda y: F.cross_entropy(y, CLASSES), "softmax_twice"),
+        (SCORES, lambda y: F.cross_entropy(y.softmax(-1), CLASSES) / 2, "softmax_twice"),
+        (SCORES, lambda y: F.nll_loss(y, CLASSES), "no_log_softmax"),
+        (SCORES, lambda y: F.cross_entropy(y, CLASSES, ignore_index=0), "labels_without_gradient"),
+        (NUMBER, lambda y: F.mse_loss(y, NUMBERS.flatten()), "label_shape"),
+        ([nn.Linear(8, 1), nn.Sigmoid()], lambda y: F.mse_loss(y, 10 + NUMBERS), "labels_out_of_reach"),
+        (SCORES, lambda y: F.binary_cross_entropy_with_logits(y, 2 * ZERO_ONE - 1), "unbounded_loss"),
+        ([nn.Linear(8, 4), nn.Sigmoid()], lambda y: nn.BCEWithLogitsLoss()(y, ZERO_ONE), "sigmoid_twice"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_functional_loss_is_checked_by_what_its_node_has_saved(layers, call, rule, tmp_path):
+    watched = functional_training(layers, call, tmp_path)
+    assert named(watched) == {rule}
+    assert {finding.step for finding in watched.findings if finding.rule == rule} == {0}
+
+
+@pytest.mark.parametrize(
+    ("layers", "call"),
+    [
+        (SCORES, lambda y: F.cross_entropy(y, CLASSES)),
+        (SCORES, lambda y: F.cross_entropy(y, CLASSES, weight=torch.arange(1.0, 5.0)) * 128),
+        (SCORES, lambda y: F.cross_entropy(y.reshape(2, 8, 4).mT, CLASSES.reshape(2, 8), reduction="sum")),
+        (SCORES, lambda y: F.nll_loss(y.log_softmax(-1), CLASSES)),
+        (LOG_PROBABILITIES, lambda y: F.nll_loss(y, CLASSES)),
+        (SCORES, lambda y: F.binary_cross_entropy_with_logits(y, ZERO_ONE, pos_weight=torch.arange(1.0, 5.0))),
+        ([nn.Linear(8, 4), nn.Sigmoid()], lambda y: F.binary_cross_entropy(y, ZERO_ONE)),
+        (NUMBER, lambda y: F.mse_loss(y, NUMBERS)),
+        (NUMBER, lambda y: F.huber_loss(y, NUMBERS, delta=0.5)),
+        (NUMBER, lambda y: F.smooth_l1_loss(y, NUMBERS, beta=0.5)),
+        (NUMBER, lambda y: nn.MSELoss()(y.squeeze(1), NUMBERS.flatten())),
+    ],
+)
+def test_healthy_functional_losses_are_silent_and_judged(layers, call, tmp_path):
+    watched = functional_training(layers, call, tmp_path)
+    assert named(watched) == set()
+    assert watched.findings.note == ""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda y: F.cross_entropy(y, CLASSES) + F.mse_loss(y, ZERO_ONE),
+        lambda y: F.cross_entropy(y, CLASSES, label_smoothing=0.1),
+        lambda y: (y - ZERO_ONE).square().mean(),
+    ],
+)
+def test_what_was_not_tried_is_a_stored_line_that_says_what_to_do(call, tmp_path):
+    watched = functional_training(SCORES, call, tmp_path)
+    assert "something else than one loss of torch: pass the loss as watch(model, loss)" in watched.findings.note
+    assert read_findings(watched.run_directory).note == watched.findings.note
+
+
 def test_padding_of_flattened_sequences_is_no_mistake(tmp_path):
     labels = torch.tensor([1, 2, 3, 0, 2, 1, 0, 0])
     inputs = torch.tensor([[1, 2, 3, 1], [2, 1, 3, 3]])
@@ -204,7 +274,7 @@ def test_what_is_not_recorded(loss, output, labels, reason):
 
 
 def test_an_error_of_the_checks_is_logged_once_and_stays_there(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(recorded_preflight, "last_operations", lambda output: 1 / 0)
+    monkeypatch.setattr(recorded_preflight, "last_operations", lambda node: 1 / 0)
     watched = train(SCORES, nn.CrossEntropyLoss(), CLASSES, tmp_path, steps=3)
     assert "ZeroDivisionError" in watched.findings.note
     assert sum("first step failed" in record.message for record in caplog.records) == 1

@@ -292,7 +292,7 @@ def _check_labels_inside(setup: TrainingSetup, step: FirstStep) -> None:
 
 def _loss(setup: TrainingSetup, step: FirstStep, result: Any, batch: Batch) -> Tensor | None:
     with suppress(CannotJudgeError):
-        step.produced_by = last_operations(main_output(result, batch.loss_inside))
+        step.produced_by = last_operations(main_output(result, batch.loss_inside).grad_fn)
         step.result = pytree.tree_map_only(Tensor, Tensor.detach, result)
         step.output = main_output(step.result, batch.loss_inside)
     if batch.loss_inside:

@@ -175,10 +175,9 @@ def labels_outside(task: Classification, ignored: int = -100) -> IndexOutsideErr
 _SHAPES = ("View", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Permute", "Alias", "Clone", "T", "Select", "ToCopy")
 
 
-def last_operations(output: Tensor) -> tuple[str, ...]:
-    """Return the names of the last operations, without those that change only the shape."""
+def last_operations(node: Any) -> tuple[str, ...]:
+    """Return the names of the last operations up to a node of autograd, without those that change only the shape."""
     names: list[str] = []
-    node = output.grad_fn
     while node is not None and len(names) < 2:
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
         if name.removeprefix("Unsafe").removeprefix("_") not in _SHAPES:

@@ -1,10 +1,9 @@
 """Finds the loss of a step, its weight, and the outputs and labels that it was computed from."""
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,105 +20,13 @@ from ikkuna.observation.hooks.nested_tensors import Leaves
 from ikkuna.observation.model.watched_model import LossFunction, is_shifted
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.steps.forwards import Forward
-from ikkuna.support.torch_internals import call_around_backward, saved_by
+from ikkuna.support.saved_losses import LossArguments, loss_arguments, saved_loss
+from ikkuna.support.torch_internals import call_around_backward
 
-__all__ = ["LossArguments", "LossHooks", "label_weight", "loss_arguments", "loss_weight", "without_ignored"]
+__all__ = ["LossHooks", "label_weight", "loss_weight", "without_ignored"]
 
 
 _BY_SEQUENCE = ("CTCLoss",)
-_MOST_NODES = 256  # a loss is composed of fewer; behind them is the model
-_SAME_ORDER = ("LogSoftmax", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias", "ToCopy", "Clone")
-
-
-class LossArguments(NamedTuple):
-    """Arguments of a functional loss.
-
-    Parameters
-    ----------
-    outputs : Tensor
-        Those of the network; their logarithms of probabilities if a cross-entropy is all that still knows them.
-    labels : Tensor
-        Class indices, probabilities of classes, or numbers.
-    ignored : int, optional
-        The label of items that are left out.
-    """
-
-    outputs: Tensor
-    labels: Tensor
-    ignored: int | None
-
-
-def loss_arguments(losses: Iterable[Any], outputs: Iterable[Tensor] = ()) -> list[LossArguments]:
-    """Return what losses were computed from, which the nodes of autograd of the losses of torch have saved.
-
-    Parameters
-    ----------
-    losses : iterable of Tensor
-        What ``backward()`` is called on, or what a loss function returns; functions of torch's losses, such as weighted sums.
-    outputs : iterable of Tensor
-        What the network has returned.
-
-    Returns
-    -------
-    list of LossArguments
-        One for each cross-entropy; if there is none, one for each other loss that has saved its labels.
-
-    Examples
-    --------
-    >>> logits = torch.zeros(2, 3, requires_grad=True).exp()
-    >>> loss = 0.5 * nn.functional.cross_entropy(logits, torch.tensor([2, 0]), ignore_index=0, label_smoothing=0.1)
-    >>> [found] = loss_arguments([loss], [logits])
-    >>> found.labels, found.ignored, torch.equal(found.outputs, logits)
-    (tensor([2, 0]), 0, True)
-    """
-    known = {x.grad_fn: x.detach() for x in outputs if x.grad_fn is not None}
-    of_classes: list[LossArguments] = []
-    of_numbers: list[LossArguments] = []
-    for node in _nodes(losses):
-        if (labels := saved_by(node, "target")) is not None and (found := saved_by(node, "self")) is not None:
-            ignored = saved_by(node, "ignore_index")
-            is_of_classes = ignored is not None or not labels.is_floating_point()
-            arguments = LossArguments(_logits(node, found, known), labels, ignored)
-            (of_classes if is_of_classes else of_numbers).append(arguments)
-        elif node.name().startswith("MulBackward") and (soft := _of_probabilities(node, known)) is not None:
-            of_classes.append(soft)
-    hard = [found for found in of_classes if not found.labels.is_floating_point()]
-    return hard or of_classes or of_numbers
-
-
-def _nodes(losses: Iterable[Any]) -> Iterator[Any]:
-    """Yield the nodes of a graph, those nearest to the losses first, but none behind one that has saved labels."""
-    waiting = deque(x.grad_fn for x in losses if isinstance(x, Tensor) and x.grad_fn is not None)
-    seen = set(waiting)
-    while waiting and len(seen) < _MOST_NODES:
-        yield (node := waiting.popleft())
-        if not hasattr(type(node), "_saved_target"):
-            new = [behind for behind, _ in node.next_functions if behind is not None and behind not in seen]
-            seen.update(new)
-            waiting.extend(new)
-
-
-def _of_probabilities(node: Any, known: dict[Any, Tensor]) -> LossArguments | None:
-    """Return what a cross-entropy with probabilities as labels was computed from, which multiplies them by the logarithms."""
-    behind = node.next_functions[0][0]
-    if behind is None or not behind.name().startswith("LogSoftmaxBackward"):
-        return None
-    result, labels = saved_by(behind, "result"), saved_by(node, "other")
-    if result is None or labels is None or labels.shape != result.shape:
-        return None
-    return LossArguments(_logits(node, result, known), labels, None)
-
-
-def _logits(node: Any, found: Tensor, known: dict[Any, Tensor]) -> Tensor:
-    """Return the output of the network from which a loss has taken `found`, in its shape; if there is none, `found`."""
-    while (behind := node.next_functions[0][0] if node.next_functions else None) is not None:
-        output = known.get(behind)
-        if output is not None:
-            return output.reshape(found.shape) if output.numel() == found.numel() else found
-        if behind.name().split("Backward")[0] not in _SAME_ORDER:
-            break
-        node = behind
-    return found
 
 
 def without_ignored(labels: Tensor, ignored: int | None) -> Tensor:
@@ -265,14 +172,8 @@ class LossHooks:
         if context.is_off or in_backward() or not isinstance(output, Tensor):
             return
         if self.preflight is not None and output.requires_grad and context.tracker.pass_name == TRAINING:
-            preflight, self.preflight = self.preflight, None
-            if context.tracker.stamp.global_step > 0:
-                preflight.reason = "the training does not begin at step 0"
-            elif World.here().size > 1:
-                preflight.reason = "several processes train together"
-            else:
-                function = module.function if isinstance(module, LossFunction) else module
-                preflight.record(function, (*args, *kwargs.values()), output)
+            function = module.function if isinstance(module, LossFunction) else module
+            self._check(lambda checks: checks.record(function, (*args, *kwargs.values()), output))
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if self._is_evaluated(output):
             self._record_call(module, given, output, 0, self.validation())
@@ -287,6 +188,18 @@ class LossHooks:
             self._record_call(module, given, output, forward.part, context.recorder)
         if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
             context.observer.loss_called(args, kwargs)
+
+    def _check(self, record: Callable[[RecordedPreflight], None]) -> None:
+        """Let the first loss of the training be recorded for the checks of the first step, if it can be."""
+        checks, self.preflight = self.preflight, None
+        if checks is None:
+            return
+        if self.context.tracker.stamp.global_step > 0:
+            checks.reason = "the training does not begin at step 0"
+        elif World.here().size > 1:
+            checks.reason = "several processes train together"
+        else:
+            record(checks)
 
     def _is_evaluated(self, loss: Tensor) -> bool:
         """Return whether a loss is that of an evaluation in the training loop."""
@@ -380,6 +293,8 @@ class LossHooks:
             if self.context.tracker.pass_name == TRAINING:
                 outputs = [x for reference in self._outputs if (x := reference()) is not None]
                 self._arguments = loss_arguments(roots, outputs)
+                if self.preflight is not None:
+                    self._check(lambda checks: checks.record_saved(saved_loss(roots, outputs)))
             self._outputs = []
 
     def _backward_loss(self) -> Tensor | None:
