@@ -138,13 +138,14 @@ def _module_kinds(run: StoredRun) -> list[str]:
 
 def finding_steps(run: StoredRun) -> dict[str, int]:
     """Return the rules that have found something while the model trained, with their first steps, in this order."""
-    found = [(finding.step or 0, finding.rule) for finding in read_findings(run.path) or ()]
+    stored = read_findings(run.path)
+    found = [(finding.step or 0, finding.rule) for finding in stored.heard()] if stored else []
     return {name: step for step, name in sorted(found, reverse=True)[::-1]}
 
 
-def _write_findings(run: StoredRun, terminal: Terminal) -> None:
+def _write_findings(run: StoredRun, terminal: Terminal, muted: bool) -> None:
     """Write the findings, each in a line, with the steps at which they begin."""
-    found = findings_of(run)
+    found = findings_of(run, muted)
     for text in (*map(str, found), *([found.note] if found.note else [])):
         for line in textwrap.wrap(text, max(terminal.width, 40), subsequent_indent="  "):
             terminal.write(terminal.styled(line, "red") if text != found.note else line)
@@ -174,7 +175,9 @@ def summary_values(run: StoredRun) -> dict[str, Any]:
     return {**size, "modules": len(run.modules), "last": last}
 
 
-def write_summary(run: StoredRun, terminal: Terminal, kind: str | None = None, heatmaps: int = 4) -> None:
+def write_summary(
+    run: StoredRun, terminal: Terminal, kind: str | None = None, muted: bool = False, heatmaps: int = 4
+) -> None:
     """Write the size of a run, a line for each kind of the network, and heat maps.
 
     Parameters
@@ -185,6 +188,8 @@ def write_summary(run: StoredRun, terminal: Terminal, kind: str | None = None, h
         Where it is written.
     kind : str, optional
         Draw the heat map of this kind only.
+    muted : bool
+        Whether to show muted findings too.
     heatmaps : int
         The largest number of heat maps.
 
@@ -203,7 +208,7 @@ def write_summary(run: StoredRun, terminal: Terminal, kind: str | None = None, h
         terminal.write(terminal.styled(f"{run.lost} bytes or lines are damaged and were skipped", "red"))
     if run.waiting:
         terminal.write("The last record is incomplete: the run is being written, or it ended without close().")
-    _write_findings(run, terminal)
+    _write_findings(run, terminal, muted)
     _write_network(run, terminal)
     chosen = [kind] if kind is not None else _module_kinds(run)[:heatmaps]
     for each in chosen:

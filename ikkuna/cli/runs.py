@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ikkuna.cli.terminal import Terminal
 
-__all__ = ["add_run_argument", "chosen_run", "runs_by_age"]
+__all__ = ["add_muted_argument", "add_run_argument", "chosen_run", "runs_by_age"]
 
 _DEFAULT = "run"
 
@@ -20,6 +20,11 @@ def add_run_argument(parser: argparse.ArgumentParser, several: bool = False) -> 
         help="a run: its directory, an event file, or a file of JSON lines; "
         f"a directory of runs means the newest one (default: {_DEFAULT})",
     )
+
+
+def add_muted_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that shows muted findings."""
+    parser.add_argument("--muted", action="store_true", help="show muted findings too")
 
 
 def runs_by_age(directory: Path) -> list[Path]:

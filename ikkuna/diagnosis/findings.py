@@ -13,7 +13,7 @@ from ikkuna.printable import printable
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.store.sparkline import svg_sparkline
 
-__all__ = ["STYLES", "FindingList", "Findings", "Styled", "details_html"]
+__all__ = ["STYLES", "FindingList", "Findings", "Styled", "details_html", "is_muted"]
 
 
 STYLES = {"info": ("blue",), "warning": ("bold", "yellow"), "error": ("bold", "red")}
@@ -27,6 +27,18 @@ Styled = Callable[..., str]
 
 def _plain(text: str, *styles: str) -> str:
     return text
+
+
+def is_muted(finding: Finding, muted: Collection[str]) -> bool:
+    """Return whether the rule of a finding is muted, or all modules of the finding are muted for its rule.
+
+    Examples
+    --------
+    >>> is_muted(Finding("dead_units", "warning", "All units are dead.", "fc1"), {"dead_units:fc1"})
+    True
+    """
+    modules, rule = finding.modules or (finding.module,), finding.rule
+    return rule in muted or all(f"{rule}:{module}" in muted for module in modules)
 
 
 class Findings(tuple[Finding, ...]):
@@ -68,6 +80,8 @@ class Findings(tuple[Finding, ...]):
     skipped: Mapping[str, str]
     needed: Mapping[str, str]
     note: str
+    muted: frozenset[str] = frozenset()
+    """What is muted, as ``"rule"`` or ``"rule:module"``."""
 
     def __new__(
         cls,
@@ -90,6 +104,17 @@ class Findings(tuple[Finding, ...]):
     def errors(self) -> tuple[Finding, ...]:
         """The findings of the severity ``error``."""
         return tuple(finding for finding in self if finding.severity == "error")
+
+    def heard(self) -> "Findings":
+        """Return the findings that are not muted; the note counts the others."""
+        found = [finding for finding in self if not is_muted(finding, self.muted)]
+        count = len(self) - len(found)
+        told = (
+            f"{count} muted {'finding is' if count == 1 else 'findings are'} not shown; --muted shows them."
+            if count
+            else ""
+        )
+        return Findings(found, self.judged, self.skipped, self.needed, " ".join(filter(None, (self.note, told))))
 
     def as_markdown(self) -> str:
         """Return the findings as a table in Markdown, for pages of text."""

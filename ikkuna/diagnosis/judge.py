@@ -473,7 +473,9 @@ def _article(severity: str) -> str:
     return f"an {severity}" if severity == "error" else f"a {severity}"
 
 
-def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule] | None = None) -> Findings:
+def check(
+    path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule] | None = None, muted: bool = False
+) -> Findings:
     """Return the findings of a finished run.
 
     Parameters
@@ -482,6 +484,8 @@ def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule]
         The directory of a run, an event file, or a file of JSON lines.
     rules : str, Rule, or iterable of them, optional
         Judge the run again with these rules, see `get_rules`; by default see `findings_of`.
+    muted : bool
+        Whether to return muted findings too.
 
     Raises
     ------
@@ -492,17 +496,21 @@ def check(path: str | os.PathLike[str], rules: str | Rule | Iterable[str | Rule]
     """
     chosen = None if rules is None else get_rules(rules)
     run = read_run(path)
-    return findings_of(run) if chosen is None else judge_again(run, chosen)
+    if chosen is None:
+        return findings_of(run, muted)
+    found, stored = judge_again(run, chosen), read_findings(run.path)
+    found.muted = frozenset() if stored is None else stored.muted
+    return found if muted else found.heard()
 
 
-def findings_of(run: StoredRun) -> Findings:
-    """Return the findings that rules have stored while the model trained.
+def findings_of(run: StoredRun, muted: bool = False) -> Findings:
+    """Return the findings that rules have stored while the model trained, without muted ones unless `muted`.
 
     If the run has none stored, because it was trained without rules or is a single file, the default rules judge it;
     ``findings.note`` says so.
     """
     if (stored := read_findings(run.path)) is not None:
-        return stored
+        return stored if muted else stored.heard()
     found = judge_again(run, get_rules("default"))
     note = "The run has no stored findings: the default rules have judged its values now."
     return Findings(found, found.judged, found.skipped, found.needed, note)

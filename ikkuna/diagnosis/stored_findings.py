@@ -9,7 +9,7 @@ event         further fields
 ``changed``   ``rule``, ``severity``, ``modules``, ``consequences``, ``ended`` and ``against`` of a finding that is known
 ``ended``     the same; the rule does not see the mistake any more
 ``explained`` ``rule``: the finding has become a consequence of another one
-``judged``    ``judged``, ``skipped``, ``needed`` and ``note``: which rules could judge so far, and why the others could not
+``judged``    ``judged``, ``skipped``, ``needed``, ``note`` and ``mute``: which rules could judge, why others could not, what is muted
 ``resumed``   the training went back: the events of this step and later ones in the lines before do not count
 ============= =====================================================================================================
 
@@ -26,6 +26,8 @@ from typing import Any, TypeGuard
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.store.json_lines import parse_line, replaced_ends
+from ikkuna.store.run_directory import CONTROL_FILE, SamplingRequest
+from ikkuna.support.failures import suppressed
 
 __all__ = ["changes", "event_line", "event_text", "read_findings"]
 
@@ -73,7 +75,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_findings(directory: Path) -> Findings | None:
-    """Return the findings that are stored in the directory of a run; ``None`` if it has no file of findings.
+    """Return the findings that are stored in the directory of a run, also muted ones; ``None`` if it has no file of findings.
 
     Damaged and incomplete lines are skipped.
     """
@@ -92,7 +94,10 @@ def read_findings(directory: Path) -> Findings | None:
                 events = [earlier for earlier in events if earlier["step"] < event["step"]]
             else:
                 events.append(event)
-    return _folded(events)
+    found = _folded(events)
+    with suppressed(OSError, ValueError):
+        found.muted |= SamplingRequest.parse((directory / CONTROL_FILE).read_text("utf-8")).mute
+    return found
 
 
 def _folded(events: list[dict[str, Any]]) -> Findings:
@@ -115,7 +120,9 @@ def _folded(events: list[dict[str, Any]]) -> Findings:
             fields = {**found[rule].as_dict(), **{field: event[field] for field in _CHANGING if field in event}}
             found[rule] = _finding(fields) or found[rule]
     standing = judged.get("judged", ()), judged.get("skipped"), judged.get("needed"), judged.get("note", "")
-    return Findings(found.values(), *standing)
+    findings = Findings(found.values(), *standing)
+    findings.muted = frozenset(judged.get("mute", ()))
+    return findings
 
 
 def _finding(fields: object) -> Finding | None:
@@ -186,4 +193,5 @@ _JUDGED: dict[str, _Check] = {
     "skipped": _is_texts_by_text,
     "needed": _is_texts_by_text,
     "note": _is_text,
+    "mute": _list_of(_is_text),
 }

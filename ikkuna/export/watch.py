@@ -100,6 +100,7 @@ def watch(
     preflight : {'auto', False}
         Whether the loss is checked at the end of the first step, if training begins at step 0 in one process on the host: a copy of the
         loss is called with copies of the outputs and labels, for at most about 0.5 s, and the model is not called.
+        Without `loss`, a loss of torch such as ``F.cross_entropy`` is known if ``backward()`` is called on it or on a multiple.
         Its findings are those of rules; the note of ``findings`` says what was not checked.  Without rules nothing is checked.
     recorder : bool or RecorderOptions
         Whether the last sampled steps are kept, and written when something goes wrong, see `Exporter.record_steps`.

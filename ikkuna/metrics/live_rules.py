@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ikkuna.backends.backend import Backend, get_backend
 from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
-from ikkuna.diagnosis.findings import STYLES
+from ikkuna.diagnosis.findings import STYLES, is_muted
 from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.diagnosis.stored_findings import event_text
@@ -142,8 +142,8 @@ class RuleSubscriber(Subscriber):
         The least severity of a finding that raises `StopTraining` at the end of the step.
     every : int
         The number of steps between two samples of facts that rarely change.
-    mute : frozenset of tuple
-        Pairs of a rule and a module, or ``None`` for the network, whose findings are left out.
+    mute : frozenset of str
+        What is left out, as ``"rule"`` or ``"rule:module"``.
     **options : Any
         See `Subscriber`.
 
@@ -167,7 +167,7 @@ class RuleSubscriber(Subscriber):
         on_finding: OnFinding | None = None,
         stop: str | None = None,
         every: int = 10,
-        mute: frozenset[tuple[str, str | None]] = frozenset(),
+        mute: frozenset[str] = frozenset(),
         **options: Any,
     ) -> None:
         super().__init__(kinds, tag=None, **options)
@@ -175,8 +175,7 @@ class RuleSubscriber(Subscriber):
         self._on_finding = on_finding
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
         self._every = every
-        self._mute = mute
-        self._muted_later: frozenset[str] = frozenset()  # by another process
+        self._mute = self._muted_first = mute
         self._lacks_network = not judge.history.network.modules
         self.actions: list[OnFinding] = []
         self.preflight: RecordedPreflight | None = None
@@ -188,16 +187,9 @@ class RuleSubscriber(Subscriber):
     def findings(self) -> Findings:
         """The findings so far, without muted ones."""
         found = self.judge.findings
-        heard = (finding for finding in found if not self._is_muted(finding))
+        heard = (finding for finding in found if not is_muted(finding, self._mute))
         note = "" if self.preflight is None else self.preflight.note
         return Findings(heard, found.judged, found.skipped, found.needed, note)
-
-    def _is_muted(self, finding: Finding) -> bool:
-        """Return whether the rule of a finding is muted, or all modules of the finding are muted for its rule."""
-        modules, rule = finding.modules or (finding.module,), finding.rule
-        return rule in self._muted_later or all(
-            (rule, module) in self._mute or f"{rule}:{module}" in self._muted_later for module in modules
-        )
 
     def receive(self, message: Any, kind: str, value: float) -> None:
         """Add a value to the history of the rules."""
@@ -298,9 +290,9 @@ class RuleSubscriber(Subscriber):
         """
         judged = [*self._check_first_step(stamp.global_step), *self.judge.finish_step(stamp.global_step)]
         if (run := getattr(self._host, "run", None)) is not None:
-            self._muted_later = run.control.mute
+            self._mute = self._muted_first | run.control.mute  # by another process
         self._store_step(stamp)
-        found = [each for each in judged if not self._is_muted(each)]
+        found = [each for each in judged if not is_muted(each, self._mute)]
         for finding in found:
             self._act(finding, stamp)
         if found:
@@ -314,7 +306,7 @@ class RuleSubscriber(Subscriber):
         if self.preflight is None:
             return []
         found = [replace(finding, step=step) for finding in self.preflight.findings()]
-        heard = [finding for finding in found if not self._is_muted(finding)]
+        heard = [finding for finding in found if not is_muted(finding, self._mute)]
         return [finding for finding in heard if self.judge.add_finding(finding, step)]
 
     def _store_step(self, stamp: Stamp) -> None:
@@ -329,7 +321,7 @@ class RuleSubscriber(Subscriber):
             self._has_values = False
         note = "" if self.preflight is None else self.preflight.note
         for event in events:
-            told = {**event, "note": note} if event["event"] == "judged" else event
+            told = {**event, "note": note, "mute": sorted(self._muted_first)} if event["event"] == "judged" else event
             run.show(_JUDGED, event_text(told), stamp.global_step, (self._store,))
 
     def _act(self, finding: Finding, stamp: Stamp) -> None:
@@ -451,18 +443,16 @@ def register_rules(
     return subscriber
 
 
-def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rule], frozenset[tuple[str, str | None]]]:
-    """Return the rules that are not muted, and the pairs of a rule and a module that are; mistakes of checks have no module."""
+def _without_muted(rules: Iterable[Rule], mute: Iterable[str]) -> tuple[list[Rule], frozenset[str]]:
+    """Return the rules that are not muted, and all that is."""
     if isinstance(mute, str):
         raise ConfigTypeError(f"mute needs a list of names of rules, got {mute!r}; pass [{mute!r}]")
-    rules, names = list(rules), [name.partition(":") for name in mute]
-    for name, *_ in names:
-        if name not in (known := [*(rule.name for rule in rules), *EXPLAINS]):
-            raise ConfigError(unknown_name("rule in mute", name, known))
-    whole = {name for name, colon, _ in names if not colon}
-    return [rule for rule in rules if rule.name not in whole], frozenset(
-        (name, module if colon else None) for name, colon, module in names
-    )
+    rules, muted = list(rules), frozenset(mute)
+    known = [*(rule.name for rule in rules), *EXPLAINS]
+    for name in muted:
+        if (rule := name.partition(":")[0]) not in known:
+            raise ConfigError(unknown_name("rule in mute", rule, known))
+    return [rule for rule in rules if rule.name not in muted], muted
 
 
 def _checked_later(every: int, later: int | None) -> int:

@@ -254,7 +254,7 @@ def compare_paths(
     contents = [RunContent(run_name(Path(path)), read_run(path), number) for number, path in enumerate((first, second))]
     for content in contents:
         content.read_settings()
-        content.findings = read_findings(content.run.path) or content.findings
+        content.findings = (read_findings(content.run.path) or content.findings).heard()
     separate_names(contents)
     a, b = contents
     found = compare_runs(a.run, b.run, [read_run(path) for path in repeats], tolerance)

@@ -44,6 +44,7 @@ def write_report(
     runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     path: str | os.PathLike[str] = "report.html",
     progress: Callable[[str], None] = lambda text: None,
+    muted: bool = False,
 ) -> Path:
     """Write a report about one or several runs: one page of HTML that needs no other file and no network.
 
@@ -55,6 +56,8 @@ def write_report(
         The page; it appears complete or not at all.
     progress : callable
         Called with a text before each part of the work.
+    muted : bool
+        Whether to show muted findings too.
 
     Returns
     -------
@@ -84,7 +87,7 @@ def write_report(
         progress(f"reading {each}")
         run = read_run(each)
         content = RunContent(run_name(run.path), run, number)
-        content.findings = findings_of(run)
+        content.findings = findings_of(run, muted)
         content.read_settings()
         contents.append(content)
     progress("drawing")

@@ -49,7 +49,7 @@ class _LiveRun:
 
     def _read_findings(self) -> None:
         stored = read_findings(self.content.run.path)
-        self.content.findings = Findings(note=_UNJUDGED) if stored is None else stored
+        self.content.findings = Findings(note=_UNJUDGED) if stored is None else stored.heard()
 
     def refresh(self) -> RunContent:
         """Return the content after reading what has been added."""

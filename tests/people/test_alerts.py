@@ -86,6 +86,20 @@ def test_a_rule_is_muted_while_the_training_runs(off, expected, tmp_path, capsys
         train(20, 100.0)
     assert [each.rule for each in found] == expected
     assert [each.rule for each in handle.findings] == expected
+    for command in (["check"], ["summary"], ["report", "-o", str(tmp_path / "report.html")]):
+        for also in ([], ["--muted"]):
+            capsys.readouterr()
+            cli.main([*command, str(run), *also])
+            page = (tmp_path / "report.html").read_text("utf-8") if command[0] == "report" else capsys.readouterr().out
+            assert ("high_loss" in page) == bool(also or expected)
+
+
+def test_a_finding_that_the_training_mutes_is_stored_and_not_shown(tmp_path, capsys):
+    found_in_training(tmp_path, mute=["dead_units:relu3"])
+    cli.main(["check", str(tmp_path)])
+    assert "1 muted finding is not shown; --muted" in capsys.readouterr().out
+    assert cli.main(["check", str(tmp_path), "--muted"]) == 1
+    assert "dead_units" in capsys.readouterr().out
 
 
 def backend_without_server(backend, **attributes):

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ikkuna.cli.runs import add_run_argument, chosen_run
+from ikkuna.cli.runs import add_muted_argument, add_run_argument, chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
@@ -10,6 +10,7 @@ __all__ = ["command"]
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser, several=True)
+    add_muted_argument(parser)
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     parser.add_argument(
         "--rules",
@@ -41,7 +42,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
     else:
         from ikkuna.diagnosis.judge import check
 
-        found = check(runs[0], options.rules and options.rules.split(","))
+        found = check(runs[0], options.rules and options.rules.split(","), options.muted)
     if options.json:
         terminal.write_json(
             {

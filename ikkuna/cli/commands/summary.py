@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from ikkuna.cli.runs import add_run_argument, chosen_run
+from ikkuna.cli.runs import add_muted_argument, add_run_argument, chosen_run
 from ikkuna.cli.terminal import Command, Terminal
 
 __all__ = ["command"]
@@ -16,6 +16,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=float, default=2.0, help="seconds between two looks with --watch (default: 2)"
     )
+    add_muted_argument(parser)
     parser.add_argument("--json", action="store_true", help="write the last values as JSON")
 
 
@@ -32,7 +33,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
         if options.json:
             terminal.write_json(summary_values(run))
         else:
-            write_summary(run, terminal, options.kind)
+            write_summary(run, terminal, options.kind, options.muted)
         return 0
     run, seen = StoredRun(path), None
     while True:  # until the user interrupts
@@ -42,7 +43,7 @@ def _run(options: argparse.Namespace, terminal: Terminal) -> int:
                 terminal.write_json(summary_values(run))
             else:
                 terminal.clear()
-                write_summary(run, terminal, options.kind if run.count else None)
+                write_summary(run, terminal, options.kind if run.count else None, options.muted)
             terminal.flush()
         time.sleep(options.interval)
         run.update()
