@@ -27,6 +27,7 @@ from ikkuna.support.plugins import load_plugin, plugins
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))  # the tests are not installed
 from tests.diagnosis.real_errors.errors import ERRORS  # noqa: E402
+from tests.diagnosis.unseen import cases, judge  # noqa: E402
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS  # noqa: E402
 
 KINDS = {  # kind → description, and when it is recorded
@@ -252,6 +253,40 @@ def real_errors() -> str:
     return table(head, rows, widths="40 15 15 30")
 
 
+def unseen() -> str:
+    """Return the verdicts on mistakes by an author who had not read the rules, before and after that."""
+    head, *before = judge.table(judge.load("results_before.json"), judge.load("judgements.json"))
+    _, *after = judge.table(judge.load("results.json"), judge.load("judgements.json"))
+    both = [
+        (*b[:2], *(x if x == y else f"{x} → {y}" for x, y in zip(b[2:], a[2:], strict=True)))
+        for b, a in zip(before, after, strict=True)
+    ]
+    return table(head, both)
+
+
+def unseen_reports() -> str:
+    """Return the table of the published reports that were rebuilt, with the verdicts before and after."""
+    before, after = (
+        judge.verdicts(judge.load(name), judge.load("judgements.json"))
+        for name in ("results_before.json", "results.json")
+    )
+    rows = [
+        (f"{case.cause} (`{case.report.partition('//')[2]} <{case.report}>`__)", before[name], after[name])
+        for name, case in cases().items()
+        if case.report
+    ]
+    return table(("mistake", "before", "after"), rows, widths="70 15 15")
+
+
+def unseen_missed() -> str:
+    """Return the table of knowable mistakes whose cause is not named at *warning* or above."""
+    verdicts = judge.verdicts(judge.load("results.json"), judge.load("judgements.json"))
+    missed = [(cases()[name], verdict) for name, verdict in verdicts.items() if judge.ORDER.index(verdict) > 1]
+    return table(
+        ("family", "mistake", "verdict"), [(c.family, c.cause, v) for c, v in missed if c.knowable], widths="20 65 15"
+    )
+
+
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -267,6 +302,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults-left-out": left_out,
     "costs": costs,
     "real-errors": real_errors,
+    "unseen": unseen,
+    "unseen-reports": unseen_reports,
+    "unseen-missed": unseen_missed,
     "gather": gather,
     "metric-pages": metric_pages,
     "backend-pages": backend_pages,

@@ -126,7 +126,6 @@ def scaler_bypassed():
             program.optimizer.zero_grad()
             scaler.scale(program.loss(program.model(inputs), labels)).backward()
             program.optimizer.step()
-            scaler.update()
 
     return classifier(rate=0.05, kind=torch.optim.SGD, loop=loop)
 

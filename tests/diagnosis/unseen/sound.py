@@ -118,8 +118,9 @@ def label_smoothing():
 @healthy("smoothing")
 def distillation_with_soft_labels():
     inputs, _ = blobs()
+    teacher = pretrained(200)
     with torch.no_grad():
-        soft = (3 * pretrained(200)(inputs)).softmax(1)
+        soft = (3 * teacher(inputs)).softmax(1)
     return classifier(data=loader(inputs, soft))
 
 
