@@ -101,6 +101,8 @@ for name in ("ConditionNumberSubscriber", "RankSubscriber", "AlphaSubscriber"):
 add("RankSubscriber", "activations", subsample=2, label="activations")
 add("RankSpreadSubscriber", "activations")
 add("RankSpreadSubscriber", "weight_gradients", "nonfinite", label="gradients")
+add("FingerprintSubscriber", ["weights", "bias_gradients"])
+add("ReplicaSubscriber", ["weights", "weight_gradients"])
 add("RouterSubscriber", 2, experts=4, capacity_factor=1.0, per_expert=True, modules="*")
 add("RouterSubscriber", 1, modules="*", publishes=["i", "j", "k", "l", "m", "n", "o"], label="any")
 add("RowsSubscriber")

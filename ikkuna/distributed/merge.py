@@ -64,6 +64,8 @@ class AlignedOwn:
         ``(ranks,)``, offset of the result of each rank, -1 for none.
     counts, is_own : array
         ``(ranks,)``, as in `AlignedTable`.
+    parts : array
+        ``(ranks,)``, the part of the whole that each rank has.
     """
 
     key: int
@@ -71,6 +73,7 @@ class AlignedOwn:
     begin: Index
     counts: Mask
     is_own: Mask
+    parts: Index
 
 
 class Alignment:
@@ -133,22 +136,20 @@ class Alignment:
     @staticmethod
     def _own(layouts: Sequence[Layout], number: dict[Key, int]) -> list[AlignedOwn]:
         found: dict[tuple[int, str], AlignedOwn] = {}
-        parts: dict[tuple[int, str], Index] = {}
         for rank, layout in enumerate(layouts):
             begin = 0
             for own in layout.own:
                 key = number[layout.keys[own.row]], own.subscriber
                 if key not in found:
                     missing, mask = np.full(len(layouts), -1), np.zeros(len(layouts), bool)
-                    found[key] = AlignedOwn(key[0], own, missing, mask, mask.copy())
-                    parts[key] = np.full(len(layouts), OWN)
+                    found[key] = AlignedOwn(key[0], own, missing, mask, mask.copy(), np.full(len(layouts), OWN))
                 if found[key].own.shape == own.shape:  # results of different shapes do not merge
                     found[key].begin[rank] = begin
-                    parts[key][rank] = own.part
+                    found[key].parts[rank] = own.part
                 begin += int(np.prod(own.shape))
-        for key, aligned in found.items():
-            aligned.counts = first_of_each_part(parts[key][:, None], aligned.begin[:, None] >= 0)[:, 0]
-            aligned.is_own = parts[key] == OWN
+        for aligned in found.values():
+            aligned.counts = first_of_each_part(aligned.parts[:, None], aligned.begin[:, None] >= 0)[:, 0]
+            aligned.is_own = aligned.parts == OWN
         return list(found.values())
 
 
@@ -388,6 +389,10 @@ def _merge_own(
     size = int(np.prod(aligned.own.shape))
     missing = np.zeros(size)
     rows = [b.own[i : i + size] if i >= 0 else missing for b, i in zip(blocks, aligned.begin, strict=True)]
+    if aligned.own.merge == "ranks":
+        table = np.column_stack([aligned.parts, np.stack(rows)])
+        table[aligned.begin < 0] = np.nan
+        return table
     seen = np.stack(rows)[:, None, :]
     counts = aligned.counts[:, None].copy()
     for ranks in groups:

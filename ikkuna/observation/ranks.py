@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ from ikkuna.distributed.block import OWN, Gather, Key, Layouts, RankBlock, RankR
 from ikkuna.distributed.dtensor import ShardPosition, data_parallel_size, is_run_together, model_parallel_group
 from ikkuna.distributed.merge import Alignments, MergedRows, merge_blocks
 from ikkuna.distributed.rendezvous import World
+from ikkuna.distributed.replicas import ParameterKey, Replicas
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.kinds import PARAMETER_KINDS, STATE_PREFIXES
 from ikkuna.metrics.messages.stamp import Stamp
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.numerics.statistics.table import empty_rows
+from ikkuna.observation.model.parameters import TrackedParameters
 from ikkuna.observation.model.watched_model import WatchedModel
 from ikkuna.observation.rows.plan import Plan, Site
 from ikkuna.observation.rows.rows import Rows
@@ -93,14 +96,14 @@ class Translation:
             self._name_of = dict(zip(self._named, names, strict=True))
             self._by_name = dict(zip(names, self._named, strict=True))
 
-    def to_ranks(self, rows: Rows) -> RankRows:
+    def to_ranks(self, rows: Rows, replicas: "_ReplicaNumbers") -> RankRows:
         """Return the measurements of this rank."""
         self._refresh()
         numbers = rows.measured_rows()
         sites = [rows.keys[row] for row in numbers]
         parts = [self._part(site.kind, rows.shards.get(row)) for row, (site, _) in zip(numbers, sites, strict=True)]
         own = [
-            (i, name, s.subscriber.merge, 0 if row in rows.shards and s.subscriber.needs_whole else parts[i], value)
+            (i, name, s.subscriber.merge, self._own_part(s, rows, row, parts[i], replicas), value)
             for i, row in enumerate(numbers)
             for s, value in rows.measured.get(row, {}).items()
             if (name := self._name_of.get(s)) is not None
@@ -117,6 +120,13 @@ class Translation:
             {i: rows.reductions[row] for i, row in enumerate(numbers) if row in rows.reductions},
             own,
         )
+
+    @staticmethod
+    def _own_part(registered: Registered, rows: Rows, row: int, part: int, replicas: "_ReplicaNumbers") -> int:
+        """Return the part of the whole that a result of a subscriber's own ``measure`` is of."""
+        if registered.subscriber.merge == "ranks":
+            return replicas.of(*rows.keys[row])
+        return 0 if row in rows.shards and registered.subscriber.needs_whole else part
 
     @staticmethod
     def _part(kind: str, shard: ShardPosition | None) -> int:
@@ -187,6 +197,8 @@ class Exchange:
         Returns the site of a kind and module.
     model : WatchedModel
         Its roots are the modules whose calls are forwards of the model.
+    parameters : TrackedParameters
+        Its parameters.
 
     Attributes
     ----------
@@ -196,9 +208,17 @@ class Exchange:
         Number of measurements that were dropped because other ranks were too far behind.
     """
 
-    def __init__(self, bus: MessageBus, site: Callable[[str, str | None], Site], model: WatchedModel) -> None:
+    def __init__(
+        self,
+        bus: MessageBus,
+        site: Callable[[str, str | None], Site],
+        model: WatchedModel,
+        parameters: TrackedParameters,
+    ) -> None:
         self._bus = bus
         self._model = model
+        self._parameters = parameters
+        self._replicas: tuple[object, Replicas] | None = None
         self._translation = Translation(bus, site)
         self._world: World | None = None
         self._agreement: rendezvous.Agreement | None = None
@@ -241,12 +261,20 @@ class Exchange:
         """Schedule the merge of the rows of a step with those of other ranks, if there are any."""
         if not self.meet() or not plan.takes_data:
             return
-        step = _WaitingStep(self, rows.stamp)
+        step = _WaitingStep(self, rows.stamp, self._replica_numbers(plan))
         if len(self._waiting) >= WAITING:
             self._drop(rows)
             step.lost = True
         rows.rank_merge = step
         self._waiting.append(step)
+
+    def _replica_numbers(self, plan: Plan) -> "_ReplicaNumbers":
+        """Return which ranks hold the same as this one; the gradients are those of the step that ends."""
+        if not any(s.subscriber.merge == "ranks" for s in plan.subscriptions):
+            return _UNKNOWN
+        if self._replicas is None or self._replicas[0] is not self._parameters.all:
+            self._replicas = self._parameters.all, Replicas(self._parameters.all)
+        return _ReplicaNumbers(self._replicas[1].numbers, self._replicas[1].of_gradients())
 
     def _drop(self, rows: Rows) -> None:
         if not self.dropped:
@@ -339,11 +367,11 @@ class Exchange:
         if step in self._waiting:
             self._waiting.remove(step)
 
-    def pack(self, rows: Rows, is_lost: bool) -> bytes:
+    def pack(self, rows: Rows, is_lost: bool, replicas: "_ReplicaNumbers") -> bytes:
         """Return the measurements of this rank as bytes."""
         # Ranks may run another pass over the same data, or each over its own; replicas are found by their equal numbers.
         group = self._group if rows.stamp.pass_name == "training" else 0
-        own = _NOTHING if is_lost else self._translation.to_ranks(rows)
+        own = _NOTHING if is_lost else self._translation.to_ranks(rows, replicas)
         return build(_stamp(rows.stamp), own, group, self._layouts, rows.skipped, is_lost).pack(self._layouts)
 
     # -- without the other ranks -----------------------------------------------------------------------------------
@@ -380,11 +408,30 @@ class Exchange:
         self._end_gather()
 
 
+@dataclass(frozen=True, slots=True)
+class _ReplicaNumbers:
+    """The lowest of the ranks that must hold the same as this one, by parameter: of weights and states, and of gradients."""
+
+    weights: Mapping[ParameterKey, int]
+    gradients: Mapping[ParameterKey, int]
+
+    def of(self, site: Site, path: str) -> int:
+        """Return the number for a kind of tensor of a parameter."""
+        if site.kind not in PARAMETER_KINDS and not site.kind.startswith(STATE_PREFIXES):
+            return OWN
+        numbers = self.gradients if "_gradients" in site.kind else self.weights
+        return numbers.get((site.module or "", path, site.kind.startswith("bias")), OWN)
+
+
+_UNKNOWN = _ReplicaNumbers({}, {})
+
+
 class _WaitingStep:
     """A step that waits for the measurements of other ranks; see `RankMerge`."""
 
-    def __init__(self, exchange: Exchange, stamp: Stamp) -> None:
+    def __init__(self, exchange: Exchange, stamp: Stamp, replicas: "_ReplicaNumbers") -> None:
         self._exchange = exchange
+        self._replicas = replicas
         self._payload: bytes | None = None
         self.stamp = _stamp(stamp)
         self.lost = False
@@ -393,7 +440,7 @@ class _WaitingStep:
     def payload(self, rows: Rows) -> bytes:
         if self._payload is None:
             rows.load()
-            self._payload = self._exchange.pack(rows, self.lost)
+            self._payload = self._exchange.pack(rows, self.lost, self._replicas)
         return self._payload
 
     def arrived(self, rows: Rows) -> bool:

@@ -134,7 +134,7 @@ class Session:
         self.context = context = HookContext(
             *(recorder, bus.error_guard, WatchedModel(roots), native_path), stopwatch=Stopwatch(native_path.seconds)
         )
-        self.exchange = Exchange(bus, context.sites, context.model)
+        self.exchange = Exchange(bus, context.sites, context.model, context.parameters)
         self.logged = LoggedValues(bus)
         self.hooks = HookSet(context, in_graph)
         self.plans = SamplingPlans(bus, context, self.hooks.modules)

@@ -108,7 +108,8 @@ def compare_runs(
     * with `repeats`, which repeat the first run: 6 times their largest difference from it up to this step
     * without: 6 times the largest difference between the two runs before this step that was within the noise
 
-    and if this is so for most of the next 3 common steps.
+    and if this is so for most of the next 3 common steps.  Values of a kind that is declared as exact, as a fingerprint, are different
+    if they are not equal.
     Only steps that both runs have are compared, and no kinds that are declared as not comparable, as those that measure time.
 
     Parameters
@@ -131,7 +132,10 @@ def compare_runs(
                 others = [each.series(kind, name, pass_name) for each in repeats if name in each.names(kind, pass_name)]
                 found.compared += 1
                 label = kind if pass_name == "training" else f"{kind}.{pass_name}"
-                if (parting := _parting(label, name, *pair, others, tolerance)) is not None:
+                exact = first.quantity(kind).is_exact
+                if (
+                    parting := _parting(label, name, *pair, () if exact else others, 0.0 if exact else tolerance)
+                ) is not None:
                     found.partings.append(parting)
     order = ModuleOrder(first.modules)
     places = {kind: step_order(kind, first.quantities) for kind in first.kinds(None)}

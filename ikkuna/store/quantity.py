@@ -46,6 +46,8 @@ class Quantity:
         What a value of 0, and what a larger value means; empty for neither.
     is_comparable : bool
         Whether two runs can be compared by it; values that measure time or the machine differ between any two runs.
+    is_exact : bool
+        Whether two values are as different as they can be if they differ at all, as those of a fingerprint.
     is_headline : bool
         Whether a value of the network belongs to the first ones to look at, as the loss.
     family : str
@@ -78,6 +80,7 @@ class Quantity:
     zero: str = ""
     larger: str = ""
     is_comparable: bool = True
+    is_exact: bool = False
     is_headline: bool = False
     family: str = ""
     level: float | None = None

@@ -149,12 +149,13 @@ ROWS = {  # rule → the series of a run with the mistake, and of a healthy run 
     ),
     "ranks_differ": (
         {
-            ("weights_ranks_norm2_min", "fc1"): sampled([2.0, 2.0, 1.99]),
-            ("weights_ranks_norm2_max", "fc1"): sampled([2.0]),
+            ("weights_ranks_unequal", "fc1"): sampled([0.0, 0.0, 1.0]),
+            ("weights_ranks_unequal_first", "fc1"): sampled([1.0]),
+            ("weights_ranks_unequal_last", "fc1"): sampled([1.0]),
         },
-        {  # shards
-            ("weights_ranks_norm2_min", "fc1"): sampled([1.0, 1.1, 1.2]),
-            ("weights_ranks_norm2_max", "fc1"): sampled([2.0]),
+        {  # a state that each rank has for itself
+            ("weights_ranks_unequal", "fc1"): sampled([0.0]),
+            ("weight_state_exp_avg_ranks_unequal", "fc1"): sampled([1.0]),
         },
     ),
     "input_scale": (

@@ -80,6 +80,30 @@ def test_equal_runs_do_not_differ(base, tmp_path, capsys):
     assert "differs beyond the noise" in capsys.readouterr().out
 
 
+def test_one_flipped_bit_is_found_by_fingerprints(tmp_path):
+    """The lowest bit of one weight leaves its norm within the noise; the finding is the tensor at the next sample."""
+    from ikkuna.export.subscriber import FingerprintSubscriber, NormSubscriber
+
+    runs = []
+    for flips in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(6, 4)
+        optimizer, log_dir = torch.optim.SGD(model.parameters(), 1e-3), tmp_path / str(flips)
+        subscribers = FingerprintSubscriber(["weights", "biases"]), NormSubscriber("weights")
+        with ikkuna.watch(model, *subscribers, log_dir=log_dir, rules=None):
+            for step in range(12):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                if flips and step == 5:
+                    model[2].weight.data.view(torch.int32)[1, 2] ^= 1
+        runs.append(read_run(next(log_dir.iterdir())))
+    first, *others = compare_runs(*runs).partings
+    assert (first.step, first.kind, first.module) == (6, "weights_fingerprint", "2")
+    assert {parting.kind for parting in others} <= {"weights_fingerprint", "biases_fingerprint"}
+    assert not compare_runs(runs[0], runs[0]).partings
+
+
 def write(directory, values, kind="loss"):
     directory.mkdir()
     entries = [{"kind": kind, "module": None, "pass": "training", "step": i, "value": v} for i, v in enumerate(values)]

@@ -35,8 +35,13 @@ T = TypeVar("T")
 _MOST_NAMES = 100_000
 _Name = tuple[str | None, str, str | None]
 """Module, path and name of a message."""
-MERGES = ("sum", "min", "max", "last")
-"""How the rows of one module and path are merged over calls, micro-batches and ranks."""
+MERGES = ("sum", "min", "max", "last", "ranks")
+"""How the rows of one module and path are merged over calls, micro-batches and ranks.
+
+``ranks``: the last row of each rank is kept.  On several ranks ``message.data`` is then a table ``(ranks, 1 + row)``, whose first column
+is equal on ranks that hold replicas of the tensor; it is -1 if it is unknown whether ranks do, and -2 if they do not.
+A rank without the tensor has NaN.
+"""
 
 
 class _Thread(Protocol):
@@ -177,8 +182,8 @@ class Subscriber(metaclass=_RegisteringType):
         The shared statistics that it reads, from `ikkuna.numerics.statistics.FIELDS`.
     finite_only : bool
         Whether those statistics ignore NaN and Inf; otherwise they are NaN if an element is not finite.
-    merge : {'sum', 'min', 'max', 'last'}
-        How its rows are merged.
+    merge : {'sum', 'min', 'max', 'last', 'ranks'}
+        How its rows are merged, see `MERGES`.
     is_of_function : bool
         Whether it calls a function of the user, so that what it publishes says more than its class.
     derived : bool

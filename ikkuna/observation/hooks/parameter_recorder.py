@@ -243,11 +243,13 @@ class ParameterRecorder:
 
     def states(self, optimizer: Optimizer, parameters: Iterable[NamedParameter]) -> None:
         """Record the state of an optimizer for some parameters."""
+        wanted: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
         for kind in self.context.recorder.plan.states:
-            is_bias, field = kind.startswith("bias"), kind.split("_state_", 1)[1]
-            for named in parameters:
-                value = optimizer.state.get(named.parameter, {}).get(field) if named.is_bias == is_bias else None
-                if isinstance(value, Tensor):
+            wanted[kind.startswith("bias")].append((kind, kind.split("_state_", 1)[1]))
+        for named in parameters if any(wanted.values()) else ():
+            state = optimizer.state.get(named.parameter, {})
+            for kind, field in wanted[named.is_bias] if state else ():
+                if isinstance(value := state.get(field), Tensor):
                     self.context.recorder.receive(self.context.sites(kind, named.module), value, named.path)
 
     def _memory(self, parameters: Iterable[NamedParameter]) -> dict[int, tuple[Tensor, Tensor]]:

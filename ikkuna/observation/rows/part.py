@@ -91,6 +91,7 @@ _MERGE: dict[str, Callable[[Any, Any], Any]] = {
     "min": torch.minimum,
     "max": torch.maximum,
     "last": lambda known, value: value,
+    "ranks": lambda known, value: value,
 }
 
 

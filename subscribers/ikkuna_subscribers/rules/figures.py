@@ -47,8 +47,6 @@ _OTHERS = {
     "window_load_max": "RouterSubscriber(top_k)",
     "running_mean_distance": "RunningStatisticsSubscriber() for the batch norms",
     "running_variance_distance": "RunningStatisticsSubscriber() for the batch norms",
-    "weights_ranks_norm2_min": 'RankSpreadSubscriber("weights", "norm2")',
-    "weights_ranks_norm2_max": 'RankSpreadSubscriber("weights", "norm2")',
     "weight_state_step_mean": 'OptimizerStateSubscriber("step", "mean")',
     "evaluations_in_training_mode": "rules while the model trains",
     "gradients_at_step": "rules while the model trains",
@@ -78,6 +76,8 @@ def _source(kind: str) -> str:
     if kind in _OTHERS:
         return _OTHERS[kind]
     tensor, _, statistic = kind.rpartition("_")
+    if "_ranks_unequal" in kind:
+        return "ReplicaSubscriber() on several ranks"
     if kind.startswith(("output_", "prediction_", "label_")):
         return "PredictionSubscriber()"
     return f'{_STATISTICS[statistic]}("{tensor}")'

@@ -329,3 +329,34 @@ extern "C" void set_parallel_for(void *function) { parallel_for = reinterpret_ca
 EXPORT(float32, float, FLOAT32)
 EXPORT(float64, double, FLOAT64)
 EXPORT(bfloat16, uint16_t, BFLOAT16)
+
+// ---- bits -------------------------------------------------------------------------------------------------------------
+//
+// The sum of BASE^i * x[i] modulo 2^64, see `ikkuna.numerics.bits`: eight polynomials in BASE^8, which do not wait for each other.
+
+namespace {
+
+template <class T>
+uint64_t bit_sum(const T *x, int64_t n) {
+    constexpr uint64_t BASE = 6364136223846793005u;
+    constexpr int LANES = 8;
+    uint64_t step = 1, sums[LANES] = {};
+    for (int l = 0; l < LANES; l++) step *= BASE;
+    const int64_t whole = n / LANES * LANES;
+    for (int64_t i = whole; i < n; i++) sums[i - whole] = uint64_t(int64_t(x[i]));
+    for (int64_t i = whole - LANES; i >= 0; i -= LANES) {
+        for (int l = 0; l < LANES; l++) sums[l] = sums[l] * step + uint64_t(int64_t(x[i + l]));
+    }
+    uint64_t total = 0;
+    for (int l = LANES - 1; l >= 0; l--) total = total * BASE + sums[l];
+    return total;
+}
+
+}  // namespace
+
+// `x` has `n` words of 1, 2 or 4 bytes.
+extern "C" int64_t bit_sum_of_words(const void *x, int64_t n, int bytes) {
+    return bytes == 1   ? int64_t(bit_sum(static_cast<const int8_t *>(x), n))
+           : bytes == 2 ? int64_t(bit_sum(static_cast<const int16_t *>(x), n))
+                        : int64_t(bit_sum(static_cast<const int32_t *>(x), n));
+}

@@ -208,6 +208,9 @@ class Library:
         }
         self._codes = {dtype: _typed(kernels, f"codes_{name}", _CODES) for dtype, name in DTYPES.items()}
         self._sampled = {dtype: _typed(kernels, f"sampled_codes_{name}", _SAMPLED) for dtype, name in DTYPES.items()}
+        self._bit_sum = _typed(
+            kernels, "bit_sum_of_words", (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int), ctypes.c_int64
+        )
         _typed(kernels, "set_parallel_for", (ctypes.c_void_p,))(parallel_for())
         self._use_vectors = _typed(kernels, "use_vectors", (ctypes.c_int,), ctypes.c_int)
         wanted = os.environ.get("IKKUNA_KERNELS")
@@ -285,6 +288,10 @@ class Library:
     def codes(self, x: Tensor, m: int, counts: Tensor) -> None:
         """Overwrite `counts` with the counts of the float codes of `x`."""
         self._codes[x.dtype](x.data_ptr(), x.numel(), 23 - m, counts.data_ptr(), counts.numel() // 2)
+
+    def bit_sum(self, words: Tensor) -> int:
+        """Return the weighted sum of contiguous integers of 8, 16 or 32 bits, see `ikkuna.numerics.bits`."""
+        return int(self._bit_sum(words.data_ptr(), words.numel(), words.element_size()))
 
     def sampled_codes(self, x: Tensor, m: int, counts: Tensor, seed: int) -> None:
         """Overwrite `counts` with those of 65,536 elements, one at random out of each of so many equal runs, scaled to all of `x`."""

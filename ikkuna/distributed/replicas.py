@@ -1,0 +1,101 @@
+"""Which ranks must hold the same bits of a parameter, because the program says that they are replicas."""
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch.distributed
+from torch import nn
+
+from ikkuna.distributed.block import OWN
+from ikkuna.distributed.dtensor import is_distributed
+from ikkuna.support.modules import NamedParameter
+
+__all__ = ["NOT_REPLICATED", "ParameterKey", "Replicas", "replica_number"]
+
+
+ParameterKey = tuple[str, str, bool]
+"""Module, path, and whether the parameter is a bias."""
+
+NOT_REPLICATED = -2
+"""The number of a tensor that may differ between ranks; :data:`OWN` is that of a tensor of which nothing is known."""
+
+_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
+
+
+class Replicas:
+    """The replicas of the parameters of a model.
+
+    A program says that ranks are replicas in two ways:
+
+    * ``DistributedDataParallel`` broadcasts the parameters of its module when it is created, and averages their gradients.
+      Parameters that it ignores are no replicas, and none are if a hook of the user, or of local SGD, replaces the averaging.
+    * A DTensor, as those of FSDP2, is equal on the ranks along the dimensions of its mesh whose placement is ``Replicate``.
+
+    Other shards, and what a wrapper leaves out, may differ.  Of parameters without a wrapper nothing is known here.
+
+    Parameters
+    ----------
+    parameters : iterable of NamedParameter
+        The parameters.
+
+    Attributes
+    ----------
+    numbers : mapping
+        For each parameter the lowest of the ranks that must hold the same as this one, or one of the numbers below 0.
+    """
+
+    def __init__(self, parameters: Iterable[NamedParameter]) -> None:
+        self._wrappers: dict[int, tuple[Any, int]] = {}
+        for wrapper in _wrappers():
+            number = NOT_REPLICATED
+            if _averages(wrapper):
+                number = min(torch.distributed.get_process_group_ranks(wrapper.process_group))
+            for name, parameter in wrapper.module.named_parameters():
+                is_left_out = name in wrapper.parameters_to_ignore
+                self._wrappers[id(parameter)] = wrapper, NOT_REPLICATED if is_left_out else number
+        self.numbers: dict[ParameterKey, int] = {}
+        self._wrapper_of: dict[ParameterKey, Any] = {}
+        for named in parameters:
+            key, parameter = (named.module, named.path, named.is_bias), named.parameter
+            if is_distributed(parameter):
+                self.numbers[key] = replica_number(parameter)
+            else:
+                self._wrapper_of[key], self.numbers[key] = self._wrappers.get(id(parameter), (None, OWN))
+
+    def of_gradients(self) -> Mapping[ParameterKey, int]:
+        """Return the numbers for gradients, which may differ if the last forward was in ``no_sync()``."""
+        waiting = {key for key, wrapper in self._wrapper_of.items() if not _is_reduced(wrapper)}
+        return self.numbers | dict.fromkeys(waiting, NOT_REPLICATED) if waiting else self.numbers
+
+
+def _is_reduced(wrapper: Any) -> bool:
+    return wrapper is None or bool(getattr(wrapper, "require_forward_param_sync", True))
+
+
+def _wrappers() -> list[Any]:
+    """Return the living data-parallel wrappers that are set up."""
+    ddp = nn.parallel.DistributedDataParallel
+    found = (each for each in gc.get_objects() if issubclass(type(each), ddp))
+    return [wrapper for wrapper in found if hasattr(wrapper, "process_group")]
+
+
+def _averages(wrapper: Any) -> bool:
+    """Return whether a wrapper averages gradients over all its ranks."""
+    hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    sources = [f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}" for hook in hooks]
+    return all(source.startswith(_OF_TORCH) and "post_localSGD" not in source for source in sources)
+
+
+def replica_number(parameter: nn.Parameter) -> int:
+    """Return the lowest of the ranks that have the same shard of a DTensor; :data:`NOT_REPLICATED` if no other rank has it."""
+    dtensor = cast(Any, parameter)
+    coordinate, mesh = dtensor.device_mesh.get_coordinate(), dtensor.device_mesh.mesh
+    if coordinate is None:
+        return NOT_REPLICATED
+    line = [
+        slice(None) if placement.is_replicate() else place
+        for place, placement in zip(coordinate, dtensor.placements, strict=True)
+    ]
+    ranks = mesh[tuple(line)].flatten().tolist()
+    return int(min(ranks)) if len(ranks) > 1 else NOT_REPLICATED

@@ -1,0 +1,94 @@
+"""A rule about ranks that must hold the same bits."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import distributed
+
+from ikkuna.diagnosis import History, Network, Rule, Score
+from ikkuna_subscribers.fingerprint import REPLICATED, ReplicaSubscriber
+from ikkuna_subscribers.rules.figures import sources
+
+__all__ = ["RanksDifferRule"]
+
+
+_UNEQUAL = {f"{kind}_ranks_unequal": kind for kind in REPLICATED}
+
+
+class RanksDifferRule(Rule):
+    """Replicas of a parameter, a reduced gradient or an optimizer state differ between ranks, by one bit or more.
+
+    Threshold: a fact, at one sample.  The finding names the tensor, the ranks, and the samples between which it happened.
+    Of three or more replicas the minority is named; of two both, because nothing shows which of them is wrong.
+    A field of the optimizer's state of which no tensor was ever equal, such as the error that a compression keeps, may differ.
+    Cannot see: tensors of which the program does not say that they are replicas (see `ReplicaSubscriber`); buffers;
+    a difference that is gone before the tensor is read; a run with one process.
+    """
+
+    name = "ranks_differ"
+    version = 2
+    needs = sources("weights_ranks_unequal")
+    uses = sources(*(f"{kind}{end}" for kind in _UNEQUAL for end in ("", "_first", "_last")))
+    judged_on = frozenset(_UNEQUAL)
+    patience = 1
+    severity = "error"
+    severity_while_falling = "error"
+    meaning = "Ranks that must hold the same bits differ."
+    advice = (
+        "search for parameters and gradients that change on one rank only (clipping, a seed, a module that bypasses the wrapper), "
+        "for gradients that are not reduced over all ranks, and check the memory of the named device"
+    )
+
+    def subscribers(self, network: Network, every: int) -> Sequence[Any]:
+        """Return a subscriber if there are several ranks."""
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+            return ()
+        return (ReplicaSubscriber(subsample=every),)
+
+    def scores(self, history: History) -> Iterator[Score]:
+        """Yield a score for each module of which a tensor was compared."""
+        memory, found = history.memory[self.name], dict[str, tuple[float, str, list[str]]]()
+        for kind, tensor in _UNEQUAL.items():
+            fresh = list(history.fresh(kind))
+            equal_now = {(kind, name): history.step for name, curve in fresh if not curve.last}
+            memory.update(equal_now)
+            if equal_now:
+                memory[kind] = True
+            is_local = "_state_" in tensor and kind not in memory
+            for name, curve in fresh:
+                figure, first, texts = found.setdefault(name, (0.0, kind, []))
+                if not curve.last or is_local:
+                    continue
+                equal = memory.get((kind, name))
+                texts.append(f"{_what(tensor)}: {_ranks(history, kind, name)}; {_since(equal, history.step)}.")
+                found[name] = max(figure, curve.last), first if figure else kind, texts
+        for name, (figure, kind, texts) in found.items():
+            yield Score(float(figure > 0), figure, name, kind, detail=" ".join(texts))
+
+
+def _what(tensor: str) -> str:
+    """Return the words for a kind of tensor.
+
+    Examples
+    --------
+    >>> _what("weights"), _what("bias_gradients"), _what("weight_state_exp_avg")
+    ('The weight', 'The gradient of the bias', 'exp_avg of the weight')
+    """
+    owner = "bias" if tensor.startswith("bias") else "weight"
+    if tensor in ("weights", "biases"):
+        return f"The {owner}"
+    of = "The gradient" if tensor.endswith("_gradients") else tensor.partition("_state_")[2]
+    return f"{of} of the {owner}"
+
+
+def _ranks(history: History, kind: str, name: str) -> str:
+    ends = (history.curves(f"{kind}_{end}").get(name) for end in ("first", "last"))
+    low, high = (int(curve.last) if curve is not None else 0 for curve in ends)
+    count = int(history.curves(kind)[name].last)
+    if low == high:
+        return f"rank {low} differs from the others"
+    return f"ranks {low} and {high} differ" if count == 1 else f"{count} ranks between {low} and {high} differ"
+
+
+def _since(equal: int | None, step: int) -> str:
+    return f"equal at step {equal}, different at step {step}" if equal is not None else f"never equal up to step {step}"
