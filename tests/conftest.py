@@ -4,6 +4,7 @@ import gc
 import logging
 import signal
 
+import hypothesis
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -11,6 +12,9 @@ from torch.optim import optimizer as torch_optimizer
 from ikkuna.export.messages import MessageBus
 from ikkuna.observation.hooks import optimizers
 from tests import simulated_device
+
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture

@@ -386,7 +386,7 @@ ACTIVATION_BEFORE_LOSS = Mistake(
     "activation_before_loss",
     meaning="The outputs have passed an activation function before the cross-entropy, which limits the scores of classes.",
     advice="remove the last activation function of the model",
-    explains=_names("no_learning plateau"),
+    explains=_names("no_learning plateau dead_units"),
 )
 NO_LOG_SOFTMAX = Mistake(
     "no_log_softmax",

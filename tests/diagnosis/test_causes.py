@@ -107,3 +107,27 @@ def test_a_value_that_is_not_finite_is_located_by_the_series(series, module, tex
     finding = judged("nonfinite", WEIGHTS | GRADIENTS | series)
     assert finding.module == module
     assert text in finding.message
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1e-8, {"clipped_hard"}), (1e5, set())])
+def test_clipping_explains_updates_that_are_rounded_away(limit, expected, tmp_path):
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with ikkuna.watch(model, loss=loss, log_dir=tmp_path, backend="null", verbosity=0) as exporter:
+        for _ in range(80):
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            loss(model(x), labels_of(x)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+    assert {finding.rule for finding in exporter.findings} & {"clipped_hard", "lost_updates"} == expected
+    assert all("lost_updates" in finding.consequences for finding in exporter.findings)
+
+
+def test_an_activation_before_the_loss_explains_its_dead_units(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2), nn.ReLU())
+    nn.init.constant_(model[2].bias, -9.0)
+    found = train(model, lambda step: ((x := torch.randn(16, 8)), labels_of(x)), tmp_path)
+    assert "dead_units" in found["activation_before_loss"].consequences

@@ -215,6 +215,10 @@ def test_padding_of_flattened_sequences_is_no_mistake(tmp_path):
     assert named(watched) == set()
 
 
+def test_scores_of_inputs_that_are_not_scaled_hide_no_optimum(tmp_path):
+    assert named(train(SCORES, nn.CrossEntropyLoss(), CLASSES, tmp_path, inputs=X * 5000)) == set()
+
+
 @pytest.mark.parametrize("options", [{"preflight": False}, {"rules": None}, {"mute": ["softmax_twice"]}])
 def test_what_was_switched_off_is_not_named(options, tmp_path):
     assert not named(train([nn.Linear(8, 4), nn.Softmax(-1)], nn.CrossEntropyLoss(), CLASSES, tmp_path, **options))

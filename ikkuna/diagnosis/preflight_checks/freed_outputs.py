@@ -18,6 +18,7 @@ __all__ = ["freed_outputs"]
 
 
 _STEPS, _MOST_ELEMENTS = 250, 1_000_000
+_SCORE = 10.0
 _ROUNDING = 1e-5  # relative; a loss in float32 sums many terms
 _REACH = {"Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Relu": (0.0, float("inf"))}
 
@@ -120,8 +121,12 @@ class _FreeLoss:
 
     def descend(self, mapping: _Map) -> tuple[list[Tensor], list[Tensor]]:
         """Return the free numbers at the first step, and after some steps of Adam without the model."""
-        begin = self.start(mapping)
-        free, labels = [value.clone() for value in begin], self.labels
+        begin, labels = self.start(mapping), self.labels
+        if (
+            not labels.is_floating_point()
+        ):  # the steps do not reach the optimum from the scores of inputs that are not scaled
+            begin[self.place] = begin[self.place].clamp(-_SCORE, _SCORE)
+        free = [value.clone() for value in begin]
         scale = float(labels.abs().max()) if labels.is_floating_point() and labels.numel() else 10.0
         rate = 0.05 * max(1.0, scale)
         means, squares = [torch.zeros_like(x) for x in free], [torch.zeros_like(x) for x in free]

@@ -134,9 +134,10 @@ class ForwardHooks:
         if count > _FEW and not self._warned:
             self._warned = True
             log.warning(
-                "%d forwards in training without a step of an optimizer that owns parameters of the model: nothing is published. "
-                "If no optimizer of torch.optim updates the model, call exporter.step() after each step; if only a part of the model "
-                "was added, set the whole model with exporter.set_model()",
+                "%d forwards in training without a step of an optimizer that owns parameters of the model: it is not trained, and nothing "
+                "is published. Check that optimizer.step() is called, and that the optimizer has the parameters of this model. If no "
+                "optimizer of torch.optim updates it, call exporter.step() after each step; if only a part of the model was added, set "
+                "the whole model with exporter.set_model()",
                 count,
             )
 

@@ -117,7 +117,7 @@ class ClippedHardRule(Rule):
     thresholds = ("share",)
     share: float = 0.01
     patience = 5
-    explains = frozenset(("lr_too_low", "no_learning", "plateau", "update_ratio"))
+    explains = frozenset(("lr_too_low", "lost_updates", "no_learning", "plateau", "update_ratio"))
     meaning = "Clipping leaves only {figure:.2g} of the gradient, in every sample."
     advice = "raise the clipping threshold to about the usual norm of the gradient"
 
