@@ -598,6 +598,26 @@ def spikes_with_a_surrogate_gradient():
     return nn.Sequential(nn.Linear(20, 64), Spikes(), nn.Linear(64, 10)), vectors(), nn.CrossEntropyLoss()
 
 
+@healthy
+def outputs_at_the_limit_of_their_last_activation():
+    model = nn.Sequential(stack([20, 64, 5]), nn.ReLU())
+    nn.init.constant_(model[0][-1].bias, -0.1)
+    return model, vectors(), lambda output, y: functional.cross_entropy(output + 0.0, y.clamp_max(4))
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize("ignored", [-100, 9])
+def test_large_first_outputs_are_not_taken_for_another_optimum(size, ignored):
+    """The descent of the outputs is too short for them: it ends far from the labels."""
+    torch.manual_seed(0)
+    x, y = vectors()
+    loss = nn.CrossEntropyLoss(ignore_index=ignored)
+    found = {f.rule for f in ikkuna.preflight(stack([20, 64, 10]), (size * x, y), loss)}
+    assert not found & {"wrong_optimum", "unbounded_loss"}
+    found = {f.rule for f in ikkuna.preflight(stack([20, 64, 10]), (size * x, y), lambda *a: -loss(*a))}
+    assert found & {"wrong_optimum", "unbounded_loss"}
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named(name):
     torch.manual_seed(0)
@@ -610,6 +630,62 @@ def test_a_sample_with_nan_is_named():
     x[5, 3] = x[7, 1] = float("nan")
     (finding,) = ikkuna.preflight(stack([20, 64, 10]), (x, y), nn.CrossEntropyLoss())
     assert "2 NaN or infinite elements in 2 samples, the first of which is sample 5" in finding.message
+
+
+class Looking(nn.Module):
+    """A language model whose second layer looks at all positions, or at other samples."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.embedding, self.first, self.axis = nn.Embedding(20, 12), nn.Linear(12, 12), axis
+        self.mean, self.head = nn.Identity(), nn.Linear(12, 20)
+        self.mean.forward = lambda x: x + x.mean(self.axis, keepdim=True)
+
+    def forward(self, x):
+        return self.head(self.mean(self.first(self.embedding(x))))
+
+
+def test_the_module_that_mixes_positions_or_samples_is_named():
+    torch.manual_seed(0)
+    x = torch.randint(20, (8, 13))
+    for axis, rule in ((1, "time_leak"), (0, "batch_leak")):
+        found = ikkuna.preflight(Looking(axis), (x[:, :-1], x[:, 1:]), over_all_tokens)
+        assert [(f.rule, f.module) for f in found] == [(rule, "mean")]
+    function, _ = FAULTS["forgotten_batch_first"]
+    model, batch, loss = function()
+    (finding,) = ikkuna.preflight(model, batch, loss)
+    assert finding.module == "rnn"
+
+
+@pytest.mark.parametrize(
+    ("activation", "rule", "loss"),
+    [
+        (nn.Softmax(1), "softmax_twice", nn.CrossEntropyLoss()),
+        (nn.ReLU(), "activation_before_loss", nn.CrossEntropyLoss()),
+        (nn.Sigmoid(), "sigmoid_twice", nn.BCEWithLogitsLoss()),
+        (nn.Tanh(), "labels_out_of_reach", nn.MSELoss()),
+    ],
+)
+def test_an_activation_at_the_end_is_named_if_it_is_a_module(activation, rule, loss):
+    torch.manual_seed(0)
+    x, y = vectors()
+    y = (
+        y
+        if isinstance(loss, nn.CrossEntropyLoss)
+        else (torch.rand(len(x), 10) > 0.5).float() * (1 + 2 * (rule == "labels_out_of_reach"))
+    )
+    inner = nn.Sequential(nn.Linear(20, 10), activation)
+
+    class Function(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.unused = nn.Linear(20, 10), nn.Dropout()
+
+        def forward(self, x):
+            return activation.forward(self.linear(x))
+
+    for model, module in ((inner, "1"), (Function(), None)):
+        assert {f.rule: f.module for f in ikkuna.preflight(model, (x, y), loss)}[rule] == module
 
 
 @pytest.mark.parametrize("name", HEALTHY)

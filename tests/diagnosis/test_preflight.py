@@ -223,7 +223,7 @@ def broadcast_in_a_loss_by_hand():
 # -- the loss
 
 
-@mistake(("softmax_twice", "error", None))
+@mistake(("softmax_twice", "error", "1"))
 def softmax_before_cross_entropy():
     model = nn.Sequential(stack([20, 64, 10]), nn.Softmax(-1))
     return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
@@ -253,13 +253,13 @@ def scores_for_a_loss_of_log_probabilities():
     return classifier(loss=nn.NLLLoss())
 
 
-@mistake(("sigmoid_twice", "error", None))
+@mistake(("sigmoid_twice", "error", "1"))
 def sigmoid_twice():
     model = nn.Sequential(stack([20, 64, 5]), nn.Sigmoid())
     return with_optimizer(model, (torch.randn(32, 20), torch.rand(32, 5).round()), nn.BCEWithLogitsLoss())
 
 
-@mistake(("activation_before_loss", "warning", None))
+@mistake(("activation_before_loss", "warning", "1"))
 def relu_after_the_last_layer():
     model = nn.Sequential(stack([20, 64, 10]), nn.ReLU())
     return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
@@ -468,7 +468,7 @@ def softmax_over_the_batch():
     return with_optimizer(Model(), vectors(), nn.CrossEntropyLoss())
 
 
-@mistake(("batch_leak", "error", None))
+@mistake(("batch_leak", "error", "rnn"))
 def reshape_in_place_of_transpose():
     class Model(nn.Module):
         def __init__(self):
@@ -482,7 +482,7 @@ def reshape_in_place_of_transpose():
     return with_optimizer(Model(), tokens(), nn.CrossEntropyLoss())
 
 
-@mistake(("time_leak", "error", None))
+@mistake(("time_leak", "error", "encoder.layers.0.self_attn"))
 def language_model_without_a_mask():
     class Model(Transformer):
         def forward(self, x):
@@ -492,7 +492,7 @@ def language_model_without_a_mask():
     return with_optimizer(Model(causal=True), (x[:, :-1], x[:, 1:].flatten()), nn.CrossEntropyLoss())
 
 
-@mistake(("time_leak", "error", None))
+@mistake(("time_leak", "error", "rnn"))
 def bidirectional_language_model():
     model = LanguageModel()
     model.rnn, model.head = nn.LSTM(32, 32, batch_first=True, bidirectional=True), nn.Linear(64, 50)

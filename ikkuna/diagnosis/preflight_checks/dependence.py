@@ -3,7 +3,8 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ikkuna.diagnosis.mistakes import BATCH_LEAK, BATCH_POSITION, IGNORES_INPUT, INPLACE_CHANGES_OUTPUT, RANDOM_OUTPUT
-from ikkuna.diagnosis.preflight_checks.batch import by_sample, sample_axis, share_between_samples
+from ikkuna.diagnosis.preflight_checks.batch import Batch, by_sample, sample_axis, share_between_samples, tensors_of
 from ikkuna.diagnosis.preflight_checks.first_step import ForwardRecord, recorded
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError, arranged_scores, main_output
 from ikkuna.diagnosis.preflight_checks.signal import require_different_samples
@@ -23,7 +24,14 @@ from ikkuna.support.modules import class_name
 from ikkuna.support.torch_internals import BATCH_NORMS
 from ikkuna.support.undisturbed import run_model
 
-__all__ = ["batch_leak", "ignores_input", "inplace_changes_output", "random_output", "relative_change"]
+__all__ = [
+    "batch_leak",
+    "changing_module",
+    "ignores_input",
+    "inplace_changes_output",
+    "random_output",
+    "relative_change",
+]
 
 
 _EPSILONS = 100  # a kernel may round differently for other data in the batch
@@ -56,14 +64,86 @@ def batch_leak(trial: Trial) -> Iterator[Finding]:
     ):
         raise CannotJudgeError("the output compares the samples with each other")
     leak, moved = (_least_change(trial, change) for change in (_change_by_others, _change_by_order))
-    if (leak or moved) and _keeps_graph(trial):
+    if not leak and not moved:
+        return
+    if _keeps_graph(trial):
         raise CannotJudgeError("the model keeps a graph, which connects the samples on purpose")
     if leak:
         recurrent = [name for module, name in trial.names.items() if getattr(module, "batch_first", True) is False]
         detail = f"The first axis of {recurrent[0]} is that of time: batch_first is False." if recurrent else ""
-        yield BATCH_LEAK.found(leak, detail=detail)
-    elif moved:
+        yield BATCH_LEAK.found(leak, _mixing_module(trial) or next(iter(recurrent), None), detail=detail)
+    else:
         yield BATCH_POSITION.found(moved)
+
+
+def _mixing_module(trial: Trial) -> str | None:
+    """Return the module that mixes the samples of the first axis, if it is one."""
+    size = trial.batch.size
+
+    def copies(tensor: Tensor) -> Tensor:
+        axis = sample_axis(tensor, size)
+        return tensor if axis is None else _copies_of_last(tensor, axis)
+
+    def last(tensor: Tensor) -> Tensor | None:
+        samples = by_sample(tensor, size)
+        return None if samples is None else samples[-1:]
+
+    return changing_module(trial, trial.batch.map(copies), last)
+
+
+def changing_module(trial: Trial, changed: Batch, part: Callable[[Tensor], Tensor | None]) -> str | None:
+    """Return the innermost module that first has another output for another batch, although its inputs are the same.
+
+    Parameters
+    ----------
+    trial : Trial
+        The model, with its batch.
+    changed : Batch
+        The other batch.
+    part : callable
+        Returns the part of a tensor that is compared; ``None`` if the tensor has no such part.
+
+    Returns
+    -------
+    str or None
+        ``None`` if it is the model itself, or if the model uses random numbers or calls other modules for the other batch.
+    """
+    if trial.evaluation.draws:
+        return None
+    before, after = (_calls(trial, batch) for batch in (trial.batch, changed))
+    if [name for name, *_ in before] != [name for name, *_ in after]:
+        return None
+
+    def differ(a: list[Tensor], b: list[Tensor]) -> list[bool]:
+        pairs = [(part(x), part(y)) for x, y in zip(a, b, strict=False)]
+        return [_is_other(x, y) for x, y in pairs if x is not None and y is not None and x.shape == y.shape]
+
+    for (name, inputs, outputs), (_, *others) in zip(before, after, strict=True):
+        received = differ(inputs, others[0])
+        if received and not any(received) and any(differ(outputs, others[1])):
+            return name
+    return None
+
+
+def _is_other(a: Tensor, b: Tensor) -> bool:
+    return relative_change(a, b, a) > 0 if a.is_floating_point() and a.numel() else not torch.equal(a, b)
+
+
+def _calls(trial: Trial, batch: Batch) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """Return name, inputs and outputs of each call of a module inside of the model, in the order in which they end."""
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
+
+    def keep(name: str, args: Any, kwargs: Any, output: Any) -> None:
+        inputs, outputs = ([t.detach().clone() for t in tensors_of(x)] for x in ((args, kwargs), output))
+        calls.append((name, inputs, outputs))
+
+    with trial.running(), ExitStack() as stack:
+        for module, name in trial.names.items():
+            if module is not trial.model:
+                hook = partial(lambda name, module, args, kwargs, output: keep(name, args, kwargs, output), name)
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        run_model(trial.model, batch.copy().inputs)
+    return calls
 
 
 def _least_change(trial: Trial, change: Callable[[Trial, int], float]) -> float:
@@ -113,11 +193,11 @@ def _change_by_others(trial: Trial, preferred: int) -> float:
 
     The first one does not show an RNN along the axis of samples, in which it sees itself only.
     """
+    return _change(trial, preferred, _copies_of_last, slice(-1, None))
 
-    def copies(tensor: Tensor, axis: int) -> Tensor:
-        return tensor.narrow(axis, tensor.shape[axis] - 1, 1).expand_as(tensor).clone()
 
-    return _change(trial, preferred, copies, slice(-1, None))
+def _copies_of_last(tensor: Tensor, axis: int) -> Tensor:
+    return tensor.narrow(axis, tensor.shape[axis] - 1, 1).expand_as(tensor).clone()
 
 
 def _change_by_order(trial: Trial, preferred: int) -> float:

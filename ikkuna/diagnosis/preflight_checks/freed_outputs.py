@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -112,6 +113,11 @@ class _FreeLoss:
             torch.zeros_like(x) if g is None else g.detach() for x, g in zip(sources, found, strict=True)
         ]
 
+    def value(self, free: list[Tensor]) -> float:
+        """Return the loss of free numbers."""
+        with torch.no_grad():
+            return float(self(free, self.map))
+
     def of_main(self, value: Tensor) -> float:
         """Return the loss with another main output, the others as in the first step."""
         free = self.start(_IDENTITY)
@@ -146,8 +152,11 @@ def freed_outputs(trial: Trial) -> Iterator[Finding]:
         begin, end = loss.descend(loss.map)
         if not all(bool(value.isfinite().all()) for value in end):
             raise CannotJudgeError("the loss of other outputs is not finite")
+        best = _loss_of_labels(loss, end)
         limit = _limit(loss, begin, end)
-        yield from _wrong_optimum(loss, end, limit)
+        limit = None if limit is not None and best < limit else limit
+        if not best < loss.value(end):
+            yield from _wrong_optimum(loss, end, limit)
         if limit is not None:
             yield _unbounded(loss, limit)
         yield from _without_gradient(loss, begin)
@@ -169,7 +178,7 @@ def _limit(loss: _FreeLoss, begin: list[Tensor], end: list[Tensor]) -> float | N
         return None
     labels = loss.labels
     with torch.no_grad():
-        ten, hundred = (float(loss(_further(loss.place, begin, end, factor), loss.map)) for factor in (10.0, 100.0))
+        ten, hundred = (loss.value(_further(loss.place, begin, end, factor)) for factor in (10.0, 100.0))
         if labels.is_floating_point() and labels.shape != loss.main.shape:
             none, one, two = (float(loss(begin, loss.map, labels * factor)) for factor in (0.0, 1.0, 2.0))
             if abs(two - 2 * one + none) <= _ROUNDING * max(map(abs, (none, one, two))):
@@ -219,6 +228,27 @@ def _wrong_optimum(loss: _FreeLoss, end: list[Tensor], limit: float | None) -> I
         if correlation < -0.5:
             detail = "The outputs of larger labels are smaller: the sign of the loss is wrong."
             yield mistakes.WRONG_OPTIMUM.found(correlation, detail=detail)
+
+
+def _label_signs(loss: _FreeLoss) -> Tensor | None:
+    """Return 1 at the score of each label and -1 at the others, in the shape of the outputs; ``None`` if a label is no class."""
+    axis, labels = class_axis(loss.main, loss.labels), loss.labels
+    if axis is None or not bool(((labels >= 0) & (labels < loss.main.shape[axis])).all()):
+        return None
+    shape = loss.main.shape[:axis] + loss.main.shape[axis + 1 :]
+    right = torch.nn.functional.one_hot(labels.long().reshape(shape), loss.main.shape[axis]).movedim(-1, axis)
+    return (2 * right - 1).float()
+
+
+def _loss_of_labels(loss: _FreeLoss, end: list[Tensor]) -> float:
+    """Return the loss of large scores for the labels; infinity without scores of classes.
+
+    From very large outputs the descent does not arrive: then this loss is lower than that of its end, and of what lies behind it.
+    """
+    signs = _label_signs(loss)
+    if signs is None:
+        return math.inf
+    return loss.value([50.0 * signs if i == loss.place else x for i, x in enumerate(end)])
 
 
 _SHIFTS = range(-2, 3)  # a loss may compare each output with a label some positions away
@@ -278,16 +308,9 @@ def _floor(loss: _FreeLoss) -> Iterator[Finding]:
 
     Scores of 50 and 100 for the label, or for all other classes, have the same loss then; that of a cross-entropy grows with wrong scores.
     """
-    axis = class_axis(loss.main, loss.labels)
-    if loss.map is not _IDENTITY or axis is None or len(loss.main) < 2 or loss.trial.mixes_outputs:
+    signs = _label_signs(loss)
+    if loss.map is not _IDENTITY or signs is None or len(loss.main) < 2 or loss.trial.mixes_outputs:
         return
-    labels = loss.labels
-    known = (labels >= 0) & (labels < loss.main.shape[axis])
-    if not bool(known.all()):
-        return
-    shape = loss.main.shape[:axis] + loss.main.shape[axis + 1 :]
-    right = torch.nn.functional.one_hot(labels.long().reshape(shape), loss.main.shape[axis]).movedim(-1, axis)
-    signs = (2 * right - 1).float()
     good, better, bad, worse = (loss.of_main(size * signs) for size in (50.0, 100.0, -50.0, -100.0))
     span = worse - better
     is_bounded = abs(worse - bad) <= 1e-3 * abs(worse) and abs(better - good) <= 1e-3 * abs(better)
@@ -314,7 +337,8 @@ def _out_of_reach(loss: _FreeLoss) -> Iterator[Finding]:
     if bool(missed.any()):
         share = float(missed.float().mean())
         ends = f"the labels go from {float(labels.min()):.3g} to {float(labels.max()):.3g}"
-        yield mistakes.LABELS_OUT_OF_REACH.found(share, detail=f"The last operation is {last[0].lower()}, and {ends}.")
+        detail = f"The last operation is {last[0].lower()}, and {ends}."
+        yield mistakes.LABELS_OUT_OF_REACH.found(share, loss.trial.last_activation, detail=detail)
 
 
 def _no_distribution(loss: _FreeLoss) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ def labels_of_other_samples(trial: Trial) -> Iterator[Finding]:
     """Find outputs that the loss compares with labels of other samples, as after a reshape in place of a transpose.
 
     Two samples exchange their inputs, then their labels.  The outputs whose gradient changes with the labels must be among those that
-    change with the inputs.
+    change with the inputs.  The scores of a prediction count as one output: some of them can stay at the limit of an activation.
     """
     labels, size = _labels(trial), trial.batch.size or 0
     if trial.evaluation.draws or trial.evaluated.shape != trial.output.shape or trial.mixes_outputs:
@@ -48,6 +48,8 @@ def labels_of_other_samples(trial: Trial) -> Iterator[Finding]:
     by_inputs = (output - trial.evaluated).abs() > 100 * torch.finfo(output.dtype).eps * trial.evaluated.abs().max()
     a, b = (trial.gradient_of_output(trial.output, y) for y in (labels, exchanged.view(labels.shape)))
     by_labels = (a - b).abs() > _CHANGED * torch.maximum(a.abs().max(), b.abs().max())
+    if not labels.is_floating_point() and output.ndim > 1:
+        by_inputs, by_labels = by_inputs.any(-1), by_labels.any(-1)
     if any(bool(changed.all()) or not bool(changed.any()) for changed in (by_inputs, by_labels)):
         raise CannotJudgeError("every output depends on every label or input, or none does")
     share = float((by_labels & ~by_inputs).sum() / by_labels.sum())

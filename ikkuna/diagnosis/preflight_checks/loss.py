@@ -106,18 +106,19 @@ def softmax_twice(trial: Trial) -> Iterator[Finding]:
     _ = trial.loss_value
     if isinstance(trial.loss, nn.BCEWithLogitsLoss):
         if last == ("Sigmoid",):
-            yield SIGMOID_TWICE.found()
+            yield SIGMOID_TWICE.found(module=trial.last_activation)
         return
     task = trial.classification
     known = task.counted
     if _is_cross_entropy(trial, known):
         if task.are_probabilities:
-            yield SOFTMAX_TWICE.found()
+            yield SOFTMAX_TWICE.found(module=trial.last_activation)
         elif task.are_log_probabilities and last == ("LogSoftmax",):
             detail = "The model returns their logarithms, of which the softmax is the same: the loss is right."
             yield SOFTMAX_TWICE.found(detail=detail, at_most="info")
         elif last and last[0] in ("Relu", "Sigmoid", "Tanh"):
-            yield ACTIVATION_BEFORE_LOSS.found(detail=f"It is {last[0].lower()}.")
+            detail = f"It is {last[0].lower()}."
+            yield ACTIVATION_BEFORE_LOSS.found(module=trial.last_activation, detail=detail)
     elif _is_nll(trial, known) and not task.are_log_probabilities:
         kind = "probabilities" if task.are_probabilities else "scores without a softmax"
         yield NO_LOG_SOFTMAX.found(detail=f"The model returns {kind}.")

@@ -1,6 +1,7 @@
 """Checks of models of sequences: later positions, the offset of labels, padding."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from ikkuna.diagnosis.mistakes import LABEL_OFFSET, PADDING_CHANGES_OUTPUT, TIME_LEAK
 from ikkuna.diagnosis.preflight_checks.batch import Batch
-from ikkuna.diagnosis.preflight_checks.dependence import relative_change
+from ikkuna.diagnosis.preflight_checks.dependence import changing_module, relative_change
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.store.finding import Finding
@@ -18,19 +19,31 @@ __all__ = ["label_offset", "padding_changes_output", "time_leak"]
 
 def time_leak(trial: Trial) -> Iterator[Finding]:
     """Find a model of sequences whose output at a position changes with later inputs, which are its labels."""
-    if difference := _change_by_later(trial, *_sequence(trial)):
-        yield TIME_LEAK.found(difference)
+    tokens, axis = _sequence(trial)
+    if difference := _change_by_later(trial, tokens, axis):
+        start = tokens.shape[axis] // 2
+
+        def earlier(tensor: Tensor) -> Tensor | None:
+            with suppress(CannotJudgeError):
+                return _by_position(tensor, tokens, axis)[:, :start]
+            return None
+
+        yield TIME_LEAK.found(difference, changing_module(trial, _with_other_tail(trial, tokens, axis), earlier))
 
 
 def _change_by_later(trial: Trial, tokens: Tensor, axis: int) -> float:
     """Return the relative change of the outputs of the first half of the positions when later inputs change; 0 if none."""
-    start = tokens.shape[axis] // 2
-    changed = _other_tail(tokens, axis, start)
-    replaced = trial.batch.map(lambda tensor: changed if torch.equal(tensor, tokens) else tensor, labels=False)
+    start, replaced = tokens.shape[axis] // 2, _with_other_tail(trial, tokens, axis)
     before, after = (
         _by_position(output, tokens, axis) for output in (trial.evaluated, trial.evaluate(replaced).output)
     )
     return relative_change(before[:, :start], after[:, :start], before)
+
+
+def _with_other_tail(trial: Trial, tokens: Tensor, axis: int) -> Batch:
+    """Return the batch with other elements in the second half of its sequences."""
+    changed = _other_tail(tokens, axis, tokens.shape[axis] // 2)
+    return trial.batch.map(lambda tensor: changed if torch.equal(tensor, tokens) else tensor, labels=False)
 
 
 def _sequence(trial: Trial) -> tuple[Tensor, int]:

@@ -59,6 +59,15 @@ class Trial(TrainingSetup):
         result = pytree.tree_map_only(Tensor, lambda leaf: output if leaf is step.output else leaf, step.result)
         return self.call_loss(result, labels)
 
+    @property
+    def last_activation(self) -> str | None:
+        """The name of the last module, if it is the activation that is the last operation of the output."""
+        leaves = [(module, name) for module, name in self.names.items() if next(module.children(), None) is None]
+        called = [(call.module, call.name) for call in self.first_step.record.calls]
+        module, name = ([each for each in called if each in leaves] or leaves)[-1]
+        last = self.first_step.produced_by[:1]
+        return name if module is not self.model and last and class_name(module).lower() == last[0].lower() else None
+
     @cached_property
     def in_double_precision(self) -> Trial:
         """A trial of a copy of the model that computes in double precision.
