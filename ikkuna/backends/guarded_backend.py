@@ -85,16 +85,17 @@ class GuardedBackend:
         elif step > self._step:  # an exception has kept the step before from being committed
             self.commit(self._step)
             self._step = step
-        calls = [(method, arguments, len(arguments[1]) if method == "add_group" else 1)]
         if method == "add_group" and not self._takes_groups:
             group, values, _ = arguments
-            calls = [("add_scalar", (*each, step), 1) for each in zip(group.series, values.tolist(), strict=True)]
-        for name, passed, count in calls:
-            is_refused = self.disabled or (self._failures.counts and self._failures.is_exhausted((name, sender)))
-            if not is_refused and self._call(name, *passed, sender=sender):
-                self._pending += count
-            else:
-                self._dropped += count
+            for each in zip(group.series, values.tolist(), strict=True):
+                self.add("add_scalar", (*each, step), step, directory, sender)
+            return
+        count = len(arguments[1]) if method == "add_group" else 1
+        is_refused = self.disabled or (self._failures.counts and self._failures.is_exhausted((method, sender)))
+        if not is_refused and self._call(method, *arguments, sender=sender):
+            self._pending += count
+        else:
+            self._dropped += count
 
     def _open(self, directory: Callable[[], Path], step: int) -> None:
         try:

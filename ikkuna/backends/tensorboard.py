@@ -71,24 +71,45 @@ class ValuesTemplate:
         self,
         prefixes: list[bytes],
         positions: list[int],
-        summary: "ModuleGroup | None",
-        names: tuple[str, ...],
-        members: list[int],
+        summary: "ModuleGroup | None" = None,
+        names: tuple[str, ...] = (),
+        members: Sequence[int] = (),
     ) -> None:
-        self._bytes = np.frombuffer(b"".join(prefix + bytes(4) for prefix in prefixes), np.uint8)
-        ends = np.cumsum([len(prefix) + 4 for prefix in prefixes])
-        self._places = (ends - 4)[:, None] + np.arange(4)
-        self._positions = None if positions == list(range(len(positions))) else np.array(positions, np.intp)
+        self.prefixes, self.positions = prefixes, positions
         self.summary, self.names = summary, names
         self.members = None if len(members) == len(positions) else np.array(members, np.intp)
 
-    def entries(self, values: NDArray[np.float64]) -> bytes:
-        """Return the encoded values of a step; too large numbers become infinite."""
+
+class StepTemplate:
+    """The encoded values of the templates of a step, one after another; the same object serves steps with the same templates.
+
+    Parameters
+    ----------
+    templates : sequence of ValuesTemplate
+        The templates.
+    counts : sequence of int
+        How many values each of them gets.
+    """
+
+    def __init__(self, templates: Sequence[ValuesTemplate], counts: Sequence[int]) -> None:
+        prefixes = [prefix for template in templates for prefix in template.prefixes]
+        self._bytes = np.frombuffer(b"".join(prefix + bytes(4) for prefix in prefixes), np.uint8)
+        ends = np.cumsum([len(prefix) + 4 for prefix in prefixes])
+        self._places = (ends - 4)[:, None] + np.arange(4)
+        begins = np.cumsum([0, *counts]).tolist()
+        positions = [begin + i for begin, each in zip(begins, templates, strict=False) for i in each.positions]
+        self._positions = None if positions == list(range(len(positions))) else np.array(positions, np.intp)
+
+    def entries(self, values: Sequence[NDArray[np.float64]]) -> bytes:
+        """Return the encoded values of a step, those of one template after another; too large numbers become infinite."""
         block = self._bytes.copy()
         with np.errstate(over="ignore"):
-            numbers = values.astype("<f4")
+            numbers = np.concatenate(values).astype("<f4")
         block[self._places] = (numbers if self._positions is None else numbers[self._positions])[:, None].view(np.uint8)
         return block.tobytes()
+
+
+_MOST_TEMPLATES = 32
 
 
 class ModuleGroup:
@@ -110,7 +131,9 @@ class ModuleGroup:
     """
 
     def __init__(self, member: Series, heatmap: HeatmapImage) -> None:
-        self.prefixes = [scalar_prefix(overview_tag(member, statistic)) for statistic in STATISTICS]
+        self.template = ValuesTemplate(
+            [scalar_prefix(overview_tag(member, statistic)) for statistic in STATISTICS], [*range(len(STATISTICS))]
+        )
         self.heatmap = heatmap
         self.member = member
         self.size = 0
@@ -124,12 +147,7 @@ class ModuleGroup:
         else:
             last = {name: value for names, values in added for name, value in zip(names, values.tolist(), strict=True)}
             names, values = tuple(last), np.fromiter(last.values(), np.float64, len(last))
-        self.size = max(self.size, len(names))
         return names, values
-
-    def entries(self, values: NDArray[np.float64]) -> list[bytes]:
-        """Return the three encoded values that summarise those of a step."""
-        return [prefix + float32(value) for prefix, value in zip(self.prefixes, overview(values), strict=True)]
 
 
 def overview(values: NDArray[np.float64]) -> tuple[float, float, float]:
@@ -173,9 +191,12 @@ class TensorBoardBackend(FileBackend):
         self._prefixes: dict[Series, bytes] = {}
         self._single: dict[Series, SeriesGroup] = {}
         self._layout: tuple[tuple[tuple[Series, int], ...], int] = (), 0
+        self._may_have_changed = False  # the layout
         self._headlines: list[Series] = []
         self._groups: dict[tuple[str, str], ModuleGroup] = {}
         self._templates: WeakKeyDictionary[SeriesGroup, ValuesTemplate] = WeakKeyDictionary()
+        self._added: list[tuple[ValuesTemplate, NDArray[np.float64]]] = []  # not encoded yet
+        self._joined: dict[tuple[ValuesTemplate, ...], StepTemplate] = {}
         self._entries: list[bytes] = []
         self._closed = False
         self._resumed_at: int | None = None
@@ -198,10 +219,11 @@ class TensorBoardBackend(FileBackend):
         """Add one value of each series of a group to the step's event; the first value of a series carries its title."""
         template = self._templates.get(group)
         if template is None:
+            self._encode()
             template, entries = self._new_template(group, values)
+            self._entries.append(entries)
         else:
-            entries = template.entries(values)
-        self._entries.append(entries)
+            self._added.append((template, values))
         if template.summary is not None:
             known = values if template.members is None else values[template.members]
             template.summary.added.append((template.names, known))
@@ -227,6 +249,7 @@ class TensorBoardBackend(FileBackend):
         names = tuple(name for i in members if (name := group.names[i]) is not None)
         summary = summaries[members[0]] if members else None  # one for all modules of a kind and pass
         self._templates[group] = template = ValuesTemplate(prefixes, positions, summary, names, members)
+        self._may_have_changed = True
         plain = (prefix + float32(values[i]) for prefix, i in zip(prefixes, positions, strict=True))
         return template, b"".join(titled.get(place, entry) for place, entry in enumerate(plain))
 
@@ -349,8 +372,22 @@ class TensorBoardBackend(FileBackend):
             block = step_record(image_value(tag, png), step, self._clock.now())
             self._writer.submit(block, step, values, is_picture=True)
 
+    def _encode(self) -> None:
+        """Encode the values that were added since the last entry, all at once."""
+        if self._added:
+            templates, values = zip(*self._added, strict=True)
+            self._added = []
+            if (joined := self._joined.get(templates)) is None:
+                if len(self._joined) >= _MOST_TEMPLATES:
+                    self._joined.clear()
+                joined = self._joined[templates] = StepTemplate(templates, [len(each) for each in values])
+            self._entries.append(joined.entries(values))
+
     def _add_layout(self) -> None:
         """Add the layout of the charts, if it has changed; TensorBoard uses the latest one."""
+        if not self._may_have_changed:
+            return
+        self._may_have_changed = False
         layout = tuple((group.member, group.size) for group in self._groups.values() if group.size > 1)
         if (layout, len(self._prefixes)) != self._layout:
             self._layout = layout, len(self._prefixes)
@@ -364,11 +401,15 @@ class TensorBoardBackend(FileBackend):
 
     def _take_block(self, step: int) -> bytes:
         for group in self._groups.values():
-            names, values = group.take()
-            if len(values) > 1:
-                self._entries += group.entries(values)
-                group.heatmap.add(step, names, values)
-                self._thread.open()
+            if group.added:
+                names, values = group.take()
+                if len(names) > group.size:
+                    group.size, self._may_have_changed = len(names), True
+                if len(values) > 1:
+                    self._added.append((group.template, np.array(overview(values))))
+                    group.heatmap.add(step, names, values)
+                    self._thread.open()
+        self._encode()
         self._add_layout()
         self._add_hparams()
         entries, self._entries = self._entries, []

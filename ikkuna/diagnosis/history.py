@@ -34,6 +34,10 @@ class TimeSeries:
         The first values.
     count : int
         Number of values ever added.
+    last : float
+        The latest value; NaN before.
+    step : int
+        The step of the latest value; -1 before.
 
     Examples
     --------
@@ -44,7 +48,7 @@ class TimeSeries:
     (2.0, 2, 2.5, [3.0, 2.0])
     """
 
-    __slots__ = ("count", "first", "first_steps", "steps", "values")
+    __slots__ = ("count", "first", "first_steps", "last", "step", "steps", "values")
 
     def __init__(self) -> None:
         self.steps: deque[int] = deque(maxlen=_KEPT)
@@ -52,25 +56,17 @@ class TimeSeries:
         self.first_steps: list[int] = []
         self.first: list[float] = []
         self.count = 0
+        self.last, self.step = math.nan, -1
 
     def add(self, step: int, value: float) -> None:
         """Append a value."""
+        self.last, self.step = value, step
         self.steps.append(step)
         self.values.append(value)
         if self.count < _FIRST:
             self.first_steps.append(step)
             self.first.append(value)
         self.count += 1
-
-    @property
-    def last(self) -> float:
-        """The latest value."""
-        return self.values[-1]
-
-    @property
-    def step(self) -> int:
-        """The step of the latest value."""
-        return self.steps[-1]
 
     def tail(self, number: int, skip: int = 0) -> list[float]:
         """Return up to `number` of the latest values, oldest first, without the `skip` latest."""
@@ -120,6 +116,7 @@ class Network:
     def __init__(self, modules: Iterable[ModuleEntry] = ()) -> None:
         self.modules = tuple(modules)
         self._positions = {entry.name: i for i, entry in enumerate(self.modules)}
+        self._modules: dict[str | None, str | None] = {}
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -133,10 +130,12 @@ class Network:
 
     def module(self, series: str | None) -> str | None:
         """Return the module that a series belongs to; ``None`` if it is unknown."""
-        name = (series or "").partition(":")[0]
-        while name and name not in self._positions:
-            name = name.rpartition(".")[0]
-        return name or None
+        if series not in self._modules:
+            name = (series or "").partition(":")[0]
+            while name and name not in self._positions:
+                name = name.rpartition(".")[0]
+            self._modules[series] = name or None
+        return self._modules[series]
 
     def position(self, series: str | None) -> int:
         """Return the position of a series' module; behind all others if it is unknown."""
@@ -226,6 +225,7 @@ class History:
         self.begin: int | None = None
         self.memory: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
         self._curves: defaultdict[tuple[str, str], dict[str | None, TimeSeries]] = defaultdict(dict)
+        self._matrices: dict[tuple[str, Network], list[tuple[str, TimeSeries]]] = {}
         self.loss_scores: deque[tuple[int, float, float]] = deque(maxlen=_SCORES)
         self._loss_score = SpikeScore()
 
@@ -268,6 +268,7 @@ class History:
         """Add the curves that do not exist, and sort the curves of their kind as in the network."""
         known = self._curves[kind, pass_name]
         curves = {**{name: TimeSeries() for name in names}, **known}
+        self._matrices.clear()
         ordered = sorted(curves, key=lambda series: (self.network.position(series), series or ""))
         found = self._curves[kind, pass_name] = {series: curves[series] for series in ordered}
         return found
@@ -286,11 +287,10 @@ class History:
         """Return the first series of a kind; ``None`` if there is none."""
         return next(iter(self.curves(kind, pass_name).values()), None)
 
-    def fresh(self, kind: str, pass_name: str = TRAINING) -> Iterator[tuple[str, TimeSeries]]:
-        """Yield name and curve of the series of a kind that have a value at the present step."""
-        for name, curve in self.curves(kind, pass_name).items():
-            if curve.step == self.step:
-                yield name or "", curve
+    def fresh(self, kind: str, pass_name: str = TRAINING) -> list[tuple[str, TimeSeries]]:
+        """Return name and curve of the series of a kind that have a value at the present step."""
+        step = self.step
+        return [(name or "", curve) for name, curve in self.curves(kind, pass_name).items() if curve.step == step]
 
     def now(self, kind: str, pass_name: str = TRAINING) -> TimeSeries | None:
         """Return the first series of a kind if it has a value at the present step."""
@@ -318,4 +318,8 @@ class History:
 
     def matrices(self, kind: str) -> list[tuple[str, TimeSeries]]:
         """Return the fresh series of weights with two or more axes."""
-        return [(name, curve) for name, curve in self.fresh(kind) if self.network.is_matrix(name)]
+        if (found := self._matrices.get((kind, self.network))) is None:
+            curves = ((name or "", curve) for name, curve in self.curves(kind).items())
+            found = self._matrices[kind, self.network] = [each for each in curves if self.network.is_matrix(each[0])]
+        step = self.step
+        return [each for each in found if each[1].step == step]

@@ -149,6 +149,8 @@ class Judge:
     ----------
     disabled : dict of str to str
         The names of the disabled rules, and their last exceptions.
+    kinds : frozenset of str
+        The kinds that the rules read.
     measured : frozenset of str
         The kinds that are measured as far as the training has anything to measure; empty if only stored values are known.
 
@@ -177,6 +179,7 @@ class Judge:
         self._history = History(network)
         self._deferred: list[tuple[str, str | None, int, float]] = []
         self._deferred_kinds: set[str] = set()
+        self._deferred_rules: set[Rule] = set()  # that such a kind makes judge
         self._due_at = -1
         self.disabled: dict[str, str] = {}
         self.measured: frozenset[str] = frozenset()
@@ -190,6 +193,7 @@ class Judge:
                 self._readers[kind] = (*self._readers.get(kind, ()), rule)
                 if not rule.judged_on or kind in rule.judged_on:
                     self._judges[kind] = (*self._judges.get(kind, ()), rule)
+        self.kinds = frozenset(self._readers)
         self._judging: dict[frozenset[str], tuple[Rule, ...]] = {}
         self._latest: dict[Rule, int] = {}
         self._changed: set[str] = set()
@@ -217,11 +221,6 @@ class Judge:
         """The series so far."""
         self._flush()
         return self._history
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds that the rules read."""
-        return frozenset(self._readers)
 
     def add(self, kind: str, name: str | None, step: int, value: float, pass_name: str = TRAINING) -> None:
         """Add a value of a series; a kind that no rule reads is ignored."""
@@ -282,7 +281,9 @@ class Judge:
         for kind, name, step, value in values:
             self._history.add(kind, name, step, value)
             self._changed.add(kind)
-            self._deferred_kinds.add(kind)
+            if kind not in self._deferred_kinds:
+                self._deferred_kinds.add(kind)
+                self._deferred_rules.update(self._judges.get(kind, ()))
 
     def rewind(self, step: int) -> None:
         """Begin a new history at a step, and retract the findings of this step and later ones."""
@@ -305,8 +306,8 @@ class Judge:
         changed, self._changed = self._changed, set()
         self._seen |= changed
         due = self._due(changed, step)
-        rules = {rule for kind in self._deferred_kinds for rule in self._judges.get(kind, ())}
-        self._due_at = min((self._latest.get(rule, -rule.stride) + rule.stride for rule in rules), default=step + 1)
+        next_ones = [self._latest.get(rule, -rule.stride) + rule.stride for rule in self._deferred_rules]
+        self._due_at = min(next_ones, default=step + 1)
         new = self._decide(step)
         if not due:
             return new
@@ -325,8 +326,7 @@ class Judge:
 
     def _decide(self, step: int) -> list[Finding]:
         """Give findings the severity of their rules once the loss is known not to fall; return those that have become graver."""
-        falls = self._history.loss_falls
-        if falls is None or not self._undecided:
+        if not self._undecided or (falls := self._history.loss_falls) is None:
             return []
         graver = [] if falls else [self._list.aggravate(rule.name, rule.severity, step) for rule in self._undecided]
         self._undecided.clear()

@@ -85,10 +85,15 @@ class _Handlers:
     def __init__(self) -> None:
         self.signals: set[int] = set()
         self.codes: set[CodeType] = set()
+        self._latest: list[Any] = []
 
     def remember(self) -> None:
         """Add the handlers that are installed now; this takes some microseconds."""
-        for number, handler in zip(_SIGNALS, map(_signal.getsignal, _SIGNALS), strict=True):
+        handlers = [*map(_signal.getsignal, _SIGNALS)]
+        if handlers == self._latest:
+            return
+        self._latest = handlers
+        for number, handler in zip(_SIGNALS, handlers, strict=True):
             if not isinstance(handler, int | None) and handler is not signal.default_int_handler:
                 self.signals.add(number)
                 if (code := _code(handler)) is not None:

@@ -311,13 +311,14 @@ class NonFiniteSubscriber(PlotSubscriber):
         if batch.kind == "batch_finished":
             self._skipped = batch[0].skipped
             return
-        counts = batch.records.nonfinite
+        records = batch.records
         if not self._finds_producer:
-            self.emit_batch(batch, counts)
+            self.emit_batch(batch, records.nonfinite)
             return
         if batch.data is None:  # its tensors were not measured, because their order is known
             self._order.check(batch.kind, batch.names)
-        self._broken += map(batch.__getitem__, np.flatnonzero(counts).tolist())
+        if not records.is_finite:
+            self._broken += map(batch.__getitem__, np.flatnonzero(records.nonfinite).tolist())
 
     def abandon(self, stamp: Stamp) -> None:
         """Forget the tensors of a step of which some are missing."""

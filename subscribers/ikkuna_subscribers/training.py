@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -242,9 +241,8 @@ def resident_peak() -> float:
     >>> resident_peak() > 1e6
     True
     """
-    with suppress(FileNotFoundError, PermissionError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return float(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+    with suppress(FileNotFoundError, PermissionError, IndexError), open("/proc/self/status", "rb", 0) as status:
+        return float(status.read().partition(b"VmHWM:")[2].split(None, 1)[0]) * 1024  # 1/4 of the time of a text
     try:
         import resource
     except ImportError:  # on Windows

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -144,27 +145,24 @@ class Delivery:
             thread.deliveries = outer
             raise
 
-    def deliver(self, registered: Registered, batch: MessageBatch, early: _Early | None = None) -> None:
-        """Deliver messages of one kind to one subscriber; those of joined kinds wait until their partners have arrived.
+    def deliver(self, registered: Registered, *batches: MessageBatch, early: _Early | None = None) -> None:
+        """Deliver messages to one subscriber, one batch for each kind; those of joined kinds wait until their partners have arrived.
 
-        If the subscriber takes messages one by one, an error in one of them loses no other.
+        An error in one batch, or in one message if the subscriber takes messages one by one, loses no other.
         Its results are passed on at the end, also after an error; with `early`, they are kept there.
         """
-        if registered.subscription.is_joined and not batch.parts:
-            if (joined := registered.join(batch)) is None:
-                return
-            batch = joined
+        subscriber, call_each = registered.subscriber, self.error_guard.call_each
+        if registered.subscription.is_joined:
+            complete = (batch if batch.parts else registered.join(batch) for batch in batches)
+            batches = tuple(batch for batch in complete if batch is not None)
         if registered.takes_batches:
-            self.error_guard.call(registered, "compute", registered.subscriber.compute_batch, batch)
+            call_each(registered, "compute", subscriber.compute_batch, batches)
         else:
-            for message in batch:
-                if registered.disabled:
-                    break
-                self.error_guard.call(registered, "compute", registered.subscriber.compute, message)
+            call_each(registered, "compute", subscriber.compute, chain.from_iterable(batches))
         if early is not None:
-            early[registered] = registered.subscriber.take_results()
-        elif registered.subscriber._untaken:
-            self.pass_on(registered, registered.subscriber.take_results())
+            early[registered] = subscriber.take_results()
+        elif subscriber._untaken:
+            self.pass_on(registered, subscriber.take_results())
 
     def pass_on(self, registered: Registered, results: Sequence[Result | Later]) -> None:
         """Show and publish what a subscriber has emitted, in order."""
@@ -185,7 +183,7 @@ class Delivery:
             takes_events = _EVENTS.issuperset(registered.kinds) and not registered.subscription.is_joined
             if registered.subscriber.needs_model and takes_events and registered.select(batch) is not None:
                 with self.queue.hold(), np.errstate(divide="ignore", invalid="ignore"):
-                    self.deliver(registered, batch, into)
+                    self.deliver(registered, batch, early=into)
 
     # -- what a subscriber calls ----------------------------------------------------------------------------------
 
@@ -269,8 +267,7 @@ class Finished(Item):
         try:
             for registered in rows.subscriptions:
                 if not registered.disabled and (not rows.skipped or registered.subscriber.sees_skipped):
-                    for batch in rows.batches(registered):
-                        bus.deliver(registered, batch)
+                    bus.deliver(registered, *rows.batches(registered))
             if event is not None and event.kind in bus._by_kind:
                 bus.publish(event, _NONE if rows.skipped else self.early)
             is_late = bool(bus.queue.late)
@@ -285,14 +282,14 @@ class Finished(Item):
     def end(self, bus: Delivery) -> None:
         """Deliver the end of the step, after all of its results."""
         rows = self.rows
-        for registered in bus.registered:
+        for registered in rows.subscriptions:
             is_asked = registered.finishes and (not rows.skipped or registered.subscriber.sees_skipped)
-            if is_asked and registered.samples(rows.stamp):
+            if is_asked and not registered.disabled:
                 bus.error_guard.call(registered, "finish", registered.subscriber.finish, rows.stamp)
             if registered.subscriber._untaken:  # also what was emitted in `measure`
                 bus.pass_on(registered, registered.subscriber.take_results())
         for registered in bus.registered:
-            if registered.subscription.is_joined:
+            if registered.waiting:
                 registered.drop_incomplete(rows.stamp)
         if bus.run is not None:
             bus.run.commit(rows.stamp.global_step)

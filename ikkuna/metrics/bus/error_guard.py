@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -99,24 +99,37 @@ class ErrorGuard:
 
         Exceptions of the user's signal handlers are raised, and so are `KeyboardInterrupt` and `SystemExit`.
         """
-        thread = self.thread
-        before, began = thread.subscriber_is_running, time.perf_counter()
-        try:
+        return self.call_each(registered, stage, function, (argument,))
+
+    def call_each(
+        self, registered: Registered, stage: str, function: Callable[[Any], Any], arguments: Iterable[Any]
+    ) -> Any:
+        """Call a function with each of several arguments, as :meth:`call` does with one; return the last result.
+
+        An error with one of them loses no other, unless it disables the subscriber.
+        """
+        thread, left, result, is_done = self.thread, iter(arguments), None, False
+        while not is_done:
+            before, began = thread.subscriber_is_running, time.perf_counter()
             try:
-                for reference in self._closed_before:
-                    if (closed := reference()) is not None:
-                        closed.close()
-                thread.subscriber_is_running = True
-                result = function(argument)
-            finally:
+                try:
+                    for reference in self._closed_before:
+                        if (closed := reference()) is not None:
+                            closed.close()
+                    thread.subscriber_is_running = True
+                    for argument in left:
+                        result = None
+                        result = function(argument)
+                        if registered.failures.counts:
+                            registered.failures.reset(stage)
+                    is_done = True
+                finally:
+                    thread.subscriber_is_running = before
+                    registered.seconds += time.perf_counter() - began
+            except BaseException as error:
                 thread.subscriber_is_running = before
-                registered.seconds += time.perf_counter() - began
-        except BaseException as error:
-            thread.subscriber_is_running = before
-            self._report(registered, stage, error)
-            return None
-        if registered.failures.counts:
-            registered.failures.reset(stage)
+                self._report(registered, stage, error)
+                is_done = registered.disabled
         return result
 
     def disable(self, registered: Registered, reason: str) -> None:

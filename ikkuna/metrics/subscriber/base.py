@@ -561,8 +561,8 @@ class Subscriber(metaclass=_RegisteringType):
             if not isinstance(each, _Number):
                 found.append(each)
             elif together := numbers.pop((id(each.stamp), each.kind), None):
-                names, values = self._batch_names(tuple(n.name for n in together)), [n.value for n in together]
-                found.append(self._result_of(each.stamp, names, each.kind, values, is_published=True))
+                _, names, _, values = zip(*together, strict=True)
+                found.append(self._result_of(each.stamp, self._batch_names(names), each.kind, values, True))
         return found
 
     def quantity_of(self, kind: str) -> Quantity:

@@ -91,7 +91,7 @@ class Registered:
         self.dropped = 0
         self._is_late = False
         self._chosen: WeakKeyDictionary[BatchNames, tuple[NDArray[np.intp], BatchNames] | None] = WeakKeyDictionary()
-        self._waiting: dict[Stamp, dict[str, list[MessageBatch]]] = {}
+        self.waiting: dict[Stamp, dict[str, list[MessageBatch]]] = {}
         self._common: dict[tuple[BatchNames, ...], _Common] = {}
 
     @property
@@ -183,7 +183,7 @@ class Registered:
 
         The others wait for their partners until the end of the step.
         """
-        waiting = self._waiting.setdefault(batch.stamp, {})
+        waiting = self.waiting.setdefault(batch.stamp, {})
         waiting.setdefault(batch.kind, []).append(batch)
         if len(waiting) < len(self.kinds):
             return None
@@ -195,13 +195,13 @@ class Registered:
             self._common[names] = _Common(names)
         common = self._common[names]
         if any(rest is not None for rest in common.rest):
-            self._waiting[batch.stamp] = {
+            self.waiting[batch.stamp] = {
                 kind: [part.select(*rest)]
                 for (kind, part), rest in zip(parts.items(), common.rest, strict=True)
                 if rest is not None
             }
         else:
-            del self._waiting[batch.stamp]
+            del self.waiting[batch.stamp]
         if not len(common.names):
             return None
         chosen = zip(parts.items(), common.positions, strict=True)
@@ -215,8 +215,8 @@ class Registered:
         A parameter that is not trained has no gradient and no update; a bundle of parameters that lacks one is not counted.
         """
         is_lost = not set(self.kinds).issubset(PARAMETER_KINDS)
-        for known in [known for known in self._waiting if _is_over(known, stamp)]:
-            batches = [batch for of_kind in self._waiting.pop(known).values() for batch in of_kind]
+        for known in [known for known in self.waiting if _is_over(known, stamp)]:
+            batches = [batch for of_kind in self.waiting.pop(known).values() for batch in of_kind]
             self.dropped += is_lost * len({key for batch in batches for key in batch.names.positions})
 
 

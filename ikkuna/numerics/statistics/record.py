@@ -272,6 +272,8 @@ class Records:
         The float codes of each tensor: ``codes`` or ``sampled_codes`` of the fields.
     ranks : sequence of sequence of array or None, optional
         For each tensor the row of each rank, if a subscriber reads them; ``None`` for a rank without the tensor.
+    is_finite : bool
+        Whether it is known that no element is NaN or infinite.
 
     Attributes
     ----------
@@ -292,6 +294,7 @@ class Records:
         finite_only: bool = False,
         counts: _Counts | None = None,
         ranks: Sequence[Sequence[Values | None]] = (),
+        is_finite: bool = False,
     ) -> None:
         self.table = values
         self.counts = counts or {}
@@ -301,7 +304,7 @@ class Records:
         self.n: Values = values[:, _N]
         self._is_counted = fields.issuperset(("nans", "infs"))
         self._nonfinite: Values | None = None  # if there are no such elements, or if they were not counted
-        if self._is_counted:
+        if self._is_counted and not is_finite:
             nonfinite = values[:, _NANS] + values[:, _INFS]
             self._nonfinite = nonfinite if nonfinite.any() else None
 
@@ -380,6 +383,11 @@ class Records:
     def count(self) -> Values:
         """Numbers of finite elements; of all elements if ``nans`` and ``infs`` were not measured."""
         return self.n if self._nonfinite is None else self.n - self._nonfinite
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no element is NaN or infinite, as far as these were counted."""
+        return self._nonfinite is None
 
     @property
     def nonfinite(self) -> Values:

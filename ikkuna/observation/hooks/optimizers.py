@@ -261,8 +261,9 @@ class OptimizerHooks:
         parameters = self.context.parameters
         if self._by_hand is False or not self.context.recorder.plan.parameters:
             return
-        is_lazy = any(nn.parameter.is_lazy(named.parameter) for named in parameters.all)
-        if not is_lazy and (self._by_hand or not parameters.known_owners().numbers):
+        if not (self._by_hand or not parameters.known_owners().numbers):
+            return
+        if not any(nn.parameter.is_lazy(named.parameter) for named in parameters.all):
             self.records.weights(parameters.all, parameters.all)
 
     def before_close(self) -> None:
@@ -289,7 +290,7 @@ class OptimizerHooks:
             self.settings |= zip(list(self.rates)[known:], map(settings_of, optimizer.param_groups), strict=True)
 
     def _count_gradients(self, observed: Iterable[NamedParameter]) -> None:
-        self.gradients += sum(named.parameter.grad is not None for named in observed)
+        self.gradients += sum([named.parameter.grad is not None for named in observed])
 
     def _drop_scaled(self) -> None:
         """Forget gradients from which another factor than that of the loss was removed."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from ikkuna.numerics.statistics.record import Records, record_of
 from ikkuna.numerics.statistics.table import COLUMN, Values, empty_rows, merge_rows, row_of
 from ikkuna.observation.rows.part import HostCopy, Part, PartPool
 from ikkuna.observation.rows.plan import Key, Plan, RowIndex, Site
-from ikkuna.observation.rows.selection import Selection, Selections
+from ikkuna.observation.rows.selection import MeasuredRows, Selection, Selections
 from ikkuna.support.device_thread import Pending, run_beside
 from ikkuna.support.failures import raise_users_exception
 
@@ -116,7 +117,10 @@ class Rows:
         self._device_codes: list[dict[int, dict[str, Any]]] = []
         self._copies: list[tuple[list[_Place], HostCopy]] = []
         self._deferred: list[tuple[list[tuple[dict[Any, Any], Any]], Pending[list[Tensor]]]] = []
-        self._has_elements: NDArray[np.bool_] | None = None
+        self._measured_rows: MeasuredRows | None = None
+        self._measurers: frozenset[Registered] = frozenset()
+        self._is_finite = False
+        self._tables: dict[Selection, Values] = {}
         self._batches: dict[tuple[Selection, frozenset[str], bool], MessageBatch] = {}
 
     @property
@@ -339,42 +343,47 @@ class Rows:
                 return []
             parts = {kind: MessageBatch.of(NetworkMessage(self.stamp, kind)) for kind in registered.kinds}
             return [MessageBatch.joined(parts, [self.together[registered]])]
-        if self._has_elements is None:
-            self._has_elements = np.zeros(len(self.index.keys), np.bool_)
-            self._has_elements[: len(self.values)] = self.values[:, _N] > 0
-        found = []
-        for selection in self.selections.of(registered):
-            if self.measured and (rows := self._measured_by(registered, selection)):
-                found.append(self._batch_with_data(registered, selection, rows))
-            elif registered.fields and (measured := selection.measured(self._has_elements)) is not None:
-                found.append(self._batch(registered, measured))
-        return found
+        if self._measured_rows is None:
+            self._measured_rows = self.selections.measured(self.values[:, _N] > 0)
+            self._measurers = frozenset(chain.from_iterable(self.measured.values()))
+            self._is_finite = not self.values[:, _NANS : _INFS + 1].any()
+        if registered in self._measurers:
+            made = (self._batch_with_data(registered, s, self._measured_rows) for s in self.selections.of(registered))
+            return [batch for batch in made if batch is not None]
+        if not registered.fields:
+            return []
+        return [self._batch(registered, selection) for selection in self._measured_rows.of(registered)]
 
     def _batch(self, registered: Registered, selection: Selection) -> MessageBatch:
         """Return the shared statistics of some rows; subscribers that read the same ones share them."""
         key = selection, registered.fields, registered.subscriber.finite_only
-        if key not in self._batches:
-            values = self.values[selection.rows]
+        if (known := self._batches.get(key)) is not None:
+            return known
+        if (values := self._tables.get(selection)) is None:
+            values = self._tables[selection] = self.values[selection.rows]
             values.flags.writeable = False
+        counts = None
+        if not registered.fields.isdisjoint(HISTOGRAMS):
             counts = {name: self._counts(selection.rows, name) for name in registered.fields & HISTOGRAMS}
-            ranks = [self.ranks.get(row, ()) for row in selection.rows.tolist()] if self.ranks else ()
-            records = Records(values, registered.fields, registered.subscriber.finite_only, counts, ranks)
-            self._batches[key] = MessageBatch(self.stamp, selection.kind, selection.names, records)
-        return self._batches[key]
+        ranks = [self.ranks.get(row, ()) for row in selection.rows.tolist()] if self.ranks else ()
+        fields, finite_only = registered.fields, registered.subscriber.finite_only
+        records = Records(values, fields, finite_only, counts, ranks, self._is_finite)
+        found = self._batches[key] = MessageBatch(self.stamp, selection.kind, selection.names, records)
+        return found
 
-    def _measured_by(self, registered: Registered, selection: Selection) -> dict[int, Any]:
-        """Return by row the results of a subscriber's own ``measure``."""
-        rows = selection.rows.tolist()
-        return {row: self.measured[row][registered] for row in rows if registered in self.measured.get(row, ())}
-
-    def _batch_with_data(self, registered: Registered, selection: Selection, rows: dict[int, Any]) -> MessageBatch:
+    def _batch_with_data(
+        self, registered: Registered, selection: Selection, measured_rows: MeasuredRows
+    ) -> MessageBatch | None:
         """Return the results of a subscriber's own ``measure``, and the statistics that it reads beside them."""
-        assert self._has_elements is not None
-        is_taken = self._has_elements.copy() if registered.fields else np.zeros_like(self._has_elements)
+        own = self.measured
+        rows = {row: own[row][registered] for row in selection.rows.tolist() if registered in own.get(row, ())}
+        is_taken = np.zeros(len(self.index.keys), np.bool_)
+        if registered.fields:
+            is_taken[: len(measured_rows.is_measured)] = measured_rows.is_measured
         is_taken[list(rows)] = True
-        measured = selection.measured(is_taken)
-        assert measured is not None
-        data = [rows.get(row) for row in measured.rows.tolist()]
+        if (measured := selection.measured(is_taken)) is None:
+            return None
+        data = [rows.get(row) for row in measured.rows.tolist()] if rows else None
         statistics = self._batch(registered, measured).statistics if registered.fields else None
         return MessageBatch(self.stamp, measured.kind, measured.names, statistics, data)
 

@@ -11,7 +11,7 @@ from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.numerics.statistics.native.kernels import NOTHING, PYTHON, flags_of
 from ikkuna.observation.rows.plan import Key, Plan, RowIndex
 
-__all__ = ["Selection", "Selections", "WantedRows"]
+__all__ = ["MeasuredRows", "Selection", "Selections", "WantedRows"]
 
 
 _FEW = 16
@@ -52,6 +52,30 @@ class Selection:
         return self._parts[key]
 
 
+class MeasuredRows:
+    """The rows that were measured in a step; steps that measure the same rows share what is computed here.
+
+    Parameters
+    ----------
+    selections : Selections
+        The rows that each subscriber takes.
+    is_measured : array of bool
+        Whether each row was measured.
+    """
+
+    def __init__(self, selections: "Selections", is_measured: NDArray[np.bool_]) -> None:
+        self.is_measured = is_measured
+        self._selections = selections
+        self._of: WeakKeyDictionary[Registered, tuple[Selection, ...]] = WeakKeyDictionary()
+
+    def of(self, registered: Registered) -> tuple[Selection, ...]:
+        """Return those of the rows that a subscriber takes, those of each of its kinds together."""
+        if (found := self._of.get(registered)) is None:
+            some = (selection.measured(self.is_measured) for selection in self._selections.of(registered))
+            found = self._of[registered] = tuple(selection for selection in some if selection is not None)
+        return found
+
+
 class Selections:
     """The rows that each subscriber takes; equal ones are one object, so that what is computed of them is shared.
 
@@ -66,6 +90,13 @@ class Selections:
         self._count = 0
         self._of: WeakKeyDictionary[Registered, tuple[Selection, ...]] = WeakKeyDictionary()
         self._equal: dict[tuple[str, bytes], Selection] = {}
+        self._measured = MeasuredRows(self, np.zeros(0, np.bool_))
+
+    def measured(self, is_measured: NDArray[np.bool_]) -> MeasuredRows:
+        """Return the measured rows of a step, the same object as for the last step if they are the same."""
+        if not np.array_equal(is_measured, self._measured.is_measured):
+            self._measured = MeasuredRows(self, is_measured)
+        return self._measured
 
     def of(self, registered: Registered) -> tuple[Selection, ...]:
         """Return the rows that a subscriber takes, those of each of its kinds together."""

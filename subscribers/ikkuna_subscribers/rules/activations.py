@@ -299,9 +299,7 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
         weights = {name: curve.last for name, curve in history.fresh("weights_norm2")}
         broken = [name for name, value in weights.items() if not math.isfinite(value)]
         for name, curve in history.fresh("activations_variance"):
-            module = name.partition(":")[0]
-            own_weights_are_finite = not any(other == module or other.startswith(f"{module}.") for other in broken)
-            if curve.last != curve.last and (own_weights_are_finite or not broken) and not broken:
+            if curve.last != curve.last and not broken:
                 text = "It is the output of this module, while all weights are finite."
                 return Score(1.0, curve.last, name, "activations_variance", detail=text)
         if broken:
