@@ -163,7 +163,7 @@ def health_of(
         overhead=session.context.stopwatch.overhead,
         dumps=len(recorder.dumps) if recorder is not None else 0,
         failed_dumps=recorder.failed if recorder is not None else 0,
-        kept_bytes=session.hooks.optimizers.records.memory.nbytes,
+        kept_bytes=session.hooks.optimizers.table.memory.nbytes,
         seconds=seconds,
     )
 
@@ -339,7 +339,7 @@ class Attachment:
             _OPEN.discard(self)
             session.exchange.close()
             session.hooks.uninstall()
-            session.hooks.optimizers.records.memory.release()
+            session.hooks.optimizers.table.memory.release()
             self._last_run = run = bus.run
             registered = bus.registered
             bus.detach(self)

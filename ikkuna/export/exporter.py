@@ -534,7 +534,7 @@ class Exporter:
 
     def release_memory(self) -> None:
         """Free the memory that is kept for copies of weights between sampled steps; the next sampled step allocates it again."""
-        self._session.hooks.optimizers.records.memory.release()
+        self._session.hooks.optimizers.table.memory.release()
 
     def health(self) -> Health:
         """Return the state of the monitor itself; after :meth:`close` that at the end."""

@@ -257,7 +257,7 @@ class IdleSteps:
             self._seen = _NOTHING
             self.steps += 1
             self._left -= 1
-            self._hooks.optimizers.records.step_ended()
+            self._hooks.optimizers.table.step_ended()
             context.computation.step_ended()
             if run is not None:
                 run.commit(step)

@@ -156,7 +156,7 @@ class Session:
     @property
     def skipped(self) -> int:
         """Number of series that could not be read, and of updates for which there was no memory."""
-        return self.hooks.optimizers.records.skipped_updates + len(self.context.recorder.unreadable)
+        return self.hooks.optimizers.table.skipped_updates + len(self.context.recorder.unreadable)
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 

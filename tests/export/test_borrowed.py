@@ -12,7 +12,7 @@ from ikkuna.export.subscriber import CallbackSubscriber, MeanSubscriber, MinMaxS
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.numerics.statistics.native import library
 from ikkuna.numerics.statistics.native.hook_functions import hook_functions
-from ikkuna.observation.rows import host_list
+from ikkuna.observation.hooks import parameter_table
 from ikkuna.testing import RecordingBackend
 
 pytestmark = pytest.mark.devices
@@ -84,7 +84,7 @@ def test_an_update_there_is_no_memory_for_goes_unseen_and_is_counted(bus, monkey
         raise MemoryError
 
     monkeypatch.setattr(torch.Tensor, "clone", out_of_memory)
-    monkeypatch.setattr(host_list.np, "empty", no_array)
+    monkeypatch.setattr(parameter_table.np, "empty", no_array)
     recording = RecordingBackend()
     kinds = ("weight_updates", "bias_updates", "weights")
     health = train(bus, model, *(NormSubscriber(kind, backend=recording) for kind in kinds))

@@ -13,8 +13,8 @@ from torch import nn
 from ikkuna.export import Exporter
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
-from ikkuna.observation.hooks import context, optimizers, parameter_recorder
-from ikkuna.observation.rows.host_list import CopiedList, CopyMemory
+from ikkuna.observation.hooks import context, optimizers, parameter_table
+from ikkuna.observation.hooks.parameter_table import CopyMemory, ParameterList
 from tests.zoo import CASES, Loop
 
 
@@ -67,14 +67,14 @@ def test_no_tensor_hook_on_a_layer_in_unsampled_steps(watched):
 
 def test_parameters_are_copied_only_in_sampled_steps(watched, monkeypatch):
     loop, exporter = watched
-    copies, clone, begin = set(), parameter_recorder._clone_or_memory, CopiedList.begin
+    copies, clone, take = set(), parameter_table._clone_or_memory, ParameterList.take
     tracker = exporter._session.context.tracker
 
     def noted(function):
         return lambda *args: copies.add(tracker.counters.global_step) or function(*args)
 
-    monkeypatch.setattr(parameter_recorder, "_clone_or_memory", noted(clone))
-    monkeypatch.setattr(CopiedList, "begin", noted(begin))
+    monkeypatch.setattr(parameter_table, "_clone_or_memory", noted(clone))
+    monkeypatch.setattr(ParameterList, "take", noted(take))
     loop.run(4)
     assert copies == {0, 2}
 
@@ -95,7 +95,7 @@ def test_memory_for_copies_is_kept_and_freed_after_100_unsampled_steps_on_reques
         handles = [bus.register_subscriber(NormSubscriber(kind, backend="null", subsample=2)) for kind in kinds]
         assert exporter.health().kept_bytes == 0
         run(1)
-        memory = exporter._session.hooks.optimizers.records.memory
+        memory = exporter._session.hooks.optimizers.table.memory
         [first] = memory._free
         assert size <= exporter.health().kept_bytes <= size + 256
         run(2)

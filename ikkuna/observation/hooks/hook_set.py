@@ -214,7 +214,7 @@ class HookSet:
         self._backward = BackwardHooks(context, self.losses)
         self.gradients = LayerGradientHooks(context, self._backward)
         self._micro_gradients = MicroGradientHooks(context)
-        self._backward.ended.append(self.optimizers.records.unclipped_gradients)
+        self._backward.ended.append(self.optimizers.table.unclipped_gradients)
         self.forward = ForwardHooks(context, self._backward, self.gradients, self.losses)
         self._fast_paths = FastPathHooks(context)
         self.observed = ObservedHooks(context, self.forward)

@@ -15,7 +15,7 @@ from ikkuna.metrics.messages.kinds import MICRO_KINDS, UNCLIPPED_KINDS
 from ikkuna.observation.hooks.context import HookContext, creates_optimizer_state, running_steps
 from ikkuna.observation.hooks.hook import Hook, Remove
 from ikkuna.observation.hooks.loss import LossHooks
-from ikkuna.observation.hooks.parameter_recorder import ParameterRecorder
+from ikkuna.observation.hooks.parameter_table import ParameterTable
 from ikkuna.observation.model.parameters import UntrainedParameters
 from ikkuna.observation.steps.step_tracker import State
 from ikkuna.support.failures import log
@@ -157,7 +157,7 @@ class OptimizerHooks:
         What `settings_of` returns for each group with a rate, in a step that records parameters.
     gradients : int
         Number of parameters that had a gradient when their optimizer used them, in a step that records parameters.
-    records : ParameterRecorder
+    table : ParameterTable
         Records the tensors of parameters.
     untrained : UntrainedParameters
         Logs which trainable parameters are not trained.
@@ -171,7 +171,7 @@ class OptimizerHooks:
         self.has_closure = False
         self.gradients = 0
         self.untrained = UntrainedParameters()
-        self.records = ParameterRecorder(context)
+        self.table = ParameterTable(context)
         self._by_hand: bool | None = None  # not known before the first step
         self._rescaled = 0
 
@@ -206,12 +206,12 @@ class OptimizerHooks:
             return
         observed = parameters.of(optimizer)
         owners = parameters.known_owners()
-        self.records.weights(observed if self.records.is_used else parameters.all, observed, bool(owners.shared))
+        self.table.weights(observed if self.table.is_used else parameters.all, observed, bool(owners.shared))
         if not closure:
             self._count_gradients(observed)
-            self.records.gradients(observed, getattr(optimizer, "grad_scale", None))
+            self.table.gradients(observed, getattr(optimizer, "grad_scale", None))
             if unowned:
-                self.records.unowned_gradients()
+                self.table.unowned_gradients()
 
     def optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the end of an optimizer's step."""
@@ -231,11 +231,11 @@ class OptimizerHooks:
             observed = parameters.of(optimizer)
             if tracker.optimizers.in_closure:
                 self._count_gradients(observed)
-                self.records.gradients(observed)
-                self.records.unowned_gradients()
+                self.table.gradients(observed)
+                self.table.unowned_gradients()
             shared = owners.shared
-            self.records.updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
-            self.records.states(optimizer, observed)
+            self.table.updates([n for n in observed if id(n.parameter) not in shared] if shared else observed)
+            self.table.states(optimizer, observed)
         self._loss.optimizer_ends(number, parameters.owned_ids(optimizer))
         if context.recorder.rows is not None:
             context.recorder.rows.note_overflow(getattr(optimizer, "found_inf", None))
@@ -248,8 +248,8 @@ class OptimizerHooks:
         # a step that opens only now has no weights from before the change
         self._by_hand = context.tracker.state is not State.IDLE
         if self._by_hand:
-            self.records.gradients(context.parameters.all)
-            self.records.updates(context.parameters.all)
+            self.table.gradients(context.parameters.all)
+            self.table.updates(context.parameters.all)
         context.apply(context.tracker.step_by_hand(context.computation.is_new()))
         context.computation.step_ended()
         self._by_hand = True
@@ -264,18 +264,18 @@ class OptimizerHooks:
         if not (self._by_hand or not parameters.known_owners().numbers):
             return
         if not any(nn.parameter.is_lazy(named.parameter) for named in parameters.all):
-            self.records.weights(parameters.all, parameters.all)
+            self.table.weights(parameters.all, parameters.all)
 
     def before_close(self) -> None:
         """Record the updates of parameters that several optimizers own."""
-        if self.records.is_used:
-            self.records.updates(self.context.parameters.all)
+        if self.table.is_used:
+            self.table.updates(self.context.parameters.all)
         if self.untrained.settled is None:
             self.untrained.step_ended()
 
     def step_ended(self) -> None:
         """Forget everything about the step."""
-        self.records.step_ended()
+        self.table.step_ended()
         self.rates, self.settings = {}, {}
         self.has_closure = False
         self.gradients = 0

@@ -90,14 +90,14 @@ class TensorReader:
         return bool(self._one(x, flags, row))
 
     def add_all(self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory") -> NDArray[np.intp]:
-        """Add the statistics of tensors to different rows; return the positions of those that cannot be read here.
+        """Add the statistics of tensors to different rows; return the positions of those that are left to Python.
 
         Parameters
         ----------
         tensors : list of Tensor or None
             Any tensors; ``None`` is passed over.
         flags : array of int32
-            What to measure of each; -1 for nothing.
+            What to measure of each, `NOTHING` or `PYTHON`.
         rows : array of int64
             The addresses of their rows.
         memory : ListMemory
@@ -107,7 +107,7 @@ class TensorReader:
         done = memory.done
         known = memory.known.ctypes.data
         self._many(tensors, len(tensors), flags.ctypes.data, rows.ctypes.data, known, copies, done.ctypes.data)
-        is_left = ((done & _MEASURED) == 0) & (flags >= 0)
+        is_left = ((done & _MEASURED) == 0) & (flags != NOTHING)
         return np.flatnonzero(is_left)
 
     def add_differences(self, tensors: list[Any], flags: _Flags, rows: _Rows, memory: "ListMemory") -> NDArray[np.intp]:

@@ -1,0 +1,451 @@
+"""The table of parameters: records weights, gradients, updates and optimizer states around the steps of optimizers."""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ikkuna.distributed.dtensor import distribute_like, divided, is_distributed, local_tensor
+from ikkuna.numerics.elements import has_numbers
+from ikkuna.numerics.statistics.host import HostStatistics
+from ikkuna.numerics.statistics.native.kernels import NOTHING, PYTHON, Library, ListMemory, flags_of
+from ikkuna.observation.hooks.context import HookContext
+from ikkuna.observation.rows.plan import Key, Plan, RowIndex, Site
+from ikkuna.observation.steps.forwards import UNCLIPPED_PART
+from ikkuna.support.failures import raise_users_exception
+from ikkuna.support.modules import NamedParameter
+
+__all__ = ["CopyMemory", "ParameterList", "ParameterTable"]
+
+
+_WEIGHTS = "weights", "biases"
+_UPDATES = "weight_updates", "bias_updates"
+_GRADIENTS = "weight_gradients", "bias_gradients"
+_UNCLIPPED = "weight_gradients_unclipped", "bias_gradients_unclipped"
+_ALIGNED = 64
+_CACHED = 16
+_KEPT_STEPS = 100
+
+Wanted = Mapping[int, Key]
+"""By the id of a parameter, the site and path of one of its tensors, if that is wanted."""
+
+_Host = tuple[Library, HostStatistics]
+
+
+class CopyMemory:
+    """Memory for copies, which is kept between steps.
+
+    The first write to new memory costs at least as much as the copy itself.  numpy asks for huge pages for 4 MiB and more.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, NDArray[np.uint8]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that are kept; buffers that are used are not counted."""
+        return sum(buffer.nbytes for buffer in [*self._free.values()])
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Return the smallest kept buffer of at least `size` bytes; if there is none, free the others and return a new one.
+
+        Raises
+        ------
+        MemoryError
+            If there is no memory.
+        """
+        large = sorted((buffer.nbytes, key) for key, buffer in [*self._free.items()] if buffer.nbytes >= size)
+        for _, key in large:
+            if (found := self._free.pop(key, None)) is not None:  # else another thread has taken it
+                return found
+        self._free.clear()
+        return np.empty(size, np.uint8)
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Keep a buffer for the next list."""
+        self._free[id(buffer)] = buffer
+
+    def release(self) -> None:
+        """Free the buffers that are not used."""
+        self._free.clear()
+
+
+class ParameterList:
+    """Some parameters of which a plan wants one tensor each, or the update.
+
+    Tensors of the host that the kernels can read are measured in one native call, which checks each of them, and copied in the same
+    pass.  The copies lie in one buffer, until the differences from them are measured.
+
+    Parameters
+    ----------
+    index : RowIndex
+        The recorder's rows.
+    plan : Plan
+        What is measured.
+    parameters : sequence of NamedParameter
+        Those whose tensors are measured.
+    wanted : mapping
+        The sites and paths of these tensors.
+    changing : sequence of NamedParameter
+        Those whose weights change now.
+    updates : mapping
+        The sites and paths of updates.
+
+    Attributes
+    ----------
+    named, parameters : list
+        The parameters of which something is wanted.
+    keys : list of Key or None
+        The site and path of the tensor of each; ``None`` if it is not measured.
+    measured, updated : frozenset of int
+        The ids of the parameters of which the tensor, or the update, is wanted.
+    """
+
+    def __init__(
+        self,
+        index: RowIndex,
+        plan: Plan,
+        parameters: Sequence[NamedParameter],
+        wanted: Wanted,
+        changing: Sequence[NamedParameter],
+        updates: Wanted,
+    ) -> None:
+        found = {id(each.parameter): each for each in (*parameters, *changing)}
+        self.measured = frozenset(id(each.parameter) for each in parameters).intersection(wanted)
+        self.updated = frozenset(id(each.parameter) for each in changing).intersection(updates)
+        ids = [key for key in found if key in self.measured or key in self.updated]
+        self.named = [found[key] for key in ids]
+        self.parameters = [named.parameter for named in self.named]
+        self.keys = [wanted[key] if key in self.measured else None for key in ids]
+        is_native = np.array([_is_native(x) for x in self.parameters], np.bool_)
+        self._is_native = bool(is_native.any())
+        self._rows, self._flags = _of_keys(index, plan, self.keys)
+        after = [updates[key] if key in self.updated else None for key in ids]
+        self._is_updated = np.array([key is not None for key in after], np.bool_)
+        self._update_rows, self._update_flags = _of_keys(index, plan, after)
+        is_copied = self._is_updated & is_native & (self._update_flags >= 0)
+        sizes = [x.nbytes if copied else 0 for x, copied in zip(self.parameters, is_copied, strict=True)]
+        self._memory = ListMemory(len(ids), sizes if self.updated else None)
+        padded = np.array([-(-size // _ALIGNED) * _ALIGNED for size in sizes], np.int64)
+        self._is_copied, self._ends = is_copied, np.cumsum(padded)
+        self._offsets = self._ends - padded
+        self._buffer: tuple[CopyMemory, NDArray[np.uint8]] | None = None
+
+    def measure(self, host: _Host | None, tensors: Sequence[Tensor | None]) -> list[int]:
+        """Measure the tensors, and copy them if `take` has found memory; return the positions of those that are left."""
+        if host is None or not self._is_native:
+            return [i for i, key in enumerate(self.keys) if key is not None and tensors[i] is not None]
+        kernels, statistics = host
+        assert kernels.reader is not None
+        addresses = statistics.addresses(self._rows)
+        left: list[int] = kernels.reader.add_all(list(tensors), self._flags, addresses, self._memory).tolist()
+        return left
+
+    def take(self, memory: CopyMemory) -> None:
+        """Take memory for the copies of tensors; without memory nothing is copied."""
+        if self._is_copied.any():
+            try:
+                buffer = memory.take(int(self._ends[-1]) + _ALIGNED)
+            except MemoryError as error:
+                raise_users_exception(error)
+                return
+            self._buffer = memory, buffer
+            begin = -(-buffer.ctypes.data // _ALIGNED) * _ALIGNED
+            self._memory.copy_to(np.where(self._is_copied, begin + self._offsets, 0))
+
+    @property
+    def uncopied(self) -> list[NamedParameter]:
+        """The parameters whose updates are wanted and which were not copied."""
+        left = self._is_updated if self._buffer is None else self._is_updated & ~self._memory.is_copied
+        return [self.named[i] for i in np.flatnonzero(left)]
+
+    def measure_updates(self, host: _Host) -> int:
+        """Measure the differences of the parameters and their copies, and drop the copies.
+
+        Returns the number of parameters that have another memory format, dtype or shape now.
+        """
+        if self._buffer is None:
+            return 0
+        kernels, statistics = host
+        assert kernels.reader is not None
+        addresses = statistics.addresses(self._update_rows)
+        left = kernels.reader.add_differences(self.parameters, self._update_flags, addresses, self._memory)
+        self.drop()
+        return len(left)
+
+    def drop(self) -> None:
+        """Drop the copies, and give their memory back."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._memory.copy_to(np.zeros(len(self.named), np.int64))
+            self._memory.done[:] = 0
+            buffer[0].give_back(buffer[1])
+
+
+def _is_native(x: nn.Parameter) -> bool:
+    """Whether the kernels may be able to read a parameter; one without a shape has no size."""
+    return type(x) is nn.Parameter and x.is_cpu and x.layout is torch.strided
+
+
+def _of_keys(index: RowIndex, plan: Plan, keys: Sequence[Key | None]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Return the rows of some tensors, and what the kernels measure of each."""
+    rows, flags = np.zeros(len(keys), np.int64), np.full(len(keys), NOTHING, np.int32)
+    for i, key in enumerate(keys):
+        if key is not None and (task := plan.task(key[0].kind, key[0].module)) is not None:
+            rows[i], flags[i] = index.row(*key), flags_of(task.fields) if task.is_plain else PYTHON
+    return rows, flags
+
+
+class _OfPlan:
+    """What a plan wants of the parameters, by kind, and lists of them, by kind and the ids of sequences."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, dict[int, Key]] = {}
+        self.lists: dict[tuple[str, int, int], tuple[object, object, ParameterList]] = {}
+
+
+class ParameterTable:
+    """Records each kind of tensor of each parameter once in a step.
+
+    Every kind goes the same way: a `ParameterList` measures what lies on the host in one native call, and what is left goes to the
+    recorder, which measures the tensors of an accelerator together and others one by one.
+
+    Parameters
+    ----------
+    context : HookContext
+
+    Attributes
+    ----------
+    is_used : bool
+        Whether anything was recorded in this step.
+    skipped_updates : int
+        Number of updates that were not recorded because the weights were freed, or there was no memory for a copy.
+    memory : CopyMemory
+        The memory for copies of weights of the host.
+    """
+
+    def __init__(self, context: HookContext) -> None:
+        self.context = context
+        self.is_used = False
+        self.skipped_updates = 0
+        self.memory = CopyMemory()
+        self._unused_steps = 0
+        self._before: dict[int, Tensor] = {}  # copies outside of lists, by the id of the parameter
+        self._copied: list[ParameterList] = []
+        self._recorded: dict[str, set[int]] = {}
+        self._everything: object = None
+        self._of_plan: weakref.WeakKeyDictionary[Plan, _OfPlan] = weakref.WeakKeyDictionary()
+
+    def step_ended(self) -> None:
+        """Forget everything about the step; free the memory for copies if the last steps recorded nothing."""
+        if self.is_used:
+            self._unused_steps = 0
+            self._forget()
+            return
+        self._unused_steps += 1
+        if self._unused_steps == _KEPT_STEPS:
+            self.memory.release()
+
+    def _forget(self) -> None:
+        self._before = {}
+        self._recorded.clear()
+        for copied in self._copied:
+            copied.drop()
+        self._copied.clear()
+        self.is_used = False  # at last, because an exception such as `KeyboardInterrupt` may come before
+
+    # -- weights and updates --------------------------------------------------------------------------------------
+
+    def weights(
+        self, parameters: Sequence[NamedParameter], changing: Sequence[NamedParameter], shared: bool = False
+    ) -> None:
+        """Record weights, and copy those that change now and whose updates are wanted.
+
+        Parameters
+        ----------
+        parameters : sequence of NamedParameter
+            Those whose weights are recorded.
+        changing : sequence of NamedParameter
+            Those that change now.
+        shared : bool
+            Whether several optimizers change some of these parameters, so that the end of one does not complete their updates.
+        """
+        self.is_used = True
+        host, copied = self.context.recorder.host_lists(), self._recorded.setdefault(_UPDATES[0], set())
+        listed = self._list(_WEIGHTS, parameters, _without(changing, copied))
+        if host is not None and not shared:
+            self._copied.append(listed)  # at first, because an exception such as `KeyboardInterrupt` may come after
+            listed.take(self.memory)
+        left = listed.measure(host, listed.parameters)
+        copied |= listed.updated
+        copies = self._copies(listed.uncopied)
+        self._receive(listed, left, listed.parameters, copies=copies)
+        by_device: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for weights, copy in copies.values():  # those that were not copied by the kernel that measures them
+            by_device.setdefault((weights.device, weights.dtype), []).append((copy, weights))
+        for pairs in by_device.values():
+            torch._foreach_copy_([copy for copy, _ in pairs], [weights for _, weights in pairs])
+
+    def updates(self, parameters: Iterable[NamedParameter]) -> None:
+        """Record the updates of parameters whose weights were copied."""
+        if self._copied and (host := self.context.recorder.host_lists()) is not None:
+            for copied in self._copied:
+                self.skipped_updates += copied.measure_updates(host)
+            self._copied.clear()
+        if self._before:
+            self.context.recorder.receive_differences(self._changes(parameters))
+
+    def _copies(self, parameters: Iterable[NamedParameter]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Clone weights of the host, and return those of devices with memory for copies, by the id of the parameter."""
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+        for named in parameters:
+            if not named.parameter.requires_grad:
+                continue
+            weights = local_tensor(named.parameter.detach())
+            if (copy := _clone_or_memory(weights)) is None:
+                self.skipped_updates += 1
+                continue
+            self._before[id(named.parameter)] = copy
+            if not weights.is_cpu:
+                copies[id(named.parameter)] = weights, copy
+        return copies
+
+    def _changes(self, parameters: Iterable[NamedParameter]) -> Iterator[tuple[Site, Tensor, Tensor, str]]:
+        """Yield site, weights after and before the step, and name; record the updates of distributed parameters."""
+        wanted = self._wanted(_UPDATES)
+        for named in parameters:
+            key = id(named.parameter)
+            if (before := self._before.pop(key, None)) is None or key not in wanted:
+                continue
+            site, path = wanted[key]
+            if is_distributed(named.parameter) and has_numbers(after := local_tensor(named.parameter.detach())):
+                wide = torch.promote_types(after.dtype, torch.float32)
+                difference = distribute_like(after.to(wide) - before.to(wide), named.parameter)
+                self.context.recorder.receive(site, difference, path)
+            else:
+                yield site, named.parameter, before, path
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def gradients(self, parameters: Sequence[NamedParameter], scale: Tensor | None = None) -> None:
+        """Record gradients, divided by `scale`."""
+        self.is_used = True
+        self._record_gradients(_GRADIENTS, parameters, scale)
+
+    def unowned_gradients(self) -> None:
+        """Record the gradients of parameters that no optimizer has, which no gradient scaler has unscaled."""
+        self._record_gradients(
+            _GRADIENTS, self.context.parameters.known_owners().unowned, self.context.loss_scale.factor
+        )
+
+    def unclipped_gradients(self) -> None:
+        """Record gradients at the end of a backward, in place of those that an earlier backward of the step has left.
+
+        They are not clipped yet; they are reduced over ranks, and without the factor of a gradient scaler.
+        """
+        context = self.context
+        if context.recorder.plan.unclipped_gradients:
+            context.recorder.drop_part(UNCLIPPED_PART)
+            self._recorded.pop(_UNCLIPPED[0], None)
+            context.parameters.refresh()
+            self._record_gradients(_UNCLIPPED, context.parameters.all, context.loss_scale.factor, UNCLIPPED_PART)
+
+    def _record_gradients(
+        self, kinds: tuple[str, str], parameters: Sequence[NamedParameter], scale: Tensor | None, part: int = 0
+    ) -> None:
+        """Record the gradients that parameters have now as two kinds, divided by `scale`."""
+        listed = self._list(kinds, parameters)
+        gradients = [named.parameter.grad for named in listed.named]
+        if scale is not None:
+            gradients = [g if g is None else divided(g, scale.to(g.device, non_blocking=True)) for g in gradients]
+        left = listed.measure(self.context.recorder.host_lists(part), gradients)
+        self._receive(listed, left, gradients, part)
+
+    # -- others ----------------------------------------------------------------------------------------------------
+
+    def states(self, optimizer: Optimizer, parameters: Iterable[NamedParameter]) -> None:
+        """Record the state of an optimizer for some parameters."""
+        wanted: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
+        for kind in self.context.recorder.plan.states:
+            wanted[kind.startswith("bias")].append((kind, kind.split("_state_", 1)[1]))
+        for named in parameters if any(wanted.values()) else ():
+            state = optimizer.state.get(named.parameter, {})
+            for kind, field in wanted[named.is_bias] if state else ():
+                if isinstance(value := state.get(field), Tensor):
+                    self.context.recorder.receive(self.context.sites(kind, named.module), value, named.path)
+
+    # -- lists ----------------------------------------------------------------------------------------------------
+
+    def _receive(
+        self,
+        listed: ParameterList,
+        left: Iterable[int],
+        tensors: Sequence[Tensor | None],
+        part: int = 0,
+        copies: dict[int, tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """Measure what a list has left."""
+        found = ((key[0], x, key[1]) for i in left if (key := listed.keys[i]) and (x := tensors[i]) is not None)
+        self.context.recorder.receive_all(found, copies or {}, part)
+
+    def _list(
+        self, kinds: tuple[str, str], parameters: Sequence[NamedParameter], changing: Sequence[NamedParameter] = ()
+    ) -> ParameterList:
+        """Return the list of the parameters of which two kinds were not recorded in this step, and note that they are now."""
+        recorder, known = self.context.recorder, self._known().lists
+        recorded = self._recorded.setdefault(kinds[0], set())
+        parameters = _without(parameters, recorded)
+        key = kinds[0], id(parameters), id(changing)
+        if key not in known:
+            if len(known) >= _CACHED:
+                known.clear()
+            wanted = self._wanted(kinds), self._wanted(_UPDATES)
+            listed = ParameterList(recorder.index, recorder.plan, parameters, wanted[0], changing, wanted[1])
+            known[key] = parameters, changing, listed
+        listed = known[key][2]
+        recorded |= listed.measured
+        return listed
+
+    def _known(self) -> _OfPlan:
+        if self._everything is not self.context.parameters.all:  # the lists would keep replaced parameters alive
+            self._everything = self.context.parameters.all
+            self._of_plan.clear()
+        return self._of_plan.setdefault(self.context.recorder.plan, _OfPlan())
+
+    def _wanted(self, kinds: tuple[str, str]) -> dict[int, Key]:
+        """Return the sites and paths of the parameters of which a kind is wanted."""
+        context, known = self.context, self._known().wanted
+        if kinds[0] not in known:
+            plan = context.recorder.plan
+            found = ((each, context.sites(kinds[each.is_bias], each.module)) for each in context.parameters.all)
+            known[kinds[0]] = {
+                id(each.parameter): (site, each.path)
+                for each, site in found
+                if plan.task(site.kind, site.module) is not None
+            }
+        return known[kinds[0]]
+
+
+def _without(parameters: Sequence[NamedParameter], recorded: set[int]) -> Sequence[NamedParameter]:
+    """Return the parameters that are not recorded; the same object if these are all of them."""
+    if not recorded:
+        return parameters
+    left = [named for named in parameters if id(named.parameter) not in recorded]
+    return parameters if len(left) == len(parameters) else left or ()
+
+
+def _clone_or_memory(x: Tensor) -> Tensor | None:
+    """Return a clone of a tensor of the host, and memory for a copy of a tensor of a device.
+
+    ``None`` if it has no numbers, or there is no memory; training goes on.
+    """
+    try:
+        if has_numbers(x):
+            return x.clone() if x.is_cpu else torch.empty_like(x)
+    except RuntimeError as error:
+        raise_users_exception(error)
+    return None
