@@ -176,8 +176,8 @@ class Network:
         >>> network.is_normalised("conv"), network.is_normalised("fc")
         (True, False)
         """
-        following = self.modules[self.position(series) + 1 :]
-        return bool(following) and "Norm" in following[0].class_name
+        following = self.position(series) + 1
+        return following < len(self.modules) and "Norm" in self.modules[following].class_name
 
     def named(self, *classes: str) -> tuple[str, ...]:
         """Return the names of the modules of some classes."""

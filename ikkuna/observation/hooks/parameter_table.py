@@ -414,7 +414,9 @@ class ParameterTable:
         if self._everything is not self.context.parameters.all:  # the lists would keep replaced parameters alive
             self._everything = self.context.parameters.all
             self._of_plan.clear()
-        return self._of_plan.setdefault(self.context.recorder.plan, _OfPlan())
+        if (known := self._of_plan.get(self.context.recorder.plan)) is None:
+            known = self._of_plan[self.context.recorder.plan] = _OfPlan()
+        return known
 
     def _wanted(self, kinds: tuple[str, str]) -> dict[int, Key]:
         """Return the sites and paths of the parameters of which a kind is wanted."""

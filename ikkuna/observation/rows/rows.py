@@ -247,7 +247,7 @@ class Rows:
 
     def arrived(self) -> bool:
         """Return whether all copies have reached the host, and the measurements of other ranks are here."""
-        if not all(copy.arrived() for _, copy in self._copies):
+        if self._copies and not all(copy.arrived() for _, copy in self._copies):
             return False
         if self._deferred and not all(computed.arrived() for _, computed in self._deferred):
             return False

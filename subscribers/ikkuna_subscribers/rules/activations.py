@@ -74,6 +74,8 @@ class SaturatedRule(Rule):
     def scores(self, history: History) -> Iterator[Score]:
         """Yield a score for each bounded layer but the last one."""
         means, network = history.curves("activations_mean"), history.network
+        if not network.named("Tanh", "Sigmoid"):
+            return
         last = max((network.position(name) for name in means), default=0)
         for name, curve in history.fresh("activations_variance"):
             class_name = network.class_of(name)

@@ -150,7 +150,7 @@ class NoGradientRule(Rule, mistake=NO_GRADIENT):
         reached = history.curves("weight_gradients_norm2")
         trainable = history.curves("weight_requires_grad")
         called = {history.network.module(name) for name in history.curves("activations_variance")}
-        if not any(curve.step == history.step for curve in reached.values()):
+        if not history.fresh("weight_gradients_norm2"):
             return
         used = [
             name

@@ -229,7 +229,7 @@ class WeightsRestoredRule(Rule):
         if len(fresh) < 2 or not all(math.isfinite(curve.last) for _, curve in fresh):
             return
         memory = history.memory[self.name]
-        seen, now = memory.setdefault("seen", {}), hash(tuple((name, curve.last) for name, curve in fresh))
+        seen, now = memory.setdefault("seen", {}), hash(tuple([(name, curve.last) for name, curve in fresh]))
         before, last = seen.get(now), memory.get("last")
         memory["last"] = now
         if before is not None and last != now:
