@@ -129,7 +129,9 @@ class MissingLossWarning:
         steps : int
             Number of training steps so far.
         """
-        if not self._has_warned and not self._is_early(steps) and (missing := self._missing()):
+        if self._has_warned or not self._context.recorder.plan.of_loss:
+            return
+        if not self._is_early(steps) and (missing := self._missing()):
             self._has_warned = True
             log.warning(
                 "a subscriber wants %s, which cannot be seen; pass loss= to watch(), or set the module or function that computes the "
@@ -142,20 +144,21 @@ class MissingLossWarning:
 
         The first step only shows that a model is never called as a whole; a model in evaluation mode seems to be such for two steps.
         """
+        if not self._context.tracker.is_rootless:
+            return False
         whole = self._context.model.roots.whole
-        return self._context.tracker.is_rootless and steps <= (1 if whole is None or whole.training else 2)
+        return steps <= (1 if whole is None or whole.training else 2)
 
     def _missing(self) -> str:
         """Return what is wanted and unknown; empty if nothing is."""
-        plan = self._context.recorder.plan
-        if not self._context.model.sees_loss:
+        wanted = self._context.recorder.plan.of_loss
+        if not self._losses.has_loss and "loss" in wanted:
+            missing = "the loss"
+        elif not self._losses.has_labels and "input_labels" in wanted:
+            missing = "the labels"
+        else:
             return ""
-        kinds = plan.kinds.union(*(registered.kinds for registered in plan.together))
-        if not self._losses.has_loss and "loss" in kinds:
-            return "the loss"
-        if not self._losses.has_labels and "input_labels" in kinds:
-            return "the labels"
-        return ""
+        return missing if self._context.model.sees_loss else ""
 
 
 class ReplacedModules:

@@ -30,14 +30,14 @@ def life(monkeypatch):
 
 def test_the_way_of_the_activation_is_short(calls):
     handled = list(chain(*way(calls).values()))
-    assert len(files(handled)) <= 23
-    assert len(handled) <= 72
-    assert len(way(calls)["delivery"]) <= 52
+    assert len(files(handled)) <= 21
+    assert len(handled) <= 71
+    assert len(way(calls)["delivery"]) <= 51
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 67
-    assert len(calls) <= 331
+    assert len(files(calls)) <= 54
+    assert len(calls) <= 324
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):

@@ -146,7 +146,7 @@ class Delivery:
             raise
 
     def deliver(self, registered: Registered, *batches: MessageBatch, early: _Early | None = None) -> None:
-        """Deliver messages to one subscriber, one batch for each kind; those of joined kinds wait until their partners have arrived.
+        """Deliver messages to one subscriber, one batch for each kind; those of joined kinds wait for their partners.
 
         An error in one batch, or in one message if the subscriber takes messages one by one, loses no other.
         Its results are passed on at the end, also after an error; with `early`, they are kept there.

@@ -146,7 +146,7 @@ class ParameterList:
         return left
 
     def take(self, memory: CopyMemory) -> None:
-        """Take memory for the copies of tensors; without memory nothing is copied."""
+        """Reserve memory for the copies of tensors; without memory nothing is copied."""
         if self._is_copied.any():
             try:
                 buffer = memory.take(int(self._ends[-1]) + _ALIGNED)
@@ -201,11 +201,13 @@ def _of_keys(index: RowIndex, plan: Plan, keys: Sequence[Key | None]) -> tuple[N
 
 
 class _OfPlan:
-    """What a plan wants of the parameters, by kind, and lists of them, by kind and the ids of sequences."""
+    """What a plan wants of the parameters, and lists of them."""
 
     def __init__(self) -> None:
         self.wanted: dict[str, dict[int, Key]] = {}
-        self.lists: dict[tuple[str, int, int], tuple[object, object, ParameterList]] = {}
+        self.lists: dict[
+            tuple[str, int, int], tuple[object, object, ParameterList]
+        ] = {}  # by kind and ids of sequences
 
 
 class ParameterTable:

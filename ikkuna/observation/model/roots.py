@@ -78,7 +78,7 @@ class Roots:
     @property
     def whole(self) -> nn.Module | None:
         """The module that is the whole model; ``None`` if several modules were added and none was set."""
-        return self.callable[0] if len(self.callable) == 1 else None
+        return found[0] if len(found := self.callable) == 1 else None
 
     def resolve(self, roots: Iterable[Root], taken: frozenset[str] = frozenset()) -> tuple[NamedModule, ...]:
         """Return the observed modules below `roots`, each module once and under a unique name.

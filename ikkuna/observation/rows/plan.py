@@ -151,6 +151,8 @@ class Plan:
         Whether any tensor is measured, rather than events and results alone.
     counts_forwards : bool
         Whether it matters which forwards belong to the step: something is measured, or a subscriber wants to know whether it is skipped.
+    of_loss : frozenset of str
+        Which of ``loss`` and ``input_labels`` are wanted, alone or together with others.
     is_in_graph : bool
         Whether anything is measured inside the model, which a compiled graph has to do.
     forward_sites : tuple
@@ -171,6 +173,8 @@ class Plan:
         kinds = {kind for s in subscriptions if not s.together for kind in s.kinds}
         self.kinds = frozenset(kinds)
         self.together = tuple(s for s in subscriptions if s.together)
+        every = {kind for s in subscriptions for kind in s.kinds}
+        self.of_loss = frozenset(every & {"loss", "input_labels"})
         self.forward = bool(kinds & set(FORWARD_KINDS))
         self.is_in_graph = self.forward or not kinds.isdisjoint(("input_data", "network_output"))
         self.forward_sites = tuple(map(self._modules_of, FORWARD_KINDS))
