@@ -201,7 +201,7 @@ def _of_keys(index: RowIndex, plan: Plan, keys: Sequence[Key | None]) -> tuple[N
 
 
 class _OfPlan:
-    """What a plan wants of the parameters, and lists of them."""
+    """Lists and sites of the parameters of which a plan wants something."""
 
     def __init__(self) -> None:
         self.wanted: dict[str, dict[int, Key]] = {}
