@@ -36,8 +36,8 @@ def test_the_way_of_the_activation_is_short(calls):
 
 
 def test_a_step_is_short(calls):
-    assert len(files(calls)) <= 54
-    assert len(calls) <= 324
+    assert len(files(calls)) <= 55
+    assert len(calls) <= 326
 
 
 def test_the_way_begins_in_a_hook_and_ends_in_a_file(calls):
