@@ -19,8 +19,9 @@ from ikkuna.export.messages import MessageBus
 from ikkuna.export.subscriber import Quantity, Subscriber
 from ikkuna.reading import read_run
 from ikkuna.report import write_report
-from ikkuna.report.content import RunContent, module_kinds, network_charts
+from ikkuna.report.content import RunContent, network_charts
 from ikkuna.report.difference import compare_runs
+from ikkuna.report.modules import module_kinds
 from ikkuna.store.quantity import NEUTRAL, SCALES
 from ikkuna.store.run_directory import read_run_file
 from ikkuna.testing import small_model

@@ -578,7 +578,7 @@ class WatchHandle(Exporter):
 
     def _repr_html_(self) -> str:
         """Return the summary and small heat maps for a notebook."""
-        from ikkuna.report.content import heatmaps_of
+        from ikkuna.report.modules import heatmaps_of
 
         try:
             shown = self.summary()._repr_html_()

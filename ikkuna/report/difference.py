@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from ikkuna.backends.pictures.canvas import ColourScale
 from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.report.charts import folded
-from ikkuna.report.content import RunContent, module_kinds, network_charts, presence, run_name
+from ikkuna.report.content import RunContent, network_charts, run_name
 from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
+from ikkuna.report.modules import module_kinds, presence
 from ikkuna.report.page import page_target, render, separate_names
 from ikkuna.store import SeriesValues, StoredRun, read_run
 from ikkuna.store.quantity import step_order

@@ -14,22 +14,19 @@ from ikkuna.diagnosis.findings import Findings, details_html
 from ikkuna.diagnosis.judge import findings_of
 from ikkuna.errors import ConfigError
 from ikkuna.report.charts import folded
-from ikkuna.report.content import (
+from ikkuna.report.content import RunContent, network_charts, run_name, wall_times
+from ikkuna.report.heatmaps import distributions_of
+from ikkuna.report.modules import (
     Block,
     KindTable,
-    RunContent,
     abnormal_modules,
     blocks_of,
     fan_charts,
     kind_tables,
     module_rows,
-    network_charts,
-    run_name,
     spread_chart,
     table_heatmaps,
-    wall_times,
 )
-from ikkuna.report.heatmaps import distributions_of
 from ikkuna.store import StoredRun, read_run
 from ikkuna.support.files import atomic_file
 from ikkuna.version import __version__

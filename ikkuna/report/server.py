@@ -17,8 +17,9 @@ from urllib.parse import parse_qs, quote, urlencode, urlsplit
 from ikkuna.diagnosis.findings import Findings
 from ikkuna.diagnosis.stored_findings import read_findings
 from ikkuna.errors import ConfigError, IkkunaError
-from ikkuna.report.content import RunContent, kind_tables, network_charts
+from ikkuna.report.content import RunContent, network_charts
 from ikkuna.report.difference import compare_paths, difference_page
+from ikkuna.report.modules import kind_tables
 from ikkuna.report.page import head_values, layer_values, render, report_page
 from ikkuna.store import StoredRun, find_runs
 from ikkuna.store.run_directory import read_run_file

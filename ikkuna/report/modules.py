@@ -1,0 +1,371 @@
+"""Collects what a report shows of the modules of a run: charts, heat maps, the most unusual ones, and their tree."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ikkuna.backends.pictures.heatmap import with_missing_rows
+from ikkuna.diagnosis.findings import Findings
+from ikkuna.numerics.bands import unusual_rows
+from ikkuna.report.charts import ReportChart, ReportCurve, chart_of, reduced_matrix
+from ikkuna.report.content import RunContent
+from ikkuna.report.heatmaps import ReportHeatmap, draw_heatmap
+from ikkuna.store import StoredRun
+from ikkuna.store.quantity import Quantity
+from ikkuna.store.sparkline import svg_sparkline
+from ikkuna.store.values import ModuleEntry, ModuleOrder
+
+__all__ = [
+    "Abnormal",
+    "Block",
+    "KindTable",
+    "ModuleRow",
+    "abnormal_modules",
+    "blocks_of",
+    "fan_charts",
+    "heatmaps_of",
+    "kind_tables",
+    "module_kinds",
+    "module_rows",
+    "presence",
+    "spread_chart",
+    "table_heatmaps",
+]
+
+_FANS = 12
+_SPREAD_STEPS = 400
+_COLUMNS = 6
+_MANY = 60  # modules of which a heat map shows the most abnormal ones apart
+_ABNORMAL = 10
+_UNUSUAL = 5.0  # robust standard deviations
+_CLASS = 5  # modules of a class that are compared with each other alone
+
+
+def module_kinds(run: StoredRun) -> list[str]:
+    """Return the kinds with values of modules, without those that are drawn together as levels of a family."""
+    return [kind for kind in run.module_kinds() if run.quantity(kind).level is None]
+
+
+class KindTable(NamedTuple):
+    """The values of the modules of a kind.
+
+    Parameters
+    ----------
+    kind : str
+        The kind.
+    quantity : Quantity
+        What it is.
+    names : tuple of str
+        The series, in the order of the network.
+    steps : ndarray (steps,)
+        The steps.
+    values : ndarray (names, steps)
+        The values.
+    present : ndarray (names, steps)
+        Which values are there.
+    """
+
+    kind: str
+    quantity: Quantity
+    names: tuple[str, ...]
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    present: NDArray[np.bool_]
+
+    def rows(self, places: Sequence[int]) -> "KindTable":
+        """Return some of the rows, in the order of `places`."""
+        chosen = list(places)
+        names = tuple(self.names[i] for i in chosen)
+        return self._replace(names=names, values=self.values[chosen], present=self.present[chosen])
+
+
+def kind_tables(run: StoredRun) -> Iterator[KindTable]:
+    """Yield the values of the modules of each kind; those of series that belong to no module are left out."""
+    order = ModuleOrder(run.modules)
+    for kind in module_kinds(run):
+        names, steps, values = run.matrix(kind)
+        if not len(steps):
+            continue
+        table = KindTable(kind, run.quantity(kind), names, steps, values, presence(run, kind, names, steps))
+        inside = [i for i, name in enumerate(names) if order.belongs(name)]
+        yield table if len(inside) == len(names) else table.rows(inside)
+
+
+def presence(run: StoredRun, kind: str, names: Sequence[str], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which values of a matrix are there: (names, steps)."""
+    present = np.zeros((len(names), len(steps)), bool)
+    for row, name in zip(present, names, strict=True):
+        own = run.series(kind, name).steps
+        row[slice(None) if len(own) == len(steps) else np.searchsorted(steps, own)] = True
+    return present
+
+
+def heatmaps_of(run: StoredRun) -> list[ReportHeatmap]:
+    """Return a heat map for each kind with values of several modules."""
+    return [drawn for table in kind_tables(run) for drawn in table_heatmaps(run, table)[:1]]
+
+
+def table_heatmaps(run: StoredRun, table: KindTable) -> list[ReportHeatmap]:
+    """Return the heat maps of a kind: of more than 60 modules first the most abnormal ones, then all, by their classes."""
+    if not table.names:
+        return []
+    title, quantity = table.quantity.label(table.kind), table.quantity
+    names, values, present = with_missing_rows(run.modules, quantity, table.names, table.values, table.present)
+    if len(names) <= _MANY:
+        return [draw_heatmap(title, quantity, names, table.steps, values, present)]
+    scores = _scores(run, table)
+    worst = sorted(np.argsort(-scores, kind="stable")[:_ABNORMAL].tolist())
+    first = table.rows(worst)
+    classes = _classes(run.modules, names)
+    groups = {name: number for number, name in enumerate(dict.fromkeys(classes))}
+    grouped = sorted(range(len(names)), key=lambda i: groups[classes[i]])
+    whole = draw_heatmap(
+        f"{title}: all {len(names):,}",
+        quantity,
+        [names[i] for i in grouped],
+        table.steps,
+        values[grouped],
+        present[grouped],
+    )
+    part = draw_heatmap(
+        f"{title}: the {len(worst)} most unusual of {len(names):,}",
+        quantity,
+        first.names,
+        table.steps,
+        first.values,
+        first.present,
+        whole.scale,
+    )
+    return [part, whole]
+
+
+def _classes(modules: Sequence[ModuleEntry], names: Sequence[str]) -> list[str]:
+    """Return the class of the module of each series."""
+    entries = {entry.name: entry.class_name for entry in modules}
+    return [entries.get(_module_of(name, entries), "") for name in names]
+
+
+def _module_of(name: str, entries: "dict[str, str] | dict[str, ModuleEntry]") -> str:
+    while name not in entries and (end := max(name.rfind("."), name.rfind(":"))) > 0:
+        name = name[:end]
+    return name
+
+
+def _scores(run: StoredRun, table: KindTable) -> NDArray[np.float64]:
+    """Return how unusual each row is among those of its class, or among all if the class has fewer than five."""
+    _, values, _ = reduced_matrix(table.steps, table.values, table.present, 100)
+    values = _worse(values, table.quantity)
+    scores = np.full(len(values), -np.inf)
+    classes = np.array(_classes(run.modules, table.names))
+    for name in dict.fromkeys(classes.tolist()):
+        own = np.flatnonzero(classes == name)
+        if len(own) >= _CLASS:
+            scores[own] = unusual_rows(values[own])
+    rest = np.flatnonzero(np.isneginf(scores))
+    scores[rest] = unusual_rows(values)[rest] if len(rest) >= _CLASS else 0.0
+    return scores
+
+
+def _worse(values: NDArray[np.float64], quantity: Quantity) -> NDArray[np.float64]:
+    """Return values in which what is better than the median of its column is replaced by the median."""
+    if (not quantity.larger and quantity.zero != "good") or not values.size:
+        return values
+    with np.errstate(all="ignore"):
+        there = np.where(np.isfinite(values), values, np.nan)
+        filled = ~np.isnan(there).all(axis=0)
+        middle = np.full(values.shape[1], np.nan)
+        middle[filled] = np.nanmedian(there[:, filled], axis=0)
+    is_better = values > middle if quantity.larger == "good" else values < middle
+    return np.where(is_better, middle, values)
+
+
+class Abnormal(NamedTuple):
+    """A module that differs from the others of its class, or that a finding names.
+
+    Parameters
+    ----------
+    name, class_name : str
+        The module and its class.
+    score : float
+        By how many robust standard deviations it differs.
+    text : str
+        What differs.
+    curve : str
+        A small curve of it.
+    rules : list of str
+        The rules whose findings name it.
+    """
+
+    name: str
+    class_name: str
+    score: float
+    text: str
+    curve: str
+    rules: list[str]
+
+
+def abnormal_modules(content: RunContent, tables: Sequence[KindTable]) -> list[Abnormal]:
+    """Return up to ten modules: those of findings first, then those that differ most from the others."""
+    entries = {entry.name: entry.class_name for entry in content.run.modules}
+    rules: dict[str, list[str]] = {}
+    for finding in content.findings:
+        for name in finding.modules or ((finding.module,) if finding.module else ()):
+            rules.setdefault(name, []).append(finding.rule)
+    best: dict[str, tuple[float, KindTable, int]] = {}
+    for table in tables:
+        for i, score in enumerate(_scores(content.run, table).tolist()):
+            name = table.names[i]
+            if (score >= _UNUSUAL or name in rules) and score > best.get(name, (-1.0,))[0]:
+                best[name] = score, table, i
+    order = sorted({*best, *rules}, key=lambda name: (name not in rules, -best.get(name, (0.0,))[0]))
+    found = []
+    for name in order[:_ABNORMAL]:
+        score, text, curve = 0.0, "", ""
+        if name in best:
+            score, table, i = best[name]
+            own = table.values[i, table.present[i]]
+            text = f"{table.quantity.label(table.kind)}: {own[-1]:.3g}; the median of the others is {_middle(table, i):.3g}"
+            curve = svg_sparkline(own, is_log=table.quantity.scale == "log")
+        class_name = entries.get(_module_of(name, entries), "")
+        found.append(Abnormal(name, class_name, score, text, curve, rules.get(name, [])))
+    return found
+
+
+def _middle(table: KindTable, row: int) -> float:
+    """Return the median of the other rows at the last step."""
+    others = np.delete(table.values[:, -1], row)
+    others = others[np.isfinite(others)]
+    return float(np.median(others)) if len(others) else math.nan
+
+
+def spread_chart(
+    table: KindTable, findings: Findings, within: tuple[float, float] = (-math.inf, math.inf)
+) -> ReportChart | None:
+    """Return a chart with the spread over modules: minimum, quartiles, median and maximum; ``None`` for fewer than three."""
+    if len(table.names) < 3:
+        return None
+    begin, end = np.searchsorted(table.steps, [within[0], within[1]], "left").tolist()
+    steps, values = table.steps[begin : end + 1], table.values[:, begin : end + 1]
+    if not len(steps):
+        return None
+    chosen = np.unique(np.linspace(0, len(steps) - 1, _SPREAD_STEPS).astype(int))
+    steps, values = steps[chosen], values[:, chosen]
+    with np.errstate(all="ignore"):
+        usable = np.isfinite(values).any(axis=0)
+        levels = _quartiles(np.where(np.isfinite(values), values, np.nan)[:, usable])
+    labels = ("minimum", "25 %", "median", "75 %", "maximum")
+    curves = [ReportCurve(label, steps[usable], level) for label, level in zip(labels, levels, strict=True)]
+    return chart_of(table.kind, curves, kind=table.kind, quantity=table.quantity, is_band=True, findings=findings)
+
+
+def _quartiles(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return minimum, quartiles and maximum of each column without NaN; ``numpy.nanpercentile`` takes far longer."""
+    if not values.size:
+        return np.empty((5, values.shape[1]))
+    ordered = np.sort(values, axis=0)  # NaN at the end
+    places = np.array([0, 0.25, 0.5, 0.75, 1])[:, None] * ((~np.isnan(values)).sum(axis=0) - 1)
+    low = np.take_along_axis(ordered, np.floor(places).astype(int), axis=0)
+    high = np.take_along_axis(ordered, np.ceil(places).astype(int), axis=0)
+    found: NDArray[np.float64] = low + (places % 1) * (high - low)
+    return found
+
+
+def fan_charts(run: StoredRun) -> list[ReportChart]:
+    """Return percentile fans of each kind with percentiles, for at most 12 modules; each curve has the name of its percentile."""
+    levels: dict[str, list[tuple[float, str]]] = {}
+    for kind in run.kinds():
+        quantity = run.quantity(kind)
+        if quantity.level is not None:
+            levels.setdefault(quantity.family, []).append((quantity.level, kind))
+    charts = []
+    for base, kinds in sorted(levels.items()):
+        kinds.sort()
+        names = run.names(kinds[0][1])
+        for name in [names[round(i)] for i in np.linspace(0, len(names) - 1, min(len(names), _FANS))]:
+            found = [(level, run.series(kind, name)) for level, kind in kinds if name in run.names(kind)]
+            curves = [ReportCurve(f"{level:g} %", values.steps, values.values) for level, values in found]
+            quantity = run.quantity(kinds[0][1])
+            charts.append(chart_of(f"{base} · {name or 'network'}", curves, quantity=quantity, is_band=True))
+    return charts
+
+
+@dataclass
+class ModuleRow:
+    """A row of the table of modules: name, class, number of parameters, and last value and small curve of each kind."""
+
+    name: str
+    class_name: str
+    parameters: int | None
+    cells: list[tuple[str, str]]
+
+
+def module_rows(run: StoredRun) -> tuple[list[str], list[ModuleRow]]:
+    """Return the kinds of the columns, and a row for each module and for each of its parameters and outputs with values.
+
+    Series that belong to no module are left out.
+    """
+    kinds = module_kinds(run)[:_COLUMNS]
+    entries, order = {entry.name: entry for entry in run.modules}, ModuleOrder(run.modules)
+    columns = [
+        {name: _cell(run.series(kind, name).values, run.quantity(kind).scale == "log") for name in run.names(kind)}
+        for kind in kinds
+    ]
+    rows = []
+    for name in filter(order.belongs, run.module_names()):
+        entry, owner = entries.get(name), entries.get(_module_of(name, entries))
+        cells = [column.get(name, ("", "")) for column in columns]
+        if entry is None and owner is not None and not any(text for text, _ in cells):
+            continue
+        class_name = entry.class_name if entry else f"of {owner.class_name}" if owner else ""
+        rows.append(ModuleRow(name, class_name, entry.count if entry else None, cells))
+    return kinds, rows
+
+
+def _cell(values: NDArray[np.float64], is_log: bool) -> tuple[str, str]:
+    last = float(values[-1])
+    return (f"{last:.3g}" if math.isfinite(last) else str(last)), svg_sparkline(values, is_log=is_log)
+
+
+@dataclass
+class Block:
+    """A block of a network: the rows of its own modules, rows of one class together, and the blocks inside."""
+
+    name: str
+    rows: list[ModuleRow] = field(default_factory=list)
+    blocks: list["Block"] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """The number of rows, with those of the blocks inside."""
+        return len(self.rows) + sum(block.count for block in self.blocks)
+
+
+def blocks_of(rows: Sequence[ModuleRow]) -> Block:
+    """Return the rows as a tree by the parts of their names.
+
+    Examples
+    --------
+    >>> rows = [ModuleRow(name, "Linear", 0, []) for name in ("stem", "blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2")]
+    >>> tree = blocks_of(rows)
+    >>> [row.name for row in tree.rows], [(block.name, block.count) for block in tree.blocks[0].blocks]
+    (['stem'], [('blocks.0', 2), ('blocks.1', 2)])
+    """
+    root = Block("")
+    found = {"": root}
+
+    def block(name: str) -> Block:
+        if name not in found:
+            found[name] = Block(name)
+            block(name.rpartition(".")[0]).blocks.append(found[name])
+        return found[name]
+
+    for row in rows:
+        block(row.name.partition(":")[0].rpartition(".")[0]).rows.append(row)
+    for each in found.values():
+        classes = {name: number for number, name in enumerate(dict.fromkeys(row.class_name for row in each.rows))}
+        each.rows.sort(key=lambda row: classes[row.class_name])
+    return root
