@@ -113,6 +113,13 @@ NOT_IN_OPTIMIZER = Mistake(
     advice="pass it to the optimizer, or call requires_grad_(False) if it is meant to stay as it is",
     explains=_names("no_learning lr_too_low plateau"),
 )
+UNREGISTERED_PARAMETERS = Mistake(
+    "unregistered_parameters",
+    "error",
+    meaning="The output depends on {figure:.0f} parameters that are not registered in the model, so model.parameters() misses them.",
+    advice="keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList, in place of lists and dictionaries",
+    explains=_names("no_learning lr_too_low plateau"),
+)
 FROZEN_IN_OPTIMIZER = Mistake(
     "frozen_in_optimizer",
     "info",
@@ -227,6 +234,17 @@ LABEL_OFFSET = Mistake(
     "error",
     meaning="The output at a position is trained with the input {figure:+g} positions away; the next one is +1.",
     advice="shift the labels by one position, and shift them once only",
+)
+PADDING_INSIDE = Mistake(
+    "padding_inside",
+    meaning="The padding index of this embedding stands between other tokens in {figure:.0%} of the sequences; its row is never trained.",
+    advice="use an index that is no word as padding_idx",
+)
+RUNNING_STATISTICS_FIXED = Mistake(
+    "running_statistics_fixed",
+    meaning="The momentum of this normalisation is 0: its running statistics stay as they are, and evaluation mode uses them.",
+    advice="use a momentum above 0, such as 0.1; PyTorch multiplies the new statistics by it",
+    explains=_names("running_statistics"),
 )
 PADDING_CHANGES_OUTPUT = Mistake(
     "padding_changes_output",

@@ -24,8 +24,15 @@ __all__ = ["CHECKS", "preflight"]
 
 CHECKS: tuple[Check, ...] = (
     *(models.not_in_optimizer, models.frozen_in_optimizer, models.parameter_in_two_groups, models.learning_rate_zero),
-    *(models.evaluation_mode, models.untied_weights, signal.identical_units, losses.input_scale, signal.nonfinite),
-    *(runs.first_step_runs, runs.label_range, runs.label_dtype, runs.label_shape),
+    *(
+        models.evaluation_mode,
+        models.running_statistics_fixed,
+        models.untied_weights,
+        signal.identical_units,
+        losses.input_scale,
+        signal.nonfinite,
+    ),
+    *(models.unregistered_parameters, runs.first_step_runs, runs.label_range, runs.label_dtype, runs.label_shape),
     *(labels.labels_of_other_samples, labels.label_in_inputs, labels.duplicate_rows),
     *(
         losses.loss_at_init,
@@ -37,7 +44,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     *(signal.signal_scale, signal.signal_lost, signal.gradient_scale, signal.dead_units, differences.no_activation),
     *(dependence.ignores_input, dependence.batch_leak, dependence.random_output, dependence.inplace_changes_output),
-    *(sequences.time_leak, sequences.label_offset, sequences.padding_changes_output),
+    *(sequences.time_leak, sequences.label_offset, sequences.padding_inside, sequences.padding_changes_output),
 )
 
 

@@ -84,6 +84,87 @@ def two_optimizers_of_one_layer():
     return model, batch, loss, [optimizer, torch.optim.SGD(model[4].parameters(), 0.1)]
 
 
+class Listed(nn.Module):
+    """A model with layers in a list, and with a parameter that it gets from outside."""
+
+    def __init__(self, layers, prompt=None):
+        super().__init__()
+        self.layers, self.head = layers, nn.Linear(64, 10)
+        self.read = lambda x: x if prompt is None else x + prompt
+
+    def forward(self, x):
+        x = self.read(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@mistake(("unregistered_parameters", "error", "layers"))
+def layers_in_a_plain_list():
+    return with_optimizer(Listed([nn.Linear(20, 64), nn.ReLU()]), vectors(), nn.CrossEntropyLoss())
+
+
+def test_parameters_of_an_optimizer_need_no_registration():
+    prompt = nn.Parameter(torch.zeros(20))
+    model = Listed(nn.ModuleList([nn.Linear(20, 64), nn.ReLU()]), prompt)
+    for owned, expected in (([prompt], []), ([], ["unregistered_parameters"])):
+        optimizer = torch.optim.Adam([*model.parameters(), *owned])
+        found = ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss(), optimizer)
+        assert [(f.rule, f.module) for f in found] == [(rule, None) for rule in expected]
+
+
+@mistake(("running_statistics_fixed", "warning", "1"))
+def momentum_of_zero_in_a_batch_norm():
+    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64, momentum=0.0), nn.ReLU(), nn.Linear(64, 10))
+    return with_optimizer(model, vectors(), nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_statistics_that_move_and_those_that_are_frozen_are_right(momentum):
+    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64, momentum=momentum), nn.ReLU(), nn.Linear(64, 10))
+    assert not ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss())
+    model[1].momentum = 0.0
+    model[1].eval().requires_grad_(False)
+    assert not ikkuna.preflight(model, vectors(), nn.CrossEntropyLoss())
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16, padding_idx=0), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head((self.embedding(x) * (x != 0).unsqueeze(2)).sum(1))
+
+
+@mistake(("padding_inside", "warning", "embedding"))
+def padding_index_that_is_a_word():
+    x = torch.randint(1, 50, (16, 12))
+    x[3:, 5] = 0
+    return with_optimizer(Words(), (x, torch.randint(3, (16,))), nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("side", [slice(0, 4), slice(-4, None)])
+def test_padding_at_an_end_is_right(side):
+    x = torch.randint(1, 50, (16, 12))
+    x[3:, side] = 0
+    x[5] = 0
+    found = ikkuna.preflight(Words(), (x, torch.randint(3, (16,))), nn.CrossEntropyLoss())
+    assert "padding_inside" not in {f.rule for f in found}
+
+
+@mistake(("labels_out_of_reach", "warning", "1"))
+def softmax_for_several_labels():
+    model = nn.Sequential(stack([20, 64, 5]), nn.Softmax(1))
+    return with_optimizer(model, (torch.randn(32, 20), torch.rand(32, 5).round()), nn.BCELoss())
+
+
+def test_a_softmax_reaches_labels_that_are_a_distribution():
+    model, y = nn.Sequential(stack([20, 64, 5]), nn.Softmax(1)), torch.rand(32, 5).softmax(1)
+    for labels in (y, functional.one_hot(y.argmax(1), 5).float()):
+        assert not ikkuna.preflight(model, (torch.randn(32, 20), labels), nn.BCELoss())
+
+
 @mistake(("learning_rate_zero", "error", "0"))
 def learning_rate_of_zero_for_a_group():
     model, batch, loss, _ = classifier()

@@ -36,6 +36,41 @@ def test_a_rule_finds_nothing_in_a_similar_healthy_run(name):
     assert not findings(rule_named(name), ROWS[name][1])
 
 
+@pytest.mark.parametrize("created_again", [True, False])
+def test_an_optimizer_of_each_step_is_seen_in_successive_samples(created_again):
+    """A new optimizer has counted one step; the samples of a rule are blocks of four steps."""
+
+    def counted(step):
+        return (1.0 if created_again else step + 1.0) if step % 10 < 4 else None
+
+    found = findings(rule_named("optimizer_reset"), {("weight_state_step_mean", "fc0"): counted}, steps=60)
+    assert bool(found) == created_again
+
+
+def test_a_scaler_that_skips_single_steps_is_no_new_optimizer():
+    skipped = {20, 21, 22, 40, 41}
+    counts = {("weight_state_step_mean", "fc0"): lambda step: step + 1.0 - sum(each <= step for each in skipped)}
+    assert not findings(rule_named("optimizer_reset"), counts, steps=60)
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([2.0, 8.0, 900.0, math.nan], "had grown from 2 to 900"),
+        ([2.0, 1.8, 1.7, math.nan], "has not grown"),
+        ([math.nan], "no weight was found"),
+        ([2.0, 8.0, 9.0, math.nan], "no weight was found"),
+    ],
+)
+def test_the_losses_before_a_nan_say_where_to_look(losses, words):
+    series = {
+        ("loss", None): lambda step: losses[step],
+        ("weights_norm2", "fc0"): lambda step: 1.0 if not step else None,
+    }
+    (finding,) = findings(rule_named("nonfinite"), series, steps=len(losses))
+    assert words in finding.message
+
+
 @pytest.mark.parametrize("name", HELD_OUT)
 def test_a_rule_compares_training_with_held_out_data(name):
     worse, better = HELD_OUT[name]

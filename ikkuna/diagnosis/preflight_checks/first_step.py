@@ -99,12 +99,15 @@ class ForwardRecord:
         Position of the first call of each module.
     running : list of str
         Names of the modules that are running, the innermost last; after an exception, the modules that raised it.
+    padding_inside : dict of str to float
+        For each embedding with a padding index, the share of its sequences that have the index between two other ones.
     """
 
     calls: list[CallRecord] = field(default_factory=list)
     rectifiers: list[RectifierRecord] = field(default_factory=list)
     called: dict[nn.Module, int] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
+    padding_inside: dict[str, float] = field(default_factory=dict)
 
 
 _RECTIFIERS = {
@@ -134,7 +137,13 @@ class _ModuleHooks:
         self.record.called.setdefault(module, len(self.record.called))
         self.record.running.append(self.name)
         if type(module).forward in (nn.Embedding.forward, nn.EmbeddingBag.forward):  # others may add an offset
-            _check_indices(self.name, module, args[0] if args else kwargs.get("input"))
+            indices = args[0] if args else kwargs.get("input")
+            _check_indices(self.name, module, indices)
+            padding = getattr(module, "padding_idx", None)
+            if padding is not None and isinstance(indices, Tensor) and indices.ndim == 2 and indices.numel():
+                words = (indices != padding).int()
+                inside = (words.cumsum(1) > 0) & (words.flip(1).cumsum(1).flip(1) > 0) & (words == 0)
+                self.record.padding_inside[self.name] = float(inside.any(1).float().mean())
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         self.record.running.pop()
@@ -234,6 +243,8 @@ class FirstStep:
         Names of the last operations of the output, from the last one, without changes of shape.
     loss : Tensor, optional
         The loss, detached.
+    foreign : list of nn.Parameter
+        Parameters in the graph of the outputs that neither the model nor the loss owns.
     has_gradient : bool
         Whether autograd can differentiate the loss.
     gradients : dict of str to Gradient
@@ -249,6 +260,7 @@ class FirstStep:
     result: Any = None
     produced_by: tuple[str, ...] = ()
     loss: Tensor | None = None
+    foreign: list[nn.Parameter] = field(default_factory=list)
     has_gradient: bool = False
     gradients: dict[str, Gradient | None] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -270,10 +282,26 @@ def run_first_step(setup: TrainingSetup) -> FirstStep:
                 running = step.record.running
                 step.stopped = Stopped("forward", running[-1] if running else None, error)
                 return step
+        step.foreign = _foreign_parameters(result, set(map(id, setup.parameters.values())))
         loss = _loss(setup, step, result, batch)
         if loss is not None:
             _add_gradients(setup, step, loss)
     return step
+
+
+def _foreign_parameters(result: Any, known: set[int]) -> list[nn.Parameter]:
+    """Return the parameters in the graphs of the tensors of a result whose ids are not known."""
+    nodes = [tensor.grad_fn for tensor in tensors_of(result) if tensor.grad_fn is not None]
+    seen, found = set(nodes), []
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            found.append(leaf)
+        fresh = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= fresh
+        nodes += fresh
+    return found
 
 
 def _check_labels_inside(setup: TrainingSetup, step: FirstStep) -> None:

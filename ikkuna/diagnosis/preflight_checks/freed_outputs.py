@@ -162,6 +162,7 @@ def freed_outputs(trial: Trial) -> Iterator[Finding]:
         yield from _without_gradient(loss, begin)
         yield from _floor(loss)
         yield from _out_of_reach(loss)
+        yield from _no_shares(loss, end)
         yield from _no_distribution(loss)
 
 
@@ -338,6 +339,25 @@ def _out_of_reach(loss: _FreeLoss) -> Iterator[Finding]:
         share = float(missed.float().mean())
         ends = f"the labels go from {float(labels.min()):.3g} to {float(labels.max()):.3g}"
         detail = f"The last operation is {last[0].lower()}, and {ends}."
+        yield mistakes.LABELS_OUT_OF_REACH.found(share, loss.trial.last_activation, detail=detail)
+
+
+def _no_shares(loss: _FreeLoss, end: list[Tensor]) -> Iterator[Finding]:
+    """Find labels whose sums are not 1 behind a softmax, if their own loss is below that of its best outputs."""
+    labels, main, last = loss.labels, loss.main, loss.trial.first_step.produced_by[:1]
+    if last != ("Softmax",) or not labels.is_floating_point() or labels.shape != main.shape:
+        return
+    axes = [axis for axis in range(main.ndim) if bool(((main.sum(axis) - 1).abs() < 1e-3).all())]
+    sums = labels.sum(axes[-1]) if len(axes) == 1 else labels.new_ones(1)
+    others = (sums - 1).abs() > 1e-3
+    if not bool(others.any()) or not bool(((labels >= 0) & (labels <= 1)).all()):
+        return
+    if loss.of_main(labels) < loss.value(end):
+        ends = f"{float(sums.min()):g} to {float(sums.max()):g}"
+        share, detail = (
+            float(others.float().mean()),
+            f"The last operation is softmax, and the sums of the labels go from {ends}.",
+        )
         yield mistakes.LABELS_OUT_OF_REACH.found(share, loss.trial.last_activation, detail=detail)
 
 

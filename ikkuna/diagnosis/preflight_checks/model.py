@@ -11,6 +11,8 @@ from ikkuna.diagnosis.mistakes import (
     LEARNING_RATE_ZERO,
     NOT_IN_OPTIMIZER,
     PARAMETER_IN_TWO_GROUPS,
+    RUNNING_STATISTICS_FIXED,
+    UNREGISTERED_PARAMETERS,
     UNTIED_WEIGHTS,
 )
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
@@ -19,7 +21,7 @@ from ikkuna.diagnosis.tied_weights import embedding_pairs, have_same_values
 from ikkuna.printable import counted, listed
 from ikkuna.store.finding import Finding
 from ikkuna.support.modules import common_module
-from ikkuna.support.torch_internals import DROPOUTS, RUNNING_NORMS
+from ikkuna.support.torch_internals import DROPOUTS, RUNNING_NORMS, pytree
 
 __all__ = [
     "evaluation_mode",
@@ -27,6 +29,8 @@ __all__ = [
     "learning_rate_zero",
     "not_in_optimizer",
     "parameter_in_two_groups",
+    "running_statistics_fixed",
+    "unregistered_parameters",
     "untied_weights",
 ]
 
@@ -71,6 +75,39 @@ def _trained_modules(trial: Trial) -> set[str]:
 
     visit(trial.model, True, set())
     return trained
+
+
+def running_statistics_fixed(trial: Trial) -> Iterator[Finding]:
+    """Find normalisations in training mode whose running statistics have a momentum of exactly 0."""
+    trained = _trained_modules(trial)
+    norms = ((module, name) for module, name in trial.names.items() if isinstance(module, RUNNING_NORMS))
+    for norm, name in norms:
+        if norm.momentum == 0 and norm.track_running_stats and norm.training and name in trained:
+            yield RUNNING_STATISTICS_FIXED.found(0.0, name)
+
+
+def unregistered_parameters(trial: Trial) -> Iterator[Finding]:
+    """Find parameters in the graph of the output that are none of the model and of no optimizer.
+
+    Those of an optimizer are trained on purpose, such as a learned prompt.
+    """
+    _ = trial.output
+    owned = {id(p) for optimizer in trial.optimizers for group in optimizer.param_groups for p in group["params"]}
+    foreign = {id(p) for p in trial.first_step.foreign} - owned
+    if foreign:
+        at_most = "error" if trial.optimizers else "warning"
+        yield UNREGISTERED_PARAMETERS.found(len(foreign), _holder(trial, foreign), at_most=at_most)
+
+
+def _holder(trial: Trial, parameters: set[int]) -> str | None:
+    """Return the name of the attribute that contains some of the parameters, if an attribute of a module does."""
+    for module, name in trial.names.items():
+        for attribute, value in vars(module).items():
+            inside = pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else [value]
+            held = (p for each in inside if isinstance(each, nn.Module) for p in each.parameters())
+            if not attribute.startswith("_") and any(id(p) in parameters for p in (*inside, *held)):
+                return attribute if module is trial.model else f"{name}.{attribute}"
+    return None
 
 
 def not_in_optimizer(trial: Trial) -> Iterator[Finding]:

@@ -7,14 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ikkuna.diagnosis.mistakes import LABEL_OFFSET, PADDING_CHANGES_OUTPUT, TIME_LEAK
+from ikkuna.diagnosis.mistakes import LABEL_OFFSET, PADDING_CHANGES_OUTPUT, PADDING_INSIDE, TIME_LEAK
 from ikkuna.diagnosis.preflight_checks.batch import Batch
 from ikkuna.diagnosis.preflight_checks.dependence import changing_module, relative_change
 from ikkuna.diagnosis.preflight_checks.outputs import CannotJudgeError
 from ikkuna.diagnosis.preflight_checks.trial import Trial
 from ikkuna.store.finding import Finding
 
-__all__ = ["label_offset", "padding_changes_output", "time_leak"]
+__all__ = ["label_offset", "padding_changes_output", "padding_inside", "time_leak"]
 
 
 def time_leak(trial: Trial) -> Iterator[Finding]:
@@ -165,6 +165,14 @@ def _shift_of_loss(trial: Trial, tokens: Tensor) -> int:
 
 
 _MORE = 3
+
+
+def padding_inside(trial: Trial) -> Iterator[Finding]:
+    """Find an embedding whose padding index is a token between others: the gradient of its row is always zero."""
+    _ = trial.output
+    for name, share in trial.first_step.record.padding_inside.items():
+        if share:
+            yield PADDING_INSIDE.found(share, name)
 
 
 def padding_changes_output(trial: Trial) -> Iterator[Finding]:

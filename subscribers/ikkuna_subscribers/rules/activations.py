@@ -250,12 +250,21 @@ _CLEAN = "search the data for missing values; a dump of the flight recorder name
 _DERIVATIVE = "look for a function whose derivative is infinite: the root or the norm of 0, a power below 1, or overflow in half precision"
 
 
+_GROWN = 10.0
+_SMALLER = (
+    "lower the learning rate; look for a loss that is a sum in place of a mean, and for the factor of a gradient scaler that is left "
+    "in the gradients"
+)
+
+
 class NonFiniteRule(Rule, mistake=NONFINITE):
     """The loss, an activation, a gradient or a weight is NaN or infinite.
 
     If the inputs of the network are not finite, they are named.  Otherwise the module is the first one whose activation is not finite
     although its weights are; if only gradients are not finite, the last one.
     If `NonFiniteSubscriber` publishes the producer, that is used.
+    If only the loss is known, a tenfold growth before it shows that the steps were too large, and a loss below twice the first that the
+    batch, or a function outside of its domain, is the cause.
     Threshold: a fact, without a number.
     Cannot see: the exact producer if the first NaN appears in a step that is not sampled; steps that a gradient scaler skips.
     """
@@ -271,9 +280,7 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
             return
         found = self._inputs(history) or self._producer(history) or self._module(history)
         if found is None:
-            loss = history.now("loss")
-            if loss is not None and not math.isfinite(loss.last):
-                found = Score(1.0, loss.last, None, "loss", detail="It is the loss; no weight was found that is.")
+            found = self._loss(history)
         history.memory[self.name]["found"] = found is not None
         yield found or Score(0.0, 0.0)
 
@@ -290,10 +297,30 @@ class NonFiniteRule(Rule, mistake=NONFINITE):
     @staticmethod
     def _producer(history: History) -> Score | None:
         text = (
-            "This module has produced it, in its forward or its backward: everything before it in the step is finite."
+            "It is first seen at this module, in its forward or its backward: everything that was seen before it in the step is finite. "
+            "Code between two modules, or the loss, can have produced it."
         )
         names = (name for name, _ in history.fresh("nonfinite_producer"))
         return next((Score(1.0, 1.0, name, "nonfinite_producer", detail=text) for name in names), None)
+
+    @staticmethod
+    def _loss(history: History) -> Score | None:
+        """Return a score if the loss is not finite, with what the losses before it say of the cause."""
+        loss = history.now("loss")
+        if loss is None or math.isfinite(loss.last):
+            return None
+        text, advice, before = (
+            "It is the loss; no weight was found that is.",
+            "",
+            [x for x in loss.values if math.isfinite(x)],
+        )
+        if before and before[0] > 0 and before[-1] == max(before) > _GROWN * before[0]:
+            text = f"It is the loss, which had grown from {before[0]:.3g} to {before[-1]:.3g} before: the steps were too large."
+            advice = _SMALLER
+        elif before and 0 < before[-1] < 2 * before[0]:
+            text = f"It is the loss, which was {before[-1]:.3g} before: it has not grown, so this batch or a function of it is the cause."
+            advice = _CLEAN
+        return Score(1.0, loss.last, None, "loss", detail=text, advice=advice)
 
     @staticmethod
     def _module(history: History) -> Score | None:

@@ -15,8 +15,9 @@ __all__ = ["FrozenInsideRule", "NotInOptimizerRule", "OptimizerResetRule", "Unti
 class OptimizerResetRule(Rule):
     """The optimizer's own count of steps does not grow: it is created again, and its state is lost.
 
-    Threshold: the count is below half of the number of steps since the sample before, for 3 samples in a row, in each of up to five
-    weights that are spread over the network: a single one, such as that of an expert without tokens, may have received no gradient.
+    Threshold: the count does not grow, and is below half of the number of steps that its kept samples span, for 3 samples in a row, in
+    each of up to five weights that are spread over the network: a single one, such as that of an expert without tokens, may have received
+    no gradient.  The samples of the rule can be of successive steps, in which a new optimizer counts 1.
     Cannot see: optimizers without a count of steps, such as SGD; an optimizer that is created once more on purpose.
     """
 
@@ -40,7 +41,7 @@ class OptimizerResetRule(Rule):
         """Yield one score for the network."""
         curves = [curve for _, curve in history.fresh("weight_state_step_mean") if len(curve.values) > 1]
         if curves:
-            still = (c.values[-2] >= c.last < c.steps[-1] - c.steps[-2] for c in curves)
+            still = (c.values[-2] >= c.last and 2 * c.last < c.steps[-1] - c.steps[0] for c in curves)
             yield Score(float(all(still)), max(curve.last for curve in curves))
 
 
