@@ -204,6 +204,8 @@ class History:
         The first step; above 0 if the run continues another one.
     memory : dict of str to dict
         What each rule stores from one step to the next, by its name; empty after a restart.
+    loss_score : SpikeScore
+        The running score of the losses of all steps.
     loss_scores : deque of (int, float, float)
         The last steps, their losses and the spike scores of these, see `ikkuna.numerics.spike_score`.
 
@@ -227,11 +229,11 @@ class History:
         self._curves: defaultdict[tuple[str, str], dict[str | None, TimeSeries]] = defaultdict(dict)
         self._matrices: dict[tuple[str, Network], list[tuple[str, TimeSeries]]] = {}
         self.loss_scores: deque[tuple[int, float, float]] = deque(maxlen=_SCORES)
-        self._loss_score = SpikeScore()
+        self.loss_score = SpikeScore()
 
     def score_loss(self, step: int, value: float) -> float:
         """Return the spike score of the loss of a training step, which may be added to its series later."""
-        score = self._loss_score.add(value)
+        score = self.loss_score.add(value)
         self.loss_scores.append((step, value, score))
         return score
 

@@ -21,7 +21,7 @@ from ikkuna.store import StoredRun, read_run
 from ikkuna.store.finding import SEVERITIES, Finding
 from ikkuna.support.failures import FailureCounter, error_text, log
 
-__all__ = ["Alarm", "Judge", "Raised", "check", "findings_of", "judge_again"]
+__all__ = ["LOSS_BETWEEN", "Alarm", "Judge", "Raised", "check", "findings_of", "judge_again"]
 
 
 class _Place:
@@ -123,6 +123,9 @@ class Alarm:
 
 _MOST_DEFERRED = 1000
 
+LOSS_BETWEEN = "loss_between"
+"""The kind of losses between two of those that rules read, as far as they are finite and no spikes."""
+
 
 class Judge:
     """Applies rules to the series of a run.
@@ -185,7 +188,10 @@ class Judge:
         self.measured: frozenset[str] = frozenset()
         self._alarms = {rule.name: Alarm(rule) for rule in self.rules}
         self._list = FindingList({**EXPLAINS, **{rule.name: rule.explains for rule in self.rules}})
-        self._readers: dict[str, tuple[Rule, ...]] = {"loss": ()}  # which bounds the severity of every rule
+        self._readers: dict[str, tuple[Rule, ...]] = {
+            "loss": (),
+            LOSS_BETWEEN: (),
+        }  # it bounds the severity of every rule
         self._undecided: set[Rule] = set()
         self._judges: dict[str, tuple[Rule, ...]] = {}
         for rule in self.rules:
@@ -229,12 +235,13 @@ class Judge:
         self._flush()
         if pass_name == TRAINING and step < self._history.step:
             self.rewind(step)
+        kind = self._read_kind(kind, value)
         self._history.add(kind, name, step, value, pass_name)
         self._changed.add(kind)
         if value - value != 0 or pass_name != TRAINING:
             self._urgent.add(kind)
-        elif kind == "loss" and name is None:
-            self._score_loss(step, value)
+        else:
+            self._score_loss(kind, name, step, value)
 
     def add_all(
         self, kind: str, names: Sequence[str | None], step: int, values: Sequence[float], pass_name: str = TRAINING
@@ -245,12 +252,13 @@ class Judge:
         self._flush()
         if pass_name == TRAINING and step < self._history.step:
             self.rewind(step)
+        kind = self._read_kind(kind, values[0])
         self._history.add_all(kind, names, step, values, pass_name)
         self._changed.add(kind)
         if pass_name != TRAINING or not all(map(math.isfinite, values)):
             self._urgent.add(kind)
-        elif kind == "loss" and names[0] is None:
-            self._score_loss(step, values[0])
+        else:
+            self._score_loss(kind, names[0], step, values[0])
 
     def defer(self, kind: str, name: str | None, step: int, value: float) -> None:
         """Add a value of a training step, at the latest when a rule judges its kind; a kind that no rule reads is ignored.
@@ -263,13 +271,29 @@ class Judge:
         if step < last or value - value != 0:
             self.add(kind, name, step, value)
             return
+        kind = self._read_kind(kind, value)
         self._deferred.append((kind, name, step, value))
-        if kind == "loss" and name is None:
-            self._score_loss(step, value)
+        self._score_loss(kind, name, step, value)
 
-    def _score_loss(self, step: int, value: float) -> None:
-        """Compute the spike score of a loss; a spike is judged at once."""
-        if self._history.score_loss(step, value) > LIMIT:
+    @property
+    def loss_threshold(self) -> float:
+        """Only a loss that is not at most this can be a spike."""
+        return self._history.loss_score.threshold
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a value was added that is judged at once."""
+        return bool(self._urgent)
+
+    def _read_kind(self, kind: str, value: float) -> str:
+        """Return the kind of a value; rules read a loss between two of theirs if it is a spike or not finite."""
+        if kind == LOSS_BETWEEN and (value - value != 0 or self._history.loss_score.of(value) > LIMIT):
+            return "loss"
+        return kind
+
+    def _score_loss(self, kind: str, name: str | None, step: int, value: float) -> None:
+        """Compute the spike score of a value if it is a loss; a spike is judged at once."""
+        if name is None and kind in ("loss", LOSS_BETWEEN) and self._history.score_loss(step, value) > LIMIT:
             self._due_at = -1
             self._urgent.add("loss")
 

@@ -19,6 +19,7 @@ from ikkuna.flight_recorder.ring import RowRing, StepLog
 from ikkuna.metrics.messages.kinds import MODULE_KINDS
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.statistics.table import COLUMN, COLUMNS
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.rows.plan import Plan
@@ -160,6 +161,15 @@ class RecordedSteps:
         """Keep what the loss module is called with, unless the options forbid it."""
         if self._captures:
             self._capture.add_loss_call(args, kwargs)
+
+    def add_losses(self, block: StepLosses) -> None:
+        """Keep the losses, learning rates and durations of steps in a row."""
+        stamps, began = block.stamps(), block.began
+        for stamp, loss, rates, ended in zip(stamps, block.losses, block.rates, block.ends, strict=False):
+            named = dict(zip(block.names, rates, strict=True))
+            self._log.add(stamp.global_step, loss, named, ended - began, False)
+            began = ended
+        self.last, self._unsampled = stamps[-1], None
 
     def add(self, rows: Rows, event: NetworkMessage) -> float | None:
         """Keep the rows of a step; return its loss, or ``None`` if it was not measured."""

@@ -25,6 +25,7 @@ from ikkuna.flight_recorder.triggers import AT_END, CoolDown, NonFiniteTrigger
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.messages.message import NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
+from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.numerics.spike_score import LIMIT, SpikeScore
 from ikkuna.numerics.statistics.table import COLUMN
 from ikkuna.observation.hooks.context import HookContext
@@ -97,6 +98,20 @@ class FlightRecorder(StepObserver):
         except Exception as error:
             self._context.error_guard.report_internal("keeping labels", error)
 
+    @property
+    def needs_every_step(self) -> bool:  # type: ignore[override]  # it depends on the options
+        """Whether the user has asked for the batches, or the state, of steps that no subscriber samples."""
+        return self.options.state_every > 0 or bool(self.options.record_batches)
+
+    def steps_passed(self, block: StepLosses) -> None:
+        """Keep the losses of steps in a row."""
+        try:
+            self._steps.add_losses(block)
+            for loss in block.losses:
+                self._score(loss)
+        except Exception as error:
+            self._context.error_guard.report_internal("recording the losses of steps", error)
+
     def step_passed(self, stamp: Stamp) -> None:
         """Store the number of a step that no subscriber samples."""
         self._steps.last = stamp
@@ -108,14 +123,17 @@ class FlightRecorder(StepObserver):
         except Exception as error:
             self._context.error_guard.report_internal("recording a step", error)
 
+    def _score(self, loss: float) -> None:
+        was_spike, self._has_spiked = self._has_spiked, self._spike.add(loss) > LIMIT
+        if self._has_spiked and not was_spike:
+            self._reasons.append(f"the loss jumped to {loss:.6g}")
+
     def _keep(self, rows: Rows, event: NetworkMessage) -> None:
         loss = self._steps.add(rows, event)
         if rows.skipped:
             return
         if loss is not None:
-            was_spike, self._has_spiked = self._has_spiked, self._spike.add(loss) > LIMIT
-            if self._has_spiked and not was_spike:
-                self._reasons.append(f"the loss jumped to {loss:.6g}")
+            self._score(loss)
         if self._steps.is_sampled(rows.plan) and len(bad := self._nonfinite.update(rows.values)):
             self._note_nonfinite(bad, rows)
         if self._burst is not None:
@@ -214,6 +232,7 @@ class FlightRecorder(StepObserver):
         """Copy what is kept, and pass it to the writer."""
         if self._process != os.getpid():
             return None
+        self._context.tracker.stamp  # noqa: B018  # losses that are counted only are passed on
         self._remove_unfinished()
         job = DumpJob(self._content(reasons), self._directory(), self._bus.settings.verbosity)
         self._writer.write(job)

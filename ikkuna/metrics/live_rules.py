@@ -12,6 +12,7 @@ from ikkuna.backends.backend import Backend, get_backend
 from ikkuna.backends.loggers import adapted
 from ikkuna.diagnosis import Finding, Findings, Judge, Network, Rule, get_rules
 from ikkuna.diagnosis.findings import STYLES, is_muted
+from ikkuna.diagnosis.judge import LOSS_BETWEEN
 from ikkuna.diagnosis.mistakes import EXPLAINS
 from ikkuna.diagnosis.recorded_preflight import RecordedPreflight
 from ikkuna.diagnosis.stored_findings import event_text
@@ -23,7 +24,7 @@ from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.messages.kinds import EVENT_KINDS, MICRO_KINDS, is_built_in
 from ikkuna.metrics.messages.message import Message, ModuleMessage, NetworkMessage
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
-from ikkuna.metrics.subscriber.base import Subscriber
+from ikkuna.metrics.subscriber.base import StepLosses, Subscriber
 from ikkuna.metrics.subscriber.subscription import Subscription
 from ikkuna.store.finding import SEVERITIES
 from ikkuna.store.names import Series, SeriesGroup
@@ -117,6 +118,8 @@ class StatisticsReader(Subscriber):
 
 OnFinding = Callable[[Finding], object]
 _JUDGED = Series("judged")
+_LOSS = SeriesGroup("loss", (None,))
+_LOSS_BETWEEN = SeriesGroup(LOSS_BETWEEN, (None,))
 _SKIPPED = SeriesGroup("step_skipped", (None,))
 
 
@@ -142,6 +145,9 @@ class RuleSubscriber(Subscriber):
         The least severity of a finding that raises `StopTraining` at the end of the step.
     every : int
         The number of steps between two samples of facts that rarely change.
+    loss_every : int
+        The number of steps between two values of the series that have one in every step.
+        It sets the thresholds of rules apart from what is sampled: a loss between two of them is only judged as a spike.
     mute : frozenset of str
         What is left out, as ``"rule"`` or ``"rule:module"``.
     **options : Any
@@ -167,6 +173,7 @@ class RuleSubscriber(Subscriber):
         on_finding: OnFinding | None = None,
         stop: str | None = None,
         every: int = 10,
+        loss_every: int = 1,
         mute: frozenset[str] = frozenset(),
         **options: Any,
     ) -> None:
@@ -175,6 +182,8 @@ class RuleSubscriber(Subscriber):
         self._on_finding = on_finding
         self._stopping = SEVERITIES[SEVERITIES.index(stop) :] if stop else ()
         self._every = every
+        self.needs_step_every = loss_every if stop else every  # training stops at the end of the judged step
+        self._reads = self.subscription.sampled(subsample=loss_every).samples
         self._mute = self._muted_first = mute
         self._lacks_network = not judge.history.network.modules
         self.actions: list[OnFinding] = []
@@ -231,7 +240,10 @@ class RuleSubscriber(Subscriber):
             self._add_event(batch[0])
             return
         values = batch.data if isinstance(batch.data, np.ndarray) else batch.records.mean
-        if len(batch) == 1 and batch.stamp.pass_name == TRAINING:  # the loss, which has a value in every step
+        if not self._reads(batch.stamp):
+            if batch.kind == "loss" and batch.names.names[0] is None:
+                self._add_loss(batch.stamp, float(values[0]))
+        elif len(batch) == 1 and batch.stamp.pass_name == TRAINING:  # the loss, which has a value in every step
             self.judge.defer(batch.kind, batch.names.names[0], batch.stamp.global_step, float(values[0]))
             if self._store is not None:
                 group = self._curve_group(batch.names, batch.kind, batch.stamp.pass_name)
@@ -239,18 +251,37 @@ class RuleSubscriber(Subscriber):
         else:
             self.receive_all(batch, batch.kind, values)
 
+    def compute_losses(self, block: StepLosses) -> None:
+        """Add the losses and learning rates of steps in a row, and judge each of the steps."""
+        for stamp, loss, rates in zip(block.stamps(), block.losses, block.rates, strict=False):
+            self._add_loss(stamp, loss)
+            if self._reads(stamp):
+                self._add_groups(stamp.global_step, {"learning_rates": dict(zip(block.names, rates, strict=True))})
+            self.finish(stamp)
+
+    def _add_loss(self, stamp: Stamp, loss: float) -> None:
+        group = _LOSS if self._reads(stamp) else _LOSS_BETWEEN
+        self.judge.defer(group.kind, None, stamp.global_step, loss)
+        self._keep(group, np.array([loss]), stamp.global_step)
+
+    def loss_threshold(self) -> float:
+        """Return the loss above which a step is measured itself, see `ikkuna.numerics.spike_score`."""
+        return self.judge.loss_threshold
+
     def _add_event(self, message: Message) -> None:
         assert isinstance(message, NetworkMessage)
         if self._lacks_network:
             self.judge.history.network = Network(self.network)
             self._lacks_network = not self.network
+        if not self._reads(message.stamp):
+            return
         data = message.data or {}
         if data.get("has_scaler"):  # without one, a backward without a step belongs to another optimizer
             skipped = float(message.skipped)
             self.judge.defer("step_skipped", None, message.global_step, skipped)
             self._keep(_SKIPPED, np.array([skipped]), message.global_step)
         if not message.skipped:
-            self._add_groups(message, data)
+            self._add_groups(message.global_step, data)
         if message.skipped or message.global_step % self._every:
             return
         if data.get("has_closure"):
@@ -261,9 +292,9 @@ class RuleSubscriber(Subscriber):
             trainable = [named for named in data.get("unowned", ()) if named.parameter.requires_grad]
             self._add_unowned(message, trainable)
 
-    def _add_groups(self, message: NetworkMessage, data: dict[str, Any]) -> None:
+    def _add_groups(self, step: int, data: dict[str, Any]) -> None:
         """Add the rate of each parameter group, and from time to time its other settings."""
-        rates, step = data.get("learning_rates", {}), message.global_step
+        rates = data.get("learning_rates", {})
         settings = {} if step % self._every else data.get("settings", {})
         for key, rate in rates.items():
             name = "" if list(rates) == ["0"] else f"group {key}" if key.isdigit() else key
@@ -288,6 +319,8 @@ class RuleSubscriber(Subscriber):
         StopTraining
             If `stop` asks for it.
         """
+        if not (self._reads(stamp) or self.judge.is_urgent):
+            return
         judged = [*self._check_first_step(stamp.global_step), *self.judge.finish_step(stamp.global_step)]
         if (run := getattr(self._host, "run", None)) is not None:
             self._mute = self._muted_first | run.control.mute  # by another process
@@ -384,9 +417,10 @@ def register_rules(
         The largest number of steps between two samples from step ``30 * every`` on, a multiple of `every`; by default ``4 * every``.
         It concerns what no other subscriber measures: most mistakes show in the first steps, and these statistics are most of the cost.
     loss_every : int, optional
-        The number of steps between two samples of the loss and of skipped steps; `every` is a multiple of it.
-        Rules are judged at these steps.  By default 2 if `every` is even, otherwise 1: for a small model a sample of the loss alone
-        costs about as much as everything else in a step without samples.
+        The number of steps between two values of the loss, the learning rate and skipped steps that rules read; `every` is a multiple
+        of it.  Rules are judged at these steps; by default 2, at which their thresholds were measured, if `every` is even, otherwise 1.
+        A spike, or a loss that is not finite, is found at the other steps as well,
+        except in a distributed run, in which a loss is merged over ranks.
     on_finding : callable, optional
         Called with each new `Finding` on rank 0: once for each rule, however many modules follow.
     stop : {'info', 'warning', 'error'}, optional
@@ -420,8 +454,10 @@ def register_rules(
             handles += _register_needs(bus, rule, judge.history.network, (every, later))
         published = {kind for r in bus.registered for kind in r.subscriber.publishes}
         kinds = ["batch_finished", "loss", *sorted((judge.kinds & published) - set(_OWN))]
-        subscriber = RuleSubscriber(kinds, judge, on_finding=on_finding, stop=stop, every=every, mute=muted, **options)
-        subscriber.subscription = subscriber.subscription.sampled(subsample=loss_every)
+        settings: dict[str, Any] = {"on_finding": on_finding, "stop": stop, "every": every, "loss_every": loss_every}
+        subscriber = RuleSubscriber(kinds, judge, mute=muted, **settings, **options)
+        if World.here().size > 1:
+            subscriber.subscription = subscriber.subscription.sampled(subsample=loss_every)
         shared = shared_kinds(sorted(judge.kinds - published))
         for kind, statistics in shared.items():
             reader = StatisticsReader(

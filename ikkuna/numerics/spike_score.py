@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 __all__ = ["LIMIT", "SpikeScore", "spike_scores"]
@@ -14,7 +13,8 @@ __all__ = ["LIMIT", "SpikeScore", "spike_scores"]
 LIMIT = 10.0
 """A value with a larger score is a spike."""
 
-_WINDOW = 64
+_WINDOW = 128
+_ENOUGH = 64
 _PACE = 16
 _MEMORY = 512
 _RARE = 32
@@ -28,7 +28,7 @@ class SpikeScore:
     .. math:: s_t = \frac{\min(x_t - m, \; \tfrac 3 2 (x_t - \max(x_{t-4}, \dots, x_{t-1})))}{w \, u},
         \quad u = \max(\mathrm{median}_i |x_i - m|, \; 10^{-4} |m|)
 
-    with the median :math:`m` of the last 64 values :math:`x_i`; the second distance is for series that drift.
+    with the median :math:`m` of the last 128 values :math:`x_i`; the second distance is for series that drift.
     The factor :math:`w` widens the unit if the noise has a heavy tail, as the loss of single samples, of a game or of a reward has:
 
     .. math:: w = \max\left(1, \; \left(\frac{q}{2.2 \, (1 + 4 / \sqrt n)}\right)^3, \; \frac{\min(r, 25)}{4} \right)
@@ -90,7 +90,7 @@ class SpikeScore:
         distance = min(value - self._middle, 1.5 * (value - max(before[-1], before[-2], before[-3], before[-4])))
         if unit := self._width * self._unit:
             return distance / unit
-        return math.inf if distance > 0 and len(before) == _WINDOW else min(distance, 0.0)
+        return math.inf if distance > 0 and len(before) >= _ENOUGH else min(distance, 0.0)
 
     def _update(self) -> None:
         """Compute the median, the unit, the factor and the threshold."""
@@ -98,9 +98,9 @@ class SpikeScore:
         if self.count == _PACE:
             self._middle, self._unit = _center(values)
         recent = values[-_PACE - 4 :]
-        distances = np.minimum(
-            recent[4:] - self._middle, 1.5 * (recent[4:] - sliding_window_view(recent[:-1], 4).max(1))
-        )
+        pairs = np.maximum(recent[:-2], recent[1:-1])
+        highest = np.maximum(pairs[:-2], pairs[2:])  # of the four values before
+        distances = np.minimum(recent[4:] - self._middle, 1.5 * (recent[4:] - highest))
         if self._unit:  # otherwise nothing is known of the noise
             self._distances.extend((distances / self._unit).tolist())
         self._largest = max(self._largest, float(np.abs(values[-_PACE:] - self._middle).max()))
@@ -108,14 +108,20 @@ class SpikeScore:
         count = len(values)
         if 2 * np.count_nonzero(values == self._middle) > count or 4 * np.count_nonzero(values == values.min()) > count:
             self._unit = max(self._unit, self._largest)
-        self._width = _width(np.array(self._distances)) * _WINDOW / count
+        self._width = _width(np.array(self._distances)) * max(_ENOUGH / count, 1)
         self.threshold = self._middle + LIMIT * self._width * self._unit
 
 
 def _center(values: NDArray[np.float64]) -> tuple[float, float]:
     """Return the median, and the median distance from it, at least as much as float32 numbers resolve."""
-    middle = float(np.median(values))
-    return middle, max(float(np.median(np.abs(values - middle))), _RESOLUTION * abs(middle))
+    middle = _median(values)
+    return middle, max(_median(np.abs(values - middle)), _RESOLUTION * abs(middle))
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    """Return what `numpy.median` returns of finite values, in a tenth of its time."""
+    ordered = np.sort(values)
+    return float(0.5 * (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]))
 
 
 def _width(distances: NDArray[np.float64]) -> float:

@@ -1,10 +1,10 @@
-"""Counts steps that no subscriber samples by four hooks, without the step tracker."""
+"""Counts steps of which nothing but the loss is wanted by a few hooks, without the step tracker."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import RLock, get_ident
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +12,29 @@ from torch.optim import Optimizer
 
 from ikkuna.backends.run import Run
 from ikkuna.metrics.bus.bus import MessageBus
-from ikkuna.observation.hooks.context import HookContext, running_steps
+from ikkuna.metrics.bus.delivery import Losses
+from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.base import StepLosses
+from ikkuna.observation.hooks.context import SEES_BACKWARD, HookContext, running_steps
 from ikkuna.observation.hooks.forward import ForwardHooks
 from ikkuna.observation.hooks.hook_set import HookSet
-from ikkuna.observation.hooks.optimizers import OptimizerHooks
+from ikkuna.observation.hooks.loss import LossHooks, is_computed_in, is_one_number, needs_outputs
+from ikkuna.observation.hooks.optimizers import OptimizerHooks, add_rates
 from ikkuna.observation.logged_values import LoggedValues
 from ikkuna.observation.rows.plan import NOTHING, Plan
+from ikkuna.observation.steps.forwards import Forward
 from ikkuna.observation.steps.step_tracker import StepTracker
-from ikkuna.support.torch_internals import graph_task
+from ikkuna.support.torch_internals import graph_task, sequence_number
 
 __all__ = ["IdleSteps"]
 
 
-_NOTHING, _CALLED, _RETURNED, _STEPPING = range(4)
-"""The events of the open step so far."""
+_NOTHING, _CALLED, _RETURNED, _COMPUTING, _COMPUTED, _STEPPING = range(6)
+"""The events of the open step so far; a step of which nothing is wanted has no `_COMPUTING` and no `_COMPUTED`."""
 
+_NO_ARGUMENTS: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 _MOST_REFUSALS = 64
+_MOST_LOSSES = 64
 
 
 class _Plans(Protocol):
@@ -36,8 +43,11 @@ class _Plans(Protocol):
     def of_next_step(self) -> Plan:
         """Return the plan of the next step."""
 
+    def measure(self, stamp: Stamp) -> Plan:
+        """Let each subscriber that needs no forward sample a step; return its plan."""
+
     def count_idle(self) -> float:
-        """Return for how many steps from the next one on neither they nor those after them can be sampled, or end an epoch."""
+        """Return how many steps from the next one on need no more than the loss, and do not end an epoch."""
 
 
 class _TrackerLater:
@@ -51,11 +61,23 @@ class _TrackerLater:
         return getattr(self._tracker, name)
 
 
+class _LossCall(NamedTuple):
+    """One call of the loss module: the module, the labels, and what it has returned, weakly."""
+
+    module: nn.Module
+    labels: Tensor
+    output: "weakref.ref[Tensor]"
+
+
 class IdleSteps:
-    """Counts the steps before the next sampled one, while each is one call of the root and one step of the only optimizer.
+    """Counts the steps between sampled ones, while each is one call, one backward, and one step of the only optimizer.
 
     The step tracker gets no events of such steps.  Whatever uses the tracker ends this: the tracker gets the events of the open step first.
     So each other event, call of the user's, and change of what is wanted is handled as if the tracker had seen everything.
+
+    If subscribers take the loss of every step (see `Subscriber.compute_losses`), it is read where its backward begins, on the host alone.
+    The losses are delivered together.  A step whose loss is above the threshold of a subscriber is measured itself:
+    it is sampled by each subscriber that needs no forward, from its backward on.
 
     Parameters
     ----------
@@ -66,6 +88,10 @@ class IdleSteps:
         The hooks of the exporter.
     logged : LoggedValues
         No values wait for their steps during such steps.
+    is_shared : callable
+        Returns whether measurements are merged with those of other ranks.
+    prepare_next : callable
+        Prepares the hooks of modules for the next step.
 
     Attributes
     ----------
@@ -73,8 +99,17 @@ class IdleSteps:
         Number of steps that were counted here.
     """
 
-    def __init__(self, bus: MessageBus, context: HookContext, hooks: HookSet, logged: LoggedValues) -> None:
+    def __init__(
+        self,
+        bus: MessageBus,
+        context: HookContext,
+        hooks: HookSet,
+        logged: LoggedValues,
+        is_shared: Callable[[], bool],
+        prepare_next: Callable[[], object],
+    ) -> None:
         self._bus, self._context, self._hooks, self._logged = bus, context, hooks, logged
+        self._is_shared, self._prepare_next = is_shared, prepare_next
         self._tracker = context.tracker
         self._thread_state = context.error_guard.thread
         self._handlers: dict[Callable[..., object], Callable[..., bool]] = {
@@ -82,17 +117,29 @@ class IdleSteps:
             ForwardHooks.root_ends: self._root_ends,
             OptimizerHooks.optimizer_begins: self._optimizer_begins,
             OptimizerHooks.optimizer_ends: self._optimizer_ends,
+            LossHooks.loss_called: self._loss_called,
+            LossHooks.backward_starts: self._backward_starts,
         }
         self._lock = RLock()  # another thread may use the tracker to log a value
         self._seen, self._left, self._thread = _NOTHING, 0.0, 0
         self._refusals = self._waits = 0
-        self._plan = NOTHING
+        self._plan, self._plans = NOTHING, cast(_Plans, None)
         self._run: Run | None = None
         self._root: weakref.ref[nn.Module] | None = None
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._number, self._size, self._owned = 0, 0, frozenset[int]()
         self._owners: object = None
         self._lap: tuple[float, float] | None = None
+        # losses
+        self._takes_losses, self._threshold = False, 0.0
+        self._stop_looking: Callable[[], object] = int
+        self._call: _LossCall | None = None
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = _NO_ARGUMENTS
+        self._loss_arguments: tuple[Any, ...] = ()
+        self._loss = 0.0
+        self._nodes = self._behind = 0  # numbers of the first node of the open forward, and of the first behind it
+        self._losses = StepLosses()
+        self._on_host: tuple[object, bool] = (), True
         self.steps = 0
 
     # -- when -----------------------------------------------------------------------------------------------------
@@ -104,19 +151,35 @@ class IdleSteps:
         """
         if self._waits:
             self._waits -= 1
-        elif (left := plans.count_idle()) > 0 and self._find():
+        elif (left := plans.count_idle()) > 0 and self._find(plan := plans.of_next_step()):
             context = self._context
-            self._plan, self._left, self._run = plans.of_next_step(), left, self._bus.run
+            self._plan, self._plans, self._left, self._run = plan, plans, left, self._bus.run
             self._thread, self._seen, self._lap = get_ident(), _NOTHING, None
+            if self._takes_losses:
+                self._begin_losses()
             context.tracker = cast(StepTracker, _TrackerLater(self, self._tracker))
             context.idle_handlers = self._handlers
 
-    def _find(self) -> bool:
+    def _begin_losses(self) -> None:
+        thresholds = [registered.subscriber.loss_threshold() for registered in self._plan.subscriptions]
+        self._threshold = min(thresholds)
+        rates: dict[str, Any] = {}
+        if self._optimizer is not None and (optimizer := self._optimizer()) is not None:
+            add_rates(optimizer, rates)
+        self._losses = StepLosses(self._tracker.stamp, tuple(rates), perf_counter())
+        self._stop_looking = self._hooks.losses.look()
+
+    def _find(self, plan: Plan) -> bool:
         """Find the root and the only optimizer; return whether steps of them can be counted."""
         context, parameters = self._context, self._context.parameters
-        if context.observer is not None or context.model.is_compiled or context.model.stages:
+        self._takes_losses = bool(plan.subscriptions)
+        if (context.observer is not None and context.observer.needs_every_step) or context.model.is_compiled:
             return False
-        if len(self._bus.queue) or self._logged.is_waiting or self._bus.is_wanted("batch_started"):
+        if self._takes_losses and not self._finds_loss():
+            return False
+        if context.model.stages or len(self._bus.queue) or self._logged.is_waiting:
+            return False
+        if self._bus.is_wanted("batch_started"):
             return False
         if (number := self._tracker.only_optimizer) is None or not self._trains_all():
             return False
@@ -127,6 +190,19 @@ class IdleSteps:
         self._number, self._owned = number, parameters.owned_ids(optimizers[0])
         self._size = sum(len(group["params"]) for group in optimizers[0].param_groups)
         return parameters.number(optimizers[0]) == number
+
+    def _finds_loss(self) -> bool:
+        """Whether the loss of the next step is known on the host, as far as this is known."""
+        context, losses = self._context, self._hooks.losses
+        is_usual = not (context.loss_scale.is_used or self._is_shared())
+        return is_usual and SEES_BACKWARD and losses.has_loss and self._is_on_host()
+
+    def _is_on_host(self) -> bool:
+        """Whether all parameters are."""
+        parameters = self._context.parameters.all
+        if self._on_host[0] is not parameters:
+            self._on_host = parameters, all(named.parameter.is_cpu for named in parameters)
+        return self._on_host[1]
 
     def _trains_all(self) -> bool:
         """Whether it is known that each parameter gets gradients."""
@@ -139,6 +215,7 @@ class IdleSteps:
             if context.tracker is self._tracker:
                 return
             context.tracker, context.idle_handlers = self._tracker, {}
+            self._stop_looking()
             self._refusals = 0 if self._lap else min(2 * self._refusals + 1, _MOST_REFUSALS)
             self._waits = self._refusals
             try:
@@ -147,20 +224,61 @@ class IdleSteps:
                 context.error_guard.report_internal("the events of a step that is not sampled", error)
 
     def _report(self) -> None:
-        context, tracker = self._context, self._tracker
+        context, tracker, observer = self._context, self._tracker, self._context.observer
         seen, self._seen = self._seen, _NOTHING
         lap, self._lap = self._lap, None
         if lap is not None:
-            context.stopwatch.steps_passed(*lap, 0.0 if self._run is None else self._run.drawing_seconds)
-            self._logged.step_ends(tracker.counters.global_step - 1)
+            self._report_counted(*lap)
+        if seen < _COMPUTED:
+            context.parameters.forget_gradients()
         if seen >= _CALLED:
             tracker.forward_begins(self._thread)
             context.recorder.open(tracker.stamp, self._plan)  # what is wanted may have changed since
+            if observer is not None:
+                # the states of random generators, which a plan would read, are not those of its beginning
+                observer.step_opened(tracker.stamp, NOTHING)
+                observer.model_called(*self._arguments)
+                if self._loss_arguments:
+                    observer.loss_called(self._loss_arguments, {})
             self._hooks.step_opened()
-        if seen >= _RETURNED:
-            tracker.forward_ends(self._thread)
+        if seen >= _RETURNED and (forward := tracker.forward_ends(self._thread)) is not None and self._takes_losses:
+            self._repeat(forward, seen)
         if seen >= _STEPPING:
             tracker.optimizer_begins(self._number, self._owned)
+            if self._takes_losses and self._optimizer is not None and (optimizer := self._optimizer()) is not None:
+                add_rates(optimizer, self._hooks.optimizers.rates)
+        self._forget()
+
+    def _report_counted(self, ended: float, spent: float) -> None:
+        """Report the steps that were counted."""
+        context, counters, observer = self._context, self._tracker.counters, self._context.observer
+        context.stopwatch.steps_passed(ended, spent, 0.0 if self._run is None else self._run.drawing_seconds)
+        self._logged.step_ends(counters.global_step - 1)
+        if self._takes_losses:
+            self._bus.queue.append(Losses(self._losses, self._plan.subscriptions))
+            if observer is not None:
+                observer.steps_passed(self._losses)
+        elif observer is not None:
+            observer.step_passed(counters.stamp(back=1))
+
+    def _forget(self) -> None:
+        """Forget the arguments of the open step."""
+        self._arguments, self._loss_arguments, self._call = _NO_ARGUMENTS, (), None
+
+    def _repeat(self, forward: Forward, seen: int) -> None:
+        """Record the loss of the open step as hooks would have done that."""
+        context, losses, call = self._context, self._hooks.losses, self._call
+        losses.expect_backward(forward, self._thread, range(self._nodes, self._behind))
+        if seen == _RETURNED:
+            if call is not None and (output := call.output()) is not None:
+                losses.repeat_call(call.module, call.labels, output, forward)
+            return
+        context.apply(self._tracker.backward_reached(forward))
+        value = torch.tensor(self._loss, dtype=torch.float64, device="cpu")
+        if call is None:
+            losses.repeat_backward(value, forward)
+        else:
+            losses.repeat_call(call.module, call.labels, value, forward)
 
     # -- hooks: each returns whether the tracker needs no event; with few calls, because caches are cold ----------
 
@@ -181,7 +299,9 @@ class IdleSteps:
                 or self._thread_state.subscriber_is_running
             ):
                 return False
-            self._seen = _CALLED
+            self._seen, self._nodes = _CALLED, sequence_number()
+            if context.observer is not None:
+                self._arguments = args, kwargs
             context.stopwatch.spent += perf_counter() - began
             return True
 
@@ -200,7 +320,75 @@ class IdleSteps:
                 or self._thread_state.subscriber_is_running
             ):
                 return False
-            self._seen = _RETURNED
+            self._seen, self._behind = _RETURNED, sequence_number()
+            context.stopwatch.spent += perf_counter() - began
+            return True
+
+    def _loss_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        began, context = perf_counter(), self._context
+        with self._lock:
+            if (
+                context.tracker is self._tracker
+                or self._seen != _RETURNED
+                or get_ident() != self._thread
+                or graph_task() != -1
+                or context._is_paused
+                or context.is_interrupted
+                or self._thread_state.subscriber_is_running
+                or (self._takes_losses and not self._takes_call(module, args, kwargs, output))
+            ):
+                self.end()
+                return False
+            context.stopwatch.spent += perf_counter() - began
+            return True
+
+    def _takes_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        """Keep what is needed of the first call of the loss module; return whether that is enough to record it later."""
+        if self._call is not None or kwargs or len(args) != 2 or not is_one_number(output):
+            return False
+        if not isinstance(args[1], Tensor) or needs_outputs(module):
+            return False
+        self._call = _LossCall(module, args[1], weakref.ref(output))
+        if self._context.observer is not None:
+            self._loss_arguments = args
+        return True
+
+    def _backward_starts(self, roots: Sequence[Any], gradients: Sequence[Any], accumulates: bool) -> bool:
+        began, context = perf_counter(), self._context
+        with self._lock:
+            if context.tracker is self._tracker:
+                return False
+            if not roots and self._seen == _COMPUTING:  # it has ended
+                self._seen = _COMPUTED
+                context.parameters.note_gradients()  # they may be cleared, so that the backward does not count
+                context.stopwatch.spent += perf_counter() - began
+            if not roots or self._seen == _NOTHING:  # the latter belongs to no step
+                return True
+            is_own: bool | None = None
+            if self._seen >= _RETURNED and get_ident() == self._thread:
+                is_own = is_computed_in(roots, range(self._nodes, self._behind))
+            if is_own is False:
+                return True  # another model's
+            if (
+                not is_own
+                or self._seen != _RETURNED
+                or not accumulates
+                or len(roots) != 1
+                or not is_one_number(root := roots[0])
+                or gradients[0].item() != 1
+                or context._is_paused
+                or context.is_interrupted
+                or self._thread_state.subscriber_is_running
+                or (context.model.loss is not None and (self._call is None or self._call.output() is not root))
+            ):
+                self.end()
+                return False
+            self._loss = float(root.item())
+            if not self._loss <= self._threshold:
+                self._plan = self._plans.measure(self._tracker.stamp)
+                self.end()
+                return False
+            self._seen, self._loss_arguments = _COMPUTING, ()  # which no longer hold the graph
             context.stopwatch.spent += perf_counter() - began
             return True
 
@@ -209,7 +397,7 @@ class IdleSteps:
         with self._lock:
             if (
                 context.tracker is self._tracker
-                or self._seen != _RETURNED
+                or self._seen != (_COMPUTED if self._takes_losses else _RETURNED)
                 or self._optimizer is None
                 or self._optimizer() is not optimizer
                 or len(args) > 1
@@ -222,16 +410,22 @@ class IdleSteps:
                 or not self._trains_all()
             ):
                 return False
-            size = 0
+            size, is_plain, rates = 0, True, []
             for group in optimizer.param_groups:
                 rate = group.get("lr", 1)
                 if (not isinstance(rate, Tensor) or rate.is_cpu) and not rate:
                     return False  # perhaps only the state of the optimizer is created
                 size += len(group["params"])
+                rates.append(group.get("lr"))
+                is_plain = is_plain and not isinstance(rate, Tensor)
             running, scaler = running_steps()
             if size != self._size or len(running) != 1:
                 return False
-            if scaler is not None or context.loss_scale.is_used:
+            if self._takes_losses:
+                if scaler is not None or not is_plain:
+                    return False
+                self._losses.rates.append(rates)
+            elif scaler is not None or context.loss_scale.is_used:
                 context.loss_scale.set_scaler(scaler)
             self._seen = _STEPPING
             context.stopwatch.spent += perf_counter() - began
@@ -240,11 +434,12 @@ class IdleSteps:
     def _optimizer_ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         began, context, run = perf_counter(), self._context, self._run
         with self._lock:
+            if context.tracker is self._tracker:
+                return False
+            if self._optimizer is None or self._optimizer() is not optimizer:
+                return not context.parameters.owned_ids(optimizer)  # another model's step changes nothing
             if (
-                context.tracker is self._tracker
-                or self._seen != _STEPPING
-                or self._optimizer is None
-                or self._optimizer() is not optimizer
+                self._seen != _STEPPING
                 or get_ident() != self._thread
                 or context._is_paused
                 or context.is_interrupted
@@ -259,11 +454,16 @@ class IdleSteps:
             self._left -= 1
             self._hooks.optimizers.table.step_ended()
             context.computation.step_ended()
-            if run is not None:
-                run.commit(step)
             now = perf_counter()
+            if self._takes_losses:  # they are committed when they are delivered
+                self._call, self._arguments = None, _NO_ARGUMENTS
+                self._losses.losses.append(self._loss)
+                self._losses.ends.append(now)
+            elif run is not None:
+                run.commit(step)
             context.stopwatch.spent += now - began
             self._lap = now, context.stopwatch.spent
-            if self._left <= 0:
+            if self._left <= 0 or len(self._losses.losses) >= _MOST_LOSSES:
                 self.end()
+                self._prepare_next()
             return True

@@ -41,6 +41,9 @@ from ikkuna.support.failures import log, remember_handlers
 __all__ = ["MissingLossWarning", "ReplacedModules", "SamplingPlans", "StepCycle"]
 
 
+_MOST_EXTRA = 32  # measurements of earlier steps have been delivered
+
+
 class SamplingPlans:
     """The plans of steps, and the changes of what is sampled.
 
@@ -62,16 +65,25 @@ class SamplingPlans:
         return self._demand.plan(self._bus.registered, stamp)
 
     def count_idle(self) -> float:
-        """Return for how many steps from the next one on neither they nor those after them can be sampled, or end an epoch."""
+        """Return how many steps from the next one on need no more than the loss, and do not end an epoch."""
         tracker = self._context.tracker
         if tracker.stamp.completes:
             return 0
         counters = tracker.counters
-        return min(self._demand.steps_until_sample(counters.global_step), counters.steps_left) - 1
+        return min(self._demand.steps_until_sample(counters.global_step), counters.steps_left - 1)
 
     def of_next_step(self) -> Plan:
         """Return the plan of the open step, or of the next one."""
         return self.of(self._context.tracker.stamp)
+
+    def measure(self, stamp: Stamp) -> Plan:
+        """Let each subscriber that needs no forward sample a step; return its plan."""
+        extra = self._bus.sampling.extra
+        extra.add(stamp.global_step)
+        if len(extra) > _MOST_EXTRA:
+            extra.remove(min(extra))
+        self._demand = Demand()
+        return self.of(stamp)
 
     def demand_changed(self) -> None:
         """Handle a change of what subscribers want."""
@@ -253,7 +265,7 @@ class StepCycle:
         self._plans, self._replaced = plans, replaced
         self._exchange, self._logged, self._validation = exchange, logged, validation
         self._missing_loss = MissingLossWarning(context, hooks.losses)
-        self._idle = IdleSteps(bus, context, hooks, logged)
+        self._idle = IdleSteps(bus, context, hooks, logged, lambda: exchange.is_shared, self.prepare_next)
         self._steps = 0
 
     @property
@@ -352,7 +364,7 @@ class StepCycle:
         bus.drain(wait=self._exchange.must_wait(closed.stamp))
         run = bus.run
         context.stopwatch.step_ended(0.0 if run is None else run.drawing_seconds)
-        if plan is not None and not plan.subscriptions:
+        if plan is not None and plan.needs_losses_alone:
             self._idle.begin(self._plans)
 
     def _report(self) -> dict[str, Any]:

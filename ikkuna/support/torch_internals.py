@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
+from operator import methodcaller
 from types import CodeType
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "is_transformed",
     "kept_version",
     "native_functions",
+    "number_of_node",
     "parallel_for",
     "pytree",
     "saved_by",
@@ -91,6 +93,13 @@ graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1
 
 sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", count().__next__)
 """Return how many operators autograd has recorded on this thread; without it, more at each call: no optimizers share a step."""
+
+_NODE: Any = getattr(getattr(_C, "_functions", None), "AccumulateGrad", None)
+
+number_of_node: Callable[[Any], int] = (
+    methodcaller("_sequence_nr") if hasattr(_NODE, "_sequence_nr") else lambda node: -1
+)
+"""Return the number that `sequence_number` returned before autograd has recorded a node; without it, -1: fewer steps are counted only."""
 
 current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda: None)
 """Return the node of autograd that runs on this thread; without it, ``None``: a reentrant checkpoint is not recognised."""
@@ -229,23 +238,29 @@ def saved_by(node: Any, name: str) -> Any:
     return found.detach() if isinstance(found, Tensor) else None
 
 
-_around_backward: tuple[Callable[[Sequence[Any]], object], ...] = ()
+AroundBackward = Callable[[Sequence[Any], Sequence[Any], bool], object]
+"""A function of the tensors that a backward starts from, of their gradients, and of whether it adds to those of all leaves."""
+
+_around_backward: tuple[AroundBackward, ...] = ()
 _run_backward: Any = None
 
 
 def _run_observed_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     is_outermost = graph_task() == -1
-    for call in _around_backward if is_outermost else ():
-        call(t_outputs)
+    if is_outermost:
+        gradients, *_, inputs = (*args, (), ()) if len(args) < 2 else args
+        accumulates = kwargs.get("accumulate_grad", False) and not inputs
+        for call in _around_backward:
+            call(t_outputs, gradients, accumulates)
     try:
         return _run_backward(t_outputs, *args, **kwargs)
     finally:
         for call in _around_backward if is_outermost else ():
-            call(())
+            call((), (), False)
 
 
-def call_around_backward(function: Callable[[Sequence[Any]], object], call: bool) -> None:
-    """Call a function with the tensors from which each backward starts, and with an empty tuple at its end; or do so no more.
+def call_around_backward(function: AroundBackward, call: bool) -> None:
+    """Call a function at each backward, see `AroundBackward`, and with empty tuples at its end; or do so no more.
 
     A backward inside another one does not count.  torch has no hook for this: what a loss has saved is freed by the time the first hook
     of a tensor runs.  So the function of torch that starts a backward is replaced while there is a function to call, as
@@ -256,8 +271,8 @@ def call_around_backward(function: Callable[[Sequence[Any]], object], call: bool
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> call_around_backward(print, True)
     >>> x.backward()
-    (tensor(3., requires_grad=True),)
-    ()
+    (tensor(3., requires_grad=True),) (tensor(1.),) True
+    () () False
     >>> call_around_backward(print, False)
     >>> x.backward()
     """

@@ -1,10 +1,7 @@
 """Steps of several optimizers: sampling never decides what a step is, and optimizers that take turns are each sampled."""
 
 import contextlib
-import pathlib
 import random
-import sys
-import threading
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ import ikkuna
 from ikkuna.export import Exporter
 from ikkuna.export.messages import MessageBus, Stamp
 from ikkuna.export.subscriber import CallbackSubscriber, LossSubscriber, NormSubscriber
-from ikkuna.observation.idle_steps import IdleSteps
 from ikkuna.observation.steps.forwards import OptimizerTurns
 
 PARTS = "abc"
@@ -252,150 +248,3 @@ def test_random_loops_have_the_same_steps_whatever_is_sampled():
 @pytest.mark.slow
 def test_ten_thousand_random_loops():
     check_random_loops(range(10_000, 20_000), 2)
-
-
-def call_in_evaluation(model, x):
-    model.eval()
-    with torch.no_grad():
-        model(x, PARTS)
-    model.train()
-
-
-def fail_in_call(model, x):
-    with contextlib.suppress(AttributeError):
-        model(x, "d")
-
-
-def fail_in_step(model, x, optimizer):
-    parameters = optimizer.param_groups[0]["params"]
-    model(x, PARTS).sum().backward()
-    parameters.append(None)
-    with contextlib.suppress(AttributeError):
-        optimizer.step()
-    parameters.pop()
-
-
-def call_in_thread(model, x):
-    thread = threading.Thread(target=lambda: model(x, PARTS).sum().backward())
-    thread.start()
-    thread.join()
-
-
-def step_paused(exporter, model, x, optimizer):
-    with exporter.paused():
-        model(x, PARTS).sum().backward()
-        optimizer.step()
-
-
-def other_pass(exporter, model, x):
-    exporter.test()
-    model(x, PARTS)
-    exporter.train()
-
-
-def replace_part(model, optimizer):
-    model.c = nn.Linear(2, 2)
-    optimizer.add_param_group({"params": list(model.c.parameters())})
-
-
-def log_value(exporter, model, x, optimizers, number, seen):
-    exporter.log("value", number)
-    tracker = exporter._session.context.tracker
-    seen.append((str(tracker.pass_stamp("training")), tracker.state, tracker.latest is None, len(tracker.calls.of(0))))
-
-
-# exporter, model, input, optimizers, number, what was seen
-DISTURBANCES = (
-    lambda e, m, x, o, n, s: m(x, PARTS),
-    lambda e, m, x, o, n, s: call_in_evaluation(m, x),
-    lambda e, m, x, o, n, s: o[0].step(lambda: m(x, PARTS).sum().backward()),
-    lambda e, m, x, o, n, s: fail_in_call(m, x),
-    lambda e, m, x, o, n, s: fail_in_step(m, x, o[0]),
-    lambda e, m, x, o, n, s: Descent(m.a.parameters()).step(),
-    lambda e, m, x, o, n, s: o[-1].step(),
-    lambda e, m, x, o, n, s: call_in_thread(m, x),
-    lambda e, m, x, o, n, s: m.a(x).sum().backward(),
-    lambda e, m, x, o, n, s: e.epoch_finished(),
-    lambda e, m, x, o, n, s: setattr(e, "steps_per_epoch", n + 2),
-    lambda e, m, x, o, n, s: e.step(),
-    lambda e, m, x, o, n, s: step_paused(e, m, x, o[0]),
-    lambda e, m, x, o, n, s: other_pass(e, m, x),
-    lambda e, m, x, o, n, s: e.sample_every(n or None),
-    lambda e, m, x, o, n, s: watch_norms(e.message_bus, "biases", 2 + n, s),
-    lambda e, m, x, o, n, s: replace_part(m, o[0]),
-)
-
-
-def watch_norms(bus, kind, every, seen):
-    def take(message):
-        seen.append((every, kind, message.module, str(message.stamp), message.data.norm().item()))
-
-    bus.register_subscriber(CallbackSubscriber(kind, take, subsample=every))
-
-
-def run_disturbed(seed, every, directory):
-    """Train with disturbances; return everything that was published, the number of steps, and of those that were counted only."""
-    choose, seen = random.Random(seed), []
-    torch.manual_seed(seed)
-    model, bus = Model(), MessageBus()
-    optimizers = [Descent(model.parameters())]
-    if not seed % 6:
-        optimizers.append(Descent(model.c.parameters()))
-    chosen = [log_value, log_value, *choose.sample(DISTURBANCES, 3)]
-    with Exporter(message_bus=bus, on_error="raise", log_dir=directory) as exporter:
-        exporter.add_modules(model)
-        for kind in ("weights", "activations", "weight_updates", "layer_gradients"):
-            watch_norms(bus, kind, every, seen)
-        for kind in ("batch_finished", "epoch_started", "epoch_finished"):
-            event = CallbackSubscriber(kind, lambda m: seen.append((m.kind, str(m.stamp), m.skipped)), subsample=every)
-            bus.register_subscriber(event)
-        for _ in range(60):
-            for place in ("before", "inside", "after"):
-                if choose.random() < 0.05:
-                    choose.choice(chosen)(exporter, model, torch.ones(1, 2), optimizers, choose.randrange(4), seen)
-                if place == "before":
-                    optimizers[0].zero_grad()
-                    loss = model(torch.ones(1, 2), PARTS).square().sum()
-                elif place == "inside":
-                    loss.backward()
-                    optimizers[0].step()
-        steps, counted = exporter.health().steps, exporter._session.cycle._idle.steps
-    return (seen, steps, [p.tolist() for p in model.parameters()]), counted
-
-
-def test_steps_that_are_only_counted_change_nothing(monkeypatch, tmp_path):
-    counted = 0
-    for seed in range(30):
-        for every in (7, 20):
-            quick, number = run_disturbed(seed, every, tmp_path)
-            with monkeypatch.context() as patch:
-                patch.setattr(IdleSteps, "begin", lambda self, plans: None)
-                slow, none = run_disturbed(seed, every, tmp_path)
-            assert quick == slow, (seed, every)
-            assert none == 0
-            counted += number
-    assert counted > 1000
-
-
-def test_a_step_that_nobody_samples_makes_few_calls(tmp_path):
-    model, bus, codes = Model(), MessageBus(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with Exporter(message_bus=bus, log_dir=tmp_path) as exporter:
-        exporter.add_modules(model)
-        bus.register_subscriber(NormSubscriber("weights", subsample=100))
-
-        def step():
-            optimizer.zero_grad()
-            model(torch.ones(1, 2), PARTS).sum().backward()
-            optimizer.step()
-
-        for _ in range(4):
-            step()
-        home = str(pathlib.Path(ikkuna.__file__).parent)
-        sys.setprofile(lambda frame, event, _: event == "call" and codes.append(frame.f_code))
-        try:
-            step()
-        finally:
-            sys.setprofile(None)
-    assert 0 < len([code for code in codes if code.co_filename.startswith(home)]) <= 20
-    assert exporter.health().steps == 5

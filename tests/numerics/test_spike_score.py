@@ -22,7 +22,7 @@ def reference(values):
         scores[i] = math.inf if (finite < i).any() else math.nan
     centers, distances, largest = [], [], 0.0
     for begin in range(16, len(x) + 1, 16):
-        window = x[max(begin - 64, 0) : begin]
+        window = x[max(begin - 128, 0) : begin]
         middle = float(np.quantile(window, 0.5))
         unit = max(float(np.quantile(np.abs(window - middle), 0.5)), 1e-4 * abs(middle))
         before = centers[-1] if centers else (middle, unit)
@@ -39,7 +39,7 @@ def reference(values):
         if known:
             rare = known[len(known) // 32] / (2.2 * (1 + 4 / math.sqrt(len(known))))
             width = max(1.0, rare**3 if rare > 0 else 0.0, min(known[2], 25.0) / 4)
-        scale = width * 64 / len(window) * unit
+        scale = width * max(64 / len(window), 1) * unit
         for i in range(begin, min(begin + 16, len(x))):
             distance = min(x[i] - middle, 1.5 * (x[i] - x[i - 4 : i].max()))
             if scale:

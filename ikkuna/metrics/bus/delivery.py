@@ -25,11 +25,11 @@ from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.messages.kinds import EVENT_KINDS
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
-from ikkuna.metrics.subscriber.base import Later, Result, Subscriber
+from ikkuna.metrics.subscriber.base import Later, Result, StepLosses, Subscriber
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.support.failures import FailureCounter, log
 
-__all__ = ["Delivery", "DeliveryQueue", "Event", "Finished", "Item", "Measurements", "Observer", "Unsampled"]
+__all__ = ["Delivery", "DeliveryQueue", "Event", "Finished", "Item", "Losses", "Measurements", "Observer", "Unsampled"]
 
 
 _EVENTS = frozenset(EVENT_KINDS)
@@ -346,6 +346,32 @@ class Unsampled(Item):
 
     def deliver(self, bus: Delivery) -> None:
         """Pass the end of the step on to the backends."""
+        bus.commit(self.stamp.global_step)
+
+
+class Losses(Item):
+    """The losses of steps in a row of which subscribers want nothing else.
+
+    Parameters
+    ----------
+    block : StepLosses
+        The losses.
+    subscriptions : sequence of Registered
+        The subscribers.
+    """
+
+    def __init__(self, block: StepLosses, subscriptions: Sequence[Registered]) -> None:
+        self._block, self._subscriptions = block, subscriptions
+        self.stamp = block.stamps()[-1]
+
+    def deliver(self, bus: Delivery) -> None:
+        """Deliver the losses to one subscriber after the other, then the end of the last step."""
+        for registered in self._subscriptions:
+            subscriber = registered.subscriber
+            if not registered.disabled:
+                bus.error_guard.call(registered, "compute", subscriber.compute_losses, self._block)
+            if subscriber._untaken:
+                bus.pass_on(registered, subscriber.take_results())
         bus.commit(self.stamp.global_step)
 
 

@@ -1,8 +1,9 @@
 """The base class of all metrics."""
 
+import math
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from inspect import Signature, signature
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -28,7 +29,7 @@ from ikkuna.store.values import ModuleEntry, shown
 from ikkuna.support.device_thread import Pending, is_full, run_beside
 from ikkuna.support.modules import NamedModule
 
-__all__ = ["MERGES", "Host", "Later", "Result", "Subscriber"]
+__all__ = ["MERGES", "Host", "Later", "Result", "StepLosses", "Subscriber"]
 
 
 T = TypeVar("T")
@@ -138,6 +139,40 @@ class _RegisteringType(ABCMeta):
         return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
+@dataclass(slots=True)
+class StepLosses:
+    """The losses of training steps in a row.
+
+    Parameters
+    ----------
+    first : Stamp, optional
+        The first of the steps.
+    losses : list of float
+        The losses.
+    rates : list of list
+        The learning rates of the parameter groups of each step; perhaps those of one step more.
+    names : tuple of str
+        The names of the groups.
+    began : float
+        The time of the end of the step before, in seconds of the clock.
+    ends : list of float
+        The time of the end of each step.
+    """
+
+    first: Stamp | None = None
+    names: tuple[str, ...] = ()
+    began: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    rates: list[list[Any]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+
+    def stamps(self) -> list[Stamp]:
+        """Return the stamps of the steps."""
+        assert self.first is not None
+        step, train_step, epoch = self.first.global_step, self.first.train_step, self.first.epoch
+        return [Stamp(step + i, train_step + i, epoch) for i in range(len(self.losses))]
+
+
 class Subscriber(metaclass=_RegisteringType):
     """A metric: takes messages of some kinds and emits numbers.
 
@@ -203,6 +238,8 @@ class Subscriber(metaclass=_RegisteringType):
         The copy waits for the device.
     per_rank : bool
         Whether it also reads the records of the single ranks, as ``message.record.ranks``.
+    needs_step_every : float
+        Of training steps that are no multiples of it, the loss is enough; only with a :meth:`compute_losses`.
     quantity : Quantity or sequence of Quantity
         What it publishes: unit, range, scale, what is good, and whether runs can be compared by it.
         One for all kinds, or one for each in the order of `publishes`; a subscriber that publishes nothing declares what it shows.
@@ -237,6 +274,7 @@ class Subscriber(metaclass=_RegisteringType):
     sees_skipped: bool = False
     needs_model: bool = False
     of_network: bool = False
+    needs_step_every: float = 1
     needs_whole: bool = False
     needs_float64: bool = True
     per_rank: bool = False
@@ -363,6 +401,16 @@ class Subscriber(metaclass=_RegisteringType):
         """
         for message in batch:
             self.compute(message)
+
+    def compute_losses(self, block: StepLosses) -> None:
+        """Handle the losses of training steps in a row, in place of :meth:`compute` and :meth:`finish` of each of them.
+
+        Called if the steps are no multiples of `needs_step_every`, and if nothing else was wanted of them.
+        """
+
+    def loss_threshold(self) -> float:
+        """Return the loss above which a step is measured itself, as far as no forward is needed; infinite by default."""
+        return math.inf
 
     def later(
         self,

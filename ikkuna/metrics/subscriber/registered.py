@@ -1,6 +1,6 @@
 """A subscriber that is registered on a bus, and its running state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ikkuna.backends.backend import last_defined
 from ikkuna.metrics.messages.batch import BatchNames, MessageBatch
-from ikkuna.metrics.messages.kinds import MEASURED_TOGETHER, PARAMETER_KINDS
+from ikkuna.metrics.messages.kinds import FORWARD_KINDS, MEASURED_TOGETHER, OBSERVED, PARAMETER_KINDS
 from ikkuna.metrics.messages.stamp import TRAINING, Stamp
 from ikkuna.metrics.subscriber.base import Subscriber
 from ikkuna.metrics.subscriber.subscription import Sampling
@@ -17,6 +17,8 @@ from ikkuna.numerics.statistics import needed_fields
 from ikkuna.support.failures import FailureCounter, log
 
 __all__ = ["Registered"]
+
+_OF_FORWARDS = frozenset((*FORWARD_KINDS, OBSERVED, "input_data", "network_output", "input_labels"))
 
 
 _FEW = 16
@@ -74,6 +76,7 @@ class Registered:
         self.together = (
             self.subscription.is_joined and subscriber.measures and set(self.kinds) <= set(MEASURED_TOGETHER)
         )
+        self.needs_no_forward = not self.together and _OF_FORWARDS.isdisjoint(self.kinds)
         self.fields = needed_fields(subscriber.fields) if subscriber.fields else frozenset[str]()
         is_replaced = "compute" in vars(subscriber)
         self.takes_batches = not is_replaced and last_defined(type(subscriber), "compute_batch", "compute") != "compute"
@@ -81,10 +84,11 @@ class Registered:
         self.finishes = type(subscriber).finish is not Subscriber.finish or "finish" in vars(subscriber)
         asked = self.subscription
         self.rhythm: tuple[Any, ...] = (
-            (asked.tag, asked.subsample, asked.start, asked.stop, asked.thinning)
+            (asked.tag, asked.subsample, asked.start, asked.stop, asked.thinning, self.needs_no_forward)
             if asked.schedule is None
             else (id(self),)
         )
+        self.takes_losses = type(subscriber).compute_losses is not Subscriber.compute_losses and asked.subsample == 1
         self.disabled = False
         self.failures = FailureCounter()
         self.seconds = 0.0
@@ -123,6 +127,18 @@ class Registered:
         """A number of which every sampled training step is a multiple."""
         return 1 if self._sampling.is_changed else self.subscription.subsample
 
+    @property
+    def distance_of_more(self) -> float:
+        """A number of which every training step is a multiple of which more than the loss is needed."""
+        if self._sampling.is_changed or not self.takes_losses:
+            return self.distance
+        return self.subscriber.needs_step_every
+
+    @property
+    def extra_steps(self) -> Collection[int]:
+        """Steps that subscribers of any subscription sample if they need no forward."""
+        return self._sampling.extra
+
     def samples(self, stamp: Stamp) -> bool:
         """Return whether data of this step is sampled."""
         if self.disabled:
@@ -134,6 +150,9 @@ class Registered:
         return not is_paused and self.subscription.includes(stamp) and any(map(self._is_due, stamp.completes))
 
     def _is_due(self, stamp: Stamp) -> bool:
+        is_extra = stamp.global_step in self._sampling.extra and stamp.pass_name == TRAINING
+        if is_extra and self.needs_no_forward and self.subscription.tag in (None, TRAINING):
+            return self.subscription.includes(stamp)
         if self._sampling.is_changed and stamp.pass_name == TRAINING:
             is_paused, every = self._sampling.at(stamp.global_step)
             if is_paused or every is not None:

@@ -24,6 +24,8 @@ class Sampling:
     ----------
     is_changed : bool
         Whether there was any change.
+    extra : set of int
+        Steps that are sampled beside, by the subscribers that need no forward, because their loss is unusual.
 
     Examples
     --------
@@ -36,6 +38,7 @@ class Sampling:
 
     def __init__(self) -> None:
         self.is_changed = False
+        self.extra: set[int] = set()
         self._changes: tuple[tuple[int, bool, int | None], ...] = ((0, False, None),)
 
     @property

@@ -56,6 +56,7 @@ class BackwardHooks:
     def __init__(self, context: HookContext, loss: LossHooks) -> None:
         self.context = context
         self._loss = loss
+        loss.arm = self.arm
         self.ended: list[Callable[[], None]] = []
         self._running: dict[int, _Running] = {}
 

@@ -230,7 +230,9 @@ class MicroGradientHooks:
     def gradient_computed(self, site: Site, path: str, grads: tuple[Tensor | None, ...]) -> None:
         """Record a gradient that is about to be added."""
         context = self.context
-        if (grad := grads[0]) is not None and context.tracker.pass_name == TRAINING and not context.is_off:
+        if (grad := grads[0]) is None or context.recorder.rows is None or context.is_off:
+            return
+        if context.tracker.pass_name == TRAINING:
             if context.loss_scale.is_used:
                 grad = context.loss_scale.removed_from(grad)
             context.recorder.receive(site, grad, path, part=MICRO_PART)

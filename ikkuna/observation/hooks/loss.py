@@ -21,12 +21,51 @@ from ikkuna.observation.model.watched_model import LossFunction, is_shifted
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.observation.steps.forwards import Forward
 from ikkuna.support.saved_losses import LossArguments, loss_arguments, saved_loss
-from ikkuna.support.torch_internals import call_around_backward
+from ikkuna.support.torch_internals import call_around_backward, number_of_node
 
-__all__ = ["LossHooks", "label_weight", "loss_weight", "without_ignored"]
+__all__ = [
+    "LossHooks",
+    "is_computed_in",
+    "is_one_number",
+    "label_weight",
+    "loss_weight",
+    "needs_outputs",
+    "without_ignored",
+]
 
 
 _BY_SEQUENCE = ("CTCLoss",)
+_MOST_NODES_OF_LOSS = 1024  # a walk of half a millisecond
+
+
+def is_computed_in(losses: Sequence[Any], recorded: range) -> bool | None:
+    """Return whether losses are functions of what was computed while autograd has recorded the nodes with these numbers.
+
+    ``None`` if their graph is too large, or this version of torch does not number nodes.
+
+    Examples
+    --------
+    >>> from ikkuna.support.torch_internals import sequence_number
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> before, y, behind = sequence_number(), x.exp(), sequence_number()
+    >>> is_computed_in([y.log()], range(before, behind)), is_computed_in([x.log()], range(before, behind))
+    (True, False)
+    """
+    waiting, seen = [], set[Any]()
+    for x in losses:  # without comprehensions, which are calls
+        waiting.append(x.grad_fn if isinstance(x, Tensor) else x.node)
+    while waiting:  # along the first branches, which usually lead to the outputs of the model
+        if (node := waiting.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        number = number_of_node(node)
+        if number in recorded:
+            return True
+        if number < 0 or len(seen) > _MOST_NODES_OF_LOSS:
+            return None
+        for behind, _ in reversed(node.next_functions):
+            waiting.append(behind)
+    return False
 
 
 def without_ignored(labels: Tensor, ignored: int | None) -> Tensor:
@@ -86,6 +125,16 @@ def loss_weight(
     return label_weight(labels, int(module.ignore_index), getattr(module, "weight", None))  # type: ignore[arg-type]
 
 
+def needs_outputs(module: nn.Module) -> bool:
+    """Return whether the weight of a loss depends on the outputs of the network."""
+    return type(module).__name__ in _BY_SEQUENCE
+
+
+def is_one_number(value: Any) -> bool:
+    """Return whether a value is a tensor of the host, of no subclass, with one element."""
+    return type(value) is Tensor and value.is_cpu and value.numel() == 1
+
+
 def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) -> int | Tensor:
     """Return the number of labels that are not ignored, or the sum of their classes' weights.
 
@@ -103,6 +152,7 @@ def label_weight(labels: Tensor, ignored: int, weights: Tensor | None = None) ->
 
 
 _OBJECTIVE = "objective"
+_NONE: tuple[Forward | None, int, range] = None, 0, range(0)
 
 
 class LossHooks:
@@ -133,6 +183,8 @@ class LossHooks:
         Receives the first call of the loss module with a gradient, if that is in step 0.
     validation : callable
         Returns the recorder of evaluations in the training loop.
+    arm : callable
+        Registers hooks on tensors that report a backward as one through a forward.
     """
 
     def __init__(self, context: HookContext) -> None:
@@ -148,20 +200,42 @@ class LossHooks:
         self._losses: list[weakref.ref[Tensor]] = []
         self._arguments: list[LossArguments] = []
         self._stop_looking: Callable[[], object] = _do_nothing
+        self._unreached = _NONE
+        self.arm: Callable[[Leaves, Forward], None] = _arm_nothing
 
     def step_opened(self) -> None:
         """Read the tensors that each backward starts from, if the step measures labels."""
         plan = self.context.recorder.plan
         self._stop_looking()
         if plan.together or "input_labels" in plan.kinds:
-            hook = Hook(self, LossHooks.backward_starts)
-            call_around_backward(hook, True)
-            self._stop_looking = weakref.finalize(self, call_around_backward, hook, False)
+            self._stop_looking = self.look()
+
+    def look(self) -> Callable[[], object]:
+        """Call `backward_starts` around each backward, until the returned function is called."""
+        hook = Hook(self, LossHooks.backward_starts)
+        call_around_backward(hook, True)
+        return weakref.finalize(self, call_around_backward, hook, False)
+
+    def expect_backward(self, forward: Forward, thread: int, recorded: range) -> None:
+        """Let backwards that begin from now on reach a forward whose outputs have no hooks.
+
+        Parameters
+        ----------
+        forward : Forward
+            The forward.
+        thread : int
+            The thread on which it ran.
+        recorded : range
+            The numbers of the nodes that autograd has recorded in it.
+        """
+        self._unreached = forward, thread, recorded
+        self._stop_looking()
+        self._stop_looking = self.look()
 
     def step_ended(self) -> None:
         """Forget what was seen in the step."""
         self._was_called = self._is_unowned = self._knows_labels = False
-        self._arguments, self._outputs, self._losses = [], [], []
+        self._arguments, self._outputs, self._losses, self._unreached = [], [], [], _NONE
         self._stop_looking()
 
     # -- the loss module ------------------------------------------------------------------------------------------
@@ -231,6 +305,18 @@ class LossHooks:
                 seen = {**seen, "input_labels": without_ignored(labels, ignored)}
         recorder.receive_together(seen, part=part)
 
+    def repeat_call(self, module: nn.Module, labels: Tensor, output: Tensor, forward: Forward) -> None:
+        """Record what the loss module has returned in a step that is tracked only now."""
+        self._was_called = self.has_loss = True
+        self._losses.append(weakref.ref(output))
+        weight = loss_weight(module, output, None, labels)
+        self.context.recorder.receive(self.context.sites("loss"), output, "", weight, part=forward.part)
+
+    def repeat_backward(self, loss: Tensor, forward: Forward) -> None:
+        """Record what a backward that has begun was called on, in a step that is tracked only now."""
+        self.has_loss = self._is_unowned = True
+        self.context.recorder.receive(self.context.sites("loss"), loss, self._path(0), "total", part=forward.part)
+
     # -- a model that computes its own loss ------------------------------------------------------------------------
 
     def root_ended(self, module: nn.Module, kwargs: dict[str, Any], output: Any, forward: Forward | None) -> None:
@@ -286,7 +372,7 @@ class LossHooks:
         if self._stop_looking is not _do_nothing:
             self._outputs += [weakref.ref(tensor) for _, tensor in outputs]
 
-    def backward_starts(self, roots: Sequence[Any]) -> None:
+    def backward_starts(self, roots: Sequence[Any], gradients: Sequence[Any], accumulates: bool) -> None:
         """Find what a loss was computed from before its backward frees that; `roots` are empty when the backward has ended."""
         self._arguments = []
         if roots and not (self._was_called or self._knows_labels or self.context.is_off):
@@ -296,6 +382,10 @@ class LossHooks:
                 if self.preflight is not None:
                     self._check(lambda checks: checks.record_saved(saved_loss(roots, outputs)))
             self._outputs = []
+        forward, thread, recorded = self._unreached
+        is_expected = roots and accumulates and forward is not None and forward.part >= 0 and thread == get_ident()
+        if is_expected and forward is not None and is_computed_in(roots, recorded):
+            self.arm([("", root) for root in roots if isinstance(root, Tensor)], forward)
 
     def _backward_loss(self) -> Tensor | None:
         """Return the number of which the running backward computes gradients, attached to no graph.
@@ -361,6 +451,10 @@ def _field(output: Any, name: str) -> Tensor | None:
     """Return the tensor that a model returns under a name."""
     value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     return value if isinstance(value, Tensor) else None
+
+
+def _arm_nothing(outputs: Leaves, forward: Forward) -> None:
+    """Stand for the method of `BackwardHooks`."""
 
 
 def _do_nothing() -> None:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import chain, compress, count, islice
+from itertools import chain, compress, count
 from operator import is_
 from typing import Any
 
@@ -283,9 +283,14 @@ class TrackedParameters:
 
     def note_gradients(self) -> None:
         """Remember a few gradients at the end of a backward, so that it can be seen later that they were cleared."""
-        with_gradient = ((key, p.grad) for key, p in self._spread if p.grad is not None)
-        self._noted = {key: _state(grad) for key, grad in islice(with_gradient, _SENTINELS)}
-        self._gradients_are_held = not self._noted and any(map(holds_gradients, self._roots))
+        noted: dict[int, tuple[int, int] | None] = {}
+        for key, parameter in self._spread:  # without further calls, as in steps that are only counted
+            if (grad := parameter.grad) is not None:
+                noted[key] = id(grad), -1 if grad.is_inference() else grad._version
+                if len(noted) == _SENTINELS:
+                    break
+        self._noted = noted
+        self._gradients_are_held = not noted and any(map(holds_gradients, self._roots))
 
     def forget_gradients(self) -> None:
         """Forget what `note_gradients` has remembered, at the end of a step."""

@@ -157,6 +157,8 @@ class Plan:
         Whether anything is measured inside the model, which a compiled graph has to do.
     forward_sites : tuple
         Equal for plans that measure what the same modules receive and return, and the same gradients of that.
+    needs_losses_alone : bool
+        Whether the loss is enough for all subscribers, see `Subscriber.compute_losses`, unless the step is one of their own.
     """
 
     def __init__(
@@ -185,6 +187,7 @@ class Plan:
         self.counts_forwards = self.takes_data or not kinds.isdisjoint(EVENT_KINDS)
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
         self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
+        self.needs_losses_alone = all(s.takes_losses for s in subscriptions)
 
     def of_losses(self) -> "Plan":
         """Return the plan of the subscribers that need nothing but what the loss receives and returns."""
@@ -273,8 +276,8 @@ class Demand:
         self._distance = 0
 
     def steps_until_sample(self, step: int) -> float:
-        """Return the least number of training steps from `step` on before one that the subscribers of the last plan may sample."""
-        return min((-step % s.distance for s in self._known if not s.disabled), default=math.inf)
+        """Return the least number of training steps from `step` on before one of which a subscriber may need more than the loss."""
+        return min((-step % s.distance_of_more for s in self._known if not s.disabled), default=math.inf)
 
     def plan(self, subscriptions: Iterable[Registered], stamp: Stamp) -> Plan:
         """Return the plan of the step `stamp`."""
@@ -289,6 +292,8 @@ class Demand:
             return self._last[1]
         steps = stamp.global_step, *(map(attrgetter("global_step"), stamp.completes))
         is_between = stamp.pass_name == TRAINING and self._distance and all(map(self._distance.__rmod__, steps))
+        if is_between and subscriptions and stamp.global_step in subscriptions[0].extra_steps:
+            is_between = False
         sampling = () if is_between else _sampling(subscriptions, stamp)
         measuring = frozenset([s for s in sampling if s.varies and s.subscriber.measures])
         key = tuple(map(id, sampling)), measuring

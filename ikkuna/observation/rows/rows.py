@@ -15,6 +15,7 @@ from ikkuna.distributed.dtensor import ShardPosition
 from ikkuna.metrics.messages.batch import MessageBatch
 from ikkuna.metrics.messages.message import Message, NetworkMessage
 from ikkuna.metrics.messages.stamp import Stamp
+from ikkuna.metrics.subscriber.base import StepLosses
 from ikkuna.metrics.subscriber.registered import Registered
 from ikkuna.metrics.subscriber.state import DeferredRow
 from ikkuna.numerics.statistics import HISTOGRAMS, Record
@@ -429,6 +430,9 @@ class StepObserver:
     They raise nothing but exceptions that belong to the user.
     """
 
+    needs_every_step = True
+    """Whether `step_opened`, `model_called` and `loss_called` are needed of steps of which subscribers need the loss alone."""
+
     def step_opened(self, stamp: Stamp, plan: Plan) -> None:
         """Handle the beginning of a step, before the first forward."""
 
@@ -440,6 +444,9 @@ class StepObserver:
 
     def step_passed(self, stamp: Stamp) -> None:
         """Handle the end of a step that no subscriber samples, so that it has no rows."""
+
+    def steps_passed(self, block: StepLosses) -> None:
+        """Handle steps of which subscribers need the loss alone."""
 
     def rows_complete(self, rows: Rows, event: NetworkMessage) -> None:
         """Handle the complete measurements of a training step, before they are delivered to subscribers."""

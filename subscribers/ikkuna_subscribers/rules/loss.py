@@ -77,7 +77,7 @@ class DivergesRule(Rule):
 class LossSpikeRule(Rule):
     """The loss of a step is suddenly far above the losses before it.
 
-    Threshold: a spike score of 10, that is 10 median deviations above the median of the last 64 losses, and more if the losses have a
+    Threshold: a spike score of 10, that is 10 median deviations above the median of the last 128 losses, and more if the losses have a
     heavy tail, see `ikkuna.numerics.spike_score`.
     Cannot see: the first 16 values; slow rises (that is the rule diverges); a loss of NaN (that is the rule nonfinite).
     """

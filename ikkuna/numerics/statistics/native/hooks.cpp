@@ -13,6 +13,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include <atomic>
 #include <cstring>
 #include <ctime>
 #include <memory>
@@ -129,6 +130,9 @@ struct Gradient {
     const Permit *permit;
     int64_t row, forward;
     PyObject *kept;  // (hook, permits)
+    mutable std::atomic<int> watches{0};  // of a parameter: how many results of `watch_parameters` exist
+    Gradient(const Permit *permit, int64_t row, int64_t forward, PyObject *kept)
+        : permit(permit), row(row), forward(forward), kept(kept) {}
     ~Gradient() {
         if (!Py_IsInitialized()) return;
         pybind11::gil_scoped_acquire gil;
@@ -185,7 +189,7 @@ struct ParameterHook : GradientHook {
     explicit ParameterHook(Shared gradient) : GradientHook(std::move(gradient), 0) {}
 
     variable_list operator()(const variable_list &gradients) override {
-        if (!gradients.at(0).defined() || gradient->record(gradients[0])) return gradients;
+        if (!gradient->watches || !gradients.at(0).defined() || gradient->record(gradients[0])) return gradients;
         pybind11::gil_scoped_acquire gil;
         THPObjectPtr value(THPVariable_Wrap(gradients[0]));
         THPObjectPtr values(value ? PyTuple_Pack(1, value.get()) : nullptr);
@@ -202,7 +206,7 @@ struct ParameterHook : GradientHook {
 using Node = c10::intrusive_ptr<torch::autograd::Node>;
 
 // The node that adds to the gradient of a parameter, with the hook; null if there is none.  A node that lives on keeps its hook, as another
-// thread may be calling it, and the hook does nothing in a step that does not want it.
+// thread may be calling it, and the hook does nothing while nothing is watched: the user's loss keeps the nodes until the next one exists.
 Node watched_node(const Tensor &x, const Shared &gradient) {
     if (!x.requires_grad() || x.grad_fn()) return Node();
     Node node = torch::autograd::impl::grad_accumulator(x);
@@ -214,6 +218,17 @@ Node watched_node(const Tensor &x, const Shared &gradient) {
     node->add_pre_hook(std::make_unique<ParameterHook>(gradient));
     return node;
 }
+
+// A node with a hook that is active as long as this exists.
+struct Watched {
+    Node node;
+    Shared gradient;
+    Watched(Node node, Shared of) : node(std::move(node)), gradient(std::move(of)) { gradient->watches++; }
+    Watched(Watched &&other) = default;
+    ~Watched() {
+        if (gradient) gradient->watches--;
+    }
+};
 
 // Register the hook on a tensor; not on a leaf, and not behind a hook of the user's.
 bool arm(const Tensor &x, const Shared &gradient) {
@@ -336,12 +351,13 @@ extern "C" int watch_gradient(PyObject *x, PyObject *capsule) {
 
 // Register hooks on the nodes that add to the gradients of parameters, one of `gradients` for each; return what keeps these nodes.
 extern "C" PyObject *watch_parameters(PyObject *parameters, PyObject *gradients) {
-    auto nodes = std::make_unique<std::vector<Node>>();
+    auto nodes = std::make_unique<std::vector<Watched>>();
     try {
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parameters); i++) {
             PyObject *const x = PyList_GET_ITEM(parameters, i);
             if (THPVariable_CheckExact(x)) {
-                nodes->push_back(watched_node(THPVariable_Unpack(x), shared_of(PyList_GET_ITEM(gradients, i))));
+                const Shared &gradient = shared_of(PyList_GET_ITEM(gradients, i));
+                nodes->emplace_back(watched_node(THPVariable_Unpack(x), gradient), gradient);
             }
         }
     } catch (const std::exception &error) {
@@ -349,14 +365,14 @@ extern "C" PyObject *watch_parameters(PyObject *parameters, PyObject *gradients)
         return nullptr;
     }
     return PyCapsule_New(nodes.release(), nullptr, [](PyObject *capsule) {
-        delete static_cast<std::vector<Node> *>(PyCapsule_GetPointer(capsule, nullptr));
+        delete static_cast<std::vector<Watched> *>(PyCapsule_GetPointer(capsule, nullptr));
     });
 }
 
 // Return a capsule with what is known of a gradient; `kept` is the hook in Python, and the permits.
 extern "C" PyObject *gradient_of(int64_t permit, int64_t row, int64_t forward, PyObject *kept) {
     Py_INCREF(kept);
-    auto *const made = new Shared(new Gradient{reinterpret_cast<const Permit *>(permit), row, forward, kept});
+    auto *const made = new Shared(new Gradient(reinterpret_cast<const Permit *>(permit), row, forward, kept));
     return PyCapsule_New(made, nullptr, [](PyObject *capsule) {
         delete static_cast<Shared *>(PyCapsule_GetPointer(capsule, nullptr));
     });

@@ -1,0 +1,294 @@
+"""Steps that a few hooks only count: what is measured and known of their losses does not change."""
+
+import contextlib
+import math
+import pathlib
+import random
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import ikkuna
+from ikkuna.export import Exporter
+from ikkuna.export.messages import MessageBus
+from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
+from ikkuna.metrics.live_rules import RuleSubscriber
+from ikkuna.observation.idle_steps import IdleSteps
+from tests.diagnosis.test_right_programs import PROGRAMS
+from tests.export.test_turns import PARTS, Descent, Model
+
+KINDS_OF_LOOPS = (
+    *(
+        "actor_critic",
+        "wasserstein_gan",
+        "forward_forward",
+        "heads_that_take_turns",
+        "closures",
+        "sharpness_aware_minimisation",
+    ),
+    *(
+        "a_gradient_scaler",
+        "accumulation_with_a_scaler_and_clipping",
+        "scaled_and_unscaled_by_hand",
+        "a_graph_in_each_step",
+    ),
+    *(
+        "target_network_by_polyak_averaging",
+        "an_average_is_evaluated_in_place_of_the_weights",
+        "batches_of_one",
+        "cyclic",
+    ),
+)
+
+
+def call_in_evaluation(model, x):
+    model.eval()
+    with torch.no_grad():
+        model(x, PARTS)
+    model.train()
+
+
+def fail_in_call(model, x):
+    with contextlib.suppress(AttributeError):
+        model(x, "d")
+
+
+def fail_in_step(model, x, optimizer):
+    parameters = optimizer.param_groups[0]["params"]
+    model(x, PARTS).sum().backward()
+    parameters.append(None)
+    with contextlib.suppress(AttributeError):
+        optimizer.step()
+    parameters.pop()
+
+
+def call_in_thread(model, x):
+    thread = threading.Thread(target=lambda: model(x, PARTS).sum().backward())
+    thread.start()
+    thread.join()
+
+
+def step_paused(exporter, model, x, optimizer):
+    with exporter.paused():
+        model(x, PARTS).sum().backward()
+        optimizer.step()
+
+
+def other_pass(exporter, model, x):
+    exporter.test()
+    model(x, PARTS)
+    exporter.train()
+
+
+def replace_part(model, optimizer):
+    model.c = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(model.c.parameters())})
+
+
+def train_another(x, another, optimizer):
+    another(x).sum().backward()
+    optimizer.step()
+
+
+def compute_another_twice(model, x, another):
+    """Another network has the watched one as its input, and the gradients of the latter are not added up."""
+    torch.autograd.grad(another(model(x, PARTS)).sum(), another.parameters(), retain_graph=True)
+
+
+def repeat_backward(model, x):
+    value = model(x, PARTS).square().sum()
+    for is_kept in (True, False):
+        value.backward(retain_graph=is_kept)
+
+
+def log_value(exporter, model, x, optimizers, number, seen):
+    exporter.log("value", number)
+    tracker = exporter._session.context.tracker
+    seen.append((str(tracker.pass_stamp("training")), tracker.state, tracker.latest is None, len(tracker.calls.of(0))))
+
+
+# exporter, model, input, optimizers, number, what was seen
+DISTURBANCES = (
+    lambda e, m, x, o, n, s: m(x, PARTS),
+    lambda e, m, x, o, n, s: call_in_evaluation(m, x),
+    lambda e, m, x, o, n, s: o[0].step(lambda: m(x, PARTS).sum().backward()),
+    lambda e, m, x, o, n, s: fail_in_call(m, x),
+    lambda e, m, x, o, n, s: fail_in_step(m, x, o[0]),
+    lambda e, m, x, o, n, s: Descent(m.a.parameters()).step(),
+    lambda e, m, x, o, n, s: o[-1].step(),
+    lambda e, m, x, o, n, s: call_in_thread(m, x),
+    lambda e, m, x, o, n, s: m.a(x).sum().backward(),
+    lambda e, m, x, o, n, s: e.epoch_finished(),
+    lambda e, m, x, o, n, s: setattr(e, "steps_per_epoch", n + 2),
+    lambda e, m, x, o, n, s: e.step(),
+    lambda e, m, x, o, n, s: step_paused(e, m, x, o[0]),
+    lambda e, m, x, o, n, s: other_pass(e, m, x),
+    lambda e, m, x, o, n, s: e.sample_every(n or None),
+    lambda e, m, x, o, n, s: watch_norms(e.message_bus, "biases", 2 + n, s),
+    lambda e, m, x, o, n, s: replace_part(m, o[0]),
+    lambda e, m, x, o, n, s: train_another(x, other := nn.Linear(2, 2), Descent(other.parameters())),
+    lambda e, m, x, o, n, s: compute_another_twice(m, x, nn.Linear(2, 2)),
+    lambda e, m, x, o, n, s: repeat_backward(m, x),
+)
+
+
+def watch_norms(bus, kind, every, seen):
+    def take(message):
+        seen.append((every, kind, message.module, str(message.stamp), message.data.norm().item()))
+
+    bus.register_subscriber(CallbackSubscriber(kind, take, subsample=every))
+
+
+def run_disturbed(seed, every, directory, is_judged=False):
+    """Train with disturbances; return everything that was published, the number of steps, and of those that were counted only.
+
+    If it is judged, the losses and learning rates that rules and the flight recorder have of every step are returned as well.
+    """
+    choose, seen = random.Random(seed), []
+    torch.manual_seed(seed)
+    model, bus = Model(), MessageBus()
+    optimizers = [Descent(model.parameters())]
+    if not seed % 6:
+        optimizers.append(Descent(model.c.parameters()))
+    chosen = [log_value, log_value, *choose.sample(DISTURBANCES, 3)]
+    with Exporter(message_bus=bus, on_error="raise", log_dir=directory) as exporter:
+        exporter.add_modules(model)
+        for kind in ("weights", "activations", "weight_updates", "layer_gradients"):
+            watch_norms(bus, kind, every, seen)
+        for kind in ("batch_finished", "epoch_started", "epoch_finished"):
+            event = CallbackSubscriber(kind, lambda m: seen.append((m.kind, str(m.stamp), m.skipped)), subsample=every)
+            bus.register_subscriber(event) if not is_judged else None
+        if is_judged:
+            exporter.apply_rules(["loss_spike", "diverges", "lr_too_high"], every=every, backend="null")
+            exporter.record_steps()
+        for _ in range(60):
+            for place in ("before", "inside", "after"):
+                if choose.random() < 0.05:
+                    choose.choice(chosen)(exporter, model, torch.ones(1, 2), optimizers, choose.randrange(4), seen)
+                if place == "before":
+                    optimizers[0].zero_grad()
+                    loss = model(torch.ones(1, 2), PARTS).square().sum()
+                elif place == "inside":
+                    loss.backward()
+                    optimizers[0].step()
+        steps, counted = exporter.health().steps, exporter._session.cycle._idle.steps
+    return (seen, steps, [p.tolist() for p in model.parameters()], judged_values(exporter)), counted
+
+
+def judged_values(exporter):
+    """Return the series of the rules and their findings, and what the flight recorder keeps of every step but its duration."""
+    if exporter._rules is None:
+        return None
+    exporter.message_bus.drain(wait=True)
+    history = exporter._rules.judge.history
+    curves = {(kind, name): (list(c.steps), list(c.values)) for kind, _, name, c in history.all_curves()}
+    log = exporter._attachment.recorder._steps._log.arrays()
+    kept = {name: log[name].tolist() for name in ("log_steps", "loss", "learning_rates", "skipped")}
+    return str(curves), str(history.loss_scores), [str(finding) for finding in exporter.findings], str(kept)
+
+
+@pytest.mark.parametrize("is_judged", [False, True])
+def test_steps_that_are_only_counted_change_nothing(monkeypatch, tmp_path, is_judged):
+    monkeypatch.setattr(RuleSubscriber, "loss_threshold", lambda self: math.inf)  # which measures more steps
+    counted = 0
+    for seed in range(30):
+        for every in (7, 20):
+            quick, number = run_disturbed(seed, every, tmp_path, is_judged)
+            with monkeypatch.context() as patch:
+                patch.setattr(IdleSteps, "begin", lambda self, plans: None)
+                slow, none = run_disturbed(seed, every, tmp_path, is_judged)
+            assert quick == slow, (seed, every)
+            assert none == 0
+            counted += number
+    assert counted > 1000
+
+
+def test_a_step_that_nobody_samples_makes_few_calls(tmp_path):
+    model, bus, codes = Model(), MessageBus(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Exporter(message_bus=bus, log_dir=tmp_path) as exporter:
+        exporter.add_modules(model)
+        bus.register_subscriber(NormSubscriber("weights", subsample=100))
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.ones(1, 2), PARTS).sum().backward()
+            optimizer.step()
+
+        for _ in range(4):
+            step()
+        home = str(pathlib.Path(ikkuna.__file__).parent)
+        sys.setprofile(lambda frame, event, _: event == "call" and codes.append(frame.f_code))
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    assert 0 < len([code for code in codes if code.co_filename.startswith(home)]) <= 20
+    assert exporter.health().steps == 5
+
+
+@pytest.mark.parametrize("with_module", [False, True])
+def test_a_step_between_samples_of_a_default_watch_makes_few_calls(with_module, tmp_path):
+    model, loss, counts = Model(), nn.MSELoss(), []
+    optimizer, home = torch.optim.SGD(model.parameters(), 0.01), str(pathlib.Path(ikkuna.__file__).parent)
+    with ikkuna.watch(model, *([loss] if with_module else []), log_dir=tmp_path, verbosity=0) as watched:
+        for step in range(29):
+            codes = []
+            if step in (23, 27):
+                sys.setprofile(lambda frame, event, _, codes=codes: event == "call" and codes.append(frame.f_code))
+            optimizer.zero_grad()
+            value = loss(model(torch.ones(4, 2), PARTS), torch.zeros(4, 2))
+            value.backward()  # its graph lives until the next loss, as in most loops
+            optimizer.step()
+            sys.setprofile(None)
+            counts += [len([code for code in codes if code.co_filename.startswith(home)])] if codes else []
+    assert 0 < min(counts) <= max(counts) <= 30
+    assert watched.health().steps == 29
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KINDS_OF_LOOPS)
+def test_a_program_has_the_same_values_whether_its_steps_are_only_counted(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(RuleSubscriber, "loss_threshold", lambda self: math.inf)
+    quick = run_program(name, tmp_path)
+    monkeypatch.setattr(IdleSteps, "begin", lambda self, plans: None)
+    assert quick == run_program(name, tmp_path)
+
+
+def run_program(name, directory):
+    torch.manual_seed(1)
+    model, loss, step = PROGRAMS[name][0]()
+    with ikkuna.watch(model, loss=loss, log_dir=directory, backend="null", verbosity=0) as exporter:
+        for _ in range(45):
+            step()
+    return judged_values(exporter), exporter.health().steps, [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("place", ["before", "after the forward", "after the backward"])
+@pytest.mark.parametrize("depth", [1, 40, 1500])
+def test_the_training_of_another_model_ends_nothing(place, depth, tmp_path):
+    model, another = Model(), nn.Sequential(*(nn.Linear(2, 2) for _ in range(depth)))
+    optimizer, another_optimizer = (torch.optim.SGD(each.parameters(), 0.01) for each in (model, another))
+    x, losses = torch.ones(4, 2), []
+
+    def train_here(now):
+        if now == place:
+            train_another(x, another, another_optimizer)
+
+    with ikkuna.watch(model, log_dir=tmp_path, verbosity=0) as watched:
+        for _ in range(60 if depth < 1500 else 25):
+            optimizer.zero_grad()
+            train_here("before")
+            loss = model(x, PARTS).square().sum()
+            train_here("after the forward")
+            loss.backward()
+            train_here("after the backward")
+            optimizer.step()
+            losses.append(loss.item())
+        counted = watched._session.cycle._idle.steps
+        found = watched._rules.judge.history.loss_scores
+    assert [loss for _, loss, _ in found] == losses
+    assert counted >= 50 or depth == 1500  # a graph too large to tell whose it is
