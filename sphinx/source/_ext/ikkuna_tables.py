@@ -26,6 +26,7 @@ from ikkuna.support.plugins import load_plugin, plugins
 
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))  # the tests are not installed
+from tests.diagnosis.real_errors import distributed  # noqa: E402
 from tests.diagnosis.real_errors.errors import ERRORS  # noqa: E402
 from tests.diagnosis.unseen import cases, judge  # noqa: E402
 from tests.faults import FAULTS, LEFT_OUT, SECTIONS  # noqa: E402
@@ -253,6 +254,24 @@ def real_errors() -> str:
     return table(head, rows, widths="40 15 15 30")
 
 
+def distributed_errors() -> str:
+    """Return the table of errors on several ranks: the mistake, and which rules find it."""
+    rows = [
+        (
+            f"{error.mistake} (`{error.source.partition('//')[2]} <{error.source}>`__)",
+            ", ".join(f"``{name}``" for name in sorted(error.rules)),
+            error.reason,
+        )
+        for error in distributed.ERRORS.values()
+    ]
+    return table(("mistake", "rule", "what it does not see"), rows, widths="50 15 35")
+
+
+def errors_not_rebuilt() -> str:
+    """Return the list of errors of public lists that cannot be rebuilt on processors."""
+    return "\n".join(f"* {name}: {why}" for name, why in distributed.NOT_REBUILT.items())
+
+
 def unseen() -> str:
     """Return the verdicts on mistakes by an author who had not read the rules, before and after that."""
     head, *before = judge.table(judge.load("results_before.json"), judge.load("judgements.json"))
@@ -302,6 +321,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults-left-out": left_out,
     "costs": costs,
     "real-errors": real_errors,
+    "distributed-errors": distributed_errors,
+    "errors-not-rebuilt": errors_not_rebuilt,
     "unseen": unseen,
     "unseen-reports": unseen_reports,
     "unseen-missed": unseen_missed,

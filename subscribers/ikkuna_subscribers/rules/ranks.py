@@ -1,5 +1,6 @@
 """A rule about ranks that must hold the same bits."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,24 +47,37 @@ class RanksDifferRule(Rule):
         return (ReplicaSubscriber(subsample=every),)
 
     def scores(self, history: History) -> Iterator[Score]:
-        """Yield a score for each module of which a tensor was compared."""
-        memory, found = history.memory[self.name], dict[str, tuple[float, str, list[str]]]()
+        """Yield a score for each module of which a tensor was compared.
+
+        A step reads weights, then gradients, then states; what differs in the later ones follows from what differs in the earlier ones.
+        """
+        compared, odd = dict[str, None](), defaultdict[int, dict[str, list[tuple[str, str]]]](dict)
         for kind, tensor in _UNEQUAL.items():
-            fresh = list(history.fresh(kind))
-            equal_now = {(kind, name): history.step for name, curve in fresh if not curve.last}
-            memory.update(equal_now)
-            if equal_now:
-                memory[kind] = True
-            is_local = "_state_" in tensor and kind not in memory
-            for name, curve in fresh:
-                figure, first, texts = found.setdefault(name, (0.0, kind, []))
-                if not curve.last or is_local:
-                    continue
-                equal = memory.get((kind, name))
-                texts.append(f"{_what(tensor)}: {_ranks(history, kind, name)}; {_since(equal, history.step)}.")
-                found[name] = max(figure, curve.last), first if figure else kind, texts
-        for name, (figure, kind, texts) in found.items():
-            yield Score(float(figure > 0), figure, name, kind, detail=" ".join(texts))
+            for name in self._differing(history, kind, tensor, compared):
+                equal = history.memory[self.name].get((kind, name))
+                text = f"{_what(tensor)}: {_ranks(history, kind, name)}; {_since(equal, history.step)}."
+                odd[_order(tensor)].setdefault(name, []).append((kind, text))
+        first = odd[min(odd)] if odd else {}
+        for name in compared:
+            kinds, texts = zip(*first.get(name, [(None, "")]), strict=True)
+            figure = max((history.curves(kind)[name].last for kind in kinds if kind is not None), default=0.0)
+            yield Score(float(figure > 0), figure, name, kinds[0], detail=" ".join(texts))
+
+    def _differing(self, history: History, kind: str, tensor: str, compared: dict[str, None]) -> list[str]:
+        """Return the names of the tensors of a kind that differ now, and note all that were compared, and those that are equal."""
+        memory, fresh = history.memory[self.name], list(history.fresh(kind))
+        compared.update(dict.fromkeys(name for name, _ in fresh))
+        equal = [name for name, curve in fresh if not curve.last]
+        memory.update({(kind, name): history.step for name in equal})
+        if equal:
+            memory[kind] = True
+        is_local = "_state_" in tensor and kind not in memory
+        return [] if is_local else [name for name, curve in fresh if curve.last]
+
+
+def _order(tensor: str) -> int:
+    """Return the place of a tensor in a step: that of parameters, gradients, or states."""
+    return 0 if tensor in ("weights", "biases") else 1 if tensor.endswith("_gradients") else 2
 
 
 def _what(tensor: str) -> str:
