@@ -186,6 +186,10 @@ def _rounded(values: NDArray[np.float64]) -> list[float | str]:
     return [float(f"{value:.5g}") if math.isfinite(value) else repr(value) for value in values.tolist()]
 
 
+def _numbers(chart: ReportChart) -> list[tuple[list[int], list[float | str]]]:
+    return [(curve["steps"], curve["values"]) for curve in chart.data["curves"]]
+
+
 def folded(charts: Sequence[ReportChart]) -> tuple[list[ReportChart], list[tuple[ReportChart, str]]]:
     """Return the charts with information of their own, and the others with a reason: always zero, or equal to another.
 
@@ -199,8 +203,9 @@ def folded(charts: Sequence[ReportChart]) -> tuple[list[ReportChart], list[tuple
     shown: list[ReportChart] = []
     others: list[tuple[ReportChart, str]] = []
     for chart in charts:
-        numbers = [(curve["steps"], curve["values"]) for curve in chart.data["curves"]]
-        same = next((s for s in shown if [(c["steps"], c["values"]) for c in s.data["curves"]] == numbers), None)
+        numbers = _numbers(chart)
+        varies = any(len(set(values)) > 1 for _, values in numbers)  # two constants are equal by chance
+        same = next((s for s in shown if varies and _numbers(s) == numbers), None)
         if chart.is_zero:
             others.append((chart, "always 0"))
         elif same is not None:

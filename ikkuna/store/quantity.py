@@ -177,5 +177,12 @@ def step_order(kind: str, quantities: Mapping[str, Quantity]) -> tuple[int, bool
 
 
 def network_order(kind: str, quantity: Quantity) -> tuple[bool, bool, bool, str]:
-    """Return a sorting key of kinds of the network: headlines first, of these what should fall; what cannot be compared last."""
-    return not quantity.is_headline, quantity.larger != "bad", not quantity.is_comparable, kind
+    """Return a sorting key of kinds of the network: headlines first, of these what should fall; what cannot be compared last.
+
+    Examples
+    --------
+    >>> kinds = {"loss": Quantity(larger="bad", is_headline=True), "norm": NEUTRAL, "memory": Quantity(larger="bad", is_comparable=False)}
+    >>> sorted(kinds, key=lambda kind: network_order(kind, kinds[kind]))
+    ['loss', 'norm', 'memory']
+    """
+    return not quantity.is_headline, not quantity.is_comparable, quantity.larger != "bad", kind

@@ -50,6 +50,7 @@ def loss_arguments(losses: Iterable[Any], outputs: Iterable[Tensor] = ()) -> lis
 
     Examples
     --------
+    >>> import torch
     >>> logits = torch.zeros(2, 3, requires_grad=True).exp()
     >>> loss = 0.5 * nn.functional.cross_entropy(logits, torch.tensor([2, 0]), ignore_index=0, label_smoothing=0.1)
     >>> [found] = loss_arguments([loss], [logits])
@@ -160,6 +161,7 @@ def saved_loss(roots: Sequence[Any], outputs: Iterable[Tensor] = ()) -> SavedLos
 
     Examples
     --------
+    >>> import torch
     >>> logits = torch.zeros(2, 3, requires_grad=True).exp()
     >>> found = saved_loss([nn.functional.cross_entropy(logits, torch.tensor([2, 0])) / 4], [logits])
     >>> found.loss, found.labels, found.behind.name()
@@ -205,6 +207,7 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
     Examples
     --------
+    >>> import torch
     >>> _unexpanded(torch.ones(3, 1).expand(3, 3)).shape, _unexpanded(torch.ones(3).expand(3, 3)).shape
     (torch.Size([3, 1]), torch.Size([3]))
     """

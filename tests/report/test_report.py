@@ -229,6 +229,13 @@ def test_charts_that_are_zero_or_equal_fold_away():
     assert [(each.title, why) for each, why in others] == [("b", "always 0"), ("c", "equal to a")]
 
 
+def test_two_constant_charts_are_not_said_to_be_equal():
+    charts = [chart_of(name, [ReportCurve("", np.arange(3), np.ones(3))]) for name in ("share", "norm")]
+    shown, others = folded(charts)
+    assert [chart.title for chart in shown] == ["share", "norm"]
+    assert not others
+
+
 def test_findings_mark_their_steps_and_the_healthy_range_of_their_values(tmp_path):
     found = Finding(
         "x", "error", "y", kind="loss", step=2, value=3.0, limits=(-np.inf, 2.0), evidence=((1, 1.0), (2, 3.0))

@@ -190,18 +190,24 @@ function paint(plot, data, isBelow) {
       ctx.fillRect(left, begin, width, end - begin);
     }
   } else {
-    ctx.strokeStyle = ctx.fillStyle = css("soft");
+    ctx.fillStyle = css("soft");
+    ctx.textAlign = "right";
     for (const [value, label] of data.lines) {
-      const place = y(value);
+      const place = y(value), isHigh = place - top < 18 * ratio, at = [left + width - 4 * ratio, place + (isHigh ? 4 : -4) * ratio];
+      ctx.strokeStyle = css("soft");
       ctx.setLineDash([5 * ratio, 4 * ratio]);
       ctx.beginPath();
       ctx.moveTo(left, place);
       ctx.lineTo(left + width, place);
       ctx.stroke();
-      ctx.textAlign = "right";
-      ctx.fillText(label, left + width - 4 * ratio, place - 4 * ratio);
+      ctx.setLineDash([]);
+      ctx.textBaseline = isHigh ? "top" : "bottom";
+      ctx.strokeStyle = css("card");  // a curve behind the text would make it hard to read
+      ctx.lineWidth = 4 * ratio;
+      ctx.strokeText(label, ...at);
+      ctx.lineWidth = ratio;
+      ctx.fillText(label, ...at);
     }
-    ctx.setLineDash([]);
     for (const [step, , severity] of data.marks) {
       const place = x(step);
       ctx.strokeStyle = ctx.fillStyle = css(severity === "error" ? "bad" : severity === "warning" ? "c1" : "c0");
