@@ -35,7 +35,7 @@ class Root(nn.Module):
     ("layer", "poison", "text", "module"),
     [
         (nn.Tanh(), True, "came in with the inputs", None),
-        (Root(), False, "This module has produced it", "1"),
+        (Root(), False, "It is first seen at this module", "1"),
     ],
 )
 def test_a_nan_is_located(layer, poison, text, module, tmp_path):
