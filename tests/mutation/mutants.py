@@ -68,6 +68,8 @@ class Mutant:
         The number of the change among all changes of the file.
     before, after : str
         The changed expression or statement.
+    text : str
+        The line of the file in which it begins, with a bar before it.
     source : str
         The changed file, without comments.
     lines : range
@@ -79,13 +81,14 @@ class Mutant:
     number: int
     before: str
     after: str
+    text: str
     source: str
     lines: range
 
     @property
     def name(self) -> str:
-        """A name that stays the same while the changed statement does."""
-        return f"{self.file}: {self.before} -> {self.after}"
+        """A name that stays the same while the changed line does."""
+        return f"{self.file}: {self.before} -> {self.after} in {self.text}"
 
 
 def _changes(node: ast.AST) -> Iterator[ast.AST]:
@@ -168,7 +171,7 @@ def mutants_of(file: str, text: str, numbers: Collection[int] | None = None) -> 
     >>> [(m.before, m.after) for m in mutants_of("f.py", source)]
     [('return a if a < b else b', 'return None'), ('a if a < b else b', 'a if not a < b else b'), ('a < b', 'a <= b')]
     """
-    tree = ast.parse(text)
+    tree, lines = ast.parse(text), text.splitlines()
     for number, (node, parent, name, i, around, changed) in enumerate(_all_changes(tree)):
         if numbers is None or number in numbers:
             before = ast.unparse(node).splitlines()[0]
@@ -177,7 +180,9 @@ def mutants_of(file: str, text: str, numbers: Collection[int] | None = None) -> 
             _put(parent, name, i, node)
             line = getattr(node, "lineno", around.start)
             after = ast.unparse(changed).splitlines()[0]
-            yield Mutant(file, line, number, before, after, source, around or range(line, line + 1))
+            column = getattr(node, "col_offset", 0)  # in bytes; these files are ASCII where it matters
+            shown = f"{lines[line - 1][:column].lstrip()}|{lines[line - 1][column:]}"
+            yield Mutant(file, line, number, before, after, shown, source, around or range(line, line + 1))
 
 
 def _all_changes(tree: ast.AST) -> list[_Change]:

@@ -62,11 +62,7 @@ class DivergesRule(Rule):
         curve = history.now("loss")
         if curve is None or curve.count <= 20 or not min(curve.first[:10]) > 0:
             return
-        memory = history.memory[self.name]
-        if "level" not in memory:
-            medians = [middle(curve.first[max(i - 9, 0) : i + 1]) for i in range(20)]
-            memory["level"] = max(middle(curve.first[:5]), min(medians))
-        level: float = memory["level"]
+        level = middle(curve.first[:5])
         recent = middle([value if math.isfinite(value) else math.inf for value in curve.tail(10)])
         figure = recent if math.isfinite(recent) else 1e300
         rise, noise = figure - level, noise_of_loss(curve, level)

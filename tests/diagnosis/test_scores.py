@@ -1,0 +1,288 @@
+"""The score of a rule is its figure over its threshold, and its conditions hold exactly where its text says."""
+
+import math
+
+import pytest
+
+from ikkuna.diagnosis import Judge
+from tests.diagnosis.rows import LAYERS, NETWORK, ROWS, classification, layers, sampled
+from tests.diagnosis.test_rules import rule_named
+
+FACTS = {0.0, 1.0}
+PATIENCE = {"dead_units", "gradient_spike", "one_label"}
+"""Rules whose healthy run is healthy because the mistake does not last."""
+NARROW = {"no_better_than_constant", "no_learning", "plateau", "rank_collapse", "dead_units"}
+"""Rules whose figure cannot be far from its threshold: a loss is at most that of a guess, and a share at most 1."""
+
+
+def scores(name, series, steps=400, held_out=None):
+    """Return the scores of a rule, in order, as ``(step, module, value)``."""
+    rule, found = rule_named(name), []
+    judged = rule.scores
+
+    def scores_of(history):
+        for score in judged(history):
+            found.append((history.step, score.module, score.value))
+            yield score
+
+    rule.scores = scores_of
+    judge = Judge([rule], NETWORK)
+    for step in range(steps):
+        for (kind, module), value in series.items():
+            if (number := value(step)) is not None:
+                judge.add(kind, module, step, number)
+        judge.finish_step(step)
+        if held_out is not None and (number := held_out(step)) is not None:
+            judge.add("loss", None, step, number, "testing")
+            judge.finish_step(step)
+    return found
+
+
+def last(name, series, steps=400, held_out=None, module=None):
+    """Return the last score of a series; ``None`` if there is none."""
+    values = [value for _, of, value in scores(name, series, steps, held_out) if of == module]
+    return values[-1] if values else None
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_healthy_runs_stay_below_four_fifths_of_a_threshold_and_mistakes_are_a_fifth_above(name):
+    worse, better = ([value for _, _, value in scores(name, series)] for series in ROWS[name])
+    if set(worse) <= FACTS:
+        assert 1.0 in worse
+        assert set(better) <= ({0.0, 1.0} if name in PATIENCE else {0.0})
+    else:
+        assert max(worse) > (1.0 if name in NARROW else 1.2)
+        assert max(better, default=0.0) < (math.inf if name in PATIENCE else 0.9 if name in NARROW else 0.8)
+
+
+def loss(*pieces):
+    """Return a series of losses: each piece is a value or a function of the step, and its number of steps."""
+
+    def value(step):
+        for piece, number in pieces:
+            if step < number:
+                return piece(step) if callable(piece) else piece
+            step -= number
+        return piece(step) if callable(piece) else piece
+
+    return {("loss", None): value}
+
+
+def guess(**values):
+    """Return a classifier of 10 classes at a guess that does not learn, with other values for some series."""
+    moved = layers("weight_updates_weights_ratio", fc0=1e-3, fc1=1e-3, head=1e-3)
+    return classification(**values) | moved
+
+
+def moved(ratios, **others):
+    """Return such a classifier whose updates have these ratios to the weights, the same for all layers but `others`."""
+    series = {("weight_updates_weights_ratio", name): sampled(others.get(name, ratios)) for name in LAYERS}
+    return classification(output_cross_entropy=0.95 * GUESS) | series
+
+
+GUESS = 2.1 + 9 / 64  # the entropy of the labels, and the correction for 10 classes and 32 labels
+
+
+@pytest.mark.parametrize(
+    ("name", "series", "steps", "score"),
+    [
+        # 1.3 times the first level, a fifth of the larger of it and a guess, twice the noise
+        ("diverges", loss((2.0, 20), (2.6, 30)), 50, 1.0),
+        ("diverges", loss((2.0, 20), (2.08, 30)), 50, 0.2),
+        ("diverges", loss((2.0, 20), (5.2, 30)), 50, 2.0),
+        ("diverges", loss((2.0, 20), (math.nan, 30)), 50, 1e300 / 2.6),
+        ("diverges", loss((2.0, 20), (4.0, 30)) | {("output_classes", None): sampled([1e6])}, 50, 10 / math.log(1e6)),
+        ("diverges", loss((lambda step: 2.0 + step % 2 / 2, 20), (2.9, 30)), 50, 0.9),
+        ("diverges", loss((-2.0, 20), (5.2, 30)), 50, None),
+        ("diverges", loss((0.0, 20), (5.2, 30)), 50, None),
+        ("diverges", loss((2.0, 9), (-2.0, 1), (5.2, 30)), 50, None),
+        ("diverges", loss((2.0, 10), (-2.0, 1), (5.2, 30)), 50, 2.0),
+        ("diverges", loss((2.0, 20), (5.2, 30)), 20, None),
+        # twice log C
+        ("loss_at_init", classification(output_cross_entropy=2 * math.log(10)), 1, 1.0),
+        ("loss_at_init", classification(output_cross_entropy=3 * math.log(10)), 11, 1.5),
+        ("loss_at_init", classification(output_cross_entropy=3 * math.log(10), output_classes=1.0), 1, None),
+        (
+            "loss_at_init",
+            classification(output_cross_entropy=3 * math.log(10)) | {("weight_requires_grad", "fc0"): sampled([0.0])},
+            1,
+            None,
+        ),
+        # within 2% of the mean times the number of labels
+        ("loss_scale", classification(loss=lambda step: 2.0 * 32 * 1.0199, output_cross_entropy=2.0), 11, 1.0),
+        ("loss_scale", classification(loss=lambda step: 2.0 * 32 * 1.0201, output_cross_entropy=2.0), 11, 0.0),
+        ("loss_scale", classification(loss=lambda step: 2.0 * 32 * 0.9801, output_cross_entropy=2.0), 11, 1.0),
+        ("loss_scale", classification(loss=lambda step: 2.0 * 32 * 0.9799, output_cross_entropy=2.0), 11, 0.0),
+        ("loss_scale", classification(loss=lambda step: 8.0, output_cross_entropy=2.0, label_count=4.0), 11, 1.0),
+        ("loss_scale", classification(loss=lambda step: 6.0, output_cross_entropy=2.0, label_count=3.0), 11, None),
+        ("loss_scale", classification(loss=lambda step: 0.0, output_cross_entropy=0.0), 11, None),
+        # 0.95 of the guess from the labels' frequencies, less than 2% better than 10 samples before
+        ("no_learning", guess(output_cross_entropy=0.95 * GUESS), 400, 1.0),
+        ("no_learning", guess(output_cross_entropy=0.76 * GUESS), 400, 0.8),
+        ("no_learning", guess(output_cross_entropy=math.log(10), label_entropy=5.0), 400, 1 / 0.95),
+        ("no_learning", guess(output_cross_entropy=0.95 * GUESS), 151, None),  # 7 samples have 200 labels, and 10 more
+        ("no_learning", guess(output_cross_entropy=0.95 * GUESS), 161, 1.0),
+        ("no_learning", guess(output_cross_entropy=0.3, label_entropy=0.04), 400, None),
+        ("no_learning", guess(output_cross_entropy=GUESS, output_classes=1.0), 400, None),
+        ("no_learning", classification(output_cross_entropy=GUESS), 400, None),  # nothing moves
+        (
+            "no_learning",
+            guess(output_cross_entropy=sampled([GUESS * 0.9805 ** (i / 10) for i in range(40)])),
+            171,
+            0.9805**1.4 / 0.95,
+        ),
+        ("no_learning", guess(output_cross_entropy=sampled([GUESS * 0.97 ** (i / 10) for i in range(40)])), 171, 0.0),
+        ("no_learning", moved([0.005, 0.0]), 400, 1.0),
+        ("no_learning", moved([0.004, 0.0]), 400, None),
+        ("no_learning", moved([1e-3], fc0=[0.0], fc1=[1e-9]), 400, 1.0),  # the upper median of those that moved
+        # the last 100 steps against those before the last 200
+        ("plateau", loss((2.0, 400)), 400, 1 / 0.9),
+        ("plateau", loss((2.0, 110), (1.6, 400)), 400, 0.8 / 0.9),
+        ("plateau", loss((2.0, 200), (1.9902, 400)), 400, 0.9951 / 0.9),
+        ("plateau", loss((2.0, 200), (1.9898, 400)), 400, 0.0),
+        ("plateau", loss((3.0, 100), (2.0, 300)), 400, 2 / 3 / 0.9),
+        ("plateau", loss((0.5, 400)), 400, 1 / 0.9),
+        ("plateau", loss((2.0, 400)), 319, None),
+        ("plateau", loss((-2.0, 400)), 400, 0.0),
+        # 30 + log C
+        ("logit_growth", classification(output_log_normalizer=30 + math.log(10)), 1, 1.0),
+        ("logit_growth", classification(output_log_normalizer=-0.8 * (30 + math.log(10))), 1, 0.8),
+        ("logit_growth", classification(output_log_normalizer=90.0, output_classes=1.0), 1, None),
+        # a fifth of the last 50 steps, from the 100th on
+        ("scaler_skips", {("step_skipped", None): lambda step: float(step % 5 == 0)}, 400, 1.0),
+        ("scaler_skips", {("step_skipped", None): lambda step: float(step % 10 == 0)}, 400, 0.5),
+        ("scaler_skips", {("step_skipped", None): lambda step: float(step < 60)}, 101, 0.9),
+        ("scaler_skips", {("step_skipped", None): lambda step: float(step % 5 == 0)}, 99, None),
+    ],
+)
+def test_the_score_of_the_network(name, series, steps, score):
+    assert last(name, series, steps) == (score if score is None else pytest.approx(score, rel=1e-9))
+
+
+SIZE = {"fc0": 100.0, "fc1": 100.0, "head": math.sqrt(1000)}  # square roots of the numbers of weights
+
+
+def gradients(**scales):
+    """Return gradients whose root mean squares are given, 1.0 by default."""
+    return layers("weight_gradients_norm2", **{name: scales.get(name, 1.0) * SIZE[name] for name in LAYERS})
+
+
+@pytest.mark.parametrize(
+    ("name", "series", "module", "score"),
+    [
+        ("exploding_gradient", gradients(fc0=100.0), "fc0", 1.0),
+        ("exploding_gradient", gradients(fc0=80.0, head=0.5), "fc0", 1.6),
+        ("exploding_gradient", gradients(fc1=300.0), "fc0", 0.01),
+        ("exploding_gradient", gradients(fc0=80.0, head=0.0), "fc0", None),
+        ("exploding_gradient", gradients(head=100.0), "head", None),
+        ("vanishing_gradient", gradients(fc0=1e-4), "fc0", 1.0),
+        ("vanishing_gradient", gradients(fc0=1e-4, fc1=2e-4), "fc0", 1.0),
+        ("vanishing_gradient", gradients(fc0=1e-5, fc1=1e-5), "fc1", 10.0),
+        ("vanishing_gradient", gradients(fc1=1e-5), "fc1", 0.0),  # behind a larger one
+        ("vanishing_gradient", gradients(fc0=1e-5, fc1=1.0, head=1e-5), "fc0", 0.0),
+        ("vanishing_gradient", gradients(fc0=0.0), "fc0", None),
+        ("vanishing_gradient", gradients(fc0=1e-3, fc1=10.0, head=10.0), "fc0", 1.0),
+    ],
+)
+def test_the_score_of_a_matrix(name, series, module, score):
+    assert last(name, series, 1, module=module) == (score if score is None else pytest.approx(score, rel=1e-9))
+
+
+@pytest.mark.parametrize(
+    ("values", "score"), [([0.0], 1.0), ([1.0] + [0.0] * 19, 0.0), ([1.0] * 30 + [0.0] * 20, 1.0), ([1e-30], 0.0)]
+)
+def test_a_gradient_is_zero_in_its_first_or_in_its_last_twenty_samples(values, score):
+    series = layers("weight_gradients_norm2") | {("weight_gradients_norm2", "fc1"): sampled(values)}
+    assert last("zero_gradient", series, 10 * len(values), module="fc1") == score
+    assert last("zero_gradient", layers("weight_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0), 1, module="fc1") == 0.0
+
+
+def both(used, given):
+    """Return gradients at the optimizer's step, and those of a backward."""
+    return layers("weight_gradients_norm2", **used) | layers("weight_micro_gradients_norm2", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then", "score"),
+    [
+        ("clipped_hard", 1.0, 0.01, 1.0),
+        ("clipped_hard", 1.0, 0.1, 0.1),
+        ("not_zeroed", 1.0, 3.0, 1.0),
+        ("not_zeroed", 0.5, 3.0, 1.0),  # clipped in the first step
+        ("not_zeroed", 4.0, 12.0, 1.0),  # four micro-batches
+        ("not_zeroed", 4.0, 4.0, 1 / 3),
+        ("not_zeroed", 1.0, math.inf, math.inf),
+    ],
+)
+def test_the_score_of_gradients_against_those_of_a_backward(name, first, then, score):
+    series = {("weight_gradients_norm2", module): sampled([first, then]) for module in LAYERS}
+    assert last(name, series | layers("weight_micro_gradients_norm2"), 11) == pytest.approx(score)
+
+
+def test_gradients_of_a_backward_that_gave_zeros_are_those_of_earlier_steps():
+    series = layers("weight_gradients_norm2") | layers("weight_micro_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0)
+    assert last("not_zeroed", series, 1) == pytest.approx(1 / 3)
+    assert last("clipped_hard", series, 1) == pytest.approx(1e-8)
+
+
+def test_weights_without_an_optimizer_do_not_count():
+    series = both({"fc0": 0.01, "fc1": 0.01, "head": 1.0}, {})
+    unowned = {("unowned_parameters", name): sampled([1.0]) for name in ("fc0", "fc1")}
+    assert last("clipped_hard", series, 1) == pytest.approx(1.0)
+    assert last("clipped_hard", series | unowned, 1) == pytest.approx(0.01)
+
+
+def spiked(sample, factor, **others):
+    """Return gradients of 1 that are multiplied at one sample."""
+    values = [1.0] * sample + [factor]
+    return {("weight_gradients_norm2", name): sampled(others.get(name, values)) for name in LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("series", "steps", "score"),
+    [
+        (spiked(20, 30.0), 201, 1.0),
+        (spiked(20, math.sqrt(30.0)), 201, 0.5),
+        (spiked(20, 900.0), 201, 2.0),
+        (spiked(20, 30.0), 211, 1.0),  # the last two samples are not what is usual
+        (spiked(20, 30.0, fc0=[1.0]), 201, 1.0),  # half of the matrices
+        (spiked(20, 30.0, fc0=[1.0], fc1=[1.0]), 201, 0.0),
+        (spiked(12, 30.0), 121, 1.0),
+        (spiked(11, 30.0), 111, None),
+        (spiked(20, 0.0), 201, None),
+    ],
+)
+def test_the_score_of_a_spike_of_gradients(series, steps, score):
+    found = [(step, value) for step, _, value in scores("gradient_spike", series, steps)]
+    at_the_end = [value for step, value in found if step == steps - 1]
+    assert at_the_end == ([] if score is None else [pytest.approx(score)])
+
+
+@pytest.mark.parametrize(
+    ("held_out", "score"),
+    [
+        ([1.0, 5.0, 5.0, 5.0, 1.05], 1.0),  # the best value is 4 passes old
+        ([1.0, 5.0, 5.0, 1.05], 1.0),
+        ([1.0, 5.0, 1.05], 0.0),  # it is only 2 passes old
+        ([1.0, 5.0, 5.0, 2.1], 2.0),
+        ([2.0, 0.5, 0.5, 0.5, 0.5, 1.05], 2.0),
+        ([1.0, 1.05], None),
+        ([0.2, 0.5, 0.5, 0.4], 0.0),  # not twice the loss of the training, which is 0.25
+        ([0.2, 0.5, 0.5, 0.51], 0.51 / 0.2 / 1.05),
+        ([0.0, 5.0, 5.0, 5.0], 0.0),
+        ([math.nan, 1.0, 5.0, 5.0, 1.05], 1.0),
+    ],
+)
+def test_the_score_of_held_out_data(held_out, score):
+    passes = sampled(held_out)
+    series = {("loss", None): lambda step: 0.25}
+    found = last("overfit", series, 10 * len(held_out) - 9, passes)
+    assert found == (score if score is None else pytest.approx(score))
+
+
+@pytest.mark.parametrize(("deviations", "score"), [(10.0, 1.0), (8.0, 0.8), (25.0, 2.5)])
+def test_the_score_of_a_spike_of_the_loss(deviations, score):
+    def curve(step):  # its median is 2, and its median deviation is 1
+        return 2.0 + deviations if step == 100 else 1.0 + step % 3
+
+    assert max(value for *_, value in scores("loss_spike", {("loss", None): curve}, 121)) == pytest.approx(score)
