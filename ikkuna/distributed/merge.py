@@ -388,11 +388,13 @@ def _merge_own(
 ) -> Values:
     size = int(np.prod(aligned.own.shape))
     missing = np.zeros(size)
-    rows = [b.own[i : i + size] if i >= 0 else missing for b, i in zip(blocks, aligned.begin, strict=True)]
     if aligned.own.merge == "ranks":
-        table = np.column_stack([aligned.parts, np.stack(rows)])
-        table[aligned.begin < 0] = np.nan
+        table = np.full((len(blocks), 1 + size), np.nan)
+        for rank, begin in enumerate(aligned.begin.tolist()):
+            if begin >= 0:
+                table[rank, 0], table[rank, 1:] = aligned.parts[rank], blocks[rank].own[begin : begin + size]
         return table
+    rows = [b.own[i : i + size] if i >= 0 else missing for b, i in zip(blocks, aligned.begin, strict=True)]
     seen = np.stack(rows)[:, None, :]
     counts = aligned.counts[:, None].copy()
     for ranks in groups:

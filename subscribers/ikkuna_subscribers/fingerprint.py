@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ikkuna.export.messages import ModuleMessage
+from ikkuna.export.messages import MessageBatch, ModuleMessage
 from ikkuna.export.subscriber import PlotSubscriber, Quantity, name_results
 from ikkuna.numerics.bits import bit_sum
 from ikkuna_subscribers._helpers.arguments import require_integers, require_parameter_kind
@@ -33,7 +32,6 @@ REPLICATED = (
 
 _MOST_TURNS = 8
 _BUDGET = 1 << 30
-_UNREAD = torch.full((2,), math.nan, dtype=torch.float64, device="cpu")
 
 
 class _BitsSubscriber(PlotSubscriber):
@@ -66,12 +64,12 @@ class _BitsSubscriber(PlotSubscriber):
         self._turns: int | None = None
 
     def measure(self, message: ModuleMessage) -> Tensor | None:
-        """Return the fingerprint of the tensor; NaN if it is not its turn, so that all samples have the same rows."""
+        """Return the fingerprint of the tensor; ``None`` if it is not its turn."""
         if message.global_step != self._step:
             self._sample, self._step = self._sample + 1, message.global_step
         turns = _MOST_TURNS if "_state_" in message.kind else self._turns_of_weights()
         if turns > 1 and (_number(message) + self._sample) % turns:
-            return _UNREAD
+            return None
         return bit_sum(message.data)
 
     def _turns_of_weights(self) -> int:
@@ -186,18 +184,28 @@ class ReplicaSubscriber(_BitsSubscriber):
         super().__init__(kinds, ("ranks_unequal", "ranks_unequal_first", "ranks_unequal_last"), budget, **options)
         self._equal: dict[tuple[str | None, bool], int] = {}
 
-    def compute(self, message: ModuleMessage) -> None:
-        """Emit the numbers of a tensor that has replicas."""
-        table = np.asarray(message.data, np.float64)
-        if table.ndim == 1:  # one process
+    def compute_batch(self, batch: MessageBatch) -> None:
+        """Emit the numbers of all tensors that have replicas; those that all ranks hold and that are equal are compared together."""
+        tables: list[Any] = [] if batch.data is None else list(batch.data)
+        if not tables or tables[0].ndim == 1:  # one process
             return
+        stacked = np.stack(tables)
+        is_equal = (stacked[:, 0, 0] >= 0) & (stacked == stacked[:, :1]).all((1, 2))
+        if is_equal.any():
+            positions = np.flatnonzero(is_equal)
+            equal = batch if is_equal.all() else batch.select(positions, batch.names.select(positions))
+            self.emit_batch(equal, 0.0, self._published(batch.kind)[0])
+        for i in np.flatnonzero(~is_equal).tolist():
+            self._compare(batch[i], stacked[i])
+
+    def _compare(self, message: ModuleMessage, table: NDArray[np.float64]) -> None:
         is_read = ~np.isnan(table).any(1)
-        groups = [np.flatnonzero(is_read & (table[:, 0] == number)) for number in np.unique(table[is_read, 0])]
         if (table[:, 0] == -1).all():  # nothing is declared
             groups = [np.arange(len(table))] if is_read.all() and self._are_averaged(message, table[:, 1:]) else []
         else:
-            groups = [ranks for ranks in groups if len(ranks) > 1 and table[ranks[0], 0] >= 0]
-        if groups:
+            numbers = set(table[is_read & (table[:, 0] >= 0), 0].tolist())
+            groups = [np.flatnonzero(is_read & (table[:, 0] == number)) for number in sorted(numbers)]
+        if groups := [ranks for ranks in groups if len(ranks) > 1]:
             self._emit_odd(message, [_odd(ranks, table[ranks, 1:]) for ranks in groups])
 
     def _are_averaged(self, message: ModuleMessage, bits: NDArray[np.float64]) -> bool:
