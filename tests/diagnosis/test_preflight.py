@@ -104,6 +104,21 @@ def layers_in_a_plain_list():
     return with_optimizer(Listed([nn.Linear(20, 64), nn.ReLU()]), vectors(), nn.CrossEntropyLoss())
 
 
+@mistake(("unregistered_parameters", "error", "head"))
+def layer_that_is_created_in_forward():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(20, 64)
+
+        def forward(self, x):
+            torch.manual_seed(0)
+            self.head = nn.Linear(64, 10)
+            return self.head(self.body(x).relu())
+
+    return with_optimizer(Model(), vectors(), nn.CrossEntropyLoss())
+
+
 def test_parameters_of_an_optimizer_need_no_registration():
     prompt = nn.Parameter(torch.zeros(20))
     model = Listed(nn.ModuleList([nn.Linear(20, 64), nn.ReLU()]), prompt)

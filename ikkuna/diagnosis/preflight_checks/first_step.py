@@ -26,6 +26,7 @@ from ikkuna.diagnosis.preflight_checks.outputs import (
 )
 from ikkuna.diagnosis.preflight_checks.training_setup import TrainingSetup
 from ikkuna.numerics.layers import dead_share, unit_counters
+from ikkuna.support.modules import module_of, named_parameters
 from ikkuna.support.torch_internals import pytree
 from ikkuna.support.undisturbed import run_model
 
@@ -244,7 +245,9 @@ class FirstStep:
     loss : Tensor, optional
         The loss, detached.
     foreign : list of nn.Parameter
-        Parameters in the graph of the outputs that neither the model nor the loss owns.
+        Parameters in the graph of the outputs that neither the model nor the loss owned before.
+    created : list of str
+        The modules that have got some of them in the forward pass.
     has_gradient : bool
         Whether autograd can differentiate the loss.
     gradients : dict of str to Gradient
@@ -261,6 +264,7 @@ class FirstStep:
     produced_by: tuple[str, ...] = ()
     loss: Tensor | None = None
     foreign: list[nn.Parameter] = field(default_factory=list)
+    created: list[str] = field(default_factory=list)
     has_gradient: bool = False
     gradients: dict[str, Gradient | None] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -283,6 +287,8 @@ def run_first_step(setup: TrainingSetup) -> FirstStep:
                 step.stopped = Stopped("forward", running[-1] if running else None, error)
                 return step
         step.foreign = _foreign_parameters(result, set(map(id, setup.parameters.values())))
+        fresh = set(map(id, step.foreign))
+        step.created = [module_of(name) for name, p in named_parameters(setup.model) if id(p) in fresh]
         loss = _loss(setup, step, result, batch)
         if loss is not None:
             _add_gradients(setup, step, loss)

@@ -95,8 +95,15 @@ def unregistered_parameters(trial: Trial) -> Iterator[Finding]:
     owned = {id(p) for optimizer in trial.optimizers for group in optimizer.param_groups for p in group["params"]}
     foreign = {id(p) for p in trial.first_step.foreign} - owned
     if foreign:
-        at_most = "error" if trial.optimizers else "warning"
-        yield UNREGISTERED_PARAMETERS.found(len(foreign), _holder(trial, foreign), at_most=at_most)
+        at_most = "error" if trial.optimizers else "info"
+        if created := trial.first_step.created:
+            detail, advice = (
+                f"{created[0]} is created in its model's forward pass, after the optimizer.",
+                "create modules in __init__",
+            )
+            yield UNREGISTERED_PARAMETERS.found(len(foreign), created[0], detail=detail, advice=advice, at_most=at_most)
+        else:
+            yield UNREGISTERED_PARAMETERS.found(len(foreign), _holder(trial, foreign), at_most=at_most)
 
 
 def _holder(trial: Trial, parameters: set[int]) -> str | None:

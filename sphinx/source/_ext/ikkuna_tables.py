@@ -297,6 +297,22 @@ def unseen_reports() -> str:
     return table(("mistake", "before", "after"), rows, widths="70 15 15")
 
 
+def unseen_accused() -> str:
+    """Return the table of warnings and errors on healthy programs, with the judgement of each."""
+    why, head = judge.load("judgements.json"), ("program", "finding", "by", "judgement")
+    rows = [
+        (
+            f"{name} ({cases()[name].family})",
+            f"``{f['rule']}`` ({f['severity']})",
+            column,
+            why[name]["false"][f["rule"]],
+        )
+        for name, found in judge.accused(judge.load("results.json")).items()
+        for column, f in found
+    ]
+    return table(head, rows, widths="20 20 10 50")
+
+
 def unseen_missed() -> str:
     """Return the table of knowable mistakes whose cause is not named at *warning* or above."""
     verdicts = judge.verdicts(judge.load("results.json"), judge.load("judgements.json"))
@@ -326,6 +342,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "unseen": unseen,
     "unseen-reports": unseen_reports,
     "unseen-missed": unseen_missed,
+    "unseen-accused": unseen_accused,
     "gather": gather,
     "metric-pages": metric_pages,
     "backend-pages": backend_pages,

@@ -2,7 +2,8 @@
 
 ``judgements.json`` holds, for each program, the rules whose finding states the labelled cause (*right*) or a true symptom
 of it (*symptom*), by reading the texts; any other warning or error on the program is wrong.  ``watch:rule`` and
-``preflight:rule`` are judgements of one of both.  For a healthy program *false* says why an accusation is wrong.
+``preflight:rule`` are judgements of one of both, ``rule: words`` of texts with these words.
+For a healthy program *false* says why an accusation is wrong.
 """
 
 import json
@@ -23,13 +24,18 @@ def near(found: dict, module: str) -> bool:
     return any(name == module or name.startswith(f"{module}.") or module.startswith(f"{name}.") for name in names)
 
 
+def fits(entry: str, column: str, found: dict) -> bool:
+    """Return whether an entry of a judgement is that of a finding."""
+    rule, _, words = entry.partition(": ")
+    return rule in (found["rule"], f"{column}:{found['rule']}") and words in found["text"]
+
+
 def verdict(case: Case, result: dict[str, list[dict]], judged: dict, columns: tuple[str, ...] = COLUMNS) -> str:
     """Return one of `ORDER` for a program with a fault, by the findings of these columns."""
     found = [(column, f) for column in columns for f in result[column]]
 
     def those(judgement: str) -> list[dict]:
-        names = judged.get(judgement, ())
-        return [f for column, f in found if f["rule"] in names or f"{column}:{f['rule']}" in names]
+        return [f for column, f in found if any(fits(entry, column, f) for entry in judged.get(judgement, ()))]
 
     right = [f for f in those("right") if f["severity"] in LOUD]
     if right:
@@ -50,10 +56,10 @@ def verdicts(results: dict, judgements: dict, columns: tuple[str, ...] = COLUMNS
     }
 
 
-def accused(results: dict) -> dict[str, list[dict]]:
-    """Return the warnings and errors on healthy programs."""
+def accused(results: dict) -> dict[str, list[tuple[str, dict]]]:
+    """Return the warnings and errors on healthy programs, each with its column."""
     loud = {
-        name: [f for column in COLUMNS for f in results[name][column] if f["severity"] in LOUD]
+        name: [(column, f) for column in COLUMNS for f in results[name][column] if f["severity"] in LOUD]
         for name, case in cases().items()
         if case.healthy and name in results
     }
@@ -65,23 +71,23 @@ def strays(results: dict, judgements: dict) -> list[tuple[str, str]]:
     found = []
     for name, case in cases().items():
         judged = judgements.get(name, {})
-        known = {*judged.get("right", ()), *judged.get("symptom", ())}
+        known = [*judged.get("right", ()), *judged.get("symptom", ())]
         for column in () if case.healthy else COLUMNS:
-            rules = [f["rule"] for f in results[name][column] if f["severity"] in LOUD]
-            found += [(name, rule) for rule in rules if not {rule, f"{column}:{rule}"} & known]
+            loud = [f for f in results[name][column] if f["severity"] in LOUD]
+            found += [(name, f["rule"]) for f in loud if not any(fits(entry, column, f) for entry in known)]
     return sorted(set(found))
 
 
-def table(results: dict, judgements: dict, columns: tuple[str, ...] = COLUMNS) -> list[tuple[str, ...]]:
-    """Return the counts of verdicts by family, for knowable causes, with a head and a last row for all families."""
+def table(results: dict, judgements: dict) -> list[tuple[str, ...]]:
+    """Return the counts of verdicts by family, for knowable causes, with a head and two last rows for all families."""
     counts: dict[str, Counter] = defaultdict(Counter)
-    total: Counter = Counter()
-    for name, result in verdicts(results, judgements, columns).items():
-        if cases()[name].knowable:
-            counts[cases()[name].family][result] += 1
-            total[result] += 1
-    rows = [(family, str(count.total()), *(str(count[v]) for v in ORDER)) for family, count in counts.items()]
-    return [("family", "kinds", *ORDER), *rows, ("all", str(total.total()), *(str(total[v]) for v in ORDER))]
+    for columns, whole in ((COLUMNS, "all"), (("watch",), "all, by ``ikkuna.watch`` alone")):
+        for name, result in verdicts(results, judgements, columns).items():
+            for group in (cases()[name].family, whole) if columns is COLUMNS else (whole,):
+                counts[group][result] += cases()[name].knowable
+    ordered = sorted(counts, key=lambda group: group.startswith("all"))
+    rows = [(group, str(counts[group].total()), *(str(counts[group][v]) for v in ORDER)) for group in ordered]
+    return [("family", "kinds", *ORDER), *rows]
 
 
 def load(name: str) -> dict:

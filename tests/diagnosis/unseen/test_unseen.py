@@ -48,7 +48,7 @@ def test_every_stored_result_is_judged(results, judgements):
     assert set(results) == set(cases())
     assert set(verdicts(results, judgements).values()) <= set(ORDER)
     for name, found in accused(results).items():
-        assert {f["rule"] for f in found} <= set(judgements[name]["false"]), name
+        assert {f["rule"] for _, f in found} <= set(judgements[name]["false"]), name
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_what_was_named_is_still_named(name, findings, judgements):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_programs_are_not_accused_of_anything_new(name, findings):
-    known = {f["rule"] for f in accused(load("results.json")).get(name, ())}
+    known = {f["rule"] for _, f in accused(load("results.json")).get(name, ())}
     found = findings(name)
     loud = {f["rule"] for column in ("watch", "preflight") for f in found[column] if f["severity"] != "info"}
     assert loud <= known
