@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ikkuna
+from ikkuna.diagnosis.judge import check
 from ikkuna.export.subscriber import CallbackSubscriber, NormSubscriber
 
 START = 90
@@ -22,8 +23,10 @@ def test_a_spike_of_one_step_is_found_and_its_step_is_measured(every, index, wit
         measured.setdefault(message.global_step, {})[message.kind, message.module] = message.data.norm().item()
 
     kinds = ("weight_gradients", "weight_updates")
-    metrics = [*(CallbackSubscriber(kind, note, subsample=every) for kind in kinds), NormSubscriber("activations")]
-    metrics[-1].subscription = metrics[-1].subscription.sampled(subsample=every)
+    of_forward = NormSubscriber(
+        "activations", subsample=every
+    )  # nothing is known of the spike before the forward has ended
+    metrics = [of_forward, *(CallbackSubscriber(kind, note, subsample=every) for kind in kinds)]
     with ikkuna.watch(
         model, *metrics, *([loss] if with_module else []), rules=["loss_spike"], log_dir=tmp_path, verbosity=0
     ) as watched:
@@ -41,6 +44,12 @@ def test_a_spike_of_one_step_is_found_and_its_step_is_measured(every, index, wit
             assert watched._session.context.tracker.counters.global_step == step + 1 if step == at else True
     [finding] = watched.findings
     assert (finding.rule, finding.step, finding.value) == ("loss_spike", at, losses[at])
+    assert (at, losses[at]) in finding.evidence
+    assert [(found.step, found.value) for found in check(tmp_path / "run0001", "loss_spike")] == [(at, losses[at])]
+    curve = watched._rules.judge.history.curve("loss")
+    assert [step for step in curve.steps if step != at] == [
+        step for step in range(at + 3) if step % 2 == 0 and step != at
+    ]
     assert {key: measured[at][key] for key in expected} == pytest.approx(expected, rel=1e-5)
     others = set(measured) - {at} - set(range(0, at + 3, every))
     assert all(step > at for step in others)  # of the steps after a finding, which are recorded in full
