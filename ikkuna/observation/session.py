@@ -140,7 +140,7 @@ class Session:
         self.plans = SamplingPlans(bus, context, self.hooks.modules)
         replaced = ReplacedModules(context, self.hooks, taken, self.plans.demand_changed)
         parts = bus, context, self.hooks, self.plans, replaced, self.exchange
-        self.validation = Validation(bus, context, self.plans.of, self.exchange, self._new_recorder())
+        self.validation = Validation(bus, context, self.plans.of, Recorder(bus.error_guard, native))
         self.hooks.losses.validation = self.validation.recorder
         self.cycle = StepCycle(*parts, self.logged, self.validation)
         self._passes = OtherPasses(*parts, self.cycle, self._new_recorder)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from ikkuna.distributed.rendezvous import World
 from ikkuna.metrics.bus.bus import MessageBus
 from ikkuna.metrics.bus.delivery import Finished
 from ikkuna.metrics.messages.stamp import VALIDATION, Stamp
 from ikkuna.observation.hooks.context import HookContext
-from ikkuna.observation.ranks import Exchange
 from ikkuna.observation.rows.plan import Plan
 from ikkuna.observation.rows.recorder import Recorder
 from ikkuna.support.failures import log
@@ -20,6 +20,7 @@ class Validation:
     A loss belongs to it if it is computed without gradients, after a forward of an evaluation, see `LoopEvents.is_evaluating`.
     The evaluations between two steps are one pass, and so are those inside a step, because the weights are the same in all of them.
     Nothing but the arguments and results of the loss is recorded: an open step and the hooks of modules stay as they are.
+    The values are those of this rank, because others may not evaluate.
 
     Parameters
     ----------
@@ -28,21 +29,14 @@ class Validation:
     context : HookContext
     plan_of : callable
         Returns what is measured in a step or pass.
-    exchange : Exchange
-        Merges the measurements of all ranks.
     recorder : Recorder
-        A recorder of its own.
+        A recorder of its own, which does not communicate.
     """
 
     def __init__(
-        self,
-        bus: MessageBus,
-        context: HookContext,
-        plan_of: Callable[[Stamp], Plan],
-        exchange: Exchange,
-        recorder: Recorder,
+        self, bus: MessageBus, context: HookContext, plan_of: Callable[[Stamp], Plan], recorder: Recorder
     ) -> None:
-        self._bus, self._context, self._plan_of, self._exchange = bus, context, plan_of, exchange
+        self._bus, self._context, self._plan_of = bus, context, plan_of
         self._recorder = recorder
         self._is_settled = False
 
@@ -50,24 +44,22 @@ class Validation:
         """Return the recorder of the pass, which begins if it has not."""
         if self._recorder.rows is None:
             self._is_settled = True
-            stamp = self._stamp()
-            self._exchange.step_opened(stamp)
-            self._recorder.open(stamp, self._plan_of(stamp).of_losses())
+            self._recorder.open(*self._planned())
         return self._recorder
 
-    def _stamp(self) -> Stamp:
-        return self._context.tracker.pass_stamp(VALIDATION)
+    def _planned(self) -> tuple[Stamp, Plan]:
+        stamp = self._context.tracker.pass_stamp(VALIDATION)
+        return stamp, self._plan_of(stamp).of_losses(World.here().size > 1)
 
     def end(self, is_complete: bool = True) -> None:
         """Publish the measurements of the pass, if there is one and it is complete."""
         if self._recorder.rows is not None:
-            plan, rows = self._recorder.plan, self._recorder.close()
+            rows = self._recorder.close()
             if rows is not None and is_complete:
-                self._exchange.take(rows, plan)
                 self._bus.queue.append(Finished(rows, None))
         if not self._is_settled and self._context.events.repeated > 1:
             self._is_settled = True
-            if self._plan_of(self._stamp()).of_losses().subscriptions:
+            if self._planned()[1].subscriptions:
                 log.warning(
                     "the validation loss is unknown: pass the module that computes it, as in loss = nn.CrossEntropyLoss() and "
                     "watch(model, loss); without it over-fitting is not judged"

@@ -208,6 +208,29 @@ def evaluation_on_rank_0(rank, size):
     return published
 
 
+def validation_of_ranks(rank, size):
+    """Validate in the training loop, each rank on its own data, and rank 0 once more; return what is published and expected."""
+    model, loss = DistributedDataParallel(network()), nn.CrossEntropyLoss()
+    made = [installed.TrainAccuracySubscriber(tag="validation", publishes="accuracy", backend="null")]
+    inputs, labels = local(*data(6), rank, size)
+    x, y = (tensor[rank::size] for tensor in held_out().tensors)
+    expected = {}
+    with loops.watching(model, loss, made) as (exporter, published):
+        optimizer = loops.sgd(model)
+        for part in (slice(0, 3), slice(3, 6)):
+            loops.steps(model, loss, optimizer, inputs[part], labels[part])
+            if rank == 0 or part.start == 0:
+                model.eval()
+                with torch.no_grad():
+                    outputs = model.module(x)
+                    loss(outputs, y)
+                expected["accuracy", None, part.stop - 1] = float((outputs.argmax(1) == y).double().mean())
+                model.train()
+        exporter.close()
+        dist.barrier()
+    return published, expected
+
+
 def two_exporters(rank, size):
     """Two exporters share a bus, and another one follows."""
     from ikkuna.export import Exporter

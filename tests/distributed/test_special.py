@@ -14,7 +14,14 @@ from tests.subscribers import EVERY_SUBSCRIBER
 
 NAMES = (
     *("every_subscriber", "evaluation_ddp", "evaluation_fsdp", "matrices", "spread", "nan_on_one_rank", "files"),
-    *("pipeline", "evaluation_on_rank_0", "two_exporters", "scaled_and_checkpointed", "compiled"),
+    *(
+        "pipeline",
+        "evaluation_on_rank_0",
+        "validation_of_ranks",
+        "two_exporters",
+        "scaled_and_checkpointed",
+        "compiled",
+    ),
     *("noise_of_ranks", "found_loss", "ranks_that_part", "ranks_that_agree", "ranks_with_shards", "recorded_ranks"),
 )
 
@@ -152,6 +159,13 @@ def test_a_test_on_rank_0_alone_does_not_disturb_others(two):
     assert training == {key: value for key, value in others.items() if key[0] == "weights_norm2"}
     assert {key[2] for key in ours if key[0] == "activations_norm2"} == {2, 5}
     assert not any(key[0] == "activations_norm2" for key in others)
+
+
+def test_a_validation_in_the_loop_is_that_of_each_rank_alone(two):
+    for outcome, count in zip(two, (2, 1), strict=True):
+        published, expected = outcome["validation_of_ranks"]
+        assert published == expected
+        assert len(expected) == count
 
 
 def test_exporters_share_a_bus_and_follow_each_other(two):

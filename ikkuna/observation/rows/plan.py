@@ -189,12 +189,16 @@ class Plan:
         self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
         self.needs_losses_alone = all(s.takes_losses for s in subscriptions)
 
-    def of_losses(self) -> "Plan":
-        """Return the plan of the subscribers that need nothing but what the loss receives and returns."""
+    def of_losses(self, is_shared: bool = False) -> "Plan":
+        """Return the plan of the subscribers that need nothing but what the loss receives and returns.
+
+        If other ranks see other data, those of all passes are left out: rules have to decide the same on each rank.
+        """
 
         def is_of_loss(each: Registered) -> bool:
             kinds = set(each.kinds).difference(_BESIDE_MODEL, self._results)
-            return each.together or not any(map(is_built_in, kinds))
+            is_judged = is_shared and each.subscription.tag is None
+            return not is_judged and (each.together or not any(map(is_built_in, kinds)))
 
         return Plan(tuple(filter(is_of_loss, self.subscriptions)), self._results, self.measuring)
 
