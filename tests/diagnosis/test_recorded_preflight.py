@@ -73,6 +73,12 @@ class Uncopyable(nn.CrossEntropyLoss):
         self.lock = threading.Lock()
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Let the checks take their time on a busy machine."""
+    monkeypatch.setattr(recorded_preflight.RecordedPreflight.__init__, "__defaults__", (None, 600.0))
+
+
 def train(layers, loss, labels, path, steps=2, inputs=X, **options):
     """Train some steps, and return the closed handle."""
     torch.manual_seed(3)
@@ -102,6 +108,7 @@ def named(watched):
         (SCORES, nn.CrossEntropyLoss(ignore_index=0), CLASSES, "labels_without_gradient"),
     ],
 )
+@pytest.mark.usefixtures("patient")
 def test_planted_mistakes_are_named_at_step_0(layers, loss, labels, rule, tmp_path):
     heard = []
     watched = train(layers, loss, labels, tmp_path, steps=1, on_finding=heard.append)
@@ -131,6 +138,7 @@ def test_planted_mistakes_are_named_at_step_0(layers, loss, labels, rule, tmp_pa
         (SCORES, nn.MSELoss(), torch.zeros(16, 4)),
     ],
 )
+@pytest.mark.usefixtures("patient")
 def test_healthy_losses_are_silent_and_judged(layers, loss, labels, tmp_path):
     watched = train(layers, loss, labels, tmp_path)
     assert named(watched) == set()
@@ -165,6 +173,7 @@ LOG_PROBABILITIES = [nn.Linear(8, 4), nn.LogSoftmax(-1)]
     ],
 )
 @pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.usefixtures("patient")
 def test_a_functional_loss_is_checked_by_what_its_node_has_saved(layers, call, rule, tmp_path):
     watched = functional_training(layers, call, tmp_path)
     assert named(watched) == {rule}
@@ -187,6 +196,7 @@ def test_a_functional_loss_is_checked_by_what_its_node_has_saved(layers, call, r
         (NUMBER, lambda y: nn.MSELoss()(y.squeeze(1), NUMBERS.flatten())),
     ],
 )
+@pytest.mark.usefixtures("patient")
 def test_healthy_functional_losses_are_silent_and_judged(layers, call, tmp_path):
     watched = functional_training(layers, call, tmp_path)
     assert named(watched) == set()
@@ -317,6 +327,7 @@ def state_after(loss, preflight, path):
 
 
 @pytest.mark.parametrize("make", [nn.CrossEntropyLoss, Running, lambda: F.cross_entropy])
+@pytest.mark.usefixtures("patient")
 def test_training_is_bit_identical(make, tmp_path):
     tensors, others = state_after(make(), "auto", tmp_path)
     expected, expected_others = state_after(make(), False, tmp_path)
