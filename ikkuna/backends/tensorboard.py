@@ -7,6 +7,7 @@ import math
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,6 +51,7 @@ __all__ = ["STATISTICS", "ModuleGroup", "StepTemplate", "TensorBoardBackend", "V
 STATISTICS = ("min", "median", "max")
 
 
+@dataclass(frozen=True, eq=False)
 class ValuesTemplate:
     """The encoded values of several curves, apart from the four bytes of each number, which are inserted at each step.
 
@@ -63,21 +65,15 @@ class ValuesTemplate:
         The summary of the modules among the curves.
     names : tuple of str
         The names of these modules.
-    members : list of int
-        The positions of their values.
+    members : array of int, optional
+        The positions of their values, if others have values as well.
     """
 
-    def __init__(
-        self,
-        prefixes: list[bytes],
-        positions: list[int],
-        summary: "ModuleGroup | None" = None,
-        names: tuple[str, ...] = (),
-        members: Sequence[int] = (),
-    ) -> None:
-        self.prefixes, self.positions = prefixes, positions
-        self.summary, self.names = summary, names
-        self.members = None if len(members) == len(positions) else np.array(members, np.intp)
+    prefixes: list[bytes]
+    positions: list[int]
+    summary: "ModuleGroup | None" = None
+    names: tuple[str, ...] = ()
+    members: NDArray[np.intp] | None = None
 
 
 class StepTemplate:
@@ -248,7 +244,8 @@ class TensorBoardBackend(FileBackend):
         members = [i for i, summary in enumerate(summaries) if summary is not None]
         names = tuple(name for i in members if (name := group.names[i]) is not None)
         summary = summaries[members[0]] if members else None  # one for all modules of a kind and pass
-        self._templates[group] = template = ValuesTemplate(prefixes, positions, summary, names, members)
+        at = None if len(members) == len(positions) else np.array(members, np.intp)
+        self._templates[group] = template = ValuesTemplate(prefixes, positions, summary, names, at)
         self._may_have_changed = True
         plain = (prefix + float32(values[i]) for prefix, i in zip(prefixes, positions, strict=True))
         return template, b"".join(titled.get(place, entry) for place, entry in enumerate(plain))

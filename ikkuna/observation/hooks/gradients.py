@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +13,15 @@ from ikkuna.observation.hooks.backward import BackwardHooks
 from ikkuna.observation.hooks.context import HookContext
 from ikkuna.observation.hooks.hook import Hook
 from ikkuna.observation.hooks.nested_tensors import Leaves, with_batch_sizes
-from ikkuna.observation.rows.plan import Key, Plan, Site
+from ikkuna.observation.hooks.parameter_table import ParameterTable, Wanted
+from ikkuna.observation.rows.plan import Key, Site
 from ikkuna.observation.steps.forwards import MICRO_PART, Forward
 from ikkuna.support.torch_internals import GLOBAL_FORWARD_HOOKS
 
 __all__ = ["CACHED", "LayerGradientHooks", "MicroGradientHooks", "OutputHooks"]
 
 
+_MICRO_GRADIENTS = "weight_micro_gradients", "bias_micro_gradients"
 CACHED = 8
 """Number of forwards of a step whose hooks serve the next steps as well."""
 
@@ -177,28 +178,23 @@ class MicroGradientHooks:
     Parameters
     ----------
     context : HookContext
+    table : ParameterTable
+        Knows of which parameters a plan wants them.
     """
 
-    def __init__(self, context: HookContext) -> None:
+    def __init__(self, context: HookContext, table: ParameterTable) -> None:
         self.context = context
+        self._table = table
         self._hooked: list[tuple[Any, Any]] = []  # nodes and handles; a node has hooks only as long as it lives
         self._kept: object = None
-        self._everything: object = None
-        self._of_plan: WeakKeyDictionary[Plan, tuple[list[_Parameter], list[_Parameter]]] = WeakKeyDictionary()
         self._hooks: dict[Key, tuple[Hook, object]] = {}  # a node that lives on has one hook for all plans
 
     def step_opened(self) -> None:
         """Register hooks for the parameters whose micro-batch gradients a subscriber wants."""
         context = self.context
-        plan = context.recorder.plan
-        if not plan.micro_gradients:
+        if not context.recorder.plan.micro_gradients:
             return
-        if self._everything is not context.parameters.all:  # replaced parameters would be kept alive
-            self._everything = context.parameters.all
-            self._of_plan.clear()
-        if plan not in self._of_plan:
-            self._of_plan[plan] = self._wanted(plan)
-        listed, others = self._of_plan[plan]
+        listed, others = self._table.prepared(_MICRO_GRADIENTS, self._wanted)
         if listed:
             tensors: list[Tensor] = [each.parameter for each in listed]
             self._kept = context.native.watch_parameters(tensors, [each.native for each in listed])
@@ -208,22 +204,20 @@ class MicroGradientHooks:
             if node is not None:
                 self._hooked.append((node, node.register_prehook(each.hook)))
 
-    def _wanted(self, plan: Plan) -> "tuple[list[_Parameter], list[_Parameter]]":
+    def _wanted(self, wanted: Wanted) -> "tuple[list[_Parameter], list[_Parameter]]":
         """Return the parameters whose gradients are wanted: those with native hooks, and the others."""
-        context = self.context
         found: tuple[list[_Parameter], list[_Parameter]] = [], []
-        for named in context.parameters.all:
-            site = context.sites("bias_micro_gradients" if named.is_bias else "weight_micro_gradients", named.module)
-            if plan.task(site.kind, site.module) is not None:
-                x, (hook, native) = named.parameter, self._hook(site, named.path)
+        for named in self.context.parameters.all:
+            if (key := wanted.get(id(x := named.parameter))) is not None:
+                hook, native = self._hook(key)
                 is_native = native is not None and type(x) is nn.Parameter and x.layout is torch.strided
                 found[not is_native].append(_Parameter(x, hook, native))
         return found
 
-    def _hook(self, site: Site, path: str) -> tuple[Hook, object]:
-        if (key := (site, path)) not in self._hooks:
-            recorder, hook = self.context.recorder, Hook(self, MicroGradientHooks.gradient_computed, site, path)
-            row = recorder.index.row(site, path)
+    def _hook(self, key: Key) -> tuple[Hook, object]:
+        if key not in self._hooks:
+            recorder, hook = self.context.recorder, Hook(self, MicroGradientHooks.gradient_computed, *key)
+            row = recorder.index.row(*key)
             self._hooks[key] = hook, self.context.native.micro_gradient_hook(recorder, row, hook)
         return self._hooks[key]
 

@@ -213,7 +213,7 @@ class HookSet:
         self.optimizers = OptimizerHooks(context, self.losses)
         self._backward = BackwardHooks(context, self.losses)
         self.gradients = LayerGradientHooks(context, self._backward)
-        self._micro_gradients = MicroGradientHooks(context)
+        self._micro_gradients = MicroGradientHooks(context, self.optimizers.table)
         self._backward.ended.append(self.optimizers.table.unclipped_gradients)
         self.forward = ForwardHooks(context, self._backward, self.gradients, self.losses)
         self._fast_paths = FastPathHooks(context)

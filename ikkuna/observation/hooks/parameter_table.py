@@ -1,7 +1,8 @@
 """The table of parameters: records weights, gradients, updates and optimizer states around the steps of optimizers."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ Wanted = Mapping[int, Key]
 """By the id of a parameter, the site and path of one of its tensors, if that is wanted."""
 
 _Host = tuple[Library, HostStatistics]
+T = TypeVar("T")
 
 
 class CopyMemory:
@@ -204,6 +206,7 @@ class _OfPlan:
     """Lists and sites of the parameters of which a plan wants something."""
 
     def __init__(self) -> None:
+        self.prepared: dict[str, Any] = {}
         self.wanted: dict[str, dict[int, Key]] = {}
         self.lists: dict[
             tuple[str, int, int], tuple[object, object, ParameterList]
@@ -299,7 +302,7 @@ class ParameterTable:
                 self.skipped_updates += copied.measure_updates(host)
             self._copied.clear()
         if self._before:
-            self.context.recorder.receive_differences(self._changes(parameters))
+            self.context.recorder.receive_all(self._changes(parameters))
 
     def _copies(self, parameters: Iterable[NamedParameter]) -> dict[int, tuple[Tensor, Tensor]]:
         """Clone weights of the host, and return those of devices with memory for copies, by the id of the parameter."""
@@ -316,8 +319,8 @@ class ParameterTable:
                 copies[id(named.parameter)] = weights, copy
         return copies
 
-    def _changes(self, parameters: Iterable[NamedParameter]) -> Iterator[tuple[Site, Tensor, Tensor, str]]:
-        """Yield site, weights after and before the step, and name; record the updates of distributed parameters."""
+    def _changes(self, parameters: Iterable[NamedParameter]) -> Iterator[tuple[Site, Tensor, str, Tensor]]:
+        """Yield site, weights after the step, name, and weights before; record the updates of distributed parameters."""
         wanted = self._wanted(_UPDATES)
         for named in parameters:
             key = id(named.parameter)
@@ -329,7 +332,7 @@ class ParameterTable:
                 difference = distribute_like(after.to(wide) - before.to(wide), named.parameter)
                 self.context.recorder.receive(site, difference, path)
             else:
-                yield site, named.parameter, before, path
+                yield site, named.parameter, path, before
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -391,7 +394,7 @@ class ParameterTable:
         copies: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """Measure what a list has left."""
-        found = ((key[0], x, key[1]) for i in left if (key := listed.keys[i]) and (x := tensors[i]) is not None)
+        found = ((key[0], x, key[1], None) for i in left if (key := listed.keys[i]) and (x := tensors[i]) is not None)
         self.context.recorder.receive_all(found, copies or {}, part)
 
     def _list(
@@ -411,6 +414,14 @@ class ParameterTable:
         listed = known[key][2]
         recorded |= listed.measured
         return listed
+
+    def prepared(self, kinds: tuple[str, str], prepare: Callable[[Wanted], T]) -> T:
+        """Return what `prepare` makes of the parameters of which a kind is wanted; it is called once for each plan."""
+        known = self._known().prepared
+        if kinds[0] not in known:
+            known[kinds[0]] = prepare(self._wanted(kinds))
+        found: T = known[kinds[0]]
+        return found
 
     def _known(self) -> _OfPlan:
         if self._everything is not self.context.parameters.all:  # the lists would keep replaced parameters alive

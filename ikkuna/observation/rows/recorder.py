@@ -1,7 +1,6 @@
 """Measures the tensors that hooks receive, and adds the results to the rows of the open step."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -166,52 +165,58 @@ class Recorder:
 
     def receive_all(
         self,
-        tensors: Iterable[tuple[Site, Tensor, str]],
+        tensors: Iterable[tuple[Site, Tensor, str, Tensor | None]],
         copies: dict[int, tuple[Tensor, Tensor]] = _NO_COPIES,
         part: int = 0,
     ) -> None:
-        """Measure several tensors, each with its site and the name of the parameter; those of an accelerator together.
+        """Measure several tensors, or their differences from others; those of an accelerator together.
 
         Parameters
         ----------
         tensors : iterable
-            Site, tensor and name.
+            Site, tensor, the name of the parameter, and ``None`` or what is subtracted, which may be overwritten; all are of one sort.
         copies : dict
             By the id of a tensor, what to copy, and where to.  Copies that were made with the measurement are removed.
         part : int
             The part of the step.
         """
-        lists: dict[_ListKey, list[tuple[int, Tensor, int]]] = {}
-        for site, tensor, path in tensors:
-            if (key := self._list_key(site, tensor)) is None:
+        lists: dict[_ListKey, list[tuple[int, Tensor, Tensor | None]]] = {}
+        for site, tensor, path, before in tensors:
+            key = self._list_key(site, tensor) if before is None or before.device == tensor.device else None
+            if key is not None:
+                lists.setdefault(key, []).append((self.index.row(site, path), tensor, before))
+            elif before is None:
                 self.receive(site, tensor, path, part=part)
             else:
-                lists.setdefault(key, []).append((self.index.row(site, path), tensor.detach(), id(tensor)))
-        for (device, _, fields), group in lists.items():
-            numbers = [row for row, *_ in group]
-            targets = [copies[name][1] if name in copies else None for *_, name in group]
-            with self._reported(f"measuring parameters on {device}", numbers) as rows:
-                target = rows.part(part).on_device(device)
-                has_copies = any(copy is not None for copy in targets)
-                target.add_all(
-                    numbers, [x for _, x, _ in group], fields, self._source(fields), targets if has_copies else ()
-                )
-                for *_, name in group if has_copies else ():
-                    copies.pop(name, None)
+                self.receive_difference(site, tensor, before, path, part=part)
+        for key, group in lists.items():
+            try:
+                self._measure_list(key, group, copies, part)
+            except torch.OutOfMemoryError:
+                for row, *_ in group:
+                    self._leave_out(*self.index.keys[row], _NO_MEMORY)
+            except Exception as error:
+                self.error_guard.report_internal(f"measuring parameters on {key[0]}", error)
 
-    def receive_differences(self, differences: Iterable[tuple[Site, Tensor, Tensor, str]]) -> None:
-        """Measure ``after - before`` of several tensors, given as site, after, before, and name; `before` may be overwritten."""
-        lists: dict[_ListKey, list[tuple[int, Tensor, Tensor]]] = {}
-        for site, after, before, path in differences:
-            if before.device != after.device or (key := self._list_key(site, after)) is None:
-                self.receive_difference(site, after, before, path)
-            else:
-                lists.setdefault(key, []).append((self.index.row(site, path), after.detach(), before))
-        for (device, _, fields), group in lists.items():
-            numbers = [row for row, _, _ in group]
-            with self._reported(f"measuring updates on {device}", numbers) as rows:
-                afters, befores = [after for _, after, _ in group], [before for _, _, before in group]
-                rows.part(0).on_device(device).add_differences(numbers, afters, befores, fields, self._source(fields))
+    def _measure_list(
+        self,
+        key: "_ListKey",
+        group: list[tuple[int, Tensor, Tensor | None]],
+        copies: dict[int, tuple[Tensor, Tensor]],
+        part: int,
+    ) -> None:
+        """Measure tensors of one device and dtype, or their differences from others."""
+        assert self.rows is not None
+        (device, _, fields), numbers = key, [row for row, *_ in group]
+        statistics, source, xs = self.rows.part(part).on_device(device), self._source(fields), [x for _, x, _ in group]
+        if befores := [before for *_, before in group if before is not None]:
+            statistics.add_differences(numbers, [x.detach() for x in xs], befores, fields, source)
+            return
+        targets = [copies[id(x)][1] if id(x) in copies else None for x in xs]
+        has_copies = any(copy is not None for copy in targets)
+        statistics.add_all(numbers, [x.detach() for x in xs], fields, source, targets if has_copies else ())
+        for x in xs if has_copies else ():
+            copies.pop(id(x), None)
 
     def host_lists(self, part: int = 0) -> "tuple[Library, HostStatistics] | None":
         """Return what lists of tensors of the host are measured with and into; ``None`` if that is not possible."""
@@ -231,18 +236,6 @@ class Recorder:
             and has_numbers(tensor)
         )
         return (tensor.device, tensor.dtype, task.fields) if is_listed else None
-
-    @contextmanager
-    def _reported(self, what: str, numbers: Iterable[int]) -> Iterator[Rows]:
-        """Report errors of the body, which gets the rows of the open step and measures those with these numbers."""
-        assert self.rows is not None
-        try:
-            yield self.rows
-        except torch.OutOfMemoryError:
-            for number in numbers:
-                self._leave_out(*self.index.keys[number], _NO_MEMORY)
-        except Exception as error:
-            self.error_guard.report_internal(what, error)
 
     def receive_difference(self, site: Site, after: Tensor, before: Tensor, path: str, part: int = 0) -> None:
         """Measure ``after - before``, computed in at least float32; `before` may be overwritten."""
