@@ -152,7 +152,7 @@ class StepCapture:
         """The steps that are kept, oldest first."""
         return list(self._steps)
 
-    def begin(self, step: CapturedStep, model: nn.Module | None, optimizers: list[Optimizer]) -> None:
+    def begin(self, step: CapturedStep, model: nn.Module | None, optimizers: Callable[[], list[Optimizer]]) -> None:
         """Begin a step, and copy the state before it if that is due."""
         if self._steps and not self._copies_all:
             self._copies_all = any(tensor.is_changed for tensor in self._steps[-1].kept())
@@ -161,7 +161,7 @@ class StepCapture:
         ):  # it was skipped or abandoned, or an earlier one was loaded
             self._forget(self._steps.pop())
         if self._state_every and step.step % self._state_every == 0 and model is not None:
-            step.state = self._copied(lambda: self._copy_state(model, optimizers))
+            step.state = self._copied(lambda: self._copy_state(model, optimizers()))
         self._steps.append(step)
         if step.state is not None:
             with_state = [each for each in self._steps if each.state is not None]

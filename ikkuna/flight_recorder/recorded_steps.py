@@ -140,7 +140,7 @@ class RecordedSteps:
             self._random.append((stamp.global_step, random[0]))
         if self._captures:
             step = CapturedStep(stamp.global_step, stamp.train_step, stamp.epoch, random)
-            self._capture.begin(step, self._context.model.roots.whole, self._context.parameters.optimizers())
+            self._capture.begin(step, self._context.model.roots.whole, self._context.parameters.optimizers)
 
     def is_sampled(self, plan: Plan) -> bool:
         """Return whether a plan measures modules."""

@@ -54,10 +54,9 @@ class LossSubscriber(PlotSubscriber):
     def __init__(self, **options: Any) -> None:
         super().__init__("loss", **options)
 
-    def compute(self, message: NetworkMessage) -> None:
+    def compute_batch(self, batch: MessageBatch) -> None:
         """Show the loss."""
-        assert message.record is not None
-        self.show(message, message.record.mean)
+        self.show_batch(batch, batch.records.mean)
 
 
 class PerplexitySubscriber(SharedStatisticSubscriber):

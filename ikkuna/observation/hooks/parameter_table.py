@@ -289,11 +289,8 @@ class ParameterTable:
         copied |= listed.updated
         copies = self._copies(listed.uncopied)
         self._receive(listed, left, listed.parameters, copies=copies)
-        by_device: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-        for weights, copy in copies.values():  # those that were not copied by the kernel that measures them
-            by_device.setdefault((weights.device, weights.dtype), []).append((copy, weights))
-        for pairs in by_device.values():
-            torch._foreach_copy_([copy for copy, _ in pairs], [weights for _, weights in pairs])
+        if copies:  # those that were not copied by the kernel that measures them
+            torch._foreach_copy_([copy for _, copy in copies.values()], [weights for weights, _ in copies.values()])
 
     def updates(self, parameters: Iterable[NamedParameter]) -> None:
         """Record the updates of parameters whose weights were copied."""
