@@ -272,9 +272,13 @@ class Exchange:
         """Return which ranks hold the same as this one; the gradients are those of the step that ends."""
         if not any(s.subscriber.merge == "ranks" for s in plan.subscriptions):
             return _UNKNOWN
-        if self._replicas is None or self._replicas[0] is not self._parameters.all:
-            self._replicas = self._parameters.all, Replicas(self._parameters.all)
-        return _ReplicaNumbers(self._replicas[1].numbers, self._replicas[1].of_gradients())
+        try:
+            if self._replicas is None or self._replicas[0] is not self._parameters.all:
+                self._replicas = self._parameters.all, Replicas(self._parameters.all)
+            return _ReplicaNumbers(self._replicas[1].numbers, self._replicas[1].of_gradients())
+        except Exception as error:  # such as of a process group that was destroyed
+            self._bus.error_guard.report_internal("finding the replicas of parameters", error)
+            return _UNKNOWN
 
     def _drop(self, rows: Rows) -> None:
         if not self.dropped:

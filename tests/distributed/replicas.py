@@ -34,11 +34,20 @@ def hsdp(model):
 WRAPPERS = {"ddp": ddp, "hsdp": hsdp}
 
 
-def train(model, optimizer=None, steps=STEPS, before_step=None, after_step=None, every=1, synchronised=None):
+def train(
+    model,
+    optimizer=None,
+    steps=STEPS,
+    before_step=None,
+    after_step=None,
+    every=1,
+    synchronised=None,
+    on_error="raise",
+):
     """Train with the rule; return rule, module, step and text of each finding, and the names of the rules that judged."""
     inputs, labels = local(*data(steps), dist.get_rank(), dist.get_world_size())
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
-    exporter = Exporter(message_bus=MessageBus("replicas"), on_error="raise")
+    exporter = Exporter(message_bus=MessageBus("replicas"), on_error=on_error)
     exporter.add_modules(model)
     exporter.apply_rules(["ranks_differ"], every=every, backend="null")
     for step in range(steps):
@@ -276,6 +285,16 @@ def post_local_sgd(rank, size):
     model = ddp(network())
     model.register_comm_hook(PostLocalSGDState(None, dist.new_group([rank]), start_localSGD_iter=4), post_localSGD_hook)
     return train(model)
+
+
+def replicas_that_cannot_be_found(rank, size):
+    """The process group of the wrapper was destroyed for the functions that read it."""
+    model = ddp(network())
+    original, dist.get_process_group_ranks = dist.get_process_group_ranks, None
+    try:
+        return train(model, on_error="disable")
+    finally:
+        dist.get_process_group_ranks = original
 
 
 def sharded_optimizer(rank, size):

@@ -5,7 +5,14 @@ import pytest
 from tests.distributed import replicas
 from tests.distributed.launch import launch
 
-SCENARIOS = ("flips_of_ddp", "flips_of_hsdp", *replicas.MISTAKES, "never_synchronised", *replicas.HEALTHY)
+SCENARIOS = (
+    "flips_of_ddp",
+    "flips_of_hsdp",
+    *replicas.MISTAKES,
+    "never_synchronised",
+    "replicas_that_cannot_be_found",
+    *replicas.HEALTHY,
+)
 
 
 @pytest.fixture(scope="session", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -84,6 +91,15 @@ def test_what_may_differ_is_not_accused(outcomes, name):
         findings, judged = outcome[name]
         assert findings == []
         assert judged == (() if name in replicas.NOT_COMPARED else ("ranks_differ",))
+
+
+def test_an_error_in_the_search_for_replicas_does_not_reach_the_training(outcomes):
+    for outcome in outcomes:
+        findings, _ = outcome["replicas_that_cannot_be_found"]
+        assert findings == []
+        assert any(
+            "finding the replicas of parameters" in line for line in outcome.logs["replicas_that_cannot_be_found"]
+        )
 
 
 def test_a_hook_of_local_sgd_withdraws_the_claim(outcomes):
