@@ -85,10 +85,10 @@ def _sum_by_torch(words: Tensor) -> Tensor:
 
 @cache
 def _powers(device: torch.device) -> Tensor:
-    """Return the weights of one chunk."""
-    weights = torch.full((_CHUNK,), _signed(BASE), dtype=torch.int64, device="cpu")
-    weights[0] = 1
-    return weights.cumprod(0).to(device)
+    """Return the weights of one chunk, computed there, because a copy would wait."""
+    weights = torch.full((_CHUNK,), _signed(BASE), dtype=torch.int64, device=device)
+    weights[:1].fill_(1)
+    return weights.cumprod(0)
 
 
 def _signed(number: int) -> int:
