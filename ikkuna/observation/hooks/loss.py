@@ -248,9 +248,8 @@ class LossHooks:
         if self.preflight is not None and output.requires_grad and context.tracker.pass_name == TRAINING:
             function = module.function if isinstance(module, LossFunction) else module
             self._check(lambda checks: checks.record(function, (*args, *kwargs.values()), output))
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if self._is_evaluated(output):
-            self._record_call(module, given, output, 0, self.validation())
+            self._record_call(module, (*args, *kwargs.values()), output, 0, self.validation())
             return
         if self.has_loss and context.recorder.rows is None and context.observer is None:
             return
@@ -259,7 +258,7 @@ class LossHooks:
         self._was_called = self.has_loss = True
         self._losses.append(weakref.ref(output))
         if context.recorder.rows is not None:
-            self._record_call(module, given, output, forward.part, context.recorder)
+            self._record_call(module, (*args, *kwargs.values()), output, forward.part, context.recorder)
         if context.observer is not None and forward.part >= 0 and context.tracker.pass_name == TRAINING:
             context.observer.loss_called(args, kwargs)
 
@@ -282,9 +281,10 @@ class LossHooks:
         return self.context.tracker.pass_name == TRAINING and self.context.events.is_evaluating
 
     def _record_call(
-        self, module: nn.Module, given: list[Tensor], output: Tensor, part: int, recorder: Recorder
+        self, module: nn.Module, arguments: Sequence[Any], output: Tensor, part: int, recorder: Recorder
     ) -> None:
         """Record what one call of the loss module receives and returns, in a step or pass that is sampled."""
+        given = (x for x in arguments if isinstance(x, Tensor))
         seen = dict(zip(("network_output", "input_labels"), given, strict=False))
         seen = {kind: tensor.detach() for kind, tensor in {**seen, "loss": output}.items()}
         labels = seen.get("input_labels")
