@@ -92,7 +92,7 @@ def random_labels(step):
 
 
 def spiking(step):
-    return 3.0 if step in (150, 151, 152) else falling(step)
+    return 6.0 if step in (150, 151, 152) else falling(step)
 
 
 def at_a_guess(step):

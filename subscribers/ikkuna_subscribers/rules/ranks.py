@@ -1,5 +1,6 @@
 """A rule about ranks that must hold the same bits."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -67,12 +68,12 @@ class RanksDifferRule(Rule):
         """Return the names of the tensors of a kind that differ now, and note all that were compared, and those that are equal."""
         memory, fresh = history.memory[self.name], list(history.fresh(kind))
         compared.update(dict.fromkeys(name for name, _ in fresh))
-        equal = [name for name, curve in fresh if not curve.last]
+        equal = [name for name, curve in fresh if curve.last == 0]
         memory.update({(kind, name): history.step for name in equal})
         if equal:
             memory[kind] = True
         is_local = "_state_" in tensor and kind not in memory
-        return [] if is_local else [name for name, curve in fresh if curve.last]
+        return [] if is_local else [name for name, curve in fresh if name and 0 < curve.last < math.inf]
 
 
 def _order(tensor: str) -> int:
@@ -97,11 +98,11 @@ def _what(tensor: str) -> str:
 
 def _ranks(history: History, kind: str, name: str) -> str:
     ends = (history.curves(f"{kind}_{end}").get(name) for end in ("first", "last"))
-    low, high = (int(curve.last) if curve is not None else 0 for curve in ends)
-    count = int(history.curves(kind)[name].last)
+    low, high = (f"{curve.last:.0f}" if curve is not None else "0" for curve in ends)
+    count = history.curves(kind)[name].last
     if low == high:
         return f"rank {low} differs from the others"
-    return f"ranks {low} and {high} differ" if count == 1 else f"{count} ranks between {low} and {high} differ"
+    return f"ranks {low} and {high} differ" if count == 1 else f"{count:.0f} ranks between {low} and {high} differ"
 
 
 def _since(equal: int | None, step: int) -> str:

@@ -27,13 +27,13 @@ ERRORS = {}
 
 NOT_REBUILT = {
     "DeepSpeed 5794": "it blocks a collective, which is not silent",
-    "TransformerEngine and FP8 in TTrace": "the kernels need a device",
+    "errors of TransformerEngine and of FP8": "the kernels need a device",
     "lightning-thunder 725": "the compiler does not apply autocast to its own operations",
     "transformers 17877, 23723, 34204": "initialisation that is slow, generation, and a processor of images: no training is wrong",
     "Baichuan2 86": "it happens in inference; its cause is that of PyTorch 84803",
     "PyTorch 51800": "an evaluation before the first training step",
     "Stack Overflow 67180955": "the same error as PyTorch 5059",
-    "overlapped communication in TTrace": "it is a race between streams of a device",
+    "errors of overlapped communication": "it is a race between streams of a device",
 }
 
 
