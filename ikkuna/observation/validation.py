@@ -48,8 +48,12 @@ class Validation:
         return self._recorder
 
     def _planned(self) -> tuple[Stamp, Plan]:
+        """Return the stamp and the plan of the pass, on several ranks without rules, which have to decide the same on each."""
         stamp = self._context.tracker.pass_stamp(VALIDATION)
-        return stamp, self._plan_of(stamp).of_losses(World.here().size > 1)
+        plan = self._plan_of(stamp)
+        if World.here().size > 1:
+            plan = Plan(tuple(each for each in plan.subscriptions if each.subscription.tag is not None))
+        return stamp, plan
 
     def end(self, is_complete: bool = True) -> None:
         """Publish the measurements of the pass, if there is one and it is complete."""
@@ -59,7 +63,7 @@ class Validation:
                 self._bus.queue.append(Finished(rows, None))
         if not self._is_settled and self._context.events.repeated > 1:
             self._is_settled = True
-            if self._planned()[1].subscriptions:
+            if "loss" in self._planned()[1].kinds:
                 log.warning(
                     "the validation loss is unknown: pass the module that computes it, as in loss = nn.CrossEntropyLoss() and "
                     "watch(model, loss); without it over-fitting is not judged"

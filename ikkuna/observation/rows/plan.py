@@ -26,9 +26,6 @@ from ikkuna.numerics.statistics import EXACT_COUNTS, HISTOGRAMS, Record, needed_
 __all__ = ["NOTHING", "Demand", "Key", "Plan", "RowIndex", "Site", "Task"]
 
 
-_BESIDE_MODEL = ("loss", "input_labels", *EVENT_KINDS, LOGGED)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
     """A kind of tensor, and the module it belongs to.
@@ -167,7 +164,7 @@ class Plan:
         results: frozenset[str] = frozenset(),
         measuring: frozenset[Registered] = frozenset(),
     ) -> None:
-        self.subscriptions, self.measuring, self._results = subscriptions, measuring, results
+        self.subscriptions, self.measuring = subscriptions, measuring
         self._tasks: dict[tuple[str, str | None], Task | None] = {}
         self._of_all_modules: dict[str, Task | None] = {}
         self._candidates: dict[str, list[Registered]] = {}
@@ -188,19 +185,6 @@ class Plan:
         self.micro_gradients = bool(kinds & set(MICRO_KINDS))
         self.unclipped_gradients = bool(kinds & set(UNCLIPPED_KINDS))
         self.needs_losses_alone = all(s.takes_losses for s in subscriptions)
-
-    def of_losses(self, is_shared: bool = False) -> "Plan":
-        """Return the plan of the subscribers that need nothing but what the loss receives and returns.
-
-        If other ranks see other data, those of all passes are left out: rules have to decide the same on each rank.
-        """
-
-        def is_of_loss(each: Registered) -> bool:
-            kinds = set(each.kinds).difference(_BESIDE_MODEL, self._results)
-            is_judged = is_shared and each.subscription.tag is None
-            return not is_judged and (each.together or not any(map(is_built_in, kinds)))
-
-        return Plan(tuple(filter(is_of_loss, self.subscriptions)), self._results, self.measuring)
 
     def _modules_of(self, kind: str) -> frozenset[int] | None:
         """Return something that identifies the modules whose tensors of a kind are measured; ``None`` for all."""
