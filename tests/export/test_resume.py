@@ -17,6 +17,7 @@ from ikkuna.export.subscriber import (
     NonFiniteSubscriber,
     NormSubscriber,
     PrecisionSubscriber,
+    ReplicaSubscriber,
 )
 from ikkuna.metrics.subscriber.state import pack, unpack
 from tests.export.resumed import BrokenTraining, K, LargeTraining, LongTraining, Regression, Training, run_of
@@ -28,8 +29,8 @@ def names():
     seen = set()
     for name, make in EVERY_SUBSCRIBER.items():
         subscriber = make()
-        if subscriber.state or type(subscriber) not in seen:
-            yield name
+        if type(subscriber) is not ReplicaSubscriber and (subscriber.state or type(subscriber) not in seen):
+            yield name  # in one process nothing has a replica
         seen.add(type(subscriber))
 
 

@@ -118,7 +118,7 @@ def test_check_names_no_attribute_and_has_colours(runs, capsys, monkeypatch):
     from ikkuna.diagnosis import Finding, Findings, judge
 
     found = Findings([Finding("dead_units", "error", "All are 0.", "stem")], skipped={"x": "y"})
-    monkeypatch.setattr(judge, "check", lambda path, rules: found)
+    monkeypatch.setattr(judge, "check", lambda path, rules, muted: found)
     assert "\x1b[1;31merror\x1b[0m " in called(capsys, "check")[1]
     monkeypatch.undo()
     assert "findings." not in called(capsys, "check", runs)[1]
