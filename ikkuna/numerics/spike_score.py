@@ -19,16 +19,18 @@ _PACE = 16
 _MEMORY = 512
 _RARE = 32
 _NORMAL = 2.2  # the distance that one value in 32 exceeds if the noise is normal
-_RESOLUTION = 1e-4
+_SHARE = 5e-4
 
 
 class SpikeScore:
     r"""The running spike score of a series: the distance above a running median in units of a running median deviation.
 
     .. math:: s_t = \frac{\min(x_t - m, \; \tfrac 3 2 (x_t - \max(x_{t-4}, \dots, x_{t-1})))}{w \, u},
-        \quad u = \max(\mathrm{median}_i |x_i - m|, \; 10^{-4} |m|)
+        \quad u = \max(\mathrm{median}_i |x_i - m|, \; \tfrac{1}{2000} M)
 
     with the median :math:`m` of the last 128 values :math:`x_i`; the second distance is for series that drift.
+    :math:`M` is the largest such :math:`|m|` of the last 512 values: a rise of less than half a percent of what a loss has just been, as
+    that of one sample after all are fitted, is no spike.
     The factor :math:`w` widens the unit if the noise has a heavy tail, as the loss of single samples, of a game or of a reward has:
 
     .. math:: w = \max\left(1, \; \left(\frac{q}{2.2 \, (1 + 4 / \sqrt n)}\right)^3, \; \frac{\min(r, 25)}{4} \right)
@@ -69,6 +71,7 @@ class SpikeScore:
         self._largest = 0.0
         self._values: deque[float] = deque(maxlen=_WINDOW)
         self._distances: deque[float] = deque(maxlen=_MEMORY)
+        self._levels: deque[float] = deque(maxlen=_MEMORY // _PACE)
 
     def add(self, value: float) -> float:
         """Add a value, and return its score."""
@@ -96,7 +99,7 @@ class SpikeScore:
         """Compute the median, the unit, the factor and the threshold."""
         values = np.array(self._values)
         if self.count == _PACE:
-            self._middle, self._unit = _center(values)
+            self._measure(values)
         recent = values[-_PACE - 4 :]
         pairs = np.maximum(recent[:-2], recent[1:-1])
         highest = np.maximum(pairs[:-2], pairs[2:])  # of the four values before
@@ -104,18 +107,18 @@ class SpikeScore:
         if self._unit:  # otherwise nothing is known of the noise
             self._distances.extend((distances / self._unit).tolist())
         self._largest = max(self._largest, float(np.abs(values[-_PACE:] - self._middle).max()))
-        self._middle, self._unit = _center(values)
+        self._measure(values)
         count = len(values)
         if 2 * np.count_nonzero(values == self._middle) > count or 4 * np.count_nonzero(values == values.min()) > count:
             self._unit = max(self._unit, self._largest)
         self._width = _width(np.array(self._distances)) * max(_ENOUGH / count, 1)
         self.threshold = self._middle + LIMIT * self._width * self._unit
 
-
-def _center(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the median, and the median distance from it, at least as much as float32 numbers resolve."""
-    middle = _median(values)
-    return middle, max(_median(np.abs(values - middle)), _RESOLUTION * abs(middle))
+    def _measure(self, values: NDArray[np.float64]) -> None:
+        """Compute the median and the unit."""
+        self._middle = _median(values)
+        self._levels.append(abs(self._middle))
+        self._unit = max(_median(np.abs(values - self._middle)), _SHARE * max(self._levels))
 
 
 def _median(values: NDArray[np.float64]) -> float:
@@ -140,7 +143,7 @@ def spike_scores(values: Iterable[Any]) -> NDArray[np.float64]:
     Examples
     --------
     >>> spike_scores([1.0] * 64 + [1.0, 2.0, math.nan])[63:].tolist()
-    [0.0, 0.0, 10000.0, inf]
+    [0.0, 0.0, 2000.0, inf]
     """
     score = SpikeScore()
     return np.array([score.add(float(value)) for value in values])

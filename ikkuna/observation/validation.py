@@ -65,6 +65,6 @@ class Validation:
             self._is_settled = True
             if "loss" in self._planned()[1].kinds:
                 log.warning(
-                    "the validation loss is unknown: pass the module that computes it, as in loss = nn.CrossEntropyLoss() and "
-                    "watch(model, loss); without it over-fitting is not judged"
+                    "no loss is seen in the evaluations of the loop: if they compute one, pass its module, as in "
+                    "loss = nn.CrossEntropyLoss() and watch(model, loss), so that over-fitting is judged"
                 )
