@@ -198,7 +198,9 @@ def test_an_unknown_validation_loss_is_one_line(tmp_path, caplog, known):
             loop.backward(X, Y)
             loop.update()
             loop.evaluate(HELD_OUT)
-    assert caplog.text.count("no loss is seen in the evaluations of the loop: if they compute one, pass its module") == (not known)
+    assert caplog.text.count(
+        "no loss is seen in the evaluations of the loop: if they compute one, pass its module"
+    ) == (not known)
 
 
 def test_over_fitting_is_found_in_the_users_own_loop(tmp_path):
