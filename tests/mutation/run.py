@@ -70,10 +70,13 @@ class Selection:
         The file that `record` has written.
     seconds : float
         How long the tests of a mutant take at most, by their recorded durations.
+    known : set of str
+        The names of all tests; those with seeds of the day have other names than when they were recorded.
     """
 
-    def __init__(self, path: Path, seconds: float) -> None:
+    def __init__(self, path: Path, seconds: float, known: set[str]) -> None:
         recorded = json.loads(path.read_text())
+        self._known = known
         self._durations, self._lines, self._seconds = recorded["durations"], recorded["lines"], seconds
         self._setup: dict[
             str, float
@@ -87,6 +90,7 @@ class Selection:
         by_line = self._lines.get(mutant.file, {})
         names = set(by_line.get(str(mutant.line), ()))
         names = names or {name for line in mutant.lines for name in by_line.get(str(line), ())}
+        names &= self._known
         chosen, total, files = [], 0.0, set[str]()
         for name in sorted(names, key=lambda name: (self._cost(name), name)):
             file = name.partition("::")[0]
@@ -99,6 +103,14 @@ class Selection:
 
     def _cost(self, name: str) -> float:
         return self._durations.get(name, 1.0) + self._setup.get(name.partition("::")[0], 1.0)
+
+
+def all_tests() -> set[str]:
+    """Return the names of all tests."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return {line for line in listed.stdout.splitlines() if "::" in line}
 
 
 def copy_tree(target: Path) -> None:
@@ -169,7 +181,7 @@ def main() -> None:
     import pytest  # noqa: F401  # imported once for all forks
     import torch  # noqa: F401
 
-    selection = Selection(FOLDER / "recorded.json", 10)
+    selection = Selection(FOLDER / "recorded.json", 10, all_tests())
     path = FOLDER / f"results.{options.seed}.json"
     results: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     tree, checked = FOLDER / "tree", set[str]()
