@@ -202,11 +202,6 @@ def test_a_gradient_is_zero_in_its_first_or_in_its_last_twenty_samples(values, s
     assert last("zero_gradient", layers("weight_gradients_norm2", fc0=0.0, fc1=0.0, head=0.0), 1, module="fc1") == 0.0
 
 
-def both(used, given):
-    """Return gradients at the optimizer's step, and those of a backward."""
-    return layers("weight_gradients_norm2", **used) | layers("weight_micro_gradients_norm2", **given)
-
-
 @pytest.mark.parametrize(
     ("name", "first", "then", "score"),
     [
@@ -231,7 +226,7 @@ def test_gradients_of_a_backward_that_gave_zeros_are_those_of_earlier_steps():
 
 
 def test_weights_without_an_optimizer_do_not_count():
-    series = both({"fc0": 0.01, "fc1": 0.01, "head": 1.0}, {})
+    series = layers("weight_gradients_norm2", fc0=0.01, fc1=0.01) | layers("weight_micro_gradients_norm2")
     unowned = {("unowned_parameters", name): sampled([1.0]) for name in ("fc0", "fc1")}
     assert last("clipped_hard", series, 1) == pytest.approx(1.0)
     assert last("clipped_hard", series | unowned, 1) == pytest.approx(0.01)

@@ -74,8 +74,9 @@ class LossSpikeRule(Rule):
     """The loss of a step is suddenly far above the losses before it.
 
     Threshold: a spike score of 10, that is 10 median deviations above the median of the last 128 losses, and more if the losses have a
-    heavy tail, see `ikkuna.numerics.spike_score`.
-    Cannot see: the first 16 values; slow rises (that is the rule diverges); a loss of NaN (that is the rule nonfinite).
+    heavy tail, see `ikkuna.numerics.spike_score`; a rise of less than half a percent of the largest recent median is none.
+    Cannot see: the first 16 values; a jump that is small beside the fall of the loss in the last 128 steps;
+    slow rises (that is the rule diverges); a loss of NaN (that is the rule nonfinite).
     """
 
     name = "loss_spike"
